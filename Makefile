@@ -1,0 +1,87 @@
+# make serve | test | test-all | lint | format | fetch | clean. `make` alone says what each does.
+PYTHON ?= python3
+VENV ?= .venv
+PORT ?= 8000
+MODEL ?= smollm2-135m
+ARGS ?=
+
+BIN := $(VENV)/bin
+PACKAGES := kernels common prefill_worker decode_worker router benchmarks
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+NEWER := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help serve fetch bench test test-all lint format docs clean
+
+help:
+	@echo "make serve      a service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
+	@echo "make fetch      download MODEL only"
+	@echo "make bench      load generator (ARGS='--help')"
+	@echo "make test       lint and every quick test"
+	@echo "make test-all   lint and every test that this machine can run"
+	@echo "make lint       ruff and mypy;  make format  rewrites as ruff wants it;  make docs  rewrites docs/configuration.md"
+	@echo "make clean      remove what was built, the virtual environment included"
+
+# ------------------------------------------------------------------ environment: made on demand, remade when NEWER changes
+
+$(BIN)/python:
+	@for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found="$$python"; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then echo "Diptych needs Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; fi; \
+	echo "creating $(VENV) with $$("$$found" --version)"; "$$found" -m venv "$(VENV)"
+
+$(VENV)/.serve: $(NEWER) | $(BIN)/python
+	@echo "installing Diptych into $(VENV) (a minute or two, once)"
+	@$(PIP) -c constraints.txt -e ".[router,worker]"
+	@touch $@
+
+$(VENV)/.bench: $(NEWER) | $(BIN)/python
+	@$(PIP) -c constraints.txt -e ".[bench]"
+	@touch $@
+
+$(VENV)/.dev: $(NEWER) | $(BIN)/python
+	@echo "installing Diptych and its test tools into $(VENV) (a few minutes, once)"
+	@$(PIP) -c constraints.txt -e ".[dev]"
+	@touch $(VENV)/.serve $(VENV)/.bench $@
+
+# ------------------------------------------------------------------ run
+
+serve: $(VENV)/.serve
+	@exec $(BIN)/diptych serve --port $(PORT) --model $(MODEL) $(ARGS)
+
+fetch: $(VENV)/.serve
+	@exec $(BIN)/diptych fetch $(MODEL)
+
+bench: $(VENV)/.bench
+	@exec $(BIN)/diptych bench $(ARGS)
+
+# ------------------------------------------------------------------ check
+
+# The names that mypy sees: diptych.common is the folder common, as in the wheel.
+build/ns: Makefile
+	@mkdir -p build/ns/diptych
+	@for p in $(PACKAGES); do ln -sfn ../../../$$p build/ns/diptych/$$p; done
+	@touch build/ns
+
+lint: $(VENV)/.dev build/ns
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.dev
+	$(BIN)/python -P -m diptych.common.config_docs > docs/configuration.md
+
+test: lint
+	$(BIN)/pytest -m "not slow and not gpu and not chaos" $(ARGS)
+
+test-all: lint
+	$(BIN)/pytest $(ARGS)
+
+clean:
+	rm -rf build dist .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,113 @@
+"""The stacks a measurement compares, and what every measuring script has in common."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from diptych.benchmarks.client import CompletionClient, RequestOptions, ask_server, ask_token_ids
+from diptych.benchmarks.stack import Stack, StackProcess
+from diptych.benchmarks.workload import LengthRange, Vocabulary, Workload
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run the model. Cores pin the processes (empty: unpinned); threads are each worker's own."""
+
+    name: str
+    prefill: int
+    prefill_threads: int = 1
+    decode_threads: int = 1
+    prefill_cores: tuple[int, ...] = ()
+    decode_cores: tuple[int, ...] = ()
+    other_cores: tuple[int, ...] = ()  # router and load generator
+    decode_flags: tuple[str, ...] = ()
+
+    def stack(self, model: str, dtype: str, worker_flags: Sequence[str] = (), log_dir: Path | None = None) -> Stack:
+        """One decode worker, and one prefill worker that computes every prompt if the arm has one."""
+        return Stack(
+            prefill=self.prefill,
+            decode=1,
+            model=model,
+            dtype=dtype,
+            worker_flags=worker_flags,
+            prefill_flags=("--threads", str(self.prefill_threads)),
+            decode_flags=("--threads", str(self.decode_threads), *self.decode_flags),
+            router_flags=("--local-prefill-threshold", "0"),
+            prefill_cores=self.prefill_cores,
+            decode_cores=self.decode_cores,
+            router_cores=self.other_cores,
+            log_dir=log_dir / self.name.replace(" ", "-").replace(",", "") if log_dir else None,
+        )
+
+    def pin_self(self) -> None:
+        """Put this process, the load generator, where the arm wants it."""
+        os.sched_setaffinity(0, self.other_cores or range(os.cpu_count() or 1))
+
+    def describe(self) -> dict[str, Any]:
+        """The arm as JSON values."""
+        shown: dict[str, Any] = {
+            "prefill_workers": self.prefill,
+            "decode_workers": 1,
+            "decode_threads": self.decode_threads,
+            "decode_cores": list(self.decode_cores) or "unpinned",
+            "router_and_client_cores": list(self.other_cores) or "unpinned",
+        }
+        if self.prefill:
+            shown["prefill_threads"] = self.prefill_threads
+            shown["prefill_cores"] = list(self.prefill_cores) or "unpinned"
+        return shown
+
+
+@dataclass(frozen=True)
+class Target:
+    """A running stack as a load generator sees it."""
+
+    client: CompletionClient
+    vocabulary: Vocabulary
+
+    @classmethod
+    def of(cls, url: str, *, timeout_s: float = 300.0) -> Target:
+        """Asks the server for its model and vocabulary. Raises ServerError."""
+        with httpx.Client(base_url=url, timeout=10.0, trust_env=False) as asking:
+            server = ask_server(asking, "")
+            token_ids = ask_token_ids(asking, server.model)
+        return cls(CompletionClient(url, RequestOptions(server.model, timeout_s=timeout_s)), Vocabulary(token_ids))
+
+    def workload(self, input_len: int, output_len: int, seed: int) -> Workload:
+        """Fixed lengths, no shared prefixes."""
+        return Workload(
+            self.vocabulary, LengthRange(input_len, input_len), LengthRange(output_len, output_len), seed=seed
+        )
+
+
+def scrape(worker: StackProcess) -> dict[str, float]:
+    """A worker's metrics by sample name, summed over labels."""
+    text = httpx.get(f"{worker.http_url}/metrics", timeout=10.0, trust_env=False).text
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals
+
+
+def script_parser(program: str, about: str) -> argparse.ArgumentParser:
+    """The options that all measuring scripts take."""
+    parser = argparse.ArgumentParser(
+        prog=program, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m", help="model to serve")
+    parser.add_argument("--dtype", default="auto", help="number type of weights and KV")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens in a KV block")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts")
+    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
+    parser.add_argument("--plot", type=Path, help="draw the result into this PNG file")
+    parser.add_argument("--log-dir", type=Path, help="keep the processes' logs here")
+    return parser

@@ -1,0 +1,197 @@
+"""`diptych bench`: load an OpenAI-compatible server and measure what its clients would see."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import secrets
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from diptych.benchmarks.client import (
+    CompletionClient,
+    RequestOptions,
+    Server,
+    ServerError,
+    ask_server,
+    ask_token_ids,
+    auth_headers,
+)
+from diptych.benchmarks.conditions import conditions
+from diptych.benchmarks.config import DEFAULT_CONCURRENCY, DEFAULT_NUM_REQUESTS, BenchConfig
+from diptych.benchmarks.load import Load
+from diptych.benchmarks.report import print_summary, result, write_json
+from diptych.benchmarks.summary import RequestRecord, Summary, summarise
+from diptych.benchmarks.trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
+from diptych.benchmarks.workload import (
+    LengthRange,
+    Vocabulary,
+    Workload,
+    fit_rows,
+    poisson_arrivals,
+    trace_arrivals,
+)
+from diptych.common.config import exit_refused, load
+
+PROG = "diptych bench"
+WARMUP_INDEX = 10**9  # warm-up requests are none of the measured ones
+EXIT_ALL_FAILED, EXIT_INTERRUPTED = 1, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, 1 when every request failed, 2 for refused settings, 130 when interrupted."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    config = load(BenchConfig, argv, prog=PROG)
+    if config.seed < 0:
+        config = replace(config, seed=secrets.randbelow(2**31))
+    console = Console()
+    try:
+        with httpx.Client(
+            base_url=config.url, headers=auth_headers(config.api_key), timeout=10.0, trust_env=False
+        ) as asking:
+            server = ask_server(asking, config.model)
+            token_ids = () if config.sends_text else ask_token_ids(asking, server.model, config.vocab_size)
+        workload = build_workload(config, token_ids)
+    except (ServerError, TraceError) as error:
+        exit_refused(error, PROG)
+    records, interrupted = measure(config, server, workload, console)
+    summary = summarise(records, slo_ttft_ms=config.slo_ttft_ms, slo_tpot_ms=config.slo_tpot_ms)
+    if interrupted:
+        console.print("interrupted; measured so far:")
+    deliver(config, server, records, summary, console, argv)
+    if interrupted:
+        return EXIT_INTERRUPTED
+    return 0 if summary.num_ok else EXIT_ALL_FAILED
+
+
+def build_workload(config: BenchConfig, token_ids: tuple[int, ...]) -> Workload:
+    """Raises TraceError."""
+    rows = fit_rows(
+        read_trace(Path(config.trace), config.num_requests) if config.trace else [],
+        scale=config.trace_scale,
+        max_input_len=config.max_input_len,
+        max_output_len=config.max_output_len,
+    )
+    return Workload(
+        Vocabulary(token_ids),
+        LengthRange.parse(config.input_len),
+        LengthRange.parse(config.output_len),
+        seed=config.seed,
+        shared_prefix_len=config.shared_prefix_len,
+        rows=rows,
+        block_tokens=max(1, round(MOONCAKE_BLOCK_TOKENS * config.trace_scale)),
+    )
+
+
+def num_requests(config: BenchConfig, workload: Workload) -> int:
+    """How many requests to send at most; 0: until `duration_s` is over."""
+    if config.num_requests or (config.duration_s and not config.replays_arrivals):
+        return config.num_requests
+    return len(workload.rows) or DEFAULT_NUM_REQUESTS
+
+
+def measure(
+    config: BenchConfig, server: Server, workload: Workload, console: Console
+) -> tuple[list[RequestRecord], bool]:
+    """Every request's record, and whether the run was interrupted (SIGINT or SIGTERM)."""
+    options = RequestOptions(
+        server.model, config.endpoint == "chat", config.ignore_eos, config.temperature, config.timeout_s
+    )
+    total = num_requests(config, workload)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        Progress(*columns, console=console, refresh_per_second=4, disable=not config.progress) as progress,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        bar = progress.add_task(server.model, total=total or None)
+        client = CompletionClient(config.url, options, api_key=config.api_key, keep_alive=config.keep_alive)
+        warmup = Load(client, workload, num_requests=config.warmup, first_index=WARMUP_INDEX)
+        run = Load(
+            client,
+            workload,
+            num_requests=total,
+            duration_s=config.duration_s,
+            on_done=lambda record: progress.update(bar, advance=1),
+        )
+        gc.collect()
+        gc.freeze()  # what exists by now is never looked at again while tokens are being timed
+        interrupted = runner.run(_until_interrupted(_drive(config, workload, warmup, run)))
+        runner.run(client.close())
+    return run.records, interrupted
+
+
+async def _drive(config: BenchConfig, workload: Workload, warmup: Load, run: Load) -> None:
+    if config.warmup:
+        await warmup.closed_loop(1)
+    if config.rate:
+        await run.open_loop(poisson_arrivals(float(config.rate), config.seed))
+    elif config.replays_arrivals:
+        await run.open_loop(
+            trace_arrivals(workload.rows, speedup=config.speedup, jitter_s=config.jitter_s, seed=config.seed)
+        )
+    else:
+        await run.closed_loop(config.concurrency or DEFAULT_CONCURRENCY)
+
+
+async def _until_interrupted(work: Coroutine[Any, Any, None]) -> bool:
+    """Run `work` to its end or until a signal; whether it was the signal."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return True
+    return False
+
+
+def deliver(
+    config: BenchConfig,
+    server: Server,
+    records: Sequence[RequestRecord],
+    summary: Summary,
+    console: Console,
+    argv: Sequence[str],
+) -> None:
+    """Print the table and write the files that were asked for."""
+    bounds = (("TTFT", config.slo_ttft_ms), ("TPOT", config.slo_tpot_ms))
+    slo = " and ".join(f"{name} {bound:g} ms" for name, bound in bounds if bound)
+    title = f"{server.model} at {config.url}: {describe(config)}"
+    print_summary(console, summary, title=title, slo=slo)
+    if config.output:
+        found = conditions(PROG, argv, url=config.url, model=server.model, server_version=server.version)
+        settings = {name: value for name, value in asdict(config).items() if name != "api_key"}
+        write_json(Path(config.output), result(summary, records, found | {"seed": config.seed}, settings))
+        console.print(f"wrote {config.output}", highlight=False)
+    if config.plot:
+        from diptych.benchmarks.plot import plot_run  # noqa: PLC0415 - matplotlib takes a second to import
+
+        plot_run(Path(config.plot), records, title=title)
+        console.print(f"wrote {config.plot}", highlight=False)
+
+
+def describe(config: BenchConfig) -> str:
+    """The load in a few words."""
+    lengths = f"{config.input_len} in, {config.output_len} out"
+    if config.trace:
+        lengths = f"lengths of {Path(config.trace).name}"
+    if config.replays_arrivals:
+        return f"{lengths}, its arrivals {config.speedup:g}x"
+    if config.rate:
+        return f"{lengths}, {'all at once' if math.isinf(float(config.rate)) else config.rate + ' requests/s'}"
+    return f"{lengths}, {config.concurrency or DEFAULT_CONCURRENCY} in flight"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

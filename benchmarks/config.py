@@ -1,0 +1,155 @@
+"""The settings of `diptych bench`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from diptych.benchmarks.workload import LengthRange
+from diptych.common.config_field import Config, setting
+from diptych.common.errors import ConfigError
+
+# Headings of the help, in its order.
+_SERVER, _LOAD, _REQUESTS, _TRACE, _GOALS, _OUTPUT = (
+    "HTTP",
+    "Scheduling",
+    "Scheduling",
+    "Scheduling",
+    "Deadlines",
+    "Everywhere",
+)
+
+_LENGTH = r"[0-9]+(-[0-9]+)?"
+_LENGTH_WORDS = "a length such as 128, or a range such as 64-512"
+_POSITIVE_NUMBER = r"([0-9]*\.?[0-9]+(e[+-]?[0-9]+)?)"
+DEFAULT_CONCURRENCY = 8
+DEFAULT_NUM_REQUESTS = 100
+
+
+@dataclass(frozen=True)
+class BenchConfig(Config):
+    """A load on one OpenAI-compatible URL, and what to do with the measurements."""
+
+    section: ClassVar[str] = "bench"
+    env_prefix: ClassVar[str] = "BENCH"
+    about: ClassVar[str] = (
+        "Loads any OpenAI-compatible server and measures time to first token (TTFT), time per output token (TPOT),\n"
+        "inter-token and end-to-end latency, throughput and goodput. The load is closed (--concurrency), open\n"
+        "(--rate) or a trace's (--trace)."
+    )
+
+    config: str = setting(
+        "", "TOML file with settings; flags and environment win over it", group=_OUTPUT, metavar="FILE", in_file=False
+    )
+    url: str = setting(
+        "http://127.0.0.1:8000",
+        "server to load, without the /v1",
+        group=_SERVER,
+        pattern=r"https?://[^/\s]+[^\s]*",
+        expects="an http:// or https:// URL",
+    )
+    model: str = setting("", "model to ask for; empty: the first one that /v1/models lists", group=_SERVER)
+    endpoint: str = setting(
+        "completions",
+        "completions sends token ids, so lengths are exact; chat sends words, so lengths are about right",
+        group=_SERVER,
+        choices=("completions", "chat"),
+    )
+    api_key: str = setting("", "sent as Authorization: Bearer", group=_SERVER, secret=True, metavar="KEY")
+    timeout_s: float = setting(600.0, "seconds after which one request has failed", group=_SERVER, ge=0.01, le=86400)
+    keep_alive: bool = setting(True, "reuse connections", group=_SERVER)
+
+    rate: str = setting(
+        "",
+        "open loop: requests a second on average, arriving at random (Poisson); inf: all at once",
+        group=_LOAD,
+        pattern=rf"({_POSITIVE_NUMBER}|inf)?",
+        expects="a number above 0, or inf",
+        metavar="R",
+    )
+    concurrency: int = setting(
+        0,
+        f"closed loop: requests in flight at all times; 0: {DEFAULT_CONCURRENCY}, unless --rate or --trace is given",
+        group=_LOAD,
+        ge=0,
+        le=65536,
+    )
+    num_requests: int = setting(
+        0,
+        f"requests to send; 0: {DEFAULT_NUM_REQUESTS}, the whole trace, or as many as fit --duration-s",
+        group=_LOAD,
+        ge=0,
+        le=10**9,
+    )
+    duration_s: float = setting(
+        0.0, "seconds after which no more requests are sent; 0: no limit", group=_LOAD, ge=0, le=10**7
+    )
+    warmup: int = setting(2, "requests sent, one by one, before measuring starts", group=_LOAD, ge=0, le=10**6)
+    trace: str = setting(
+        "", "take lengths, shared prefixes and arrivals from this Azure CSV or Mooncake JSON-lines file, plain or .gz;"
+        " with --rate or --concurrency only lengths and prefixes", group=_TRACE, metavar="FILE",
+    )  # fmt: skip
+    speedup: float = setting(1.0, "replay a trace's arrivals this many times as fast", group=_TRACE, ge=1e-6, le=1e9)
+    jitter_s: float = setting(
+        0.0, "delay each of a trace's arrivals by up to so many seconds", group=_TRACE, ge=0, le=3600
+    )
+    trace_scale: float = setting(1.0, "multiply a trace's lengths, for small models", group=_TRACE, ge=1e-4, le=100)
+    max_input_len: int = setting(0, "cut a trace's prompts to so many tokens; 0: no limit", group=_TRACE, ge=0)
+    max_output_len: int = setting(0, "cut a trace's outputs to so many tokens; 0: no limit", group=_TRACE, ge=0)
+
+    input_len: str = setting(
+        "128", "prompt length in tokens, or a range a-b", group=_REQUESTS, pattern=_LENGTH, expects=_LENGTH_WORDS
+    )
+    output_len: str = setting(
+        "128", "tokens to generate, or a range a-b", group=_REQUESTS, pattern=_LENGTH, expects=_LENGTH_WORDS
+    )
+    shared_prefix_len: int = setting(
+        0, "leading tokens that all prompts have in common, part of their length", group=_REQUESTS, ge=0, le=10**7
+    )
+    prompt_text: bool = setting(
+        False, "send words instead of token ids, for servers that take none (always so for chat)", group=_REQUESTS
+    )
+    vocab_size: int = setting(
+        0, "draw token ids below this; 0: from what /tokenize returns, else 1000 to 9999", group=_REQUESTS, ge=0
+    )
+    ignore_eos: bool = setting(True, "generate the full length whatever the model says", group=_REQUESTS)
+    temperature: float = setting(0.0, "sampling temperature; 0 is greedy", group=_REQUESTS, ge=0, le=2)
+    seed: int = setting(
+        -1,
+        "same seed, same requests; -1: a new one, so that no earlier run has filled a cache",
+        group=_REQUESTS,
+        ge=-1,
+    )
+
+    slo_ttft_ms: float = setting(0.0, "goodput counts requests with at most this TTFT; 0: any", group=_GOALS, ge=0)
+    slo_tpot_ms: float = setting(0.0, "goodput counts requests with at most this TPOT; 0: any", group=_GOALS, ge=0)
+
+    output: str = setting("", "write everything measured to this JSON file", group=_OUTPUT, metavar="FILE")
+    plot: str = setting("", "draw the distributions and a timeline into this PNG file", group=_OUTPUT, metavar="FILE")
+    progress: bool = setting(True, "show a progress bar on a terminal", group=_OUTPUT)
+
+    def check(self) -> None:
+        if self.rate and self.concurrency:
+            raise ConfigError("rate", self.rate, "not together with concurrency: a load is open or closed")
+        if self.rate and float(self.rate) <= 0:
+            raise ConfigError("rate", self.rate, "a number above 0, or inf")
+        if math.isinf(float(self.rate or 0)) and not self.num_requests and not self.trace:
+            raise ConfigError("num_requests", self.num_requests, "at least 1 when rate is inf")
+        for name in ("input_len", "output_len"):
+            try:
+                LengthRange.parse(getattr(self, name))
+            except ValueError as error:
+                raise ConfigError(name, getattr(self, name), f"{_LENGTH_WORDS} ({error})") from error
+        shortest = LengthRange.parse(self.input_len).low
+        if self.shared_prefix_len > shortest:
+            raise ConfigError("shared_prefix_len", self.shared_prefix_len, f"at most the shortest prompt, {shortest}")
+
+    @property
+    def sends_text(self) -> bool:
+        return self.prompt_text or self.endpoint == "chat"
+
+    @property
+    def replays_arrivals(self) -> bool:
+        """Requests arrive when the trace says."""
+        return bool(self.trace) and not self.rate and not self.concurrency

@@ -1,0 +1,213 @@
+"""What do long prompts do to streams that are being generated? Disaggregated against local chunked prefill.
+
+Eight streams decode without end; after a quiet window, long prompts arrive at a steady pace. Reported are the gaps
+between tokens that the streams saw in each window. Arms (one decode worker each, prompts always new):
+
+    1P1D pinned              prefill worker on core 0, decode worker on core 1, one thread each
+    0P1D pinned, one core    the decode worker alone on core 1: the same decode hardware, prompts share it
+    0P1D pinned, two cores   the decode worker alone on cores 0 and 1, two threads: the same total hardware
+    1P1D unpinned            one thread each, anywhere
+    0P1D unpinned            two threads, anywhere
+
+Router and load generator run on core 0 in the pinned arms, beside the prefill worker where there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from diptych.benchmarks.arms import Arm, Target, script_parser
+from diptych.benchmarks.conditions import conditions
+from diptych.benchmarks.load import Load
+from diptych.benchmarks.plot import plot_cdf, save
+from diptych.benchmarks.report import write_json
+from diptych.benchmarks.summary import INTERRUPTED, Distribution, RequestRecord
+
+PROGRAM = "python -m diptych.benchmarks.interference"
+PROMPT_OUTPUT_LEN = 4
+ARMS = (
+    Arm("1P1D pinned", prefill=1, prefill_cores=(0,), decode_cores=(1,), other_cores=(0,)),
+    Arm("0P1D pinned, one core", prefill=0, decode_cores=(1,), other_cores=(0,)),
+    Arm("0P1D pinned, two cores", prefill=0, decode_threads=2, decode_cores=(0, 1), other_cores=(0,)),
+    Arm("1P1D unpinned", prefill=1),
+    Arm("0P1D unpinned", prefill=0, decode_threads=2),
+)
+
+
+@dataclass
+class Run:
+    """One arm, once. Gaps are (seconds after the long prompts began, gap in seconds) of the eight streams."""
+
+    gaps: list[tuple[float, float]]
+    ttfts: list[float]
+    duration_s: float
+
+    def row(self) -> dict[str, Any]:
+        quiet = Distribution.of_seconds(gap for at, gap in self.gaps if at <= 0)
+        busy = Distribution.of_seconds(self.busy_gaps())
+        return {
+            "quiet_p50_ms": quiet.p50,
+            "quiet_p99_ms": quiet.p99,
+            "p50_ms": busy.p50,
+            "p99_ms": busy.p99,
+            "max_ms": busy.max,
+            "tokens_per_s": busy.count / self.duration_s,
+            "prompt_ttft_p50_ms": Distribution.of_seconds(self.ttfts).p50,
+            "prompts": len(self.ttfts),
+        }
+
+    def busy_gaps(self) -> list[float]:
+        return [gap for at, gap in self.gaps if at > 0]
+
+
+@dataclass
+class Result:
+    """All runs of one arm."""
+
+    arm: Arm
+    runs: list[Run] = field(default_factory=list)
+
+    def medians(self) -> dict[str, float]:
+        """Of each number of `Run.row`, over the runs."""
+        rows = [run.row() for run in self.runs]
+        return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+
+
+async def run_arm(target: Target, options: Namespace, seed: int) -> Run:
+    """Streams for `quiet_s`, then streams and long prompts for `busy_s`. Raises RuntimeError when a request fails."""
+    streams = Load(target.client, target.workload(options.stream_input_len, options.stream_output_len, seed))
+    prompts = Load(target.client, target.workload(options.prompt_len, PROMPT_OUTPUT_LEN, seed + 1))
+    decoding = asyncio.create_task(streams.closed_loop(options.streams))
+    while len(streams.records) < options.streams or not all(record.token_times for record in streams.records):
+        if decoding.done():
+            decoding.result()
+        _refuse_failures(streams.records)
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(options.quiet_s)
+    begin = time.perf_counter()
+    arriving = asyncio.create_task(prompts.open_loop(itertools.count(0.0, options.every_s)))
+    await asyncio.sleep(options.busy_s)
+    end = time.perf_counter()
+    for task in (arriving, decoding):
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+    _refuse_failures([*streams.records, *prompts.records])
+    gaps = [
+        (late - begin, late - early)
+        for record in streams.records
+        for early, late in itertools.pairwise(record.token_times)
+        if begin - options.quiet_s < late <= end
+    ]
+    ttfts = [record.ttft_s for record in prompts.records if not math.isnan(record.ttft_s)]
+    return Run(gaps, ttfts, end - begin)
+
+
+def _refuse_failures(records: Sequence[RequestRecord]) -> None:
+    for record in records:
+        if record.outcome not in ("", INTERRUPTED) and not record.ok:
+            raise RuntimeError(f"a request ended as {record.outcome!r}: {record.message}")
+
+
+def measure(arm: Arm, options: Namespace, seed: int) -> Run:
+    """Start the arm's stack, warm it up, run it."""
+    flags = ("--block-size", str(options.block_size), "--no-enable-prefix-caching")
+    arm.pin_self()
+    with (
+        arm.stack(options.model, options.dtype, flags, options.log_dir) as stack,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        target = Target.of(stack.url)
+        warmup = Load(target.client, target.workload(options.prompt_len, 8, seed + 2), num_requests=2)
+        runner.run(warmup.closed_loop(1))
+        run = runner.run(run_arm(target, options, seed))
+        runner.run(target.client.close())
+    return run
+
+
+def print_results(console: Console, results: Sequence[Result]) -> None:
+    table = Table(title="inter-token latency of the streams, ms", title_justify="left")
+    table.add_column("")
+    for name in ("quiet p50", "quiet p99", "p50", "p99", "max", "tok/s", "prompt TTFT p50", "prompts"):
+        table.add_column(name, justify="right")
+    for result in results:
+        table.add_row(result.arm.name, *(f"{value:,.1f}" for value in result.medians().values()))
+    console.print(table)
+
+
+def plot(path: Path, results: Sequence[Result], title: str) -> None:
+    """Left: how the gaps are distributed while prompts arrive. Right: each gap of the first run, when it happened."""
+    figure = Figure(figsize=(14, 6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    plot_cdf(left, "gaps between tokens while prompts arrive", {r.arm.name: _all_busy_gaps(r) for r in results})
+    left.set(xscale="log", xlabel="ms (log)", ylim=(0.5, 1.002))
+    for result in results:
+        gaps = result.runs[0].gaps
+        right.plot([at for at, _ in gaps], [gap * 1000 for _, gap in gaps], ".", markersize=3, label=result.arm.name)
+    right.axvline(0, color="#444444", linewidth=1)
+    right.set(title="each gap", xlabel="seconds after the first long prompt", ylabel="ms (log)", yscale="log")
+    right.grid(alpha=0.2)
+    right.legend(fontsize=8)
+    save(figure, path, title)
+
+
+def _all_busy_gaps(result: Result) -> list[float]:
+    return [gap for run in result.runs for gap in run.busy_gaps()]
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = script_parser(PROGRAM, (__doc__ or "").partition("\n")[0])
+    parser.add_argument("--streams", type=int, default=8, help="streams that decode all the time")
+    parser.add_argument("--stream-input-len", type=int, default=64, help="their prompts, in tokens")
+    parser.add_argument("--stream-output-len", type=int, default=1900, help="their outputs; a new stream follows")
+    parser.add_argument("--prompt-len", type=int, default=1500, help="the long prompts, in tokens")
+    parser.add_argument("--every-s", type=float, default=4.0, help="seconds between two long prompts")
+    parser.add_argument("--quiet-s", type=float, default=5.0, help="seconds measured before the first long prompt")
+    parser.add_argument("--busy-s", type=float, default=24.0, help="seconds measured after it")
+    parser.add_argument("--rounds", type=int, default=3, help="times that all arms are run, one after the other")
+    parser.add_argument("--arms", default="", help="only arms whose name contains this")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    options = parse(argv)
+    console = Console()
+    results = [Result(arm) for arm in ARMS if options.arms in arm.name]
+    for number in range(options.rounds):
+        for result in results:
+            console.print(f"round {number + 1} of {options.rounds}: {result.arm.name}", highlight=False)
+            result.runs.append(measure(result.arm, options, options.seed + 10 * number))
+    print_results(console, results)
+    title = (
+        f"{options.model}: {options.streams} streams, a {options.prompt_len}-token prompt every {options.every_s:g} s"
+    )
+    if options.output:
+        shown = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
+        found = conditions(PROGRAM, argv, settings=shown)
+        rows = [{"arm": r.arm.name, **r.medians(), "setup": r.arm.describe()} for r in results]
+        runs = {r.arm.name: [run.row() for run in r.runs] for r in results}
+        write_json(options.output, {"conditions": found, "rows": rows, "runs": runs})
+    if options.plot:
+        plot(options.plot, results, title)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,291 @@
+"""GB/s of KV blocks over loopback TCP through the workers' own sender and receiver, against raw TCP in the same run.
+
+Two processes. Every path moves the same number of bytes, the paths take turns, and medians are reported: raw TCP with
+128 KiB writes (what iperf3 does) and with 1 MiB writes; then KVSender to KVReceiver, handshake and acknowledgement
+included, over one and several sockets, and over one socket with the checksum switched off on both sides, which the
+workers never do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import zmq
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from diptych.benchmarks import raw_tcp
+from diptych.benchmarks.conditions import conditions
+from diptych.benchmarks.plot import save
+from diptych.benchmarks.report import write_json
+from diptych.common import kv_wire
+from diptych.common.messages import KVDone, KVGrant, KVTarget
+from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from diptych.decode_worker.landing import Landing
+from diptych.prefill_worker.kv_sender import KVSender, TransferEnded
+
+PROGRAM = "python -m diptych.benchmarks.kv_wire"
+# 16 tokens of SmolLM2-135M in bfloat16: 30 layers x 3 KV heads x 16 slots x (K and V) x 64 values x 2 bytes
+BLOCK_BYTES = 30 * 3 * 16 * 2 * 64 * 2
+RAW_WRITES = {"raw TCP, 128 KiB writes": 128 * 1024, "raw TCP, 1 MiB writes": 1024 * 1024}
+NUM_STREAMS = (1, 2, 4)
+TIMEOUT_S = 60.0
+SEND_CORE, RECEIVE_CORE = 0, 1
+
+_CHECKSUM = kv_wire.checksum
+
+
+def _no_checksum(block: memoryview) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is moved: `num_blocks` blocks of `block_bytes`; and how ZeroMQ and the processes are set up."""
+
+    block_bytes: int
+    num_blocks: int
+    io_threads: int
+    pinned: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.block_bytes * self.num_blocks
+
+    def pin(self, core: int) -> None:
+        """Before the process has threads, which inherit it."""
+        if self.pinned:
+            os.sched_setaffinity(0, {core})
+
+
+def serve_raw(pipe: Connection, shape: Shape) -> None:
+    """Body of the process that receives raw TCP."""
+    shape.pin(RECEIVE_CORE)
+    raw_tcp.serve(pipe, shape.num_bytes)
+
+
+def serve_blocks(pipe: Connection, shape: Shape, checksum: bool) -> None:
+    """Body of the process that receives KV: grants whatever is announced into the same blocks, as an engine would."""
+    shape.pin(RECEIVE_CORE)
+    if not checksum:
+        kv_wire.checksum = _no_checksum
+    cache = np.ones((shape.num_blocks, shape.block_bytes), np.uint8)
+    events: SimpleQueue[TransferOpened | TransferLanded | TransferFailed] = SimpleQueue()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shape.io_threads)
+    receiver = KVReceiver(context, "127.0.0.1", 0, lambda index: cache[index].data, events.put)
+    receiver.start()
+    pipe.send(receiver.address)
+    while True:
+        match events.get():
+            case TransferOpened(peer, opened):
+                now = time.monotonic()
+                blocks = range(opened.num_blocks)
+                receiver.expect(Landing(opened.request_id, opened.attempt, peer, blocks, 0, now, now))
+                grant = KVGrant(request_id=opened.request_id, attempt=opened.attempt, first_block=0)
+                receiver.send(peer, grant)
+            case TransferFailed(reason=reason):
+                raise RuntimeError(reason)
+
+
+class BlockPath:
+    """A KVSender connected to a receiving process; `run` moves all blocks once."""
+
+    def __init__(self, address: str, shape: Shape, cache: NDArray[np.uint8], num_streams: int, checksum: bool) -> None:
+        self._shape, self._checksum, self._count = shape, checksum, 0
+        self._target = KVTarget("receiver", 1, address)
+        self._ended: SimpleQueue[TransferEnded] = SimpleQueue()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shape.io_threads)
+        self._sender = KVSender(
+            self._context,
+            lambda index: cache[index].data,
+            shape.block_bytes,
+            ("sender", 1, "fingerprint"),
+            self._ended.put,
+            lease_s=TIMEOUT_S,
+            num_streams=num_streams,
+        )
+        self._sender.start()
+
+    def run(self) -> float:
+        """Seconds from announcing the blocks to the acknowledgement that all landed. Raises RuntimeError."""
+        kv_wire.checksum = _CHECKSUM if self._checksum else _no_checksum
+        self._count += 1
+        name, count = f"transfer-{self._count}", self._shape.num_blocks
+        begin = time.perf_counter()
+        self._sender.open(name, 0, self._target, list(range(count)), count)
+        self._sender.progress(name, 0, count, KVDone(request_id=name, attempt=0, first_token=0))
+        ended = self._ended.get(timeout=TIMEOUT_S)
+        seconds = time.perf_counter() - begin
+        if ended.reason:
+            raise RuntimeError(ended.reason)
+        return seconds
+
+    def close(self) -> None:
+        self._sender.stop()
+        self._context.term()
+
+
+class Peers:
+    """The receiving processes: started on demand, ended with the `with` block."""
+
+    def __init__(self) -> None:
+        self._processes: list[BaseProcess] = []
+
+    def start(self, body: Callable[..., None], *arguments: object) -> Any:
+        """What the process says first: where it listens."""
+        spawn = multiprocessing.get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=body, args=(theirs, *arguments), daemon=True)
+        process.start()
+        self._processes.append(process)
+        theirs.close()
+        with ours:
+            return self._first_word(ours)
+
+    @staticmethod
+    def _first_word(ours: Connection) -> Any:
+        if not ours.poll(TIMEOUT_S):
+            raise RuntimeError("the receiving process said nothing")
+        return ours.recv()
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+
+def measure(shape: Shape, repeats: int) -> dict[str, list[float]]:
+    """GB/s by path, one sample a repeat. A first round that warms buffers and connections up is not counted."""
+    shape.pin(SEND_CORE)
+    cache = np.random.default_rng(0).integers(0, 256, (shape.num_blocks, shape.block_bytes), np.uint8)
+    flat = cache.reshape(-1).data
+    with Peers() as peers:
+        port = peers.start(serve_raw, shape)
+        paths: dict[str, Callable[[], float]] = {
+            name: lambda size=size: raw_tcp.send(port, flat, shape.num_bytes, size)  # type: ignore[misc]
+            for name, size in RAW_WRITES.items()
+        }
+        addresses = {checksum: peers.start(serve_blocks, shape, checksum) for checksum in (True, False)}
+        blocks = {
+            f"KV, {n} socket{'s' * (n > 1)}": BlockPath(addresses[True], shape, cache, n, True) for n in NUM_STREAMS
+        }
+        blocks["KV, 1 socket, no checksum"] = BlockPath(addresses[False], shape, cache, 1, False)
+        paths.update({name: path.run for name, path in blocks.items()})
+        rates: dict[str, list[float]] = {name: [] for name in paths}
+        for repeat in track(range(repeats + 1), "rounds"):
+            for name in sorted(paths, reverse=bool(repeat % 2)):
+                rate = shape.num_bytes / paths[name]() / 1e9
+                if repeat:
+                    rates[name].append(rate)
+        for path in blocks.values():
+            path.close()
+    return rates
+
+
+def checksum_rate(shape: Shape, rounds: int = 3) -> float:
+    """GB/s of the checksum alone, on one core, from memory."""
+    cache = np.ones((shape.num_blocks, shape.block_bytes), np.uint8)
+    begin = time.perf_counter()
+    for _ in range(rounds):
+        for block in cache:
+            _CHECKSUM(block.data)
+    return rounds * shape.num_bytes / (time.perf_counter() - begin) / 1e9
+
+
+def compare(rates: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """One row a path: median GB/s and its ratio to each of the raw medians."""
+    medians = {name: statistics.median(samples) for name, samples in rates.items()}
+    small, large = (medians[name] for name in RAW_WRITES)
+    return [
+        {
+            "path": name,
+            "gb_per_s": round(rate, 3),
+            "of_raw_128k": round(rate / small, 3),
+            "of_raw_1m": round(rate / large, 3),
+            "samples": [round(sample, 3) for sample in rates[name]],
+        }
+        for name, rate in medians.items()
+    ]
+
+
+def print_rows(console: Console, rows: Sequence[dict[str, Any]], shape: Shape) -> None:
+    where = f"sender on core {SEND_CORE}, receiver on core {RECEIVE_CORE}" if shape.pinned else "processes not pinned"
+    table = Table(
+        title=f"{shape.num_bytes / 2**20:,.0f} MiB in blocks of {shape.block_bytes:,} bytes, {where}",
+        title_justify="left",
+    )
+    table.add_column("path")
+    for name in ("GB/s", "of raw 128 KiB", "of raw 1 MiB", "min", "max"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        rate, small, large = row["gb_per_s"], row["of_raw_128k"], row["of_raw_1m"]
+        low, high = min(row["samples"]), max(row["samples"])
+        table.add_row(row["path"], f"{rate:.2f}", f"{small:.0%}", f"{large:.0%}", f"{low:.2f}", f"{high:.2f}")
+    console.print(table)
+
+
+def plot(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
+    """Medians as bars, samples as dots."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    names = [row["path"] for row in rows]
+    axes.barh(names, [row["gb_per_s"] for row in rows], color="#2f6fb5", alpha=0.6)
+    for row in rows:
+        axes.plot(row["samples"], [row["path"]] * len(row["samples"]), ".", color="#222222", markersize=4)
+    axes.set(xlabel="GB/s, median and samples")
+    axes.invert_yaxis()
+    save(figure, path, title)
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = ArgumentParser(PROGRAM, description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--block-bytes", type=int, default=BLOCK_BYTES, help="bytes of one KV block")
+    parser.add_argument("--mib", type=int, default=256, help="MiB to move each time")
+    parser.add_argument("--repeats", type=int, default=9, help="counted rounds of all paths")
+    parser.add_argument("--io-threads", type=int, default=1, help="ZeroMQ's threads in each process")
+    parser.add_argument("--pin", action="store_true", help="sender on core 0, receiver on core 1")
+    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
+    parser.add_argument("--plot", type=Path, help="draw the result into this PNG file")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    options = parse(argv)
+    num_blocks = max(1, options.mib * 2**20 // options.block_bytes)
+    shape = Shape(options.block_bytes, num_blocks, options.io_threads, options.pin)
+    rows = compare(measure(shape, options.repeats))
+    hashing = round(checksum_rate(shape), 2)
+    console = Console()
+    print_rows(console, rows, shape)
+    console.print(f"the checksum alone: {hashing} GB/s on one core", highlight=False)
+    if options.output:
+        found = conditions(PROGRAM, argv, zmq=zmq.zmq_version(), pinned=options.pin, repeats=options.repeats)
+        shown = {"block_bytes": shape.block_bytes, "num_bytes": shape.num_bytes, "checksum_gb_per_s": hashing}
+        write_json(options.output, {"conditions": found | shown, "rows": rows})
+    if options.plot:
+        plot(options.plot, rows, f"KV over loopback TCP, blocks of {shape.block_bytes:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

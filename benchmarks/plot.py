@@ -1,0 +1,88 @@
+"""A run as one picture: how its latencies are distributed, and what happened when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from diptych.benchmarks.summary import RequestRecord
+
+NUM_BINS = 60
+COLOURS = {"TTFT": "#2f6fb5", "TPOT": "#2b8a5b", "ITL": "#c9652b", "end to end": "#7a4fa3"}
+
+
+def plot_run(path: Path, records: Sequence[RequestRecord], *, title: str) -> None:
+    """Cumulative distributions of the four latencies above a timeline of requests and tokens, as a PNG."""
+    good = [record for record in records if record.ok]
+    figure = Figure(figsize=(13, 7.5), layout="constrained")
+    grid = figure.add_gridspec(2, 4, height_ratios=(1, 1.1))
+    latencies = {
+        "TTFT": [record.ttft_s for record in good],
+        "TPOT": [record.tpot_s for record in good],
+        "ITL": [gap for record in good for gap in record.itls_s],
+        "end to end": [record.e2e_s for record in good],
+    }
+    for column, (name, values) in enumerate(latencies.items()):
+        plot_cdf(figure.add_subplot(grid[0, column]), name, {name: values})
+    _plot_timeline(figure.add_subplot(grid[1, :]), good)
+    save(figure, path, title)
+
+
+def plot_cdf(axes: Any, name: str, series: dict[str, Iterable[float]]) -> None:
+    """Share of values (given in seconds, drawn in ms) at or below each, one line a series, with p50 and p99."""
+    for label, values in series.items():
+        ordered = np.sort(np.asarray([value for value in values if not math.isnan(value)])) * 1000
+        if not ordered.size:
+            continue
+        share = np.arange(1, ordered.size + 1) / ordered.size
+        p50, p99 = np.percentile(ordered, (50, 99))
+        colour = COLOURS.get(label)
+        caption = f"p50 {p50:,.1f}  p99 {p99:,.1f}"
+        axes.step(
+            ordered, share, where="post", color=colour, label=caption if len(series) == 1 else f"{label}: {caption}"
+        )
+        for quantile in (p50, p99):
+            axes.axvline(quantile, color=colour, alpha=0.25, linewidth=1)
+        axes.legend(loc="lower right", fontsize=8)
+    axes.set(title=name, xlabel="ms", ylim=(0, 1.02))
+    axes.grid(alpha=0.2)
+
+
+def _plot_timeline(axes: Any, records: Sequence[RequestRecord]) -> None:
+    """Each request as a line, pale until its first token; tokens a second of all requests over it."""
+    axes.set(title="timeline", xlabel="seconds", ylabel="request")
+    if not records:
+        return
+    origin = min(record.start for record in records)
+    rows = range(len(records))
+    starts, firsts, ends = _spans(records, origin)
+    axes.hlines(rows, starts, firsts, color=COLOURS["TTFT"], alpha=0.35, linewidth=2, label="waiting for first token")
+    axes.hlines(rows, firsts, ends, color=COLOURS["TPOT"], linewidth=1.2, label="generating")
+    arrivals = np.concatenate([np.asarray(record.token_times) - origin for record in records])
+    counts, edges = np.histogram(arrivals, bins=NUM_BINS, range=(0.0, float(ends.max()) or 1.0))
+    rates = axes.twinx()
+    rates.step(edges[:-1], counts / np.diff(edges), where="post", color="#444444", alpha=0.8, label="output events/s")
+    rates.set(ylabel="output events/s", ylim=(0, None))
+    handles = [legend for source in (axes, rates) for legend in source.get_legend_handles_labels()[0]]
+    axes.legend(handles=handles, loc="upper left", fontsize=8)
+
+
+def _spans(
+    records: Sequence[RequestRecord], origin: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    starts = np.asarray([record.start for record in records]) - origin
+    firsts = np.asarray([record.token_times[0] for record in records]) - origin
+    ends = np.asarray([record.token_times[-1] for record in records]) - origin
+    return starts, firsts, ends
+
+
+def save(figure: Figure, path: Path, title: str) -> None:
+    figure.suptitle(title, fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,101 @@
+"""A run as a table for people and as JSON for machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from diptych.benchmarks.summary import OK, QUANTILES, Distribution, RequestRecord, Summary
+
+LATENCIES = (
+    ("TTFT", "ttft_ms"),
+    ("TPOT", "tpot_ms"),
+    ("ITL", "itl_ms"),
+    ("e2e", "e2e_ms"),
+)
+
+
+def print_summary(console: Console, summary: Summary, *, title: str, slo: str = "") -> None:
+    """Latencies as a table, then rates, then what failed and why."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("ms")
+    for name in ("mean", *(f"p{q}" for q in QUANTILES), "max"):
+        table.add_column(name, justify="right")
+    for name, attribute in LATENCIES:
+        table.add_row(name, *_cells(getattr(summary, attribute)))
+    console.print(table)
+    for name, value in _rates(summary, slo):
+        console.print(f"{name:<22}{value}", highlight=False, markup=False)
+    for outcome, count in summary.outcomes.items():
+        if outcome != OK:
+            reason = summary.messages.get(outcome, "")
+            console.print(f"failed: {count} x {outcome} {reason[:160]}", highlight=False, markup=False)
+
+
+def _cells(latency: Distribution) -> list[str]:
+    if not latency.count:
+        return ["-"] * (len(QUANTILES) + 2)
+    return [
+        f"{value:,.1f}" for value in (latency.mean, latency.p50, latency.p90, latency.p95, latency.p99, latency.max)
+    ]
+
+
+def _rates(summary: Summary, slo: str) -> list[tuple[str, str]]:
+    rows = [
+        ("requests", f"{summary.num_ok} of {summary.num_requests} in {summary.duration_s:.1f} s"),
+        ("request rate", f"{summary.request_rate:.2f} /s"),
+        ("output", f"{summary.output_tokens_per_s:,.1f} tok/s ({summary.output_tokens:,} tokens)"),
+        ("input", f"{summary.input_tokens_per_s:,.1f} tok/s ({summary.input_tokens:,} tokens)"),
+    ]
+    if summary.cached_tokens:
+        share = summary.cached_tokens / max(1, summary.input_tokens)
+        rows.append(("from prefix cache", f"{summary.cached_tokens:,} input tokens ({share:.0%})"))
+    if slo:
+        share = summary.num_good / max(1, summary.num_requests)
+        rows.append(("goodput", f"{summary.goodput:.2f} requests/s within {slo} ({share:.0%} of all)"))
+    if summary.late_ms.p99 > 1:
+        rows.append(("sent late by", f"p99 {summary.late_ms.p99:.1f} ms (the load generator's own delay)"))
+    return rows
+
+
+def result(
+    summary: Summary, records: Sequence[RequestRecord], conditions: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything about a run as JSON values. Times of requests are in seconds after the first start."""
+    origin = min((record.start for record in records if record.start), default=0.0)
+    return {
+        "conditions": conditions,
+        "settings": settings,
+        "summary": _rounded(asdict(summary)),
+        "requests": [_request(record, origin) for record in records],
+    }
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _request(record: RequestRecord, origin: float) -> dict[str, Any]:
+    row: dict[str, Any] = {"index": record.index, "start_s": round(record.start - origin, 4), "outcome": record.outcome}
+    if record.ok:
+        row |= {
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "output_tokens": record.output_tokens,
+            "ttft_ms": round(record.ttft_s * 1000, 2),
+            "e2e_ms": round(record.e2e_s * 1000, 2),
+        }
+    return row
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return round(value, 4) if isinstance(value, float) else value

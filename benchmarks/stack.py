@@ -1,0 +1,268 @@
+"""A whole Diptych on this machine, as real processes on ephemeral ports, for benchmarks and end-to-end tests.
+
+    with Stack(prefill=1, decode=1, model="tiny-random", dtype="float32") as stack:
+        httpx.get(stack.url + "/v1/models")
+        stack.workers("decode")[0].kill()
+
+The processes are the ones a cluster runs: `python -m diptych.prefill_worker`, `.decode_worker`, `.router`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+STOP_TIMEOUT_S = 5.0
+POLL_INTERVAL_S = 0.02
+NUM_LOG_LINES = 25
+
+
+class StackError(Exception):
+    """A process of the stack died or was not ready in time. The message ends with the last lines of its log."""
+
+
+class StackProcess:
+    """One process of a stack: its command, its log file and, for a worker, the addresses it bound."""
+
+    def __init__(self, name: str, role: str, command: Sequence[str], log: Path, cores: Sequence[int] = ()) -> None:
+        self.name, self.role, self.command, self.log, self.cores = name, role, list(command), log, tuple(cores)
+        self.address_file = log.with_suffix(".json")
+        self.addresses: dict[str, str] = {}
+        self.forced = False  # the last `stop` had to use SIGKILL
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *extra: str, env: dict[str, str] | None = None) -> None:
+        """Spawn the process; its output is appended to `log`. `extra` flags follow the command's own."""
+        self.address_file.unlink(missing_ok=True)
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*self.command, *extra], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
+            )
+        if self.cores:  # before the process has threads of its own, so that all of them inherit it
+            os.sched_setaffinity(self._process.pid, self.cores)
+
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def returncode(self) -> int | None:
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def http_url(self) -> str:
+        """Where a worker answers /metrics and /health."""
+        address = self.addresses["http"]
+        return address if "://" in address else f"http://{address}"
+
+    def wait_for_addresses(self, deadline: float) -> None:
+        """Read the worker's address file once it is there. Raises StackError at `deadline` (monotonic seconds)."""
+        while not self.address_file.exists():
+            self.check(deadline, "wrote no address file")
+            time.sleep(POLL_INTERVAL_S)
+        self.addresses = json.loads(self.address_file.read_text())
+
+    def check(self, deadline: float, problem: str) -> None:
+        """Raise StackError when the process has ended, or when `deadline` has passed with `problem` unsolved."""
+        if not self.alive:
+            raise StackError(f"{self.name} ended with status {self.returncode}\n{self.log_tail()}")
+        if time.monotonic() >= deadline:
+            raise StackError(f"{self.name} {problem} in time\n{self.log_tail()}")
+
+    def log_tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(lines[-NUM_LOG_LINES:])
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._running().send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until the process is gone."""
+        self.send_signal(signal.SIGKILL)
+        self._running().wait()
+
+    def pause(self) -> None:
+        self.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.send_signal(signal.SIGCONT)
+
+    def terminate(self) -> None:
+        """Ask for an orderly end, of a paused process too."""
+        if self.alive:
+            self.send_signal(signal.SIGTERM)
+            self.send_signal(signal.SIGCONT)
+
+    def wait(self, deadline: float) -> None:
+        """Wait for the end until `deadline`, then force it and remember that in `forced`."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+            self.forced = False
+        except subprocess.TimeoutExpired:
+            self.forced = True
+            self.kill()
+
+    def stop(self) -> None:
+        self.terminate()
+        self.wait(time.monotonic() + STOP_TIMEOUT_S)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise StackError(f"{self.name} was never started")
+        return self._process
+
+
+class Stack:
+    """`prefill` prefill workers, `decode` decode workers and one router; ready when the `with` block begins.
+
+    `*_flags` are handed to the processes as they are; `worker_flags` goes to both kinds of worker. `*_cores` pin a
+    kind of process to these cores. Logs go to `log_dir`, or to a temporary folder that ends with the stack.
+    """
+
+    def __init__(
+        self,
+        prefill: int = 1,
+        decode: int = 1,
+        *,
+        model: str = "smollm2-135m",
+        dtype: str = "float32",
+        worker_flags: Sequence[str] = (),
+        prefill_flags: Sequence[str] = (),
+        decode_flags: Sequence[str] = (),
+        router_flags: Sequence[str] = (),
+        prefill_cores: Sequence[int] = (),
+        decode_cores: Sequence[int] = (),
+        router_cores: Sequence[int] = (),
+        env: dict[str, str] | None = None,
+        log_dir: Path | None = None,
+        ready_timeout_s: float = 120.0,
+    ) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="diptych-stack-") if log_dir is None else None
+        self.log_dir = Path(self._temporary.name) if self._temporary is not None else Path(log_dir or ".")
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.model, self.ready_timeout_s = model, ready_timeout_s
+        self._env = {**os.environ, **(env or {})}
+        shared = ("--model", model, "--dtype", dtype, *worker_flags)
+        self.processes = [
+            *(self._worker("prefill", i, (*shared, *prefill_flags), prefill_cores) for i in range(prefill)),
+            *(self._worker("decode", i, (*shared, *decode_flags), decode_cores) for i in range(decode)),
+        ]
+        self.port = free_port()
+        flags = ("--model", model, "--port", str(self.port), *router_flags)
+        self.router = StackProcess(
+            "router", "router", _module("diptych.router", flags), self.log_dir / "router.log", router_cores
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def workers(self, role: str = "") -> list[StackProcess]:
+        """The workers of one role ("prefill" or "decode"), or all of them."""
+        return [process for process in self.processes if role in ("", process.role)]
+
+    def start(self) -> None:
+        """Start everything and wait until the router is ready. Raises StackError; nothing is left running then."""
+        deadline = time.monotonic() + self.ready_timeout_s
+        try:
+            for worker in self.processes:
+                worker.start(env=self._env)
+            for worker in self.processes:
+                worker.wait_for_addresses(deadline)
+            addresses = [
+                flag
+                for role in ("prefill", "decode")
+                if self.workers(role)
+                for flag in (f"--{role}", ",".join(worker.addresses["address"] for worker in self.workers(role)))
+            ]
+            self.router.start(*addresses, env=self._env)
+            self.wait_ready(deadline)
+        except BaseException:
+            self.stop()
+            raise
+
+    def restart(self, worker: StackProcess, *, same_ports: bool = True) -> None:
+        """Start a dead worker again, on the ports it had (the router knows it by them) unless told otherwise."""
+        flags: list[str] = []
+        if same_ports:
+            for flag, key in (("--port", "address"), ("--kv-port", "kv_address")):
+                if worker.addresses.get(key):
+                    flags += [flag, worker.addresses[key].rpartition(":")[2]]
+        worker.start(*flags, env=self._env)
+        worker.wait_for_addresses(time.monotonic() + self.ready_timeout_s)
+
+    def wait_ready(self, deadline: float) -> None:
+        """Wait until the router answers /ready with 200. Raises StackError at `deadline` (monotonic seconds)."""
+        with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as client:
+            while not self._answers_ready(client):
+                for process in (*self.processes, self.router):
+                    process.check(deadline, f"belongs to a stack that was not ready (router log: {self._router_log()})")
+                time.sleep(POLL_INTERVAL_S)
+
+    def stop(self) -> None:
+        """End every process within STOP_TIMEOUT_S, those that do not obey by force; temporary logs go with them."""
+        processes = (self.router, *self.processes)
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for process in processes:
+            process.wait(deadline)
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _worker(self, role: str, index: int, flags: Sequence[str], cores: Sequence[int]) -> StackProcess:
+        name = f"{role}-{index}"
+        log = self.log_dir / f"{name}.log"
+        command = _module(
+            f"diptych.{role}_worker", ("--worker-id", name, "--address-file", str(log.with_suffix(".json")), *flags)
+        )
+        return StackProcess(name, role, command, log, cores)
+
+    def _router_log(self) -> str:
+        return self.router.log_tail().rpartition("\n")[2]
+
+    @staticmethod
+    def _answers_ready(client: httpx.Client) -> bool:
+        try:
+            return client.get("/ready").status_code == httpx.codes.OK
+        except httpx.TransportError:  # not listening yet
+            return False
+
+
+def free_port() -> int:
+    """A TCP port of loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _module(name: str, flags: Sequence[str]) -> list[str]:
+    return [sys.executable, "-P", "-m", name, *flags]  # -P: the current folder must not shadow installed packages

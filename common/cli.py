@@ -1,0 +1,57 @@
+"""`diptych COMMAND`: runs the module that is the command. Nothing of a command is imported before it is chosen."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+
+from diptych.common import __version__
+
+COMMANDS = {
+    "serve": ("diptych.router.serve", "the whole service on this machine: model, workers and router"),
+    "router": ("diptych.router", "only the HTTP front door"),
+    "prefill-worker": ("diptych.prefill_worker", "only a worker that computes prompts"),
+    "decode-worker": ("diptych.decode_worker", "only a worker that generates tokens"),
+    "bench": ("diptych.benchmarks.bench", "load any OpenAI-compatible server and measure it"),
+    "fetch": ("diptych.common.model.fetch", "download a built-in model into the cache"),
+}
+
+
+def usage() -> str:
+    """What `diptych --help` prints."""
+    lines = [f"  {name:<16}{about}" for name, (_, about) in COMMANDS.items()]
+    return "\n".join(
+        (
+            "usage: diptych COMMAND [options]",
+            "",
+            "Serves a language model from two pools of workers: one computes prompts, one generates tokens.",
+            "",
+            *lines,
+            "",
+            "diptych COMMAND --help lists a command's options; diptych --version prints the version.",
+            "The shortest way to a running service: diptych serve",
+        )
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script. Returns the exit status; a command may also end the process itself."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else "--help"
+    if command in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if command in ("-V", "--version"):
+        print(f"diptych {__version__}")
+        return 0
+    if command not in COMMANDS:
+        print(f"diptych: no command {command!r}; it is one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    sys.argv = [f"diptych {command}", *arguments[1:]]
+    runpy.run_module(COMMANDS[command][0], run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

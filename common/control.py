@@ -1,0 +1,189 @@
+"""A worker's side of the control channel: one ROUTER socket that any number of routers connect to.
+
+    router ── RouterHello ──> worker          worker ── WorkerHello, then WorkerHeartbeat ... ──> router
+    router ── RouterHeartbeat, PrefillRequest / DecodeRequest, AbortRequest ──> worker ── TokenOutput, RequestFailed ──> router
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from diptych.common.errors import WireError
+from diptych.common.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Message,
+    RouterHeartbeat,
+    RouterHello,
+    WorkerHeartbeat,
+    WorkerHello,
+    decode,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+CONTROL_HWM = 100_000
+
+
+@dataclass(slots=True)
+class RouterPeer:
+    """A router that has said hello: its name and when it was last heard."""
+
+    router_id: str
+    epoch: int
+    last_heard: float
+
+
+class ControlServer:
+    """Owns the control socket. Everything here runs on one event loop except `send_threadsafe`.
+
+    `on_message(router, message)` gets every request or abort, `on_router_lost(router)` the identity of a router that
+    was silent for `router_timeout_s` or came back as a new process.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.asyncio.Socket,
+        hello: Callable[[], WorkerHello],
+        heartbeat: Callable[[], WorkerHeartbeat],
+        on_message: Callable[[bytes, AnyMessage], None],
+        on_router_lost: Callable[[bytes], None],
+        *,
+        heartbeat_s: float,
+        router_timeout_s: float,
+    ) -> None:
+        self._socket = socket
+        self._hello, self._heartbeat = hello, heartbeat
+        self._on_message, self._on_router_lost = on_message, on_router_lost
+        self._heartbeat_s, self._router_timeout_s = heartbeat_s, router_timeout_s
+        self._routers: dict[bytes, RouterPeer] = {}
+        self._loop = asyncio.get_running_loop()
+        self.num_dropped_frames = 0
+        self.num_unsent = 0
+
+    @property
+    def num_routers(self) -> int:
+        return len(self._routers)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive())
+            tasks.create_task(self._beat())
+
+    def send(self, router: bytes, message: Message) -> None:
+        """Queue a message for a router; one that is gone or does not read loses it, and is aborted by timeout."""
+        sent = self._socket.send_multipart([router, encode(message)], zmq.NOBLOCK)
+        # With NOBLOCK the future is done at once: a ROUTER refuses peers that are gone or past the high-water mark.
+        if sent.done() and sent.exception() is not None:
+            self.num_unsent += 1
+            log.debug("message to router not sent: %s", sent.exception())
+
+    def send_threadsafe(self, messages: list[tuple[bytes, Message]]) -> None:
+        """`send`, callable from the engine's thread; keeps order. Does nothing once the loop is closed."""
+        try:
+            self._loop.call_soon_threadsafe(self._send_all, messages)
+        except RuntimeError:
+            self.num_unsent += len(messages)
+
+    def broadcast_heartbeat(self) -> None:
+        """Tell every router how the worker is right now."""
+        beat = self._heartbeat()
+        for router in self._routers:
+            self.send(router, beat)
+
+    def broadcast_hello(self) -> None:
+        """Tell every router anew who the worker is, once its model is loaded."""
+        for router in self._routers:
+            self.send(router, self._hello())
+            self.send(router, self._heartbeat())
+
+    def _send_all(self, messages: list[tuple[bytes, Message]]) -> None:
+        for router, message in messages:
+            self.send(router, message)
+
+    async def _receive(self) -> None:
+        while True:
+            parts = await self._socket.recv_multipart()
+            if len(parts) != 2:
+                self._drop(f"{len(parts)} parts instead of 2")
+                continue
+            try:
+                message = decode(parts[1])
+            except WireError as error:
+                self._drop(str(error))
+                continue
+            self._dispatch(parts[0], message)
+
+    def _dispatch(self, router: bytes, message: AnyMessage) -> None:
+        now = time.monotonic()
+        peer = self._routers.get(router)
+        if isinstance(message, RouterHello):
+            self._greet(router, peer, message, now)
+        elif peer is None:
+            self._drop(f"{type(message).__name__} before RouterHello")
+        else:
+            peer.last_heard = now
+            if not isinstance(message, RouterHeartbeat):
+                self._on_message(router, message)
+
+    def _greet(self, router: bytes, peer: RouterPeer | None, message: RouterHello, now: float) -> None:
+        if message.protocol != PROTOCOL_VERSION:
+            log.warning(
+                "router %s speaks protocol %d, this worker %d: refused",
+                message.router_id,
+                message.protocol,
+                PROTOCOL_VERSION,
+            )
+            self.send(router, self._hello())
+            return
+        if peer is not None and peer.epoch != message.epoch:
+            self._on_router_lost(router)
+        if peer is None:
+            log.info("router %s connected", message.router_id)
+        self._routers[router] = RouterPeer(message.router_id, message.epoch, now)
+        self.send(router, self._hello())
+        self.send(router, self._heartbeat())
+
+    async def _beat(self) -> None:
+        while True:
+            self.broadcast_heartbeat()
+            deadline = time.monotonic() - self._router_timeout_s
+            for router, peer in list(self._routers.items()):
+                if peer.last_heard < deadline:
+                    log.warning("router %s silent for %.1f s: its requests end", peer.router_id, self._router_timeout_s)
+                    del self._routers[router]
+                    self._on_router_lost(router)
+            await asyncio.sleep(self._heartbeat_s)
+
+    def _drop(self, why: str) -> None:
+        self.num_dropped_frames += 1
+        log.warning("dropped a control frame: %s", why)
+
+
+def bind_control(context: zmq.asyncio.Context, host: str, port: int) -> tuple[zmq.asyncio.Socket, str]:
+    """A bound control socket and its address. Raises zmq.ZMQError when the port is taken."""
+    socket = context.socket(zmq.ROUTER)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.SNDHWM, CONTROL_HWM)
+    socket.set(zmq.RCVHWM, CONTROL_HWM)
+    socket.set(zmq.MAXMSGSIZE, 32 * 1024 * 1024)
+    socket.set(zmq.ROUTER_HANDOVER, 1)
+    socket.set(zmq.ROUTER_MANDATORY, 1)
+    return socket, bind(socket, host, port)
+
+
+def bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, host: str, port: int) -> str:
+    """Bind to host:port (0 picks a free one) and return the full address."""
+    name = f"[{host}]" if ":" in host else host
+    if ":" in host:
+        socket.set(zmq.IPV6, 1)
+    socket.bind(f"tcp://{name}:{port or '*'}")
+    return socket.get_string(zmq.LAST_ENDPOINT)

@@ -1,0 +1,183 @@
+"""The loop that both workers' engines share: one thread owns scheduler, blocks and model, and takes commands.
+
+    event loop ── submit(command) ──> inbox ──> engine thread: apply commands, step, publish status ──> outbox ──> event loop
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from diptych.common.block_pool import BlockCounts
+from diptych.common.errors import BlockError
+from diptych.common.messages import Message
+
+log = logging.getLogger(__name__)
+IDLE_WAIT_S = 0.05
+INBOX_BOUND = 65_536
+MAX_FAILED_STEPS = 8
+"""Steps in a row that may fail before the engine gives itself up and the worker becomes unhealthy."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReceived:
+    """A router asked for something."""
+
+    router: bytes
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    """A router is gone: everything it asked for ends."""
+
+    router: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot for heartbeats, health and metrics, published after every turn of the loop."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_transferring: int = 0
+    num_waiting_tokens: int = 0
+    blocks: BlockCounts = BlockCounts(0, 0, 0)
+    tokens_per_s: float = 0.0
+    step_time_s: float = 0.0
+
+
+class Engine(ABC):
+    """Subclasses say what a command does, what a step is, and what time brings."""
+
+    def __init__(self, send: Callable[[list[tuple[bytes, Message]]], None]) -> None:
+        self._send = send
+        self._inbox: SimpleQueue[object] = SimpleQueue()
+        self._outbox: list[tuple[bytes, Message]] = []
+        self._stopping = False
+        self._failed_steps = 0
+        self._busy = False
+        self.num_steps = 0
+        self.status = EngineStatus()
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 3.0) -> None:
+        """End the loop after the current step."""
+        self._stopping = True
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+
+    def submit(self, command: object) -> bool:
+        """Hand a command to the loop; False when its inbox is full. Callable from any thread."""
+        if self._inbox.qsize() >= INBOX_BOUND:
+            return False
+        self._inbox.put(command)
+        return True
+
+    def notify(self, event: object) -> None:
+        """Hand over an event of the engine's own threads; their number is bounded by the requests in flight."""
+        self._inbox.put(event)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and self.failure is None
+
+    def emit(self, router: bytes, message: Message) -> None:
+        """Queue a message for a router; all of a turn leave together."""
+        self._outbox.append((router, message))
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether `step` would compute something."""
+
+    @property
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Whether no request is known in any state."""
+
+    @abstractmethod
+    def apply(self, command: object) -> None:
+        """Carry out one command or event."""
+
+    @abstractmethod
+    def step(self, now: float) -> None:
+        """Schedule and compute once."""
+
+    @abstractmethod
+    def expire(self, now: float) -> None:
+        """End what has passed its deadline."""
+
+    @abstractmethod
+    def snapshot(self) -> EngineStatus:
+        """The state to publish."""
+
+    @abstractmethod
+    def check_integrity(self) -> BlockCounts:
+        """Raises BlockError when a block is owned by nobody alive."""
+
+    @abstractmethod
+    def fail_step(self, error: Exception) -> None:
+        """A step raised: end the requests that were in it."""
+
+    def close(self) -> None:
+        """Release what the loop's own thread holds, on that thread."""
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            log.exception("engine died")
+            self.failure = error
+        finally:
+            self.close()
+
+    def _turn(self) -> None:
+        self._take_commands()
+        now = time.monotonic()
+        self.expire(now)
+        if self.has_work:
+            self._busy = True
+            try:
+                self.step(now)
+                self._failed_steps = 0
+            except BlockError:
+                raise  # ownership is broken: going on could mix up requests
+            except Exception as error:
+                self._failed_steps += 1
+                log.exception("step failed (%d in a row)", self._failed_steps)
+                self.fail_step(error)
+                if self._failed_steps >= MAX_FAILED_STEPS:
+                    raise
+        elif self._busy and self.is_empty:
+            self._busy = False
+            self.check_integrity()
+        self.num_steps += 1
+        self.status = self.snapshot()
+        self._flush()
+
+    def _take_commands(self) -> None:
+        try:
+            command = self._inbox.get_nowait() if self.has_work else self._inbox.get(timeout=IDLE_WAIT_S)
+            while True:
+                if command is not None:
+                    self._busy = True
+                    self.apply(command)
+                command = self._inbox.get_nowait()
+        except Empty:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._outbox:
+            messages, self._outbox = self._outbox, []
+            self._send(messages)

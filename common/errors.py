@@ -1,0 +1,101 @@
+"""Every error Diptych raises on purpose.
+
+    DiptychError
+    ├── ConfigError          a setting is unknown, of the wrong type or out of range: the process refuses to start
+    ├── ModelError           a model file is missing, damaged, unsupported or of the wrong dtype: refuses to start
+    ├── WireError            a frame that is not one of our messages, or breaks a bound: counted and dropped
+    ├── BlockError           a block was used against its ownership: a bug, never user input
+    └── RequestError         a request cannot be served; carries the HTTP status and the OpenAI error type
+        ├── InvalidRequest       400  the request itself is wrong: never retried
+        │   └── ContextLengthExceeded
+        ├── ModelNotFound        404
+        ├── Overloaded           429  Retry-After is set
+        ├── Unavailable          503  no worker, draining, or a queue bound was hit; Retry-After is set
+        ├── DeadlineExceeded     504  one of our own deadlines passed; names the phase
+        └── InternalError        500
+"""
+
+from __future__ import annotations
+
+
+class DiptychError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class ConfigError(DiptychError):
+    """A setting is refused. The message names the field, the value and what is allowed."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field}={value!r} is refused: {allowed}")
+        self.field, self.value, self.allowed = field, value, allowed
+
+
+class ModelError(DiptychError):
+    """A model cannot be loaded. The message says what to do about it."""
+
+
+class WireError(DiptychError):
+    """A frame is not one of our messages, or exceeds a bound."""
+
+
+class BlockError(DiptychError):
+    """A KV block was used against its ownership."""
+
+
+class RequestError(DiptychError):
+    """A request that cannot be served.
+
+    `status` is the HTTP status, `type` and `code` are OpenAI's, `param` the offending field, `retry_after_s` the hint
+    sent in `Retry-After`.
+    """
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.retry_after_s = message, param, retry_after_s
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(RequestError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(RequestError):
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class Overloaded(RequestError):
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class Unavailable(RequestError):
+    status = 503
+    type = "server_error"
+    code = "service_unavailable"
+
+
+class DeadlineExceeded(RequestError):
+    status = 504
+    type = "server_error"
+    code = "deadline_exceeded"
+
+
+class InternalError(RequestError):
+    status = 500
+    type = "server_error"
+    code = "internal_error"

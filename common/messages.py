@@ -1,0 +1,314 @@
+"""Every message that crosses a process border, grouped by who receives it, in one closed union.
+
+On the wire a message is one msgpack array `[tag, field, ...]`. `encode` and `decode` are the only pair; `decode`
+bounds sizes while unpacking and validates every field's type and range, and raises `WireError` for all else.
+Each message that moves memory says who owns the blocks before and after it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgpack
+import msgspec
+from msgspec import Meta
+
+from diptych.common.errors import WireError
+from diptych.common.sampling_params import SamplingParams, TokenLogprobs
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_BLOCKS_PER_FRAME = 256
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Text = Annotated[str, Meta(max_length=4096)]
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+TokenBytes = Annotated[bytes, Meta(max_length=4 * 4 * 1024 * 1024)]
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32, the form in which prompts travel."""
+    return array("I", token_ids).tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """Inverse of `pack_tokens`. Raises WireError when the length is not a multiple of four."""
+    if len(data) % 4:
+        raise WireError(f"packed tokens have {len(data)} bytes, not a multiple of 4")
+    return array("I", data).tolist()
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Base of the union: immutable, positional on the wire, tagged by number."""
+
+
+# ---------------------------------------------------------------- router -> worker
+
+
+class RouterHello(Message, tag=1):
+    """First message on a connection: who the router is. The worker answers `WorkerHello`."""
+
+    router_id: Name
+    epoch: Count
+    protocol: Count = PROTOCOL_VERSION
+
+
+class RouterHeartbeat(Message, tag=2):
+    """The router lives. A worker that misses it for too long aborts that router's requests."""
+
+    router_id: Name
+
+
+class KVTarget(msgspec.Struct, frozen=True, array_like=True):
+    """The decode worker a prefill worker must ship to, and the boot epoch it must still have."""
+
+    worker_id: Name
+    epoch: Count
+    address: Name
+
+
+class PrefillRequest(Message, tag=3):
+    """Compute this prompt. The worker owns the blocks it allocates until `KVAck`, abort or lease expiry.
+
+    `decode` is None when nobody needs the KV (one token wanted). `num_output_tokens` of the prompt's last tokens are
+    output of an earlier attempt. `deadline_s` is what is left of the request's time when sent.
+    """
+
+    request_id: Name
+    attempt: Count
+    prompt: TokenBytes
+    params: SamplingParams
+    decode: KVTarget | None = None
+    num_output_tokens: Count = 0
+    cache_salt: Text = ""
+    deadline_s: Annotated[float, Meta(ge=0.0)] = 600.0
+    traceparent: Text = ""
+
+
+class DecodeRequest(Message, tag=4):
+    """Reserve for, and then decode, this prompt. Blocks are allocated at `KVOpen`, owned by the request from then on.
+
+    `prefill_worker` names the worker whose KV to expect; empty means: prefill locally.
+    """
+
+    request_id: Name
+    attempt: Count
+    prompt: TokenBytes
+    params: SamplingParams
+    prefill_worker: Annotated[str, Meta(max_length=256)] = ""
+    num_output_tokens: Count = 0
+    cache_salt: Text = ""
+    deadline_s: Annotated[float, Meta(ge=0.0)] = 600.0
+    traceparent: Text = ""
+
+
+class AbortRequest(Message, tag=5):
+    """Forget this request (every attempt up to and including this one) and release its blocks at once."""
+
+    request_id: Name
+    attempt: Count
+
+
+class ResetPrefixCache(Message, tag=6):
+    """Forget all cached (unowned) blocks."""
+
+    request_id: Name
+
+
+# ---------------------------------------------------------------- worker -> router
+
+
+class WorkerHello(Message, tag=20):
+    """Who the worker is. `epoch` differs after every start: a restarted worker is a new worker.
+
+    Only workers with equal `fingerprint` are paired: it covers protocol, model, weights, dtype and KV layout.
+    """
+
+    worker_id: Name
+    role: Name
+    epoch: Count
+    fingerprint: Name
+    model: Name
+    block_size: Count
+    num_blocks: Count
+    max_model_len: Count
+    max_num_seqs: Count
+    kv_address: Annotated[str, Meta(max_length=256)] = ""
+    version: Text = ""
+
+
+class WorkerHeartbeat(Message, tag=21):
+    """Load and life of one worker, a few times a second. `step` grows while the engine loop turns."""
+
+    worker_id: Name
+    epoch: Count
+    step: Count
+    ready: bool
+    draining: bool
+    num_running: Count
+    num_waiting: Count
+    num_transferring: Count
+    num_waiting_tokens: Count
+    num_free_blocks: Count
+    num_cached_blocks: Count
+    num_owned_blocks: Count
+    tokens_per_s: float = 0.0
+    step_time_s: float = 0.0
+
+
+class Timeline(msgspec.Struct, frozen=True, array_like=True):
+    """Durations of one request on one worker, in seconds; a phase that did not happen is 0."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    grant_wait_s: float = 0.0
+    transfer_s: float = 0.0
+    exposed_transfer_s: float = 0.0
+    decode_s: float = 0.0
+    num_preemptions: int = 0
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request. `index` is the output position of the first (0 is the first token ever sampled).
+
+    The first delta a decode worker sends starts at 0 again (it repeats the prefill worker's first token), so that the
+    router has every token whichever message arrives first; the router drops what it already has.
+    `finish_reason` is "", "stop", "length" or "abort". `logprobs` is empty or as long as `token_ids`.
+    """
+
+    request_id: Name
+    attempt: Count
+    index: Count
+    token_ids: tuple[int, ...]
+    finish_reason: str = ""
+    num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    timeline: Timeline | None = None
+
+
+class TokenOutput(Message, tag=22):
+    """One message an engine step to each router that has requests in the batch."""
+
+    worker_id: Name
+    epoch: Count
+    outputs: tuple[TokenDelta, ...]
+
+
+class RequestFailed(Message, tag=23):
+    """The worker gave this request up and owns nothing of it any more. `retryable`: another worker may succeed.
+
+    `phase` is one of queue, grant, prefill, transfer, decode.
+    """
+
+    worker_id: Name
+    request_id: Name
+    attempt: Count
+    phase: Name
+    message: Text
+    retryable: bool
+
+
+# ---------------------------------------------------------------- prefill worker -> decode worker
+
+
+class KVOpen(Message, tag=40):
+    """P announces the KV of a prompt. P owns its blocks; D owns none yet."""
+
+    request_id: Name
+    attempt: Count
+    worker_id: Name
+    epoch: Count
+    decode_epoch: Count
+    fingerprint: Name
+    num_blocks: Annotated[int, Meta(ge=1, le=2**31)]
+
+
+class KVBlocks(Message, tag=41):
+    """Header of the raw frames that follow it in the same multipart message, one frame a block.
+
+    Blocks `first_block .. first_block + len(checksums) - 1` of the prompt; each checksum is xxh3-64 of one frame.
+    Each side goes on owning its own copy.
+    """
+
+    request_id: Name
+    attempt: Count
+    first_block: Count
+    checksums: Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_BLOCKS_PER_FRAME)]
+
+
+class KVDone(Message, tag=42):
+    """All granted blocks were sent and the first token is sampled. P still holds its blocks, until `KVAck`.
+
+    `age_s` is how long ago the prompt was computed when this was handed to the socket.
+    """
+
+    request_id: Name
+    attempt: Count
+    first_token: Count
+    logprobs: TokenLogprobs | None = None
+    num_cached_tokens: Count = 0
+    prefill_s: float = 0.0
+    age_s: float = 0.0
+
+
+# ---------------------------------------------------------------- decode worker -> prefill worker
+
+
+class KVGrant(Message, tag=43):
+    """D owns blocks for the whole prompt and holds blocks before `first_block` already: ship from there on.
+
+    `first_block` equal to the prompt's number of blocks means that nothing needs shipping.
+    """
+
+    request_id: Name
+    attempt: Count
+    first_block: Count
+
+
+class KVWait(Message, tag=44):
+    """D has no room yet but knows the request: P's lease is renewed. D owns nothing yet."""
+
+    request_id: Name
+    attempt: Count
+
+
+class KVAck(Message, tag=45):
+    """D has all it needs, landed and verified or computed itself: P's hold ends, whatever P was doing."""
+
+    request_id: Name
+    attempt: Count
+
+
+class KVFailed(Message, tag=46):
+    """Either side gave the transfer up. The sender of this message owns nothing of it any more, nor may the receiver."""
+
+    request_id: Name
+    attempt: Count
+    reason: Text
+
+
+ToWorker = RouterHello | RouterHeartbeat | PrefillRequest | DecodeRequest | AbortRequest | ResetPrefixCache
+ToRouter = WorkerHello | WorkerHeartbeat | TokenOutput | RequestFailed
+ToDecode = KVOpen | KVBlocks | KVDone | KVFailed
+ToPrefill = KVGrant | KVWait | KVAck | KVFailed
+AnyMessage = ToWorker | ToRouter | ToDecode | ToPrefill
+
+
+def encode(message: Message) -> bytes:
+    """One message as bytes."""
+    packed: bytes = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)), use_bin_type=True)
+    return packed
+
+
+def decode(data: bytes | memoryview) -> AnyMessage:
+    """The message in `data`. Raises WireError for anything that is not exactly one valid message."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(data)} bytes exceeds the bound of {MAX_MESSAGE_BYTES}")
+    try:
+        raw = msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True, max_map_len=0, max_ext_len=0)
+        message: AnyMessage = msgspec.convert(raw, AnyMessage)  # type: ignore[call-overload]
+    except (msgspec.ValidationError, ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"not a message: {error}") from error
+    return message

@@ -1,0 +1,116 @@
+"""The metrics of one worker, under vLLM's names where vLLM has the quantity, else under `diptych_`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from diptych.common.engine import EngineStatus
+
+SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8),
+    *(1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
+)
+"""vLLM's floors are 0.3 s and 10 ms; the finer buckets below them are ours, theirs are kept."""
+SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 5e10)
+
+
+class _StatusCollector(Collector):
+    """Gauges read from the engine's last snapshot at scrape time."""
+
+    def __init__(self, status: Callable[[], EngineStatus], labels: dict[str, str]) -> None:
+        self._status, self._labels = status, labels
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._status()
+        blocks = status.blocks
+        usage = blocks.owned / blocks.total if blocks.total else 0.0
+        yield from (
+            self._gauge("vllm:num_requests_running", "Requests in the running batch", status.num_running),
+            self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled", status.num_waiting),
+            self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks owned by requests, 0 to 1", usage),
+            self._gauge("diptych_num_requests_transferring", "Requests whose KV is under way", status.num_transferring),
+            self._gauge("diptych_waiting_tokens", "Prompt tokens accepted and not computed", status.num_waiting_tokens),
+            self._gauge("diptych_tokens_per_second", "Recent rate of computed tokens", status.tokens_per_s),
+            self._gauge("diptych_step_seconds", "Recent duration of an engine step", status.step_time_s),
+        )
+        family = GaugeMetricFamily("diptych_kv_blocks", "KV blocks by state", labels=[*self._labels, "state"])
+        for state, count in (("free", blocks.free), ("cached", blocks.cached), ("owned", blocks.owned)):
+            family.add_metric([*self._labels.values(), state], count)
+        yield family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+
+class WorkerMetrics:
+    """Counters and histograms an engine writes; `registry` is what `/metrics` shows."""
+
+    def __init__(self, model_name: str, worker_id: str, status: Callable[[], EngineStatus]) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model_name, "engine": worker_id}
+        self.registry.register(_StatusCollector(status, self._labels))
+        histogram, counter = self._histogram, self._counter
+        self.queue_seconds = histogram("vllm:request_queue_time_seconds", "From acceptance to the first computed token")
+        self.prefill_seconds = histogram("vllm:request_prefill_time_seconds", "From admission to the first token")
+        self.decode_seconds = histogram("vllm:request_decode_time_seconds", "From the first token to the last")
+        self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed or received")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
+        self.preemptions = counter("vllm:num_preemptions", "Sequences that lost their blocks and were recomputed")
+        self.finished = Counter(
+            "vllm:request_success",
+            "Requests finished on this worker, by reason",
+            [*self._labels, "finished_reason"],
+            registry=self.registry,
+        )
+        self.failed = Counter(
+            "diptych_requests_failed",
+            "Requests this worker gave up, by phase",
+            [*self._labels, "phase"],
+            registry=self.registry,
+        )
+        self.steps = counter("diptych_engine_steps", "Computed engine steps")
+        self.step_seconds = histogram("diptych_engine_step_seconds", "Duration of an engine step", SHORT_SECONDS)
+        self.grant_wait_seconds = histogram("diptych_kv_grant_wait_seconds", "From KVOpen to KVGrant", SHORT_SECONDS)
+        self.transfer_seconds = histogram("diptych_kv_transfer_seconds", "From KVGrant to the last block", SHORT_SECONDS)
+        self.exposed_seconds = histogram(
+            "diptych_kv_exposed_transfer_seconds", "From the end of prefill to the last block landed", SHORT_SECONDS
+        )
+        self.transfer_bytes = counter("diptych_kv_transfer_bytes", "Bytes of KV blocks landed or shipped")
+        self.transfer_rate = histogram(
+            "diptych_kv_transfer_bytes_per_second", "Bytes of a transfer over its busy time, by the receiver", RATES
+        )
+        self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
+        self.dropped_frames = counter("diptych_frames_dropped", "Frames that were not valid messages, or came too late")
+
+    def describe_cache(self, block_size: int, num_blocks: int) -> None:
+        """Export the cache's shape as labels, the way vLLM does."""
+        info = Gauge(
+            "vllm:cache_config_info",
+            "Layout of the KV cache",
+            [*self._labels, "block_size", "num_gpu_blocks"],
+            registry=self.registry,
+        )
+        info.labels(*self._labels.values(), str(block_size), str(num_blocks)).set(1)
+
+    def count_finished(self, reason: str) -> None:
+        self.finished.labels(*self._labels.values(), reason).inc()
+
+    def count_failed(self, phase: str) -> None:
+        self.failed.labels(*self._labels.values(), phase).inc()
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(name, text, list(self._labels), buckets=buckets, registry=self.registry).labels(
+            *self._labels.values()
+        )

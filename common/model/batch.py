@@ -1,0 +1,107 @@
+"""One step's work as tensors: everything that all layers share is computed here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diptych.common.errors import BlockError, ContextLengthExceeded, InvalidRequest
+from diptych.common.model.config import ModelConfig
+from diptych.common.model.kv_cache import KVCache
+from diptych.kernels import AttentionPlan, KVLayout, QuerySpan, plan_attention
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceChunk:
+    """Run `token_ids`, the tokens after the `start` that are in the KV cache already.
+
+    `block_table` names the sequence's blocks in order, and may be longer than needed. With `sample`, the runner
+    returns the logits that follow the chunk's last token.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    sample: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """All chunks of a step, flattened: T tokens, n sampled rows.
+
+    token_ids, positions   int64 [T]
+    slots                  int64 [T], block * block_size + slot within the block: where each token's KV goes
+    sampled                int64 [n], rows of [T] whose logits are wanted, or None when those are all T rows
+    plans                  attention plan of each distinct layer window
+    """
+
+    num_tokens: int
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    sampled: Tensor | None
+    plans: dict[int, AttentionPlan]
+
+    @classmethod
+    def build(cls, chunks: Sequence[SequenceChunk], config: ModelConfig, kv: KVCache) -> ForwardBatch:
+        """Flatten `chunks`. Raises BlockError, InvalidRequest or ContextLengthExceeded; touches no KV."""
+        if not chunks:
+            raise BlockError("a step has no chunks")
+        spans: list[QuerySpan] = []
+        sampled: list[int] = []
+        token_ids: list[int] = []
+        for chunk in chunks:
+            _check(chunk, config, kv)
+            spans.append(QuerySpan(len(token_ids), len(chunk.token_ids), chunk.start, chunk.block_table))
+            token_ids.extend(chunk.token_ids)
+            if chunk.sample:
+                sampled.append(len(token_ids) - 1)
+        ids = np.array(token_ids, dtype=np.int64)
+        if ids.min() < 0 or ids.max() >= config.vocab_size:
+            wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise InvalidRequest(f"token id {wrong} is outside of the vocabulary of {config.vocab_size}")
+        positions, slots = _place(spans, kv.block_size, len(ids))
+        layout = KVLayout(kv.num_blocks, config.num_layers, config.num_kv_heads, kv.block_size, config.head_dim)
+        windows = sorted(set(config.layer_windows))
+        return cls(
+            num_tokens=len(ids),
+            token_ids=torch.from_numpy(ids).to(kv.device),
+            positions=torch.from_numpy(positions).to(kv.device),
+            slots=torch.from_numpy(slots).to(kv.device),
+            sampled=None if len(sampled) == len(ids) else torch.tensor(sampled, dtype=torch.int64, device=kv.device),
+            plans={window: plan_attention(spans, layout, window, config.num_heads, kv.device) for window in windows},
+        )
+
+
+def _check(chunk: SequenceChunk, config: ModelConfig, kv: KVCache) -> None:
+    length = chunk.start + len(chunk.token_ids)
+    needed = -(-length // kv.block_size)
+    if not chunk.token_ids or chunk.start < 0:
+        raise BlockError(f"a chunk of {len(chunk.token_ids)} tokens at {chunk.start} has nothing to run")
+    if length > config.max_model_len:
+        raise ContextLengthExceeded(f"the sequence has {length} tokens, the model takes {config.max_model_len}")
+    if len(chunk.block_table) < needed:
+        raise BlockError(f"{length} tokens need {needed} blocks of {kv.block_size}, the table has {len(chunk.block_table)}")
+    used = chunk.block_table[:needed]
+    if min(used) < 0 or max(used) >= kv.num_blocks:
+        raise BlockError(f"block table names {min(used)} to {max(used)}, the cache has {kv.num_blocks} blocks")
+
+
+def _place(spans: Sequence[QuerySpan], block_size: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and slots of every token, int64 [T] each."""
+    positions = np.empty(num_tokens, dtype=np.int64)
+    slots = np.empty(num_tokens, dtype=np.int64)
+    for first, count, start, table in spans:
+        if count == 1:
+            positions[first] = start
+            slots[first] = table[start // block_size] * block_size + start % block_size
+            continue
+        where = np.arange(start, start + count, dtype=np.int64)
+        blocks = np.asarray(table, dtype=np.int64)[where // block_size]
+        positions[first : first + count] = where
+        slots[first : first + count] = blocks * block_size + where % block_size
+    return positions, slots

@@ -1,0 +1,68 @@
+"""GGUF tensors under Hugging Face's names, dequantised, with llama.cpp's changes to the weights undone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from diptych.common.model.config import ModelConfig
+from diptych.common.model.gguf_file import GGUFFile
+
+TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "rope_factors": "rope_freqs.weight",
+}
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
+GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+class GGUFWeights:
+    """A `WeightSource` over one GGUF file. Gemma's norm weights are stored with the one already added."""
+
+    norm_offset = 0.0
+
+    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
+        self.file, self.config = file, config
+        self.label = str(file.path)
+
+    def has(self, name: str) -> bool:
+        return self._stored(name) in self.file
+
+    def read(self, name: str) -> Tensor:
+        tensor = torch.from_numpy(self.file.read(self._stored(name)))
+        if self.config.model_type == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = self.config.num_heads if "q_proj" in name else self.config.num_kv_heads
+            return _from_interleaved(tensor, heads)
+        return tensor
+
+    def _stored(self, name: str) -> str:
+        if name in TOP:
+            return TOP[name]
+        _, _, index, rest = name.split(".", 3)
+        part, _, suffix = rest.rpartition(".")
+        norms = GEMMA_NORMS if self.config.family == "gemma3" else LLAMA_NORMS
+        return f"blk.{index}.{norms.get(part) or LAYER[part]}.{suffix}"
+
+
+def _from_interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Rows of each head from llama.cpp's order (pairs adjacent) to that of rotated halves."""
+    rows, columns = weight.shape
+    return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)

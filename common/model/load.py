@@ -1,0 +1,56 @@
+"""From files to a model that runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from diptych.common.errors import ModelError
+from diptych.common.model import config as configuration
+from diptych.common.model.config import ModelConfig
+from diptych.common.model.decoder import Decoder
+from diptych.common.model.gemma3 import Gemma3
+from diptych.common.model.gguf_file import GGUFFile
+from diptych.common.model.gguf_weights import GGUFWeights
+from diptych.common.model.kv_cache import torch_dtype
+from diptych.common.model.llama import Llama
+from diptych.common.model.safetensors_weights import SafetensorsWeights
+from diptych.common.model.weights import Assembler, WeightSource
+
+if TYPE_CHECKING:
+    from diptych.common.model.files import ModelFiles
+
+FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "gemma3": Gemma3}
+
+
+def load_model(files: ModelFiles, *, dtype: str = "float32", device: str = "cpu") -> Decoder:
+    """Load a model in `dtype` ("float32" or "bfloat16"; files of another dtype are converted) on `device`.
+
+    ModelError, with what to do, when a file is missing, damaged or truncated, a tensor is missing or has a wrong shape,
+    or architecture or dtype are not supported.
+    """
+    kind, place = torch_dtype(dtype), torch_device(device)
+    config, source = open_model(files)
+    return FAMILIES[config.family](config, Assembler(config, source, kind, place).assemble())
+
+
+def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:
+    """Configuration and still unread weights of a model's files. ModelError as `load_model`."""
+    if not files.weights:
+        raise ModelError(f"model {files.model_id} has no weights file: fetch the model again")
+    if files.format == "gguf":
+        file = GGUFFile(files.weights[0])
+        config = configuration.from_gguf(file.metadata, file.shape("token_embd.weight")[0], file.path)
+        return config, GGUFWeights(file, config)
+    return configuration.from_hf(files.weights[0].parent), SafetensorsWeights(files.weights)
+
+
+def torch_device(name: str) -> torch.device:
+    """ModelError when this torch cannot use the device."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {name!r} cannot be used ({str(error).splitlines()[0]}): use cpu") from error
+    return device

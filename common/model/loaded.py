@@ -1,0 +1,80 @@
+"""A model ready to run on this worker: weights, KV cache, runner, and the fingerprint of their layout."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from diptych.common.errors import ConfigError
+from diptych.common.messages import PROTOCOL_VERSION
+from diptych.common.model.files import ModelFiles
+from diptych.common.model.fingerprint import layout_fingerprint
+from diptych.common.model.kv_cache import KVCache, block_bytes
+from diptych.common.model.load import load_model
+from diptych.common.model.runner import ModelRunner
+from diptych.common.settings import WorkerConfig
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Everything an engine needs that does not depend on its role."""
+
+    model_id: str
+    vocab_size: int
+    runner: ModelRunner
+    kv: KVCache
+    dtype: str
+    fingerprint: str
+    max_model_len: int
+    num_threads: int
+
+    @classmethod
+    def load(cls, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
+        """Load weights and allocate the cache. Raises ModelError or ConfigError."""
+        num_threads = config.threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(num_threads)
+        dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
+        model = load_model(files, dtype=dtype, device=config.device)
+        shape = model.config
+        per_block = block_bytes(shape, config.block_size, dtype)
+        num_blocks = config.num_blocks or int(config.kv_memory_gib * GIB / per_block)
+        if num_blocks < 2:
+            raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"at least {2 * per_block / GIB:.4f} GiB")
+        longest = min(shape.max_model_len, num_blocks * config.block_size)
+        if config.max_model_len > longest:
+            raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
+        kv = KVCache(shape, num_blocks, config.block_size, dtype, config.device)
+        fingerprint = layout_fingerprint(
+            files.model_id,
+            files.weights_hash,
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            block_size=config.block_size,
+            protocol_version=PROTOCOL_VERSION,
+        )
+        return cls(
+            files.model_id,
+            shape.vocab_size,
+            ModelRunner(model, kv),
+            kv,
+            dtype,
+            fingerprint,
+            config.max_model_len or longest,
+            num_threads,
+        )
+
+
+def native_dtype(device: str) -> str:
+    """bfloat16 where the hardware multiplies it natively, else float32."""
+    if device.startswith("cuda"):
+        return "bfloat16"
+    flags = Path("/proc/cpuinfo")
+    text = flags.read_text(errors="replace") if flags.exists() else ""
+    return "bfloat16" if "avx512_bf16" in text or "amx_bf16" in text else "float32"

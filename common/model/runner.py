@@ -1,0 +1,68 @@
+"""Runs chunks of sequences through a model. Prefill and decode workers use the same runner: a decode step is a chunk of one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from diptych.common.errors import ModelError
+from diptych.common.model.batch import ForwardBatch, SequenceChunk
+from diptych.common.model.config import ModelConfig
+from diptych.common.model.kv_cache import KVCache
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    config: ModelConfig
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+
+    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """Write the batch's KV into `kv` and return logits float32 [num sampled rows, vocab_size]."""
+
+
+@dataclass(slots=True)
+class StepProfile:
+    """Of the last `forward`: how much was run, and for how long."""
+
+    num_tokens: int = 0
+    num_sequences: int = 0
+    prepare_s: float = 0.0
+    forward_s: float = 0.0
+
+
+class ModelRunner:
+    """Owns no state but the model and the KV cache: the same chunks on the same blocks give the same logits."""
+
+    def __init__(self, model: Model, kv: KVCache) -> None:
+        if model.dtype != kv.dtype:
+            raise ModelError(f"model dtype {model.dtype} differs from KV cache dtype {kv.dtype}: build both with one")
+        self.model, self.kv = model, kv
+        self.profile = StepProfile()
+
+    def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
+        """Run every chunk: logits float32 [number of chunks with `sample`, in order, vocab_size].
+
+        A chunk's KV is in its blocks when this returns. BlockError when a block table is too short or names a block
+        out of range, InvalidRequest when a token id or position is outside of the model; both before anything is written.
+        """
+        began = time.perf_counter()
+        with torch.inference_mode():
+            batch = ForwardBatch.build(chunks, self.model.config, self.kv)
+            prepared = time.perf_counter()
+            logits = self.model.forward(batch, self.kv)
+        done = time.perf_counter()
+        self.profile = StepProfile(batch.num_tokens, len(chunks), prepared - began, done - prepared)
+        return logits

@@ -1,0 +1,56 @@
+"""A Hugging Face folder's safetensors files as one source of named, memory-mapped tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from diptych.common.errors import ModelError
+
+
+class SafetensorsWeights:
+    """A `WeightSource` over one or more files. Gemma's norm weights are stored as offsets from one."""
+
+    norm_offset = 1.0
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        if not paths:
+            raise ModelError("the model has no *.safetensors file: give a folder with safetensors weights")
+        self.label = str(paths[0].parent)
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            try:
+                file = safe_open(str(path), framework="pt")
+                names = list(file.keys())
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{path} is missing, truncated or damaged ({error}): fetch the model again") from error
+            self._files.update((self._plain(name), (file, name)) for name in names)
+
+    @staticmethod
+    def _plain(name: str) -> str:
+        """Multimodal checkpoints put the language model below a prefix."""
+        for prefix in ("language_model.", "model.language_model."):
+            if name.startswith(prefix):
+                rest = name.removeprefix(prefix)
+                return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
+        return name
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise ModelError(
+                f"{self.label}: no tensor {name} in its {len(self._files)} tensors: a weights file is missing "
+                "or of another model, fetch the model again"
+            )
+        file, stored = self._files[name]
+        try:
+            tensor: Tensor = file.get_tensor(stored)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{self.label}: tensor {name} cannot be read ({error}): fetch the model again") from error
+        return tensor

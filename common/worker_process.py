@@ -1,0 +1,293 @@
+"""What both kinds of worker process do around their engine: sockets, start-up, heartbeats, probes, drain and end.
+
+    bind sockets ─> write --address-file ─> load the model (alive, not ready) ─> engine runs (ready) ─> SIGTERM: drain ─> exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+import zmq.asyncio
+
+from diptych.common import __version__
+from diptych.common.control import ControlServer, bind_control
+from diptych.common.engine import Engine, EngineStatus, RequestReceived, RouterLost
+from diptych.common.errors import DiptychError, ModelError
+from diptych.common.messages import AnyMessage, Message, WorkerHeartbeat, WorkerHello
+from diptych.common.metrics import WorkerMetrics
+from diptych.common.model.files import ModelFiles, resolve_model
+from diptych.common.settings import WorkerConfig, parse_cores
+from diptych.common.worker_http import WorkerHTTP, WorkerStatus
+
+if TYPE_CHECKING:
+    from diptych.common.model.loaded import LoadedModel
+
+log = logging.getLogger(__name__)
+STUCK_S = 60.0
+"""An engine that has work and finishes no step for this long is unhealthy."""
+DRAIN_POLL_S = 0.05
+
+Send = Callable[[list[tuple[bytes, Message]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who this process is. `epoch` is new at every start."""
+
+    worker_id: str
+    role: str
+    epoch: int
+
+    @classmethod
+    def create(cls, role: str, configured: str) -> WorkerIdentity:
+        name = configured or f"{role}-{socket.gethostname()}-{os.getpid()}"
+        return cls(name, role, time.time_ns() // 1000 * 1000 + secrets.randbelow(1000))
+
+
+class WorkerProcess:
+    """Runs one engine behind one control socket. Subclasses bind their KV socket and build the engine."""
+
+    role = ""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.identity = WorkerIdentity.create(self.role, config.worker_id)
+        self.context = zmq.asyncio.Context()
+        self.blocking_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self.context)
+        self.metrics = WorkerMetrics(config.model, self.identity.worker_id, lambda: self._status())
+        self.engine: Engine | None = None
+        self.loaded: LoadedModel | None = None
+        self.kv_address = ""
+        self._draining = False
+        self._last_step = (0, time.monotonic())
+
+    def bind_kv(self) -> str:
+        """Bind the KV socket if this role has one, and return its address. Called before the model is loaded."""
+        return ""
+
+    def build_engine(self, files: ModelFiles, loaded: LoadedModel, send: Send) -> Engine:
+        """The engine, not started."""
+        raise AssertionError("a worker process has a role")
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT; raises what the engine died of."""
+        config, loop = self.config, asyncio.get_running_loop()
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, stop)
+        control_socket, address = bind_control(self.context, config.host, config.port)
+        self.kv_address = self._advertised(self.bind_kv())
+        http = WorkerHTTP(config.host, config.http_port, self._probe, self.metrics.registry)
+        http_port = await http.start()
+        self._write_address_file(self._advertised(address), http_port)
+        control = ControlServer(
+            control_socket,
+            self._hello,
+            self._heartbeat,
+            self._on_message,
+            self._on_router_lost,
+            heartbeat_s=config.heartbeat_s,
+            router_timeout_s=config.router_timeout_s,
+        )
+        log.info("%s listens on %s", self.identity.worker_id, address, extra={"kv": self.kv_address, "http": http_port})
+        serving = asyncio.create_task(control.run(), name="control")
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await self._start_engine(control, stop)
+            watch = asyncio.create_task(self._watch_engine(), name="watch")
+            await asyncio.wait({serving, stopped, watch}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (serving, watch):
+                if task.done():
+                    task.result()
+            await self._drain(control, serving)
+            watch.cancel()
+        finally:
+            serving.cancel()
+            stopped.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            if self.engine is not None:
+                await asyncio.to_thread(self.engine.stop)
+            await http.stop()
+            self.context.destroy(linger=0)
+
+    async def _start_engine(self, control: ControlServer, stop: asyncio.Event) -> None:
+        began = time.monotonic()
+        files, loaded = await asyncio.to_thread(self._load)
+        if stop.is_set():
+            return
+        engine = self.build_engine(files, loaded, control.send_threadsafe)
+        self.metrics.describe_cache(self.config.block_size, loaded.kv.num_blocks)
+        self.loaded = loaded
+        engine.start()
+        self.engine = engine
+        control.broadcast_hello()
+        log.info(
+            "ready: %s in %s, %d KV blocks of %d tokens (%.2f GiB), %d threads, loaded in %.1f s",
+            files.model_id,
+            loaded.dtype,
+            loaded.kv.num_blocks,
+            self.config.block_size,
+            loaded.kv.num_blocks * loaded.kv.block_bytes / 2**30,
+            loaded.num_threads,
+            time.monotonic() - began,
+        )
+
+    def _load(self) -> tuple[ModelFiles, LoadedModel]:
+        # Imported here: torch takes a second, and the sockets should answer before that.
+        from diptych.common.model.loaded import LoadedModel
+
+        files = resolve_model(self.config.model, progress=False)
+        return files, LoadedModel.load(files, self.config)
+
+    async def _watch_engine(self) -> None:
+        """Ends, with the reason, when the engine's thread does."""
+        while self.engine is None or self.engine.alive:
+            await asyncio.sleep(0.1)
+        raise RuntimeError("the engine died") from self.engine.failure
+
+    async def _drain(self, control: ControlServer, serving: asyncio.Task[None]) -> None:
+        """Take nothing new, let what runs finish, up to the deadline."""
+        self._draining = True
+        control.broadcast_heartbeat()
+        deadline = time.monotonic() + self.config.drain_timeout_s
+        while time.monotonic() < deadline and self.engine is not None and self.engine.alive and not serving.done():
+            if self.engine.is_empty:
+                break
+            await asyncio.sleep(DRAIN_POLL_S)
+        log.info("stopping: %s", "all requests finished" if self.engine and self.engine.is_empty else "drain time over")
+
+    def _on_signal(self, stop: asyncio.Event) -> None:
+        if stop.is_set():
+            log.warning("second signal: exiting at once")
+            os._exit(1)
+        stop.set()
+
+    def _on_message(self, router: bytes, message: AnyMessage) -> None:
+        if self.engine is not None and not self.engine.submit(RequestReceived(router, message)):
+            log.error("the engine's inbox is full: dropped %s", type(message).__name__)
+
+    def _on_router_lost(self, router: bytes) -> None:
+        if self.engine is not None:
+            self.engine.notify(RouterLost(router))
+
+    def _status(self) -> EngineStatus:
+        return self.engine.status if self.engine is not None else EngineStatus()
+
+    def _hello(self) -> WorkerHello:
+        loaded = self.loaded
+        return WorkerHello(
+            worker_id=self.identity.worker_id,
+            role=self.role,
+            epoch=self.identity.epoch,
+            fingerprint=loaded.fingerprint if loaded else "loading",
+            model=loaded.model_id if loaded else self.config.model,
+            block_size=self.config.block_size,
+            num_blocks=loaded.kv.num_blocks if loaded else 0,
+            max_model_len=loaded.max_model_len if loaded else 0,
+            max_num_seqs=getattr(self.config, "max_num_seqs", 0),
+            kv_address=self.kv_address,
+            version=__version__,
+        )
+
+    def _heartbeat(self) -> WorkerHeartbeat:
+        status, engine = self._status(), self.engine
+        return WorkerHeartbeat(
+            worker_id=self.identity.worker_id,
+            epoch=self.identity.epoch,
+            step=engine.num_steps if engine else 0,
+            ready=engine is not None and engine.alive,
+            draining=self._draining,
+            num_running=status.num_running,
+            num_waiting=status.num_waiting,
+            num_transferring=status.num_transferring,
+            num_waiting_tokens=status.num_waiting_tokens,
+            num_free_blocks=status.blocks.free,
+            num_cached_blocks=status.blocks.cached,
+            num_owned_blocks=status.blocks.owned,
+            tokens_per_s=status.tokens_per_s,
+            step_time_s=status.step_time_s,
+        )
+
+    def _probe(self) -> WorkerStatus:
+        """Healthy while the engine's loop turns; ready when a router may send requests."""
+        engine, now = self.engine, time.monotonic()
+        if engine is None:
+            return WorkerStatus(ready=False, healthy=True, detail={"state": "loading"})
+        if engine.num_steps != self._last_step[0]:
+            self._last_step = (engine.num_steps, now)
+        healthy = engine.alive and now - self._last_step[1] < STUCK_S
+        blocks = engine.status.blocks
+        detail: dict[str, object] = {
+            "state": "draining" if self._draining else "ready" if healthy else "stuck",
+            "worker_id": self.identity.worker_id,
+            "blocks": {"free": blocks.free, "cached": blocks.cached, "owned": blocks.owned},
+        }
+        return WorkerStatus(ready=healthy and not self._draining, healthy=healthy, detail=detail)
+
+    def _advertised(self, address: str) -> str:
+        """The address that others reach this worker by."""
+        host = self.config.advertise_host
+        if not address or not host:
+            return address
+        return f"tcp://{host}:{address.rsplit(':', 1)[1]}"
+
+    def _write_address_file(self, address: str, http_port: int) -> None:
+        if not self.config.address_file:
+            return
+        path = Path(self.config.address_file)
+        host = self.config.advertise_host or self.config.host
+        body = {
+            "worker_id": self.identity.worker_id,
+            "role": self.role,
+            "address": address,
+            "kv_address": self.kv_address,
+            "http": f"http://{host}:{http_port}",
+        }
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(body))
+        temporary.replace(path)
+
+
+def pin_to_cores(cores: str) -> None:
+    """Restrict this process to the configured cores, before torch counts them."""
+    wanted = parse_cores(cores)
+    if wanted and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, wanted)
+
+
+def run_worker(process: Callable[[], WorkerProcess]) -> int:
+    """Run a worker to its end and return the exit status; a refusal to start is one line on stderr."""
+    import uvloop
+
+    # The KV thread must get the interpreter quickly when a frame lands while the engine computes.
+    sys.setswitchinterval(0.0005)
+
+    async def main() -> None:
+        await process().run()
+
+    try:
+        uvloop.run(main())
+    except ModelError as error:
+        log.error("cannot start: %s", error)
+        return 2
+    except (DiptychError, zmq.ZMQError, OSError) as error:
+        log.error("cannot start or go on: %s", error)
+        return 1
+    except RuntimeError as error:
+        log.error("%s: %s", error, error.__cause__)
+        return 1
+    return 0
+

@@ -1,0 +1,27 @@
+"""`python -m diptych.decode_worker`: one decode worker."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from diptych.common.config import load
+from diptych.common.logging import setup_logging
+from diptych.common.settings import DecodeWorkerConfig
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run until SIGTERM; 0 after a clean end, 2 when the configuration or the model is refused."""
+    config = load(DecodeWorkerConfig, argv, prog="diptych decode-worker")
+    setup_logging(config.worker_id or "decode", config.log_level, json=config.log_json)
+    # Imported after the command line is understood: --help and refusals need no torch.
+    from diptych.common.worker_process import pin_to_cores, run_worker
+
+    pin_to_cores(config.cores)
+    from diptych.decode_worker.process import DecodeWorker
+
+    return run_worker(lambda: DecodeWorker(config))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

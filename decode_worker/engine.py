@@ -1,0 +1,436 @@
+"""The decode worker's engine: KV blocks and requests in, tokens out."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+
+from diptych.common.block_hash import BlockHasher
+from diptych.common.block_pool import BlockCounts
+from diptych.common.engine import Engine, EngineStatus, RequestReceived, RouterLost
+from diptych.common.errors import WireError
+from diptych.common.messages import (
+    AbortRequest,
+    DecodeRequest,
+    Message,
+    RequestFailed,
+    ResetPrefixCache,
+    Timeline,
+    TokenDelta,
+    TokenOutput,
+    unpack_tokens,
+)
+from diptych.common.metrics import WorkerMetrics
+from diptych.common.model.batch import SequenceChunk
+from diptych.common.model.runner import ModelRunner
+from diptych.common.model.sampler import Sampler, SamplingRow
+from diptych.common.sampling_params import SampledToken
+from diptych.common.stop import banned_tokens, finish_reason
+from diptych.decode_worker.kv_receiver import TransferFailed, TransferLanded, TransferOpened
+from diptych.decode_worker.scheduler import DecodeChunk, DecodeScheduler, SchedulerOutput
+from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
+from diptych.decode_worker.transfers import IncomingTransfers
+
+EXPIRE_INTERVAL_S = 0.05
+RATE_SMOOTHING = 0.2
+HAS_KV = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class DecodeEngine(Engine):
+    """Owns the block pool (through its scheduler) and the model; the KV receiver writes only what it was lent."""
+
+    def __init__(
+        self,
+        send: Callable[[list[tuple[bytes, Message]]], None],
+        identity: tuple[str, int],
+        scheduler: DecodeScheduler,
+        runner: ModelRunner,
+        sampler: Sampler,
+        transfers: IncomingTransfers,
+        *,
+        eos_token_ids: Collection[int],
+        max_model_len: int,
+        max_waiting: int,
+        grant_timeout_s: float,
+        transfer_timeout_s: float,
+    ) -> None:
+        super().__init__(send)
+        self._worker_id, self._epoch = identity
+        self.scheduler, self._runner, self._sampler, self._transfers = scheduler, runner, sampler, transfers
+        self._eos = tuple(eos_token_ids)
+        self._max_model_len = min(max_model_len, scheduler.pool.num_blocks * scheduler.block_size)
+        self._max_waiting = max_waiting
+        self._grant_timeout_s, self._transfer_timeout_s = grant_timeout_s, transfer_timeout_s
+        self._in_step: Sequence[DecodeChunk] = ()
+        self._deltas: dict[bytes, list[TokenDelta]] = defaultdict(list)
+        self._expire_at = 0.0
+        self._rate = self._step_time = 0.0
+        self.metrics: WorkerMetrics | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.scheduler) == 0
+
+    def apply(self, command: object) -> None:
+        match command:
+            case RequestReceived(router, DecodeRequest() as request):
+                self._accept(router, request)
+            case RequestReceived(_, AbortRequest(request_id=request_id, attempt=attempt)):
+                sequence = self.scheduler.find(request_id)
+                if sequence is not None and sequence.attempt <= attempt:
+                    self._drop(sequence, "aborted")
+            case RequestReceived(_, ResetPrefixCache()):
+                self.scheduler.pool.reset_cache()
+            case RequestReceived(router, message):
+                self._refuse(router, message, f"a decode worker takes no {type(message).__name__}")
+            case RouterLost(router):
+                for sequence in self.scheduler:
+                    if sequence.router == router:
+                        self._drop(sequence, "router lost")
+            case TransferOpened():
+                self._on_opened(command)
+            case TransferLanded():
+                self._on_landed(command)
+            case TransferFailed(request_id, attempt, reason, _):
+                failed = self.scheduler.find(request_id)
+                if failed is not None and failed.attempt == attempt and failed.status not in HAS_KV:
+                    failed.peer = b""
+                    self._fail(failed, "transfer", f"transfer failed: {reason}", retryable=True)
+            case _:
+                raise TypeError(f"unknown command {command!r}")
+
+    def step(self, now: float) -> None:
+        output = self.scheduler.schedule(now)
+        self._on_scheduled(output, now)
+        self._in_step = output.chunks
+        if not output.chunks:
+            return
+        logits = self._runner.forward(
+            [
+                SequenceChunk(
+                    c.sequence.token_ids[c.start : c.start + c.num_tokens], c.start, c.sequence.blocks, c.sample
+                )
+                for c in output.chunks
+            ]
+        )
+        ending = [chunk.sequence for chunk in output.chunks if chunk.sample]
+        sampled = self._sampler.sample(logits, [self._row(sequence) for sequence in ending]) if ending else []
+        done_at = time.monotonic()
+        for chunk in output.chunks:
+            self.scheduler.advance(chunk)
+        for sequence, token in zip(ending, sampled, strict=True):
+            self._on_token(sequence, token, done_at)
+        self._in_step = ()
+        self._report_tokens()
+        self._measure(output, len(ending), done_at - now)
+
+    def expire(self, now: float) -> None:
+        if now < self._expire_at:
+            return
+        self._expire_at = now + EXPIRE_INTERVAL_S
+        self._transfers.expire_early(now)
+        for landing in self._transfers.stalled(now - self._transfer_timeout_s):
+            sequence = self.scheduler.find(landing.request_id)
+            if sequence is not None and sequence.attempt == landing.attempt:
+                missing = f"{landing.num_missing} of {len(landing.blocks)} blocks missing"
+                self._fail(sequence, "transfer", f"no KV for {self._transfer_timeout_s:g} s, {missing}", retryable=True)
+        for sequence in self.scheduler:
+            if sequence.deadline < now:
+                phase = _phase(sequence)
+                self._fail(sequence, phase, f"the request's time was over in {phase}", retryable=False)
+            elif sequence.status is RequestStatus.OPENED:
+                if sequence.opened_at < now - self._grant_timeout_s:
+                    why = f"no room for {sequence.num_tokens} tokens within {self._grant_timeout_s:g} s"
+                    self._fail(sequence, "grant", why, retryable=True)
+                else:
+                    self._transfers.renew(sequence, now)
+
+    def fail_step(self, error: Exception) -> None:
+        for chunk in self._in_step:
+            self._fail(
+                chunk.sequence, "decode", f"the step failed: {type(error).__name__}: {error}", retryable=True
+            )
+        self._in_step = ()
+
+    def snapshot(self) -> EngineStatus:
+        scheduler = self.scheduler
+        return EngineStatus(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.queue),
+            num_transferring=scheduler.num_transferring,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            blocks=scheduler.pool.counts,
+            tokens_per_s=self._rate,
+            step_time_s=self._step_time,
+        )
+
+    def check_integrity(self) -> BlockCounts:
+        return self.scheduler.check_integrity()
+
+    def close(self) -> None:
+        self._transfers.stop()
+
+    def _accept(self, router: bytes, request: DecodeRequest) -> None:
+        known = self.scheduler.find(request.request_id)
+        if known is not None:
+            if known.attempt >= request.attempt or known.router != router:
+                return  # a duplicate, or another router's id: the first one keeps running
+            if known.request.prompt == request.prompt:
+                self._accept_attempt(known, request)
+                return
+            self._drop(known, "superseded by a new attempt")
+        try:
+            token_ids = unpack_tokens(request.prompt)
+        except WireError as error:
+            self._refuse(router, request, str(error))
+            return
+        problem = self._problem(token_ids)
+        if problem:
+            self._refuse(router, request, problem)
+            return
+        if len(self.scheduler) >= self._max_waiting + self.scheduler.max_num_seqs:
+            self._refuse(router, request, f"{len(self.scheduler)} requests are here already", retryable=True)
+            return
+        now = time.monotonic()
+        status = RequestStatus.EXPECTING if request.prefill_worker else RequestStatus.WAITING
+        hasher = BlockHasher(self.scheduler.block_size, request.cache_salt)
+        sequence = DecodeSequence(router, request, token_ids, hasher, now, now + request.deadline_s, status)
+        self.scheduler.add(sequence)
+        self._open_if_announced(sequence)
+
+    def _accept_attempt(self, sequence: DecodeSequence, request: DecodeRequest) -> None:
+        """The router found another prefill worker, or none: keep what has landed, expect the rest from there."""
+        if sequence.status not in HAS_KV:
+            landing = self._transfers.release(sequence, "superseded by a new attempt")
+            if landing is not None:
+                sequence.num_landed_blocks = landing.num_prefix_landed
+        sequence.restart_reporting(request)
+        if sequence.status in HAS_KV:
+            if sequence.has_first_token:
+                self._report(sequence, "")
+                self._report_tokens()
+        elif not request.prefill_worker:
+            self.scheduler.prefill_locally(sequence, sequence.num_landed_blocks)
+        else:
+            self._open_if_announced(sequence)
+
+    def _open_if_announced(self, sequence: DecodeSequence) -> None:
+        early = self._transfers.take_early(sequence.request_id, sequence.attempt)
+        if early is not None:
+            self._on_opened(early)
+
+    def _problem(self, token_ids: list[int]) -> str:
+        if not token_ids:
+            return "the prompt is empty"
+        if len(token_ids) >= self._max_model_len:
+            return f"the prompt has {len(token_ids)} tokens, this worker takes fewer than {self._max_model_len}"
+        if max(token_ids) >= self._sampler.vocab_size:
+            return f"token id {max(token_ids)} is outside of the vocabulary of {self._sampler.vocab_size}"
+        return ""
+
+    def _on_opened(self, event: TransferOpened) -> None:
+        message, now = event.message, time.monotonic()
+        sequence = self.scheduler.find(message.request_id)
+        problem = self._transfers.mismatch(message)
+        if problem:
+            self._transfers.refuse(event.peer, message, problem)
+        elif sequence is None or sequence.attempt < message.attempt:
+            self._transfers.keep_early(event, now)
+        elif sequence.attempt > message.attempt:
+            self._transfers.refuse(event.peer, message, "superseded by a new attempt")
+        elif sequence.status in HAS_KV:
+            self._transfers.not_needed(event.peer, message)
+        elif message.num_blocks != -(-sequence.num_request_tokens // self.scheduler.block_size):
+            self._transfers.refuse(event.peer, message, f"{message.num_blocks} blocks do not fit the prompt")
+        elif sequence.peer:
+            return  # announced twice
+        else:
+            sequence.peer, sequence.opened_at, sequence.renewed_at = event.peer, now, now
+            if sequence.status is RequestStatus.EXPECTING:
+                self.scheduler.open(sequence)
+            elif sequence.status is RequestStatus.TRANSFERRING:
+                self._transfers.grant(sequence, sequence.num_landed_blocks, now)
+
+    def _on_landed(self, event: TransferLanded) -> None:
+        landing = event.landing
+        sequence = self.scheduler.find(landing.request_id)
+        if (
+            sequence is None
+            or sequence.attempt != landing.attempt
+            or sequence.status is not RequestStatus.TRANSFERRING
+            or landing.done is None
+        ):
+            return  # aborted or superseded while the event was on its way
+        done, now = landing.done, time.monotonic()
+        sequence.peer = b""
+        sequence.transfer_s = max(landing.landed_at, landing.done_at) - landing.granted_at
+        sequence.exposed_transfer_s = done.age_s + max(0.0, landing.landed_at - landing.done_at)
+        sequence.prefill_s, sequence.num_cached = done.prefill_s, done.num_cached_tokens
+        sequence.joined_at = sequence.first_token_at = now
+        self.scheduler.land(sequence)
+        self._measure_landing(sequence, len(landing.landed), landing.first_block, landing.busy_s)
+        sampled = SampledToken(done.first_token, done.logprobs)
+        sequence.append(sampled)
+        reason = self._finish_reason(sequence, sampled.token_id)
+        if reason:
+            self._finish(sequence, reason, now)
+            self._report_tokens()
+
+    def _on_scheduled(self, output: SchedulerOutput, now: float) -> None:
+        for sequence in output.granted:
+            sequence.num_landed_blocks = sequence.num_computed // self.scheduler.block_size
+            self._transfers.grant(sequence, sequence.num_landed_blocks, now)
+            if self.metrics is not None:
+                self.metrics.grant_wait_seconds.observe(now - sequence.opened_at)
+        if self.metrics is not None and output.preempted:
+            self.metrics.preemptions.inc(len(output.preempted))
+
+    def _on_token(self, sequence: DecodeSequence, sampled: SampledToken, now: float) -> None:
+        if not sequence.first_token_at:
+            sequence.joined_at = sequence.first_token_at = now
+            sequence.prefill_s = now - sequence.admitted_at
+            if self.metrics is not None:
+                self.metrics.queue_seconds.observe(sequence.admitted_at - sequence.accepted_at)
+                self.metrics.prefill_seconds.observe(sequence.prefill_s)
+                self.metrics.prompt_tokens.inc(sequence.num_request_tokens)
+                self.metrics.prefix_queries.inc(sequence.num_request_tokens)
+                self.metrics.prefix_hits.inc(sequence.num_cached)
+        sequence.append(sampled)
+        reason = self._finish_reason(sequence, sampled.token_id)
+        if reason:
+            self._finish(sequence, reason, now)
+        else:
+            self._report(sequence, "")
+
+    def _finish(self, sequence: DecodeSequence, reason: str, now: float) -> None:
+        timeline = Timeline(
+            queue_s=max(0.0, (sequence.admitted_at or now) - sequence.accepted_at) if not sequence.granted_at else 0.0,
+            prefill_s=sequence.prefill_s,
+            grant_wait_s=max(0.0, sequence.granted_at - sequence.opened_at),
+            transfer_s=sequence.transfer_s,
+            exposed_transfer_s=sequence.exposed_transfer_s,
+            decode_s=now - sequence.first_token_at,
+            num_preemptions=sequence.num_preemptions,
+        )
+        self._report(sequence, reason, timeline)
+        if self.metrics is not None:
+            self.metrics.decode_seconds.observe(now - sequence.first_token_at)
+            self.metrics.count_finished(reason)
+        self.scheduler.remove(sequence)
+
+    def _report(self, sequence: DecodeSequence, reason: str, timeline: Timeline | None = None) -> None:
+        """Queue the tokens its router does not have from this worker under this attempt."""
+        first = sequence.num_prompt_tokens + sequence.num_reported
+        new = sequence.token_ids[first:]
+        made_here = sequence.num_reported - sequence.request.num_output_tokens
+        self._deltas[sequence.router].append(
+            TokenDelta(
+                sequence.request_id,
+                sequence.attempt,
+                sequence.num_reported,
+                tuple(new),
+                reason,
+                sequence.num_cached,
+                tuple(sequence.logprobs[made_here : made_here + len(new)]) if sequence.params.logprobs >= 0 else (),
+                timeline,
+            )
+        )
+        sequence.num_reported += len(new)
+
+    def _report_tokens(self) -> None:
+        for router, deltas in self._deltas.items():
+            self.emit(
+                router, TokenOutput(worker_id=self._worker_id, epoch=self._epoch, outputs=tuple(deltas))
+            )
+        self._deltas.clear()
+
+    def _row(self, sequence: DecodeSequence) -> SamplingRow:
+        num_prompt = sequence.num_prompt_tokens
+        return SamplingRow(
+            sequence.params,
+            position=sequence.num_tokens,
+            output_token_ids=sequence.token_ids[num_prompt:],
+            prompt_token_ids=sequence.token_ids[:num_prompt] if sequence.params.repetition_penalty != 1.0 else (),
+            banned=banned_tokens(sequence.params, self._eos, sequence.num_output_tokens),
+        )
+
+    def _finish_reason(self, sequence: DecodeSequence, token_id: int) -> str:
+        return finish_reason(
+            sequence.params,
+            self._eos,
+            num_output_tokens=sequence.num_output_tokens,
+            token_id=token_id,
+            num_tokens=sequence.num_tokens,
+            max_model_len=self._max_model_len,
+        )
+
+    def _drop(self, sequence: DecodeSequence, reason: str) -> None:
+        """Forget a request without a word to its router."""
+        self._transfers.release(sequence, reason)
+        self.scheduler.remove(sequence)
+
+    def _fail(self, sequence: DecodeSequence, phase: str, message: str, *, retryable: bool) -> None:
+        self._drop(sequence, message)
+        self._tell_failed(sequence.router, sequence.request_id, sequence.attempt, phase, message, retryable)
+
+    def _refuse(self, router: bytes, message: Message, why: str, *, retryable: bool = False) -> None:
+        request_id = getattr(message, "request_id", "")
+        if request_id:
+            self._tell_failed(router, request_id, getattr(message, "attempt", 0), "queue", why, retryable)
+
+    def _tell_failed(
+        self, router: bytes, request_id: str, attempt: int, phase: str, message: str, retryable: bool
+    ) -> None:
+        self.emit(
+            router,
+            RequestFailed(
+                worker_id=self._worker_id,
+                request_id=request_id,
+                attempt=attempt,
+                phase=phase,
+                message=message[:4000],
+                retryable=retryable,
+            ),
+        )
+        if self.metrics is not None:
+            self.metrics.count_failed(phase)
+
+    def _measure_landing(self, sequence: DecodeSequence, num_landed: int, num_skipped: int, busy_s: float) -> None:
+        if self.metrics is None:
+            return
+        num_bytes = num_landed * self._runner.kv.block_bytes
+        self.metrics.transfer_seconds.observe(sequence.transfer_s)
+        self.metrics.exposed_seconds.observe(sequence.exposed_transfer_s)
+        self.metrics.transfer_bytes.inc(num_bytes)
+        self.metrics.skipped_blocks.inc(num_skipped)
+        self.metrics.prompt_tokens.inc(sequence.num_request_tokens)
+        self.metrics.prefix_queries.inc(sequence.num_request_tokens)
+        self.metrics.prefix_hits.inc(num_skipped * self.scheduler.block_size)
+        if num_bytes:
+            self.metrics.transfer_rate.observe(num_bytes / max(busy_s, 1e-6))
+
+    def _measure(self, output: SchedulerOutput, num_sampled: int, step_s: float) -> None:
+        num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
+        self._step_time += RATE_SMOOTHING * (step_s - self._step_time)
+        self._rate += RATE_SMOOTHING * (num_tokens / max(step_s, 1e-6) - self._rate)
+        if self.metrics is not None:
+            self.metrics.steps.inc()
+            self.metrics.step_seconds.observe(step_s)
+            self.metrics.generation_tokens.inc(num_sampled)
+
+
+def _phase(sequence: DecodeSequence) -> str:
+    match sequence.status:
+        case RequestStatus.EXPECTING | RequestStatus.WAITING:
+            return "queue"
+        case RequestStatus.OPENED:
+            return "grant"
+        case RequestStatus.TRANSFERRING:
+            return "transfer"
+        case _:
+            return "decode" if sequence.has_first_token else "prefill"

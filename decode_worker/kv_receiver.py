@@ -1,0 +1,250 @@
+"""Receives KV blocks into the decode worker's memory from a thread of its own, while the engine generates.
+
+The engine owns the blocks and lends them with `expect`; after `release` returned, this thread writes to none of them.
+Whatever it cannot match to a landing (unknown request, old attempt, a block landed before) is read off the socket and
+dropped, so a late frame can do no harm.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import zmq
+
+from diptych.common.control import bind
+from diptych.common.errors import WireError
+from diptych.common.kv_wire import discard_rest, receive_blocks
+from diptych.common.messages import (
+    KVAck,
+    KVBlocks,
+    KVDone,
+    KVFailed,
+    KVOpen,
+    Message,
+    decode,
+    encode,
+)
+from diptych.decode_worker.landing import Landing
+
+log = logging.getLogger(__name__)
+MAX_PEERS_HWM = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOpened:
+    """A prefill worker announced KV; `peer` is where to answer."""
+
+    peer: bytes
+    message: KVOpen
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLanded:
+    """Every block is here and verified, and the prefill worker's hold has ended."""
+
+    landing: Landing
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """The transfer is over. `by_peer`: the prefill worker gave up."""
+
+    request_id: str
+    attempt: int
+    reason: str
+    by_peer: bool
+
+
+class KVReceiver:
+    """`expect`, `release` and `send` are called by the engine's thread only; `on_event` is called on the receiver's."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        block_view: Callable[[int], memoryview],
+        on_event: Callable[[TransferOpened | TransferLanded | TransferFailed], None],
+    ) -> None:
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.RCVHWM, MAX_PEERS_HWM)
+        self._socket.set(zmq.SNDHWM, 100_000)
+        self._socket.set(zmq.RCVBUF, 4 * 1024 * 1024)
+        self.address = bind(self._socket, host, port)
+        self._block_view, self._on_event = block_view, on_event
+        self._landings: dict[tuple[str, int], Landing] = {}
+        self._lock = threading.Lock()
+        self._outbox: SimpleQueue[tuple[bytes, Message] | None] = SimpleQueue()
+        wake = f"inproc://kv-receiver-{id(self)}"
+        self._wake_in = context.socket(zmq.PULL)
+        self._wake_in.bind(wake)
+        self._wake_out = context.socket(zmq.PUSH)
+        self._wake_out.set(zmq.LINGER, 0)
+        self._wake_out.connect(wake)
+        self.num_bytes = 0
+        self.num_dropped_frames = 0
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="kv-receiver", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """End the thread and close its sockets. Call once, from the engine's thread or after it ended."""
+        self._outbox.put(None)
+        self._wake()
+        self._thread.join(timeout_s)
+        self._wake_out.close()
+
+    def send(self, peer: bytes, message: Message) -> None:
+        """Answer a prefill worker."""
+        self._outbox.put((peer, message))
+        self._wake()
+
+    def expect(self, landing: Landing) -> None:
+        """Lend the landing's blocks. Call before the grant is sent."""
+        with self._lock:
+            self._landings[landing.key] = landing
+
+    def release(self, request_id: str, attempt: int) -> Landing | None:
+        """Take the blocks back: no frame is written to them once this returned."""
+        with self._lock:
+            return self._landings.pop((request_id, attempt), None)
+
+    def stalled(self, before: float) -> list[Landing]:
+        """Landings without any progress since `before`."""
+        with self._lock:
+            return [landing for landing in self._landings.values() if landing.last_progress < before]
+
+    def _wake(self) -> None:
+        try:
+            self._wake_out.send(b"", zmq.NOBLOCK)
+        except zmq.Again:
+            log.debug("receiver wake-up coalesced")
+
+    def _main(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_in, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll(1000))
+                if self._wake_in in ready:
+                    while self._wake_in.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                        self._wake_in.recv()
+                if not self._flush():
+                    break
+                if self._socket in ready:
+                    self._receive()
+        except BaseException as error:
+            log.exception("KV receiver died")
+            self.failure = error
+        finally:
+            self._socket.close()
+            self._wake_in.close()
+
+    def _flush(self) -> bool:
+        while True:
+            try:
+                item = self._outbox.get_nowait()
+            except Empty:
+                return True
+            if item is None:
+                return False
+            self._answer(*item)
+
+    def _answer(self, peer: bytes, message: Message) -> None:
+        # ROUTER drops what is for a peer that is gone: its lease ends by itself.
+        self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        """One message. Every part of it is consumed, whatever it is."""
+        peer = self._socket.recv()
+        if not self._socket.getsockopt(zmq.RCVMORE):
+            self._drop("a frame without a message")
+            return
+        try:
+            message = decode(self._socket.recv())
+        except WireError as error:
+            discard_rest(self._socket)
+            self._drop(str(error))
+            return
+        if isinstance(message, KVBlocks):
+            self._land(peer, message)
+            return
+        if discard_rest(self._socket):
+            self._drop(f"{type(message).__name__} with frames behind it")
+            return
+        match message:
+            case KVOpen():
+                self._on_event(TransferOpened(peer, message))
+            case KVDone():
+                self._finish(message)
+            case KVFailed(request_id=request_id, attempt=attempt, reason=reason):
+                self._on_event(TransferFailed(request_id, attempt, reason, by_peer=True))
+            case _:
+                self._drop(f"{type(message).__name__} is not for a decode worker's KV socket")
+
+    def _land(self, peer: bytes, header: KVBlocks) -> None:
+        began = time.monotonic()
+        with self._lock:
+            landing = self._landings.get((header.request_id, header.attempt))
+
+            def destination(index: int) -> memoryview | None:
+                wanted = landing is not None and landing.wants(index)
+                return self._block_view(landing.blocks[index]) if wanted and landing is not None else None
+
+            landed, problem = receive_blocks(self._socket, header, destination)
+            now = time.monotonic()
+            if landing is not None:
+                landing.landed.update(landed)
+                landing.last_progress = now
+                landing.busy_s += now - began
+        if landing is None:
+            self._drop(f"{len(header.checksums)} blocks of unknown request {header.request_id}/{header.attempt}")
+            return
+        if landed:
+            self.num_bytes += sum(len(self._block_view(landing.blocks[index])) for index in landed[:1]) * len(landed)
+            landing.landed_at = now
+        if problem:
+            self._fail(landing, problem)
+        elif landing.complete:
+            self._complete(landing)
+
+    def _finish(self, done: KVDone) -> None:
+        with self._lock:
+            landing = self._landings.get((done.request_id, done.attempt))
+            if landing is None or landing.done is not None:
+                landing = None
+            else:
+                landing.done = done
+                landing.done_at = landing.last_progress = time.monotonic()
+        if landing is None:
+            self._drop(f"end of unknown or finished transfer {done.request_id}/{done.attempt}")
+        elif landing.complete:
+            self._complete(landing)
+
+    def _complete(self, landing: Landing) -> None:
+        with self._lock:
+            if self._landings.pop(landing.key, None) is None:
+                return  # released while the last frame was on its way
+        self._answer(landing.peer, KVAck(request_id=landing.request_id, attempt=landing.attempt))
+        self._on_event(TransferLanded(landing))
+
+    def _fail(self, landing: Landing, reason: str) -> None:
+        self._drop(f"transfer {landing.request_id}/{landing.attempt} from a prefill worker: {reason}")
+        if self.release(*landing.key) is not None:
+            self._answer(
+                landing.peer, KVFailed(request_id=landing.request_id, attempt=landing.attempt, reason=reason)
+            )
+            self._on_event(TransferFailed(landing.request_id, landing.attempt, reason, by_peer=False))
+
+    def _drop(self, why: str) -> None:
+        self.num_dropped_frames += 1
+        log.warning("dropped a KV frame: %s", why)

@@ -1,0 +1,53 @@
+"""The state of one incoming KV transfer: which blocks are reserved for it and which have landed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from diptych.common.messages import KVDone
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """Blocks `first_block ..` of the prompt are to come into `blocks[first_block ..]`; those before are here already.
+
+    A block is landed once its frame arrived whole and its checksum matched. A second frame for it is ignored.
+    """
+
+    request_id: str
+    attempt: int
+    peer: bytes
+    blocks: Sequence[int]
+    first_block: int
+    granted_at: float
+    last_progress: float
+    landed: set[int] = field(default_factory=set)
+    done: KVDone | None = None
+    done_at: float = 0.0
+    landed_at: float = 0.0
+    busy_s: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.request_id, self.attempt)
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.blocks) - self.first_block - len(self.landed)
+
+    @property
+    def complete(self) -> bool:
+        return self.done is not None and self.num_missing == 0
+
+    @property
+    def num_prefix_landed(self) -> int:
+        """Blocks from the start of the prompt that are here without a gap."""
+        index = self.first_block
+        while index in self.landed:
+            index += 1
+        return index
+
+    def wants(self, index: int) -> bool:
+        """Whether a frame for block `index` may be written."""
+        return self.first_block <= index < len(self.blocks) and index not in self.landed

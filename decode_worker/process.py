@@ -1,0 +1,68 @@
+"""The decode worker process: wires configuration, model, scheduler, KV receiver and engine together."""
+
+from __future__ import annotations
+
+from diptych.common.block_pool import BlockPool
+from diptych.common.engine import Engine
+from diptych.common.model.files import ModelFiles
+from diptych.common.model.loaded import LoadedModel
+from diptych.common.model.sampler import Sampler
+from diptych.common.settings import DecodeWorkerConfig
+from diptych.common.worker_process import Send, WorkerProcess
+from diptych.decode_worker.engine import DecodeEngine
+from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from diptych.decode_worker.scheduler import DecodeScheduler
+from diptych.decode_worker.transfers import IncomingTransfers
+
+
+class DecodeWorker(WorkerProcess):
+    """One decode worker."""
+
+    role = "decode"
+
+    def __init__(self, config: DecodeWorkerConfig) -> None:
+        super().__init__(config)
+        self.settings = config
+        self._receiver: KVReceiver | None = None
+
+    def bind_kv(self) -> str:
+        self._receiver = KVReceiver(
+            self.blocking_context, self.settings.host, self.settings.kv_port, self._block, self._on_transfer
+        )
+        return self._receiver.address
+
+    def build_engine(self, files: ModelFiles, loaded: LoadedModel, send: Send) -> Engine:
+        settings, identity, receiver = self.settings, self.identity, self._receiver
+        assert receiver is not None  # bound before the model is loaded
+        self.loaded = loaded
+        pool = BlockPool(loaded.kv.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
+        engine = DecodeEngine(
+            send,
+            (identity.worker_id, identity.epoch),
+            DecodeScheduler(
+                pool,
+                block_size=settings.block_size,
+                max_num_seqs=settings.max_num_seqs,
+                local_prefill_chunk=settings.local_prefill_chunk,
+                watermark=settings.watermark,
+            ),
+            loaded.runner,
+            Sampler(loaded.vocab_size),
+            IncomingTransfers(receiver, epoch=identity.epoch, fingerprint=loaded.fingerprint),
+            eos_token_ids=files.eos_token_ids,
+            max_model_len=loaded.max_model_len,
+            max_waiting=settings.max_waiting,
+            grant_timeout_s=settings.grant_timeout_s,
+            transfer_timeout_s=settings.transfer_timeout_s,
+        )
+        engine.metrics = self.metrics
+        self._engine = engine
+        receiver.start()
+        return engine
+
+    def _block(self, index: int) -> memoryview:
+        assert self.loaded is not None  # the receiver starts after the model is loaded
+        return self.loaded.kv.block(index)
+
+    def _on_transfer(self, event: TransferOpened | TransferLanded | TransferFailed) -> None:
+        self._engine.notify(event)

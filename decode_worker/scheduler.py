@@ -1,0 +1,228 @@
+"""What a decode worker computes next. Pure: no clocks, sockets or tensors.
+
+Every step holds one token of each decoding sequence, plus at most `local_prefill_chunk` prompt tokens of sequences
+that are (re)computed here, so that nobody's long prompt stalls everybody's tokens. Grants for KV from prefill workers
+and local prefills draw on the same blocks, oldest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from diptych.common.block_pool import BlockCounts, BlockPool
+from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeChunk:
+    """Compute `num_tokens` tokens of `sequence` from `start` on; sample if that reaches its last token."""
+
+    sequence: DecodeSequence
+    start: int
+    num_tokens: int
+
+    @property
+    def sample(self) -> bool:
+        return self.start + self.num_tokens == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What to compute, what was granted room for its KV to arrive, and what lost its blocks."""
+
+    chunks: Sequence[DecodeChunk]
+    granted: Sequence[DecodeSequence]
+    preempted: Sequence[DecodeSequence]
+
+
+class DecodeScheduler:
+    """Owns the block pool and every request of the worker. `queue` holds, by age, all that waits for blocks."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        local_prefill_chunk: int,
+        watermark: float,
+    ) -> None:
+        self.pool, self.block_size = pool, block_size
+        self.max_num_seqs, self.local_prefill_chunk = max_num_seqs, local_prefill_chunk
+        self.num_watermark_blocks = int(watermark * pool.num_blocks)
+        self.running: list[DecodeSequence] = []
+        self.queue: list[DecodeSequence] = []
+        self._by_id: dict[str, DecodeSequence] = {}
+        self.num_transferring = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[DecodeSequence]:
+        return iter(list(self._by_id.values()))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or self._next_fits()
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens to be computed here and not computed yet."""
+        waiting = sum(s.num_remaining for s in self.queue if s.status is not RequestStatus.OPENED)
+        return waiting + sum(s.num_remaining - 1 for s in self.running)
+
+    def find(self, request_id: str) -> DecodeSequence | None:
+        return self._by_id.get(request_id)
+
+    def add(self, sequence: DecodeSequence) -> None:
+        """Accept a request; it owns no blocks yet."""
+        self._by_id[sequence.request_id] = sequence
+        if sequence.status is RequestStatus.WAITING:
+            self._enqueue(sequence)
+
+    def open(self, sequence: DecodeSequence) -> None:
+        """Its prefill worker announced the KV: wait for room."""
+        sequence.status = RequestStatus.OPENED
+        self._enqueue(sequence)
+
+    def land(self, sequence: DecodeSequence) -> None:
+        """All of the prompt's KV is in its blocks: join the running batch."""
+        self.num_transferring -= 1
+        sequence.num_computed = sequence.num_request_tokens
+        self._publish(sequence)
+        sequence.status = RequestStatus.RUNNING
+        self.running.append(sequence)
+
+    def prefill_locally(self, sequence: DecodeSequence, num_landed: int) -> None:
+        """Stop expecting KV for `sequence` and compute it here, keeping its first `num_landed` landed blocks."""
+        if sequence.status is RequestStatus.TRANSFERRING:
+            self.num_transferring -= 1
+            # At least the last token is computed here: its logits give the first output token.
+            num_landed = min(num_landed, (sequence.num_tokens - 1) // self.block_size)
+            sequence.num_computed = num_landed * self.block_size
+            self._publish(sequence)
+            self.pool.release(sequence.blocks)
+            sequence.blocks, sequence.num_computed, sequence.num_published = [], 0, 0
+        elif sequence.status is RequestStatus.OPENED:
+            self.queue.remove(sequence)
+        sequence.status = RequestStatus.WAITING
+        self._enqueue(sequence)
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """The next step. Granted sequences own blocks for their whole prompt from here on."""
+        preempted = self._make_room()
+        granted = self._admit(now)
+        chunks = [DecodeChunk(s, s.num_computed, 1) for s in self.running if s.num_remaining == 1]
+        budget = self.local_prefill_chunk
+        for sequence in self.running:
+            if sequence.num_remaining > 1 and budget > 0:
+                num_tokens = min(budget, sequence.num_remaining)
+                chunks.append(DecodeChunk(sequence, sequence.num_computed, num_tokens))
+                budget -= num_tokens
+        return SchedulerOutput(chunks, granted, preempted)
+
+    def advance(self, chunk: DecodeChunk) -> None:
+        """Record a computed chunk and publish the blocks it completed."""
+        chunk.sequence.num_computed = chunk.start + chunk.num_tokens
+        self._publish(chunk.sequence)
+
+    def remove(self, sequence: DecodeSequence) -> None:
+        """Forget a request in whatever state and release its blocks."""
+        if self._by_id.get(sequence.request_id) is not sequence:
+            return
+        del self._by_id[sequence.request_id]
+        match sequence.status:
+            case RequestStatus.RUNNING:
+                self.running.remove(sequence)
+            case RequestStatus.TRANSFERRING:
+                self.num_transferring -= 1
+            case RequestStatus.OPENED | RequestStatus.WAITING | RequestStatus.PREEMPTED:
+                self.queue.remove(sequence)
+            case RequestStatus.EXPECTING:
+                pass
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def check_integrity(self) -> BlockCounts:
+        """Every owned block belongs to a live request. Raises BlockError otherwise."""
+        return self.pool.check_integrity(sequence.blocks for sequence in self._by_id.values())
+
+    def _enqueue(self, sequence: DecodeSequence) -> None:
+        index = len(self.queue)
+        while index and self.queue[index - 1].accepted_at > sequence.accepted_at:
+            index -= 1
+        self.queue.insert(index, sequence)
+
+    def _make_room(self) -> list[DecodeSequence]:
+        """Give each running sequence the blocks its next tokens need, youngest ones losing theirs if there are none."""
+        preempted: list[DecodeSequence] = []
+        for sequence in sorted(self.running, key=lambda s: s.accepted_at):
+            while sequence.status is RequestStatus.RUNNING:
+                missing = -(-sequence.num_tokens // self.block_size) - len(sequence.blocks)
+                if missing <= 0:
+                    break
+                if missing <= self.pool.num_available:
+                    sequence.blocks += self.pool.allocate(missing)
+                    break
+                victim = max(self.running, key=lambda s: s.accepted_at)
+                self._preempt(victim)
+                preempted.append(victim)
+        return preempted
+
+    def _preempt(self, sequence: DecodeSequence) -> None:
+        self.running.remove(sequence)
+        self.pool.release(sequence.blocks)
+        sequence.blocks, sequence.num_computed, sequence.num_published = [], 0, 0
+        sequence.num_preemptions += 1
+        sequence.status = RequestStatus.PREEMPTED
+        self._enqueue(sequence)
+
+    def _next_fits(self) -> bool:
+        return bool(self.queue) and self._plan(self.queue[0]) is not None
+
+    def _plan(self, sequence: DecodeSequence) -> tuple[list[int], int] | None:
+        """(cached blocks, number of blocks to allocate) for the head of the queue, or None if it must wait."""
+        num_active = len(self.running) + self.num_transferring
+        if num_active >= self.max_num_seqs:
+            return None
+        hashes = sequence.hasher.extend(sequence.token_ids)
+        local = sequence.status is not RequestStatus.OPENED
+        # A local prefill computes at least the last token; a transfer may be spared entirely.
+        limit = (sequence.num_tokens - (1 if local else 0)) // self.block_size
+        hits = self.pool.match(hashes[:limit])
+        num_new = -(-sequence.num_tokens // self.block_size) - len(hits)
+        available = self.pool.num_available - self.pool.num_reclaimed(hits)
+        # Headroom for those already here; an idle worker takes whatever fits.
+        headroom = self.num_watermark_blocks if num_active else 0
+        return (hits, num_new) if num_new + headroom <= available else None
+
+    def _admit(self, now: float) -> list[DecodeSequence]:
+        """Admit from the queue's head while there is room, without overtaking: returns those whose KV is to come."""
+        granted: list[DecodeSequence] = []
+        while self.queue and (plan := self._plan(self.queue[0])) is not None:
+            hits, num_new = plan
+            sequence = self.queue.pop(0)
+            self.pool.acquire(hits)
+            sequence.blocks = hits + self.pool.allocate(num_new)
+            sequence.num_computed = len(hits) * self.block_size
+            sequence.num_published = len(hits)
+            sequence.admitted_at = sequence.admitted_at or now
+            if not sequence.num_preemptions:
+                sequence.num_cached = sequence.num_computed
+            if sequence.status is RequestStatus.OPENED:
+                sequence.status = RequestStatus.TRANSFERRING
+                self.num_transferring += 1
+                granted.append(sequence)
+            else:
+                sequence.status = RequestStatus.RUNNING
+                self.running.append(sequence)
+        return granted
+
+    def _publish(self, sequence: DecodeSequence) -> None:
+        num_full = sequence.num_computed // self.block_size
+        if num_full > sequence.num_published:
+            hashes = sequence.hasher.extend(sequence.token_ids[: num_full * self.block_size])
+            for index in range(sequence.num_published, num_full):
+                self.pool.publish(sequence.blocks[index], hashes[index])
+            sequence.num_published = num_full

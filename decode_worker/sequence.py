@@ -1,0 +1,107 @@
+"""One request on a decode worker, from reservation to its last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from diptych.common.block_hash import BlockHasher
+from diptych.common.messages import DecodeRequest
+from diptych.common.sampling_params import SampledToken, SamplingParams, TokenLogprobs
+
+
+class RequestStatus(Enum):
+    """Where a request is.
+
+        EXPECTING ──KVOpen──> OPENED ──KVGrant──> TRANSFERRING ──KVDone, all landed──> RUNNING ──> (gone)
+        WAITING (local prefill) ──room──> RUNNING <──room── PREEMPTED <──out of blocks── RUNNING
+    """
+
+    EXPECTING = "expecting"
+    OPENED = "opened"
+    TRANSFERRING = "transferring"
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+
+
+@dataclass(slots=True, eq=False)
+class DecodeSequence:
+    """`token_ids` is prompt + output; the KV of the first `num_computed` of them is in `blocks`.
+
+    Output token i (from `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those reported
+    under the present attempt. Times are engine clock, in seconds.
+    """
+
+    router: bytes
+    request: DecodeRequest
+    token_ids: list[int]
+    hasher: BlockHasher
+    accepted_at: float
+    deadline: float
+    status: RequestStatus
+    blocks: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_computed: int = 0
+    num_published: int = 0
+    num_cached: int = 0
+    num_landed_blocks: int = 0
+    num_reported: int = 0
+    num_prompt_tokens: int = 0
+    num_request_tokens: int = 0
+    num_preemptions: int = 0
+    joined_at: float = 0.0
+    first_token_at: float = 0.0
+    peer: bytes = b""
+    opened_at: float = 0.0
+    renewed_at: float = 0.0
+    granted_at: float = 0.0
+    admitted_at: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    exposed_transfer_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.num_request_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_request_tokens - self.request.num_output_tokens
+        self.num_reported = self.request.num_output_tokens
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def attempt(self) -> int:
+        return self.request.attempt
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def has_first_token(self) -> bool:
+        """Whether this worker holds output made for this request (its own or the prefill worker's)."""
+        return self.num_tokens > self.num_request_tokens
+
+    def append(self, sampled: SampledToken) -> None:
+        self.token_ids.append(sampled.token_id)
+        if sampled.logprobs is not None:
+            self.logprobs.append(sampled.logprobs)
+
+    def restart_reporting(self, request: DecodeRequest) -> None:
+        """A new attempt of the same request: the router wants every token of it again."""
+        self.request = request
+        self.num_reported = request.num_output_tokens

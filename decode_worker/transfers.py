@@ -1,0 +1,101 @@
+"""The engine's side of incoming transfers: who may ship, into which blocks, and until when."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from diptych.common.messages import KVAck, KVFailed, KVGrant, KVOpen, KVWait, Message
+from diptych.decode_worker.kv_receiver import KVReceiver, TransferOpened
+from diptych.decode_worker.landing import Landing
+from diptych.decode_worker.sequence import DecodeSequence
+
+MAX_EARLY_OPENS = 4096
+EARLY_OPEN_S = 10.0
+"""How long a `KVOpen` that came before its `DecodeRequest` is kept."""
+RENEW_S = 1.0
+"""How often a prefill worker whose prompt waits for room here is told to keep holding."""
+
+
+@dataclass(frozen=True, slots=True)
+class _EarlyOpen:
+    event: TransferOpened
+    until: float
+
+
+class IncomingTransfers:
+    """Speaks to prefill workers for the engine. Blocks stay the scheduler's; a landing only lends them."""
+
+    def __init__(self, receiver: KVReceiver, *, epoch: int, fingerprint: str) -> None:
+        self._receiver, self._epoch, self._fingerprint = receiver, epoch, fingerprint
+        self._early: OrderedDict[tuple[str, int], _EarlyOpen] = OrderedDict()
+
+    def mismatch(self, message: KVOpen) -> str:
+        """Why this worker and the sender must not be paired, or ""."""
+        if message.decode_epoch != self._epoch:
+            return f"meant for boot epoch {message.decode_epoch} of this address, this is {self._epoch}"
+        if message.fingerprint != self._fingerprint:
+            return f"KV layout {message.fingerprint} differs from this worker's {self._fingerprint}"
+        return ""
+
+    def keep_early(self, event: TransferOpened, now: float) -> None:
+        """Remember an announcement whose request has not come yet."""
+        self._early[(event.message.request_id, event.message.attempt)] = _EarlyOpen(event, now + EARLY_OPEN_S)
+        if len(self._early) > MAX_EARLY_OPENS:
+            _, oldest = self._early.popitem(last=False)
+            self.refuse(oldest.event.peer, oldest.event.message, "too many unknown requests")
+
+    def take_early(self, request_id: str, attempt: int) -> TransferOpened | None:
+        early = self._early.pop((request_id, attempt), None)
+        return early.event if early else None
+
+    def expire_early(self, now: float) -> None:
+        while self._early:
+            key, early = next(iter(self._early.items()))
+            if early.until > now:
+                break
+            del self._early[key]
+            self.refuse(early.event.peer, early.event.message, "unknown request")
+
+    def grant(self, sequence: DecodeSequence, first_block: int, now: float) -> None:
+        """Lend the sequence's blocks and let the prefill worker ship from `first_block` on."""
+        sequence.granted_at = now
+        self._receiver.expect(
+            Landing(sequence.request_id, sequence.attempt, sequence.peer, tuple(sequence.blocks), first_block, now, now)
+        )
+        self._tell(
+            sequence.peer,
+            KVGrant(request_id=sequence.request_id, attempt=sequence.attempt, first_block=first_block),
+        )
+
+    def renew(self, sequence: DecodeSequence, now: float) -> None:
+        """Tell the prefill worker, now and then, that its prompt still waits for room here."""
+        if now - sequence.renewed_at >= RENEW_S:
+            sequence.renewed_at = now
+            self._tell(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
+
+    def not_needed(self, peer: bytes, message: KVOpen) -> None:
+        """This worker has, or computes, the KV itself."""
+        self._tell(peer, KVAck(request_id=message.request_id, attempt=message.attempt))
+
+    def refuse(self, peer: bytes, message: KVOpen, reason: str) -> None:
+        self._tell(peer, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=reason))
+
+    def release(self, sequence: DecodeSequence, reason: str) -> Landing | None:
+        """Take the blocks back, if lent; the prefill worker hears why when `reason` is given."""
+        landing = self._receiver.release(sequence.request_id, sequence.attempt)
+        if sequence.peer and reason:
+            self._tell(
+                sequence.peer, KVFailed(request_id=sequence.request_id, attempt=sequence.attempt, reason=reason[:1000])
+            )
+        sequence.peer = b""
+        return landing
+
+    def stalled(self, before: float) -> list[Landing]:
+        return self._receiver.stalled(before)
+
+    def stop(self) -> None:
+        self._receiver.stop()
+
+    def _tell(self, peer: bytes, message: Message) -> None:
+        self._receiver.send(peer, message)

@@ -1,0 +1,37 @@
+"""What attention needs to know about a step, said once for all layers and backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class QuerySpan(NamedTuple):
+    """`count` consecutive query rows from `row` on, all of one sequence, at positions `start` .. `start + count - 1`.
+
+    The keys they may see are those of positions 0 .. their own, in the blocks of `block_table` (may be too long).
+    """
+
+    row: int
+    count: int
+    start: int
+    block_table: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence once this span is written."""
+        return self.start + self.count
+
+
+class KVLayout(NamedTuple):
+    """Sizes of a KV cache tensor, less its last-but-one dimension (K, V)."""
+
+    num_blocks: int
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+
+
+class AttentionPlan:
+    """Made by one backend for itself: opaque to everyone else."""

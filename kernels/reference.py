@@ -1,0 +1,80 @@
+"""Plain references, slow and obvious, in the dtype they are given (float64 for oracles). Tests compare against these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from diptych.kernels.plan import QuerySpan
+
+
+def gather_sequence(kv: Tensor, layer: int, block_table: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [length, num_kv_heads, head_dim] of one sequence, token by token."""
+    block_size = kv.shape[3]
+    slots = [kv[block_table[i // block_size], layer, :, i % block_size] for i in range(length)]
+    both = torch.stack(slots)  # [length, num_kv_heads, 2, head_dim]
+    return both[:, :, 0], both[:, :, 1]
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    spans: Sequence[QuerySpan],
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Same contract as `kernels.paged_attention`, from spans instead of a plan; float64 in, float64 out."""
+    out = torch.full_like(q, float("nan"))
+    group = q.shape[1] // kv.shape[2]
+    for span in spans:
+        keys, values = gather_sequence(kv, layer, span.block_table, span.length)
+        keys, values = (t.repeat_interleave(group, dim=1).to(q.dtype) for t in (keys, values))  # [L, num_heads, D]
+        for i in range(span.count):
+            position = span.start + i
+            first = max(0, position - window + 1) if window else 0
+            seen_k, seen_v = keys[first : position + 1], values[first : position + 1]
+            scores = torch.einsum("hd,lhd->hl", q[span.row + i], seen_k) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            out[span.row + i] = torch.einsum("hl,lhd->hd", torch.softmax(scores, dim=-1), seen_v)
+    return out
+
+
+def write_kv(kv: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Same contract as `kernels.write_kv`."""
+    block_size = kv.shape[3]
+    for i, slot in enumerate(slots.tolist()):
+        kv[slot // block_size, layer, :, slot % block_size, 0] = k[i].to(kv.dtype)
+        kv[slot // block_size, layer, :, slot % block_size, 1] = v[i].to(kv.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Same contract as `kernels.rms_norm`."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Same contract as `kernels.rotate`: a complex product, of element i with element i + head_dim / 2."""
+    half = x.shape[-1] // 2
+    wide = x if x.dtype == torch.float64 else x.float()
+    turned = torch.complex(wide[..., :half].contiguous(), wide[..., half:].contiguous()) * torch.complex(
+        cos.to(wide.dtype), sin.to(wide.dtype)
+    ).unsqueeze(1)
+    return torch.cat((turned.real, turned.imag), dim=-1).to(x.dtype)
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """Same contract as `kernels.gated`."""
+    wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
+    gate, up = wide.chunk(2, dim=-1)
+    if activation == "silu":
+        curve = gate / (1 + torch.exp(-gate))
+    else:
+        curve = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    return (curve * up).to(gate_up.dtype)

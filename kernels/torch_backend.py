@@ -1,0 +1,209 @@
+"""Attention over blocks in plain torch: gather the blocks of a group of sequences once, then one fused attention call.
+
+Serves every device. Blocks of one layer and head are rows of a flat view of the cache, so one `index_select` yields
+[sequences, kv heads, tokens, K|V, head_dim] without a transposition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
+
+MAX_PADDING = 1.25  # a group's longest row may be this much longer than its shortest
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Sequences of similar length with one query row each.
+
+    rows [B] int64; gather [B * num_kv_heads * blocks] rows of the flat cache; mask bool [B, 1, 1, L] or None when no
+    row is padded; padding: (sequence, token) indices of the gathered slots that belong to nobody.
+    """
+
+    rows: Tensor
+    gather: Tensor
+    num_kv_heads: int
+    mask: Tensor | None
+    padding: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """Several query rows of one sequence against keys [skip, skip + length) of its gathered blocks.
+
+    mask is bool [count, length], or None when query i sees the keys up to i and length == count.
+    """
+
+    row: int
+    count: int
+    gather: Tensor
+    num_kv_heads: int
+    skip: int
+    length: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan(AttentionPlan):
+    decodes: tuple[DecodeGroup, ...]
+    prefills: tuple[PrefillSpan, ...]
+
+
+def plan_attention(
+    spans: Sequence[QuerySpan], layout: KVLayout, window: int, num_heads: int, device: torch.device
+) -> TorchPlan:
+    single = sorted((span for span in spans if span.count == 1), key=lambda span: _num_visible(span, window))
+    groups: list[list[QuerySpan]] = []
+    for span in single:
+        limit = max(MAX_PADDING * _num_visible(groups[-1][0], window), layout.block_size) if groups else 0.0
+        if groups and _num_visible(span, window) <= limit:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return TorchPlan(
+        tuple(_decode_group(group, layout, window, device) for group in groups),
+        tuple(_prefill_span(span, layout, window, device) for span in spans if span.count > 1),
+    )
+
+
+def _num_visible(span: QuerySpan, window: int) -> int:
+    """Keys that the span's last query sees."""
+    return min(span.length, window) if window else span.length
+
+
+def _gather_rows(blocks: np.ndarray, layout: KVLayout, device: torch.device) -> Tensor:
+    """Flat-cache rows of blocks [..., n], head by head: int64 [... * num_kv_heads * n]."""
+    heads = np.arange(layout.num_kv_heads, dtype=np.int64)
+    rows = blocks[..., None, :] * (layout.num_layers * layout.num_kv_heads) + heads[:, None]
+    return torch.from_numpy(rows.reshape(-1)).to(device)
+
+
+def _decode_group(spans: Sequence[QuerySpan], layout: KVLayout, window: int, device: torch.device) -> DecodeGroup:
+    size = layout.block_size
+    starts = np.array([span.length - _num_visible(span, window) for span in spans])  # first visible key
+    ends = np.array([span.length for span in spans])
+    first = starts // size
+    counts = -(-ends // size) - first
+    width = int(counts.max())
+    blocks = np.empty((len(spans), width), dtype=np.int64)
+    for i, span in enumerate(spans):
+        table = span.block_table[first[i] : first[i] + counts[i]]
+        blocks[i, : counts[i]] = table
+        blocks[i, counts[i] :] = table[0]  # padding repeats a block of the same sequence
+    at = np.arange(width * size)[None, :] + (first * size)[:, None]  # [B, L] positions of the gathered slots
+    seen = (at >= starts[:, None]) & (at < ends[:, None])
+    rows = torch.tensor([span.row for span in spans], device=device)
+    gather = _gather_rows(blocks, layout, device)
+    if seen.all():
+        return DecodeGroup(rows, gather, layout.num_kv_heads, None, None)
+    sequence, token = np.nonzero(~seen)
+    return DecodeGroup(
+        rows,
+        gather,
+        layout.num_kv_heads,
+        torch.from_numpy(seen).to(device)[:, None, None, :],
+        (torch.from_numpy(sequence).to(device), torch.from_numpy(token).to(device)),
+    )
+
+
+def _prefill_span(span: QuerySpan, layout: KVLayout, window: int, device: torch.device) -> PrefillSpan:
+    size = layout.block_size
+    start = max(0, span.start - window + 1) if window else 0  # first key that the first query sees
+    first = start // size
+    table = np.array(span.block_table[first : -(-span.length // size)], dtype=np.int64)
+    length = span.length - start
+    mask = None
+    if start or length != span.count or (window and span.length > window):
+        query = np.arange(span.start, span.length)[:, None]
+        key = np.arange(start, span.length)[None, :]
+        seen = key <= query
+        if window:
+            seen &= key > query - window
+        mask = torch.from_numpy(seen).to(device)
+    gather = _gather_rows(table, layout, device)
+    return PrefillSpan(span.row, span.count, gather, layout.num_kv_heads, start - first * size, length, mask)
+
+
+def paged_attention(q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, scale: float, softcap: float) -> Tensor:
+    assert isinstance(plan, TorchPlan)
+    out = torch.empty_like(q)
+    num_blocks, num_layers, heads, size, _, dim = kv.shape
+    flat = kv.view(num_blocks * num_layers * heads, size * 2 * dim)[layer * heads :]
+    for group in plan.decodes:
+        _decode(q, flat, group, scale, softcap, out)
+    for span in plan.prefills:
+        _prefill(q, flat, span, scale, softcap, out)
+    return out
+
+
+def _decode(q: Tensor, flat: Tensor, group: DecodeGroup, scale: float, softcap: float, out: Tensor) -> None:
+    batch, heads, dim = group.rows.shape[0], group.num_kv_heads, q.shape[2]
+    whole = batch == q.shape[0] and len(group.rows) == batch
+    both = flat.index_select(0, group.gather).view(batch, heads, -1, 2, dim)  # [B, Hkv, L, 2, D]
+    if group.padding is not None:
+        both.transpose(1, 2)[group.padding] = 0.0  # slots of nobody may hold anything, and 0 * NaN is NaN
+    query = q.index_select(0, group.rows).view(batch, heads, -1, dim)  # [B, Hkv, G, D]
+    result = _attend(query, both[..., 0, :], both[..., 1, :], group.mask, False, scale, softcap)
+    rows = result.reshape(batch, -1, dim)
+    if whole:
+        out[group.rows] = rows
+    else:
+        out.index_copy_(0, group.rows, rows)
+
+
+def _prefill(q: Tensor, flat: Tensor, span: PrefillSpan, scale: float, softcap: float, out: Tensor) -> None:
+    heads, dim = span.num_kv_heads, q.shape[2]
+    group = q.shape[1] // heads
+    both = flat.index_select(0, span.gather).view(heads, 1, -1, 2, dim)[:, :, span.skip : span.skip + span.length]
+    both = both.expand(heads, group, span.length, 2, dim)  # a view: the queries of a group share their keys
+    rows = slice(span.row, span.row + span.count)
+    query = q[rows].view(span.count, heads, group, dim).permute(1, 2, 0, 3)  # [Hkv, G, count, D]
+    result = _attend(query, both[..., 0, :], both[..., 1, :], span.mask, span.mask is None, scale, softcap)
+    out[rows] = result.permute(2, 0, 1, 3).reshape(span.count, heads * group, dim)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float
+) -> Tensor:
+    if not softcap:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scale
+        )
+    scores = softcap * torch.tanh((query @ key.transpose(-1, -2)).float() * (scale / softcap))
+    if causal:
+        count = query.shape[-2]
+        mask = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return torch.softmax(scores, dim=-1).to(value.dtype) @ value
+
+
+def write_kv(kv: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    size = kv.shape[3]
+    kv[:, layer].permute(0, 2, 1, 3, 4)[slots // size, slots % size] = torch.stack((k, v), dim=2)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh") * up

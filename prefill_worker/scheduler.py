@@ -1,0 +1,134 @@
+"""Which prompt tokens a prefill worker computes next. Pure: no clocks, sockets or tensors.
+
+Prompts are admitted in order of arrival as blocks allow; each step spends a token budget over the admitted ones,
+oldest first, so that short prompts share a step and a long one is computed in chunks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from diptych.common.block_pool import BlockCounts, BlockPool
+from diptych.prefill_worker.sequence import PrefillSequence
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Compute `num_tokens` tokens of `sequence` from `start` on; the chunk that ends the prompt samples."""
+
+    sequence: PrefillSequence
+    start: int
+    num_tokens: int
+
+    @property
+    def sample(self) -> bool:
+        return self.start + self.num_tokens == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What to compute in this step, and which prompts were admitted for it."""
+
+    chunks: Sequence[PrefillChunk]
+    admitted: Sequence[PrefillSequence]
+
+
+class PrefillScheduler:
+    """Owns the block pool and every prompt of the worker: waiting, computing, or held until its KV is acknowledged."""
+
+    def __init__(self, pool: BlockPool, *, block_size: int, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        self.pool, self.block_size = pool, block_size
+        self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
+        self.waiting: deque[PrefillSequence] = deque()
+        self.running: list[PrefillSequence] = []
+        self.held: dict[str, PrefillSequence] = {}
+        self._by_id: dict[str, PrefillSequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[PrefillSequence]:
+        return iter(list(self._by_id.values()))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens accepted and not computed yet."""
+        return sum(s.num_remaining for s in self.waiting) + sum(s.num_remaining for s in self.running)
+
+    def find(self, request_id: str) -> PrefillSequence | None:
+        return self._by_id.get(request_id)
+
+    def add(self, sequence: PrefillSequence) -> None:
+        """Accept a prompt; it owns no blocks yet."""
+        self._by_id[sequence.request_id] = sequence
+        self.waiting.append(sequence)
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """The next step. Admitted prompts own their blocks from here on."""
+        admitted = self._admit(now)
+        budget = self.max_num_batched_tokens
+        chunks: list[PrefillChunk] = []
+        for sequence in self.running:
+            if budget == 0:
+                break
+            num_tokens = min(budget, sequence.num_remaining)
+            chunks.append(PrefillChunk(sequence, sequence.num_computed, num_tokens))
+            budget -= num_tokens
+        return SchedulerOutput(chunks, admitted)
+
+    def advance(self, chunk: PrefillChunk, now: float) -> int:
+        """Record a computed chunk and publish its full blocks; how many blocks of the prompt are complete now."""
+        sequence = chunk.sequence
+        sequence.num_computed = chunk.start + chunk.num_tokens
+        num_full = sequence.num_computed // self.block_size
+        for index in range(sequence.num_published, num_full):
+            self.pool.publish(sequence.blocks[index], sequence.hasher.hashes[index])
+        sequence.num_published = max(sequence.num_published, num_full)
+        if not sequence.computed:
+            return num_full
+        sequence.computed_at = now
+        self.running.remove(sequence)
+        self.held[sequence.request_id] = sequence
+        return len(sequence.blocks)
+
+    def remove(self, sequence: PrefillSequence) -> None:
+        """Forget a prompt in whatever state and release its blocks."""
+        if self._by_id.get(sequence.request_id) is not sequence:
+            return
+        del self._by_id[sequence.request_id]
+        if self.held.pop(sequence.request_id, None) is None:
+            (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def check_integrity(self) -> BlockCounts:
+        """Every owned block belongs to a live prompt. Raises BlockError otherwise."""
+        return self.pool.check_integrity(sequence.blocks for sequence in self._by_id.values())
+
+    def _admit(self, now: float) -> list[PrefillSequence]:
+        admitted: list[PrefillSequence] = []
+        while self.waiting and len(self.running) < self.max_num_seqs and self._fits(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            sequence.admitted_at = now
+            self.running.append(sequence)
+            admitted.append(sequence)
+        return admitted
+
+    def _fits(self, sequence: PrefillSequence) -> bool:
+        """Give `sequence` its blocks if there is room: cached ones first, at least one token is always computed."""
+        hashes = sequence.hasher.extend(sequence.token_ids)
+        hits = self.pool.match(hashes[: (sequence.num_tokens - 1) // self.block_size])
+        num_blocks = -(-sequence.num_tokens // self.block_size)
+        if num_blocks - len(hits) > self.pool.num_available - self.pool.num_reclaimed(hits):
+            return False
+        self.pool.acquire(hits)
+        sequence.blocks = hits + self.pool.allocate(num_blocks - len(hits))
+        sequence.num_computed = sequence.num_cached = len(hits) * self.block_size
+        sequence.num_published = len(hits)
+        return True

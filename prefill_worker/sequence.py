@@ -1,0 +1,50 @@
+"""One prompt on a prefill worker, from acceptance until its KV is acknowledged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diptych.common.block_hash import BlockHasher
+from diptych.common.messages import PrefillRequest
+
+
+@dataclass(slots=True, eq=False)
+class PrefillSequence:
+    """`blocks` covers the whole prompt from admission on; the first `num_computed` tokens are in them.
+
+        accepted_at ─ admitted_at ─ computed_at ─ released        (engine clock, seconds)
+             queue        prefill        hold
+    """
+
+    router: bytes
+    request: PrefillRequest
+    token_ids: list[int]
+    hasher: BlockHasher
+    accepted_at: float
+    deadline: float
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0
+    num_published: int = 0
+    admitted_at: float = 0.0
+    computed_at: float = 0.0
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def attempt(self) -> int:
+        return self.request.attempt
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def computed(self) -> bool:
+        return self.num_computed == self.num_tokens

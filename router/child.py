@@ -1,0 +1,101 @@
+"""One child process of `diptych serve`: started with a config, restarted on the same address, never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from diptych.common.config_field import Config, to_argv, to_env
+from diptych.common.settings import WorkerConfig
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """A function for the forked child that ties its life to `parent` (Linux; elsewhere only signals tie them)."""
+    if not sys.platform.startswith("linux"):
+        return lambda: None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork: the child must not import or allocate
+
+    def tie() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent died before the call
+            os._exit(1)
+
+    return tie
+
+
+def child_environment(config: Config) -> dict[str, str]:
+    """The parent's environment without settings, which travel as flags; only secrets come as variables."""
+    kept = {
+        name: text for name, text in os.environ.items() if not name.startswith("DIPTYCH_") or name == "DIPTYCH_CACHE"
+    }
+    return kept | to_env(config)
+
+
+class Child:
+    """A module run as a process of its own session, so that a Ctrl-C in the terminal reaches only the supervisor."""
+
+    def __init__(self, name: str, module: str, config: Config) -> None:
+        self.name, self.module, self.config = name, module, config
+        self.started_at = 0.0
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    def command(self) -> list[str]:
+        """`-P`: the working folder, which may be the repository, stays off the child's sys.path."""
+        return [sys.executable, "-P", "-m", self.module, *to_argv(self.config)]
+
+    async def start(self) -> None:
+        """Spawns the process; its output goes where the supervisor's goes."""
+        self._process = await asyncio.create_subprocess_exec(
+            *self.command(),
+            stdin=asyncio.subprocess.DEVNULL,
+            env=child_environment(self.config),
+            start_new_session=True,
+            preexec_fn=_die_with(os.getpid()),
+        )
+        self.started_at = time.monotonic()
+
+    async def wait(self) -> int:
+        """The exit status, negative for a signal."""
+        assert self._process is not None, f"{self.name} was not started"
+        return await self._process.wait()
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signals the process if it still runs."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signum)
+
+
+class WorkerChild(Child):
+    """A worker: tells its address through a file, and binds the same one again when it is restarted."""
+
+    config: WorkerConfig
+
+    def __init__(self, module: str, config: WorkerConfig, runtime: Path) -> None:
+        self.address_file = runtime / f"{config.worker_id}.json"
+        super().__init__(config.worker_id, module, dataclasses.replace(config, address_file=str(self.address_file)))
+
+    def read_address(self) -> str:
+        """The control address, "" while the worker has not written it; from then on also that of its next life."""
+        if not self.address_file.exists():
+            return ""
+        address = str(json.loads(self.address_file.read_text())["address"])
+        self.config = dataclasses.replace(self.config, port=int(address.rpartition(":")[2]))
+        return address

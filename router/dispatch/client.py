@@ -1,0 +1,93 @@
+"""The seam between the HTTP front and the dispatch core: what the front asks for and what it gets back.
+
+    front ── GenerationRequest ──> GenerationClient.generate ── TokenEvent, TokenEvent, ... (the last has finish_reason) ──> front
+
+The front owns text: it tokenises, detokenises, finds stop strings and speaks HTTP. The core owns tokens: it chooses
+workers, retries, and joins what they send into one ordered stream in which no token is missing or repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from diptych.common.sampling_params import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to generate. `request_id` is the router's own (unique, never a client's text).
+
+    `deadline_s` is how long the request may take from now until its last token. `params.seed` is always set.
+    `cache_salt` keeps prefix cache entries of different tenants apart. `traceparent` is W3C's, or empty.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str = ""
+    deadline_s: float = 600.0
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimeline:
+    """A request's life inside the pools; durations in seconds, 0 for a phase that did not happen.
+
+        dispatched ─ queue_s ─ prefill_s ─ first token ─ decode_s ─ last token
+                                 └ grant_wait_s, transfer_s; only exposed_transfer_s of it delayed the second token
+
+    `num_attempts` is 1 when nothing failed. A local prefill has an empty `prefill_worker`; a request that never
+    needed a decode worker an empty `decode_worker`.
+    """
+
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    num_attempts: int = 1
+    num_preemptions: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    grant_wait_s: float = 0.0
+    transfer_s: float = 0.0
+    exposed_transfer_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """The next tokens of a sequence, in order, each exactly once whatever happened to the workers.
+
+    `logprobs` is empty, or as long as `token_ids` when `params.logprobs >= 0`. `finish_reason` is "" until the last
+    event, then "stop" or "length"; a "stop" event's last token is the end token itself and is not text.
+    `num_cached_tokens` counts prompt tokens served from a prefix cache. `timeline` is set on the last event only.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str = ""
+    num_cached_tokens: int = 0
+    timeline: RequestTimeline | None = None
+
+
+class GenerationClient(Protocol):
+    """Serves token streams from the pools. One event loop owns it; all methods are called from that loop."""
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """The token stream of one request; ends after the event that carries a finish reason.
+
+        Closing it early (`aclose`, or cancelling the consumer and then closing) aborts on every worker at once.
+        Raises a RequestError subclass: Overloaded or Unavailable before the first event when the request cannot be
+        admitted, DeadlineExceeded when its time is over, InvalidRequest when a worker refuses it for good.
+        """
+        ...
+
+    @property
+    def ready(self) -> tuple[bool, str]:
+        """Whether a request would be served now and, when not, why not in one line for people."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence (prompt + output, tokens) that the connected workers take; 0 while none is known."""
+        ...

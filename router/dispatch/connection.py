@@ -1,0 +1,168 @@
+"""One worker's control socket, as a router holds it: a DEALER that never blocks and never queues for the absent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from diptych.common.errors import WireError
+from diptych.common.messages import (
+    MAX_MESSAGE_BYTES,
+    AbortRequest,
+    Message,
+    RequestFailed,
+    TokenOutput,
+    ToRouter,
+    WorkerHeartbeat,
+    WorkerHello,
+    decode,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+BURST = 64
+"""Messages handled in a row before other tasks get a turn; a ready receive does not yield by itself."""
+MAX_UNSENT_ABORTS = 4096
+LAST_WORDS_S = 0.02
+"""Time for what a worker sent before its connection broke to be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionEvents:
+    """What a connection tells its owner, with its address."""
+
+    on_message: Callable[[str, ToRouter], None]
+    on_up: Callable[[str], None]
+    on_cut: Callable[[str], None]
+
+
+@dataclass(slots=True)
+class ConnectionCounters:
+    num_dropped_frames: int = 0
+    num_unsent: int = 0
+    num_cuts: int = 0
+
+
+@dataclass(slots=True)
+class Connection:
+    """Owns the socket and two receive loops (messages, connection events) that end with `close`.
+
+    ZeroMQ reconnects by itself, looks the name up again each time, and tells us when a connection broke: that is how a
+    killed worker is noticed at once and not only by its silence.
+    """
+
+    address: str
+    router_id: str
+    events: ConnectionEvents
+    hwm: int
+    counters: ConnectionCounters = field(default_factory=ConnectionCounters)
+    _unsent_aborts: deque[AbortRequest] = field(default_factory=lambda: deque(maxlen=MAX_UNSENT_ABORTS))
+    _socket: zmq.asyncio.Socket | None = None
+    _monitor: zmq.asyncio.Socket | None = None
+
+    def open(self, context: zmq.asyncio.Context) -> None:
+        socket = context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, self.hwm),
+            (zmq.RCVHWM, self.hwm),
+            (zmq.IMMEDIATE, 1),  # nothing is queued for a worker that is not connected
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.RECONNECT_IVL, 50),
+            (zmq.RECONNECT_IVL_MAX, 500),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 10),
+            (zmq.TCP_KEEPALIVE_INTVL, 5),
+            (zmq.TCP_KEEPALIVE_CNT, 3),
+            (zmq.HEARTBEAT_IVL, 2000),  # below our own heartbeats: replaces a connection that died without a word
+            (zmq.HEARTBEAT_TIMEOUT, 10_000),
+            (zmq.IPV6, 1 if "[" in self.address else 0),
+        ):
+            socket.setsockopt(option, value)
+        socket.setsockopt(zmq.ROUTING_ID, self.router_id.encode())
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        socket.connect(self.address)
+        self._socket = socket
+
+    def send(self, message: Message) -> bool:
+        """Send now or not at all: False when the worker is not connected or reads too slowly."""
+        if self._socket is None or self._socket.closed:
+            return False
+        # The asyncio socket's own send, not the plain one: it looks for messages whose wake-up this call swallowed.
+        sent = cast("asyncio.Future[object]", self._socket.send(encode(message), zmq.NOBLOCK))
+        error = sent.exception()  # a send that may not block is settled when it returns
+        if error is None:
+            return True
+        if not isinstance(error, zmq.ZMQError):
+            raise error
+        self.counters.num_unsent += 1
+        return False
+
+    def abort(self, request_id: str, attempt: int) -> None:
+        """Tell the worker to forget a request, now or when it can be reached again."""
+        message = AbortRequest(request_id=request_id, attempt=attempt)
+        if not self.send(message):
+            self._unsent_aborts.append(message)
+
+    def flush_aborts(self) -> None:
+        while self._unsent_aborts and self.send(self._unsent_aborts[0]):
+            self._unsent_aborts.popleft()
+
+    async def receive(self) -> None:
+        """Hand over messages until cancelled. Frames that are not a worker's messages are counted and dropped."""
+        if self._socket is None:
+            raise RuntimeError(f"{self.address} is not open")
+        num_in_a_row = 0
+        while True:
+            parts = await self._socket.recv_multipart()
+            message = self._parse(parts)
+            if message is not None:
+                self.events.on_message(self.address, message)
+            num_in_a_row += 1
+            if num_in_a_row >= BURST:
+                num_in_a_row = 0
+                await asyncio.sleep(0)
+
+    async def watch(self) -> None:
+        """Report that the connection came up or broke, until cancelled."""
+        if self._monitor is None:
+            raise RuntimeError(f"{self.address} is not open")
+        while True:
+            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.events.on_up(self.address)
+            else:
+                self.counters.num_cuts += 1
+                await asyncio.sleep(LAST_WORDS_S)
+                self.events.on_cut(self.address)
+
+    def close(self, linger_ms: int) -> None:
+        """Close the socket; what is queued has `linger_ms` to leave."""
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._socket.close(linger=linger_ms)
+        if self._monitor is not None:
+            self._monitor.close(linger=0)
+        self._socket = self._monitor = None
+
+    def _parse(self, parts: list[bytes]) -> ToRouter | None:
+        try:
+            if len(parts) != 1:
+                raise WireError(f"{len(parts)} parts instead of 1")
+            message = decode(parts[0])
+            if not isinstance(message, WorkerHello | WorkerHeartbeat | TokenOutput | RequestFailed):
+                raise WireError(f"a {type(message).__name__} is not for routers")
+        except WireError as error:
+            self.counters.num_dropped_frames += 1
+            log.warning("dropped a frame from %s: %s", self.address, error)
+            return None
+        return message

@@ -1,0 +1,311 @@
+"""Serves token streams from the pools: the one place that decides where a request runs, when it moves and when it ends.
+
+    admit ─> queue ─> placed on P and D ─> first token (P) ─> tokens (D) ─> finished
+               ^          │ P lost before D delivered: next attempt, same D, another P or none
+               └──────────┘ D lost: next attempt anywhere, the output so far becomes part of the prompt
+
+Everything between two awaits is immediate: workers' messages, lost workers and ticks change a `Flight`, and the
+consumer waits on nothing but its flight, whose deadline timer bounds that wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator
+
+from diptych.common.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
+from diptych.common.messages import RequestFailed, ResetPrefixCache, TokenDelta, TokenOutput
+from diptych.common.settings import RouterConfig
+from diptych.router.dispatch.client import GenerationRequest, TokenEvent
+from diptych.router.dispatch.fleet import CONTROL_HWM, WorkerFleet
+from diptych.router.dispatch.flight import Assignment, Flight, Stage
+from diptych.router.dispatch.load import DispatchCounters, DispatchLoad, WorkerLoad
+from diptych.router.dispatch.placement import Placement
+from diptych.router.dispatch.policy import RoutingPolicy
+from diptych.router.dispatch.prefix_index import PrefixIndex
+from diptych.router.dispatch.recovery import Recovery
+from diptych.router.dispatch.registry import STALL_TIMEOUT_S
+from diptych.router.dispatch.stream import StreamConflict
+
+RETRY_AFTER_S = 1.0
+
+
+class Dispatcher:
+    """The `GenerationClient` over ZeroMQ. Owned by one event loop: `start`, serve, `close`."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        policy: RoutingPolicy | None = None,
+        hwm: int = CONTROL_HWM,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ) -> None:
+        self._config = config
+        self._clock = time.monotonic
+        self._flights: dict[str, Flight] = {}
+        self._queue: dict[str, Flight] = {}
+        self._index = PrefixIndex()
+        self._counters = DispatchCounters()
+        self._last_max_model_len = 0
+        self._open = False
+        self.fleet = WorkerFleet(config, self, hwm=hwm, stall_timeout_s=stall_timeout_s, clock=self._clock)
+        self._placement = Placement(
+            self.fleet.registry,
+            policy or RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold),
+            self._index,
+            self.fleet.send,
+            self.fleet.abort,
+            self._remaining_s,
+        )
+        self._recovery = Recovery(config.max_retries, self._placement, self._queue, self._counters)
+
+    # ------------------------------------------------------------ for the front
+
+    async def start(self) -> None:
+        """Connect to the workers; returns at once. Requests wait until workers are ready."""
+        await self.fleet.start()
+        self._open = True
+
+    async def close(self) -> None:
+        """Fail what is in flight, tell the workers, close every socket. Takes well under a second."""
+        self._open = False
+        for flight in list(self._flights.values()):
+            self._fail(flight, Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S))
+        await self.fleet.close()
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """See `GenerationClient.generate`."""
+        flight = self._admit(request)
+        try:
+            while True:
+                event = await flight.next_event()
+                yield event
+                if event.finish_reason:
+                    return
+        finally:
+            self._end(flight)
+
+    @property
+    def ready(self) -> tuple[bool, str]:
+        """Whether a request would be served now, and why not. Decode workers alone suffice: they can prefill."""
+        if not self._open:
+            return False, "the router is not connected to its workers"
+        if self.fleet.failure:
+            return False, self.fleet.failure
+        missing = self.fleet.registry.missing("decode", self._clock())
+        return not missing, missing
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence that all ready workers take, or took when some were last ready; 0 before that."""
+        self._last_max_model_len = self.fleet.registry.max_model_len() or self._last_max_model_len
+        return self._last_max_model_len
+
+    def reset_prefix_cache(self) -> None:
+        """Have every worker forget what it cached, and forget what this router believes of it."""
+        self._index.clear_all()
+        for address in self.fleet.connections:
+            self.fleet.send(address, ResetPrefixCache(request_id="reset"))
+
+    def load(self) -> DispatchLoad:
+        """Where requests are and how the workers are, in numbers."""
+        stages = dict.fromkeys((str(stage) for stage in Stage if stage is not Stage.DONE), 0)
+        stages |= Counter(str(flight.stage) for flight in self._flights.values() if not flight.done)
+        counters = self._counters
+        return DispatchLoad(
+            stages,
+            tuple(self._worker_load(address) for address in self.fleet.connections),
+            dict(counters.num_retries),
+            dict(counters.num_failures),
+            dict(counters.num_choices),
+            counters.num_stale_deltas,
+        )
+
+    # ------------------------------------------------------------ for the fleet
+
+    def on_output(self, address: str, output: TokenOutput) -> None:
+        worker = self.fleet.registry.workers[address]
+        current = worker.hello is not None and worker.epoch == output.epoch
+        for delta in output.outputs:
+            flight = self._flights.get(delta.request_id)
+            assignment = flight.assignment(address, delta.attempt) if flight and current and not flight.done else None
+            if flight is None or assignment is None or assignment.epoch != output.epoch:
+                self._counters.num_stale_deltas += 1
+            else:
+                self._on_delta(flight, assignment, delta)
+
+    def on_failed(self, address: str, failed: RequestFailed) -> None:
+        flight = self._flights.get(failed.request_id)
+        assignment = flight.assignment(address, failed.attempt) if flight and not flight.done else None
+        if flight is None or assignment is None or failed.attempt != flight.attempt:
+            return
+        reason = f"{assignment.role} worker {failed.worker_id} failed in {failed.phase}: {failed.message}"
+        if failed.retryable:
+            self._recover(flight, assignment, reason)
+        else:
+            self._fail(flight, _refusal(failed, reason))
+
+    def on_lost(self, address: str, reason: str) -> None:
+        for flight in list(self._flights.values()):
+            for assignment in (flight.prefill, flight.decode):
+                if assignment is not None and assignment.address == address and not flight.done:
+                    self._recover(flight, assignment, f"{assignment.role} worker {assignment.worker_id} {reason}")
+
+    def on_started(self, address: str) -> None:
+        self._index.clear(address)
+
+    def on_ready(self, address: str) -> None:
+        self._serve_queue(self._clock())
+
+    def on_tick(self, now: float) -> None:
+        self._serve_queue(now)
+        for flight in list(self._flights.values()):
+            self._check_progress(flight, now)
+
+    # ------------------------------------------------------------ a request's life
+
+    def _admit(self, request: GenerationRequest) -> Flight:
+        if not self._open:
+            raise Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S)
+        if len(self._flights) >= self._config.max_inflight:
+            num = self._config.max_inflight
+            raise Unavailable(f"{num} requests are in flight, the most this router takes", retry_after_s=RETRY_AFTER_S)
+        if request.request_id in self._flights:
+            raise InvalidRequest(f"request {request.request_id} is already being served", param="request_id")
+        if not request.prompt_token_ids:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        now = self._clock()
+        flight = self._flights[request.request_id] = Flight(request, now)
+        loop = asyncio.get_running_loop()
+        flight.deadline_timer = loop.call_later(request.deadline_s, self._on_deadline, flight)
+        self._queue[request.request_id] = flight
+        self._try_place(flight, now)
+        return flight
+
+    def _serve_queue(self, now: float) -> None:
+        """Place what waits, oldest first; what waited too long fails."""
+        for flight in list(self._queue.values()):
+            if self._try_place(flight, now) or now - flight.queued_at <= self._config.queue_timeout_s:
+                continue
+            why = flight.last_failure or self.fleet.registry.missing("decode", now) or "workers take no messages"
+            waited = f"waited {now - flight.queued_at:.1f} s for a worker: {why}"
+            self._fail(flight, Unavailable(waited, retry_after_s=RETRY_AFTER_S))
+
+    def _try_place(self, flight: Flight, now: float) -> bool:
+        if now < flight.not_before or not self._placement.place(flight, now):
+            return False
+        del self._queue[flight.request.request_id]
+        kind = "prefill" if flight.decode is None else "remote" if flight.prefill else "local"
+        self._counters.num_choices[kind] += 1
+        return True
+
+    def _on_delta(self, flight: Flight, assignment: Assignment, delta: TokenDelta) -> None:
+        first = not assignment.delivered
+        if delta.finish_reason == "abort":
+            self._recover(flight, assignment, f"{assignment.role} worker {assignment.worker_id} aborted the request")
+            return
+        try:
+            flight.received(assignment, delta, self._clock())
+        except StreamConflict as conflict:
+            self._recover(flight, assignment, f"{assignment.role} worker {assignment.worker_id} sent {conflict}")
+            return
+        if first:
+            self.fleet.registry.on_request_served(assignment.address)
+            self._placement.computed(assignment)
+            if assignment is flight.decode:
+                self._placement.remember(flight, assignment)
+                self._placement.spare_prefill(flight)
+        if flight.stream.finish_reason:
+            self._finish(flight, assignment)
+        elif flight.decode is None:
+            self._recover(flight, assignment, f"prefill worker {assignment.worker_id} did not end a one-token request")
+
+    def _finish(self, flight: Flight, last: Assignment) -> None:
+        """The last token is here. A decode worker that still expects KV is told not to."""
+        flight.done = True
+        self._placement.settle(flight)
+        if flight.decode is not None and last is flight.decode:
+            self._placement.remember(flight, last)
+        elif flight.decode is not None:
+            self.fleet.abort(flight.decode.address, flight.request.request_id, flight.attempt)
+
+    def _recover(self, flight: Flight, assignment: Assignment, reason: str) -> None:
+        now = self._clock()
+        if self.fleet.registry.workers[assignment.address].ready:
+            self.fleet.registry.on_request_failed(assignment.address, now)
+        error = self._recovery.recover(flight, assignment, reason, now)
+        if error is not None:
+            self._fail(flight, error)
+        elif flight.request.request_id in self._queue:
+            self._try_place(flight, now)
+
+    def _check_progress(self, flight: Flight, now: float) -> None:
+        """A worker that lost a message of ours, or whose message was lost, looks healthy: notice it here."""
+        assignment, waited_s = flight.waits_for, now - flight.progress_at
+        if flight.done or assignment is None or waited_s <= self._config.worker_timeout_s:
+            return
+        idle_since = self.fleet.registry.workers[assignment.address].idle_since
+        if flight.stream.has_gap:
+            self._recover(flight, assignment, f"tokens of {assignment.role} worker {assignment.worker_id} are missing")
+        elif idle_since is not None and now - idle_since > self._config.worker_timeout_s:
+            self._recover(flight, assignment, f"{assignment.role} worker {assignment.worker_id} has lost the request")
+
+    def _on_deadline(self, flight: Flight) -> None:
+        if not flight.done:
+            allowed = f"{flight.request.deadline_s:g} s"
+            self._fail(flight, DeadlineExceeded(f"the request's {allowed} were over in its {flight.stage} phase"))
+
+    def _fail(self, flight: Flight, error: RequestError) -> None:
+        if flight.done:
+            return
+        self._counters.num_failures[type(error).__name__] += 1
+        self._queue.pop(flight.request.request_id, None)
+        self._placement.withdraw(flight)
+        flight.fail(error)
+
+    def _end(self, flight: Flight) -> None:
+        """The consumer is through with the request, whether it is over or not."""
+        if flight.deadline_timer is not None:
+            flight.deadline_timer.cancel()
+        self._queue.pop(flight.request.request_id, None)
+        self._flights.pop(flight.request.request_id, None)
+        if not flight.done:
+            flight.done = True
+            self._placement.withdraw(flight)
+
+    # ------------------------------------------------------------ inside
+
+    def _remaining_s(self, flight: Flight) -> float:
+        return max(0.0, flight.deadline - self._clock())
+
+    def _worker_load(self, address: str) -> WorkerLoad:
+        worker, counters = self.fleet.registry.workers[address], self.fleet.connections[address].counters
+        return WorkerLoad(
+            address=address,
+            role=worker.role,
+            worker_id=worker.worker_id,
+            state=str(worker.state),
+            num_requests=worker.num_requests,
+            num_queued_tokens=worker.num_queued_tokens,
+            num_available_blocks=worker.num_available_blocks,
+            num_blocks=worker.hello.num_blocks if worker.hello else 0,
+            num_booked_requests=worker.booked.num_requests,
+            tokens_per_s=worker.beat.tokens_per_s if worker.beat else 0.0,
+            step_time_s=worker.beat.step_time_s if worker.beat else 0.0,
+            num_dropped_frames=counters.num_dropped_frames,
+            num_unsent=counters.num_unsent,
+            num_cuts=counters.num_cuts,
+        )
+
+
+def _refusal(failed: RequestFailed, reason: str) -> RequestError:
+    """The error of a failure that no other worker would mend.
+
+    What a worker refuses before computing is the request's own fault and never a 5xx, which clients would retry.
+    """
+    if failed.message.startswith("deadline"):
+        return DeadlineExceeded(reason)
+    return InvalidRequest(failed.message)

@@ -1,0 +1,196 @@
+"""One request between admission and its last token: who works on it, what has come, what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from diptych.common.block_hash import BlockHasher
+from diptych.common.errors import RequestError
+from diptych.common.messages import Timeline, TokenDelta
+from diptych.router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
+from diptych.router.dispatch.stream import TokenStream
+from diptych.router.dispatch.worker import Booking, Role
+
+
+class Stage(StrEnum):
+    """queue ─> prefill ─> (transfer) ─> decode ─> done. A deadline names the stage it struck in."""
+
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    DECODE = "decode"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class Assignment:
+    """One worker's part in a request, valid for attempts from `first_attempt` on. `delivered`: tokens came from it.
+
+    A decode worker keeps its assignment when only the prefill worker changes, so it may answer for several attempts.
+    """
+
+    role: Role
+    address: str
+    worker_id: str
+    epoch: int
+    first_attempt: int
+    booking: Booking
+    delivered: bool = False
+    timeline: Timeline = field(default_factory=Timeline)
+
+
+class Flight:
+    """A request's state. The dispatcher changes it; `next_event` is what the consumer waits on."""
+
+    def __init__(self, request: GenerationRequest, now: float) -> None:
+        self.request = request
+        self.stream = TokenStream(request.params.max_tokens, with_logprobs=request.params.logprobs >= 0)
+        self.attempt = 0
+        self.num_failures = 0
+        self.num_base_tokens = 0
+        self.deadline = now + request.deadline_s
+        self.prefill: Assignment | None = None
+        self.decode: Assignment | None = None
+        self.failed_lives: set[tuple[str, int]] = set()
+        self.last_failure = ""
+        self.queued_at = self.progress_at = now
+        self.not_before = now
+        self.num_cached_tokens = 0
+        self.done = False
+        self.deadline_timer: asyncio.TimerHandle | None = None
+        self._error: RequestError | None = None
+        self._wake = asyncio.Event()
+        self._hashers: dict[int, BlockHasher] = {}
+        self._queue_s = 0.0
+        self._past = Timeline()
+        self._names = {"prefill": "", "decode": ""}
+
+    # ------------------------------------------------------------ what is known
+
+    @property
+    def stage(self) -> Stage:
+        if self.done:
+            return Stage.DONE
+        if self.prefill is None and self.decode is None:
+            return Stage.QUEUE
+        if len(self.stream.token_ids) <= self.num_base_tokens:
+            return Stage.PREFILL
+        if self.decode is not None and not self.decode.delivered:
+            return Stage.TRANSFER
+        return Stage.DECODE
+
+    @property
+    def num_remaining(self) -> int:
+        """Output tokens still allowed."""
+        return self.request.params.max_tokens - len(self.stream.token_ids)
+
+    def prompt(self) -> list[int]:
+        """The prompt of the present attempt: the request's, and the output that was there when it was dispatched."""
+        return self.request.prompt_token_ids + self.stream.token_ids[: self.num_base_tokens]
+
+    def hashes(self, block_size: int) -> list[bytes]:
+        """Chained block hashes of the prompt and all output so far, each computed once."""
+        hasher = self._hashers.get(block_size)
+        if hasher is None:
+            hasher = self._hashers[block_size] = BlockHasher(block_size, self.request.cache_salt)
+        return hasher.extend(self.request.prompt_token_ids + self.stream.token_ids)
+
+    def assignment(self, address: str, attempt: int) -> Assignment | None:
+        """The present assignment that `address` may speak for with this attempt number."""
+        for assignment in (self.prefill, self.decode):
+            if assignment and assignment.address == address and assignment.first_attempt <= attempt <= self.attempt:
+                return assignment
+        return None
+
+    @property
+    def waits_for(self) -> Assignment | None:
+        """The worker whose silence now holds this request up."""
+        if self.prefill is not None and not self.prefill.delivered and self.stage is Stage.PREFILL:
+            return self.prefill
+        return self.decode
+
+    # ------------------------------------------------------------ what happens
+
+    def assigned(self, assignment: Assignment, now: float) -> None:
+        if self.prefill is None and self.decode is None:
+            self._queue_s += now - self.queued_at
+        if assignment.role == "prefill":
+            self.prefill = assignment
+        else:
+            self.decode = assignment
+        self._names[assignment.role] = assignment.worker_id
+        self.progress_at = now
+
+    def unassign(self, assignment: Assignment) -> None:
+        """The worker has no more part in the request; the time it spent decoding still counts."""
+        spent = assignment.timeline
+        self._past = Timeline(
+            decode_s=self._past.decode_s + spent.decode_s,
+            num_preemptions=self._past.num_preemptions + spent.num_preemptions,
+        )
+        self._names[assignment.role] = ""
+        if assignment is self.prefill:
+            self.prefill = None
+        elif assignment is self.decode:
+            self.decode = None
+
+    def received(self, assignment: Assignment, delta: TokenDelta, now: float) -> bool:
+        """Merge what a worker sent; True when the stream grew or ended. Raises StreamConflict."""
+        if delta.timeline is not None:
+            assignment.timeline = delta.timeline
+        grew = self.stream.add(delta)
+        assignment.delivered = True
+        self.progress_at = now
+        if self.num_base_tokens == 0:
+            cached = min(delta.num_cached_tokens, len(self.request.prompt_token_ids))
+            self.num_cached_tokens = max(self.num_cached_tokens, cached)
+        if grew:
+            self._wake.set()
+        return grew
+
+    def fail(self, error: RequestError) -> None:
+        """End the stream with an error, after what was received already."""
+        self._error, self.done = error, True
+        self._wake.set()
+
+    async def next_event(self) -> TokenEvent:
+        """The next tokens, as many as have come. Raises the request's error once they are all taken.
+
+        The wait is bounded by the deadline timer, which fails the flight.
+        """
+        while True:
+            if self.stream.num_pending or self.stream.finish_reason:
+                return self._take()
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+
+    # ------------------------------------------------------------ inside
+
+    def _take(self) -> TokenEvent:
+        token_ids, logprobs = self.stream.take()
+        reason = self.stream.finish_reason
+        timeline = self.timeline() if reason else None
+        return TokenEvent(token_ids, logprobs, reason, self.num_cached_tokens, timeline)
+
+    def timeline(self) -> RequestTimeline:
+        """Router's own wait plus what the last workers reported; decoding time is summed over all of them."""
+        none = Timeline()
+        prefill = self.prefill.timeline if self.prefill else none
+        decode = self.decode.timeline if self.decode else none
+        first = prefill if self.prefill else decode
+        return RequestTimeline(
+            prefill_worker=self._names["prefill"],
+            decode_worker=self._names["decode"],
+            num_attempts=self.num_failures + 1,
+            num_preemptions=self._past.num_preemptions + prefill.num_preemptions + decode.num_preemptions,
+            queue_s=self._queue_s + first.queue_s,
+            prefill_s=first.prefill_s,
+            grant_wait_s=max(prefill.grant_wait_s, decode.grant_wait_s),
+            transfer_s=max(prefill.transfer_s, decode.transfer_s),
+            exposed_transfer_s=max(prefill.exposed_transfer_s, decode.exposed_transfer_s),
+            decode_s=self._past.decode_s + decode.decode_s,
+        )

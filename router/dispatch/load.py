@@ -1,0 +1,49 @@
+"""The dispatcher in numbers, for metrics and for /load."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """One configured worker: what it says and what is booked on it."""
+
+    address: str
+    role: str
+    worker_id: str
+    state: str
+    num_requests: int
+    num_queued_tokens: int
+    num_available_blocks: int
+    num_blocks: int
+    num_booked_requests: int
+    tokens_per_s: float
+    step_time_s: float
+    num_dropped_frames: int
+    num_unsent: int
+    num_cuts: int
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchLoad:
+    """A snapshot. `stages` counts requests in flight by stage; the rest counts since the start."""
+
+    stages: Mapping[str, int]
+    workers: tuple[WorkerLoad, ...]
+    num_retries: Mapping[str, int]
+    num_failures: Mapping[str, int]
+    num_choices: Mapping[str, int]
+    num_stale_deltas: int
+
+
+@dataclass(slots=True)
+class DispatchCounters:
+    """Retries by role of the worker that failed, failures by error class, choices by kind (remote, local, prefill)."""
+
+    num_retries: Counter[str] = field(default_factory=Counter)
+    num_failures: Counter[str] = field(default_factory=Counter)
+    num_choices: Counter[str] = field(default_factory=Counter)
+    num_stale_deltas: int = 0

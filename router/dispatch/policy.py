@@ -1,0 +1,90 @@
+"""Which workers serve a request. Pure: worker state and the request go in, a choice comes out; no clock, no chance.
+
+Costs are counted in prompt tokens that must be computed first. Equal costs go to the worker with fewer requests, then
+to the one that got fewer so far, so equal workers take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from diptych.router.dispatch.registry import by_fingerprint
+from diptych.router.dispatch.worker import Worker
+
+OUTPUT_RESERVE = 256
+"""Output tokens a decode worker should have room for before it counts as fitting; nobody knows the real length."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestShape:
+    """What the policy needs to know of a request. `hits` maps a worker's address to prompt tokens it has cached."""
+
+    num_tokens: int
+    num_remaining: int
+    hits: Mapping[str, int]
+
+    def uncached(self, worker: Worker) -> int:
+        """Prompt tokens the worker would have to compute: at least one, the last, whose logits are needed."""
+        return max(1, self.num_tokens - self.hits.get(worker.address, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who does what. Without `prefill` the decode worker prefills itself; without `decode` one token is all."""
+
+    prefill: Worker | None
+    decode: Worker | None
+
+    @property
+    def local(self) -> bool:
+        return self.prefill is None
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingPolicy:
+    """Weighs prefix hits against load.
+
+    `request_cost` is what one more request on a decode worker weighs, in tokens. A prefix hit is worth at most
+    `max_hit_requests` of them there: beyond that an idle worker wins, so one shared prompt never pins all traffic.
+    On prefill workers a hit saves exactly the queue it is weighed against.
+    """
+
+    local_prefill_threshold: int = 64
+    request_cost: int = 64
+    max_hit_requests: int = 4
+
+    def choose(self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape) -> Choice | None:
+        """Workers for a new request out of those ready; None when nobody can take it."""
+        if shape.num_remaining == 1 and prefill:
+            return Choice(self._best_prefill(prefill, shape), None)
+        if not decode:
+            return None
+        chosen = min(decode, key=lambda worker: self._decode_cost(worker, shape))
+        return Choice(self.choose_prefill(prefill, chosen, shape), chosen)
+
+    def choose_prefill(self, prefill: Sequence[Worker], decode: Worker, shape: RequestShape) -> Worker | None:
+        """The prefill worker for a request on `decode`; None when `decode` should do it itself."""
+        partners = by_fingerprint(prefill).get(decode.identity.fingerprint)
+        if not partners or shape.uncached(decode) <= self.local_prefill_threshold:
+            return None
+        return self._best_prefill(partners, shape)
+
+    def _best_prefill(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
+        def cost(worker: Worker) -> tuple[bool, int, int, int, str]:
+            tokens = worker.num_queued_tokens + shape.uncached(worker)
+            return (worker.suspect, tokens, worker.num_requests, worker.num_dispatched, worker.address)
+
+        return min(workers, key=cost)
+
+    def _decode_cost(self, worker: Worker, shape: RequestShape) -> tuple[bool, bool, int, int, int, str]:
+        hello = worker.identity
+        num_requests = worker.num_requests
+        overflow = max(0, num_requests + 1 - max(1, hello.max_num_seqs))
+        hit = min(shape.num_tokens - shape.uncached(worker), self.max_hit_requests * self.request_cost)
+        reserve = min(shape.num_remaining, OUTPUT_RESERVE)
+        num_blocks = -(-(shape.uncached(worker) + reserve) // max(1, hello.block_size))
+        lacks_room = num_blocks > worker.num_available_blocks
+        # A request beyond max_num_seqs waits for a whole other one to end: far worse than a place in the batch.
+        cost = worker.num_queued_tokens + self.request_cost * (num_requests + 4 * overflow) - hit
+        return (worker.suspect, lacks_room, cost, num_requests, worker.num_dispatched, worker.address)

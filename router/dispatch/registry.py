@@ -1,0 +1,221 @@
+"""Which workers exist, which may be given work, and how much they have. Pure: `now` comes in, decisions go out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from diptych.common.messages import WorkerHeartbeat, WorkerHello
+from diptych.router.dispatch.worker import Booking, Load, Role, Worker, WorkerState
+
+STALL_TIMEOUT_S = 15.0
+"""An engine that has work and whose step count stands still this long is stuck. Longer than any honest step."""
+MAX_STRIKES = 3
+SUSPECT_S, MAX_SUSPECT_S = 5.0, 60.0
+
+
+class WorkerRegistry:
+    """Workers by address. A worker's life is its epoch: a new epoch, silence or a cut connection ends it.
+
+    Methods that may end a life return whether they did; everything in flight there has then failed and its bookings
+    are gone already.
+    """
+
+    def __init__(
+        self,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        *,
+        worker_timeout_s: float,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ) -> None:
+        self.workers = {address: Worker(address, "prefill") for address in prefill}
+        self.workers |= {address: Worker(address, "decode") for address in decode}
+        self._worker_timeout_s, self._stall_timeout_s = worker_timeout_s, stall_timeout_s
+        self._next_serial = 0
+        self._last_sweep: float | None = None
+
+    # ------------------------------------------------------------ what workers say
+
+    def on_hello(self, address: str, hello: WorkerHello, now: float) -> bool:
+        """The worker introduced itself. True when an earlier life at this address ends with it.
+
+        A dead worker that says hello again stays dead until a heartbeat shows that its engine turns.
+        """
+        worker = self.workers[address]
+        new_life = worker.known_epoch != hello.epoch
+        worker.last_seen = now
+        ended = new_life and worker.hello is not None
+        if new_life:
+            self._forget(worker)
+            worker.num_strikes, worker.suspect = 0, False
+        if worker.hello is None or new_life:
+            worker.state, worker.reason, worker.step_changed = WorkerState.CONNECTED, "connected, not ready yet", now
+        worker.hello, worker.known_epoch = hello, hello.epoch
+        if hello.role != worker.role:
+            worker.state, worker.reason = WorkerState.UNKNOWN, f"is a {hello.role} worker, not {worker.role}"
+        return ended
+
+    def on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
+        """The worker lives. True when it turns out to be another life than the one that said hello."""
+        worker = self.workers[address]
+        worker.last_seen = now
+        if worker.hello is None:
+            return False
+        if beat.epoch != worker.hello.epoch:
+            self._end(worker, WorkerState.UNKNOWN, f"restarted (epoch {beat.epoch} after {worker.hello.epoch})")
+            worker.hello = None
+            return True
+        if worker.beat is None or worker.beat.step != beat.step or not _has_work(worker.beat):
+            worker.step_changed = now
+        busy = beat.num_running + beat.num_waiting + beat.num_transferring > 0
+        worker.idle_since = None if busy else worker.idle_since if worker.idle_since is not None else now
+        worker.beat, worker.fresh = beat, Load()
+        worker.num_beats += 1
+        return self._judge(worker, now)
+
+    def on_cut(self, address: str) -> bool:
+        """The connection broke: messages may be lost both ways, so this life is over for us. True when it was one."""
+        worker = self.workers[address]
+        had_life = worker.hello is not None and worker.state is not WorkerState.DEAD
+        self._end(worker, WorkerState.UNKNOWN, "not reachable")
+        worker.hello = None
+        return had_life
+
+    def on_request_failed(self, address: str, now: float) -> None:
+        """A request failed there although the worker lives: after a few in a row others are preferred for a while."""
+        worker = self.workers[address]
+        worker.num_strikes += 1
+        if worker.num_strikes >= MAX_STRIKES:
+            worker.suspect = True
+            worker.suspect_until = now + min(MAX_SUSPECT_S, SUSPECT_S * 2.0 ** (worker.num_strikes - MAX_STRIKES))
+
+    def on_request_served(self, address: str) -> None:
+        """Tokens came from there."""
+        worker = self.workers[address]
+        worker.num_strikes, worker.suspect = 0, False
+
+    def sweep(self, now: float) -> list[Worker]:
+        """Workers that just died of silence or of a stuck engine.
+
+        When the caller itself was held up for long, silence proves nothing: everybody gets a fresh start.
+        """
+        late = self._last_sweep is not None and now - self._last_sweep > self._worker_timeout_s / 2
+        self._last_sweep = now
+        died = []
+        for worker in self.workers.values():
+            worker.suspect = worker.suspect and now < worker.suspect_until
+            if worker.hello is None or worker.state is WorkerState.DEAD:
+                continue
+            if late:
+                worker.last_seen = worker.step_changed = now
+            elif now - worker.last_seen > self._worker_timeout_s:
+                self._end(worker, WorkerState.DEAD, f"silent for more than {self._worker_timeout_s:g} s")
+                died.append(worker)
+            elif self._judge(worker, now):
+                died.append(worker)
+        return died
+
+    def needs_hello(self, address: str) -> bool:
+        """Whether the worker must be asked who it is, instead of being told that the router lives."""
+        worker = self.workers[address]
+        return worker.hello is None or worker.state is WorkerState.DEAD
+
+    # ------------------------------------------------------------ what the router asks
+
+    def ready(self, role: Role) -> list[Worker]:
+        """Workers that may be given new work."""
+        return [worker for worker in self.workers.values() if worker.ready and worker.role == role]
+
+    def missing(self, role: Role, now: float) -> str:
+        """Why no worker of `role` is ready, in one line for people; "" when one is."""
+        workers = [worker for worker in self.workers.values() if worker.role == role]
+        if any(worker.ready for worker in workers):
+            return ""
+        if not workers:
+            return f"no {role} worker is configured"
+        listed = "; ".join(worker.describe(now) for worker in workers[:8])
+        more = f"; and {len(workers) - 8} more" if len(workers) > 8 else ""
+        return f"no {role} worker is ready ({len(workers)} configured: {listed}{more})"
+
+    def max_model_len(self) -> int:
+        """The longest sequence that every ready worker takes; 0 when none is ready."""
+        known = [worker.hello for worker in self.workers.values() if worker.ready and worker.hello]
+        return min((min(hello.max_model_len, hello.num_blocks * hello.block_size) for hello in known), default=0)
+
+    # ------------------------------------------------------------ bookings
+
+    def book(self, address: str, *, num_tokens: int, num_blocks: int) -> Booking:
+        """Count work at the moment it is sent: `num_tokens` to compute, `num_blocks` of KV to hold."""
+        worker = self.workers[address]
+        booking = Booking(self._next_serial, address, num_tokens, num_blocks, worker.num_beats)
+        self._next_serial += 1
+        worker.bookings[booking.serial] = booking
+        worker.booked.add(booking, +1)
+        worker.fresh.add(booking, +1)
+        worker.num_dispatched += 1
+        return booking
+
+    def computed(self, booking: Booking) -> Booking:
+        """The prompt is computed: the booking goes on without its tokens."""
+        worker = self.workers[booking.address]
+        after = replace(booking, num_tokens=0)
+        if booking.serial in worker.bookings:
+            worker.bookings[booking.serial] = after
+            worker.booked.num_tokens -= booking.num_tokens
+            worker.fresh.num_tokens -= booking.num_tokens if booking.beat == worker.num_beats else 0
+        return after
+
+    def release(self, booking: Booking) -> None:
+        """The work is over. Releasing twice, or after the worker's life ended, does nothing."""
+        worker = self.workers[booking.address]
+        if worker.bookings.pop(booking.serial, None) is None:
+            return
+        worker.booked.add(booking, -1)
+        if booking.beat == worker.num_beats:
+            worker.fresh.add(booking, -1)
+
+    # ------------------------------------------------------------ inside
+
+    def _judge(self, worker: Worker, now: float) -> bool:
+        """Sets the state that the last heartbeat implies. True when the worker died of it."""
+        beat, alive = worker.beat, worker.state is not WorkerState.DEAD
+        if beat is None or worker.hello is None or worker.hello.role != worker.role:
+            return False
+        if _has_work(beat) and now - worker.step_changed > self._stall_timeout_s:
+            if alive:
+                stuck = f"stuck at step {beat.step} for more than {self._stall_timeout_s:g} s with work to do"
+                self._end(worker, WorkerState.DEAD, stuck, keep_beat=True)
+            return alive
+        if beat.draining:
+            worker.state, worker.reason = WorkerState.DRAINING, "draining"
+        elif beat.ready:
+            worker.state, worker.reason = WorkerState.READY, ""
+        else:
+            worker.state, worker.reason = WorkerState.CONNECTED, "connected, not ready yet"
+        return False
+
+    def _end(self, worker: Worker, state: WorkerState, reason: str, *, keep_beat: bool = False) -> None:
+        beat, step_changed = worker.beat, worker.step_changed
+        self._forget(worker)
+        worker.state, worker.reason = state, reason
+        if keep_beat:  # a stuck engine that goes on beating must stay dead until its step moves
+            worker.beat, worker.step_changed = beat, step_changed
+
+    def _forget(self, worker: Worker) -> None:
+        worker.beat, worker.idle_since = None, None
+        worker.bookings.clear()
+        worker.booked, worker.fresh = Load(), Load()
+
+
+def _has_work(beat: WorkerHeartbeat) -> bool:
+    """Work that the engine itself must advance; a transfer may wait on the other side."""
+    return beat.num_running + beat.num_waiting > 0
+
+
+def by_fingerprint(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
+    """Workers grouped by what must be equal for KV to pass between them."""
+    groups: dict[str, list[Worker]] = {}
+    for worker in workers:
+        groups.setdefault(worker.identity.fingerprint, []).append(worker)
+    return groups

@@ -1,0 +1,82 @@
+"""The one ordered token sequence of a request, merged from everything that workers send about it."""
+
+from __future__ import annotations
+
+from diptych.common.messages import TokenDelta
+from diptych.common.sampling_params import TokenLogprobs
+
+
+class StreamConflict(Exception):
+    """A worker sent tokens that cannot belong to this sequence: it and the stream have parted ways."""
+
+
+class TokenStream:
+    """Merges deltas by output position, each position exactly once.
+
+    The first token comes twice (prefill and decode worker) and in either order; what is there already is dropped
+    after comparing it. A delta that runs ahead waits. Never holds more than `max_tokens` tokens.
+    """
+
+    def __init__(self, max_tokens: int, *, with_logprobs: bool) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason = ""
+        self._logprobs: list[TokenLogprobs] = []
+        self._max_tokens, self._with_logprobs = max_tokens, with_logprobs
+        self._ahead: dict[int, TokenDelta] = {}
+        self._num_taken = 0
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether tokens wait for earlier ones that have not come."""
+        return bool(self._ahead)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens merged and not yet taken."""
+        return len(self.token_ids) - self._num_taken
+
+    def add(self, delta: TokenDelta) -> bool:
+        """Merge a delta; True when the stream grew or ended. Raises StreamConflict."""
+        self._check(delta)
+        if self.finish_reason:
+            return False
+        if delta.index > len(self.token_ids):
+            self._ahead[delta.index] = delta
+            return False
+        grew = self._append(delta)
+        while self._ahead and not self.finish_reason:
+            first = min(self._ahead)
+            if first > len(self.token_ids):
+                break
+            grew |= self._append(self._ahead.pop(first))
+        return grew
+
+    def drop_ahead(self) -> None:
+        """Forget what ran ahead: its sender is no longer the one to listen to."""
+        self._ahead.clear()
+
+    def take(self) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
+        """All merged tokens not taken before, and their logprobs (empty unless asked for)."""
+        start, self._num_taken = self._num_taken, len(self.token_ids)
+        logprobs = tuple(self._logprobs)
+        self._logprobs.clear()
+        return tuple(self.token_ids[start:]), logprobs
+
+    def _check(self, delta: TokenDelta) -> None:
+        end = delta.index + len(delta.token_ids)
+        if end > self._max_tokens:
+            raise StreamConflict(f"tokens up to output position {end}, the request has {self._max_tokens}")
+        if self._with_logprobs and len(delta.logprobs) != len(delta.token_ids):
+            raise StreamConflict(f"{len(delta.logprobs)} logprobs for {len(delta.token_ids)} tokens")
+
+    def _append(self, delta: TokenDelta) -> bool:
+        known = self.token_ids[delta.index : delta.index + len(delta.token_ids)]
+        if tuple(known) != delta.token_ids[: len(known)]:
+            raise StreamConflict(f"other tokens from output position {delta.index} on than were sent before")
+        fresh = delta.token_ids[len(known) :]
+        self.token_ids.extend(fresh)
+        if self._with_logprobs:
+            self._logprobs.extend(delta.logprobs[len(known) :])
+        if delta.finish_reason and delta.index + len(delta.token_ids) == len(self.token_ids):
+            self.finish_reason = delta.finish_reason
+        return bool(fresh or self.finish_reason)

@@ -1,0 +1,65 @@
+"""Questions that the supervisor asks the network: is a port free, is the router ready."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import socket
+
+from diptych.common.errors import ConfigError
+
+PROBE_TIMEOUT_S = 2.0
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def reachable_host(host: str) -> str:
+    """The host to connect to when `host` was bound: a wildcard is reached through loopback."""
+    return _WILDCARDS.get(host, host)
+
+
+def claim_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0. Raises ConfigError when it is taken or cannot be bound."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError("host", host, f"an address of this machine ({error.strerror})") from error
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                allowed = f"a port that is free: something already listens on {host}:{port}; try --port {port + 1}"
+                raise ConfigError("port", port, allowed) from error
+            raise ConfigError("host", host, f"an address and port that can be bound ({error.strerror})") from error
+        return int(probe.getsockname()[1])
+
+
+async def ready_reason(host: str, port: int) -> str:
+    """Why `GET /ready` is not 200 yet; "" when it is."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            status, body = await _get(reachable_host(host), port, "/ready")
+    except (OSError, TimeoutError, EOFError, ValueError) as error:
+        return f"the router does not answer ({error or type(error).__name__})"
+    return "" if status == 200 else _message(body)
+
+
+async def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        head = await reader.readuntil(b"\r\n\r\n")
+        return int(head.split(maxsplit=2)[1]), await reader.read()
+    finally:
+        writer.close()
+
+
+def _message(body: bytes) -> str:
+    """The reason in the router's answer: an OpenAI error object, or else the text."""
+    try:
+        answer = json.loads(body)
+        return str(answer["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace").strip() or "not ready"

@@ -1,0 +1,104 @@
+"""What `diptych serve` will start: one flag list, file and environment turned into the settings of every process.
+
+An option holds for each process that has it; `--prefill-NAME` and `--decode-NAME` hold for one pool and win.
+Everything is checked here, before the first process starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from diptych.common.config import FlagParser, Sources
+from diptych.common.config_field import Config, Field, fields_of
+from diptych.common.settings import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig, WorkerConfig
+
+C = TypeVar("C", bound=Config)
+W = TypeVar("W", bound=WorkerConfig)
+
+# Set by the supervisor itself, for each process.
+ROUTER_OWN = frozenset({"config", "prefill", "decode"})
+WORKER_OWN = frozenset(
+    {"config", "host", "port", "kv_port", "http_port", "advertise_host", "allow_remote", "address_file", "worker_id"}
+)
+
+EPILOG = """\
+Worker options can be set for one pool alone: --prefill-threads 2, --decode-cores 1, --decode-max-num-seqs 128.
+Every option but --prefill and --decode is also an environment variable (DIPTYCH_MAX_NUM_SEQS, for one kind of process
+DIPTYCH_DECODE_MAX_NUM_SEQS) and a key in the TOML file (max_num_seqs at the top, or under [router], [prefill_worker],
+[decode_worker]); the two counts are DIPTYCH_SERVE_PREFILL and DIPTYCH_SERVE_DECODE, or keys under [serve].
+A flag wins over the environment, the environment over the file. docs/configuration.md lists everything."""
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """The settings of every process to start. Worker i of a pool is named `prefill-i` or `decode-i`."""
+
+    router: RouterConfig
+    prefill: tuple[PrefillWorkerConfig, ...]
+    decode: tuple[DecodeWorkerConfig, ...]
+
+
+def fields_set_by(cls: type[Config]) -> list[Field]:
+    """The fields of a process that the user of `serve` may set."""
+    own = ROUTER_OWN if cls is RouterConfig else WORKER_OWN
+    return [field for field in fields_of(cls) if field.name not in own]
+
+
+def shared_fields() -> list[Field]:
+    """The union over router and workers, each name once; the help tells a default that differs between the pools."""
+    union: dict[str, Field] = {}
+    for cls in (RouterConfig, DecodeWorkerConfig, PrefillWorkerConfig):
+        for field in fields_set_by(cls):
+            known = union.setdefault(field.name, field)
+            if known.default != field.default:
+                note = f"{known.rule.help}; prefill workers: {field.render(field.default)}"
+                union[field.name] = dataclasses.replace(known, rule=dataclasses.replace(known.rule, help=note))
+    return list(union.values())
+
+
+def build_parser() -> FlagParser:
+    """Every flag of `diptych serve`; those for one pool alone are accepted but not listed."""
+    parser = FlagParser("diptych serve", ServeConfig.about, EPILOG)
+    config = [field for field in fields_of(RouterConfig) if field.name == "config"]
+    parser.add_fields([*fields_of(ServeConfig), *shared_fields(), *config])
+    parser.add_fields(fields_set_by(PrefillWorkerConfig), prefix="prefill-", visible=False)
+    parser.add_fields(fields_set_by(DecodeWorkerConfig), prefix="decode-", visible=False)
+    return parser
+
+
+def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num_cores: int = 0) -> ServePlan:
+    """Merges all sources. `num_cores` (0: those of this process) are shared out among workers that name no number.
+
+    Raises ConfigError.
+    """
+    environ = os.environ if environ is None else environ
+    flags = build_parser().flags(argv)
+    sources = Sources.open(flags.get("config", environ.get("DIPTYCH_CONFIG", "")), environ)
+
+    def merge(cls: type[C], own: frozenset[str], prefix: str) -> C:
+        values = sources.values(cls, skip=own)
+        for field in fields_of(cls):
+            for name in (field.name, prefix + field.name) if prefix else (field.name,):
+                if name in flags and field.name not in own:
+                    values[field.name] = field.parse(flags[name])
+        return cls(**values)
+
+    counts = merge(ServeConfig, frozenset(), "")
+    threads = max(1, (num_cores or len(os.sched_getaffinity(0))) // (counts.prefill + counts.decode))
+    prefill = merge(PrefillWorkerConfig, WORKER_OWN, "prefill-")
+    decode = merge(DecodeWorkerConfig, WORKER_OWN, "decode-")
+    return ServePlan(
+        router=merge(RouterConfig, ROUTER_OWN, ""),
+        prefill=tuple(_worker(prefill, f"prefill-{i}", threads) for i in range(counts.prefill)),
+        decode=tuple(_worker(decode, f"decode-{i}", threads) for i in range(counts.decode)),
+    )
+
+
+def _worker(config: W, name: str, threads: int) -> W:
+    """A pinned worker uses the cores it is pinned to, another its share of the machine's."""
+    own = threads if config.threads == 0 and not config.cores else config.threads
+    return dataclasses.replace(config, worker_id=name, threads=own)

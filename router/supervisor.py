@@ -1,0 +1,151 @@
+"""Keeps the processes of one machine running: start in order, restart with backoff, end all within five seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import signal
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from diptych.common.errors import DiptychError
+from diptych.router.child import Child, WorkerChild
+from diptych.router.probe import ready_reason
+from diptych.router.serve_plan import ServePlan
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 4.0
+POLL_S = 0.05
+REPORT_EVERY_S = 10.0
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
+HEALTHY_AFTER_S = 60.0
+
+
+class StartFailed(DiptychError):
+    """A process ended before the service was ready: restarting it would only repeat what it said."""
+
+
+def describe_exit(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"exit status {status}"
+    return f"killed by signal {-status} ({signal.strsignal(-status)})"
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels what still runs and waits for it; results and errors of finished tasks are the caller's."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Supervisor:
+    """Owns every child process. `run` returns when `stop` was called and nothing is left running."""
+
+    def __init__(self, plan: ServePlan, runtime: Path) -> None:
+        self.plan = plan
+        prefill = [WorkerChild("diptych.prefill_worker", config, runtime) for config in plan.prefill]
+        decode = [WorkerChild("diptych.decode_worker", config, runtime) for config in plan.decode]
+        self.prefill: Sequence[WorkerChild] = prefill
+        self.decode: Sequence[WorkerChild] = decode
+        self.router = Child("router", "diptych.router", plan.router)
+        self.stopping = asyncio.Event()
+
+    @property
+    def children(self) -> tuple[Child, ...]:
+        return (self.router, *self.prefill, *self.decode)
+
+    def stop(self) -> None:
+        """Ends the service; a second call does not wait any longer."""
+        if self.stopping.is_set():
+            self._signal_all(signal.SIGKILL)
+        self.stopping.set()
+
+    async def start(self) -> float:
+        """Starts every process and returns the seconds until requests are served. Raises StartFailed."""
+        began = time.monotonic()
+        for worker in (*self.prefill, *self.decode):
+            await worker.start()
+        await self._unless_stopped(self._start_router())
+        return time.monotonic() - began
+
+    async def run(self) -> None:
+        """Restarts what ends until `stop` is called, then ends everything."""
+        stopped = asyncio.create_task(self.stopping.wait())
+        keepers = [asyncio.create_task(self._keep(child), name=f"keep {child.name}") for child in self.children]
+        done, _ = await asyncio.wait((stopped, *keepers), return_when=asyncio.FIRST_COMPLETED)
+        await _cancel((stopped, *keepers))
+        await self.shutdown()
+        for task in done:
+            task.result()  # a keeper ends only by an error, such as a process that cannot be spawned
+
+    async def shutdown(self) -> None:
+        """SIGTERM to all, SIGKILL after STOP_GRACE_S to what is left."""
+        self.stopping.set()
+        running = [child for child in self.children if child.alive]
+        self._signal_all(signal.SIGTERM)
+        ended = asyncio.gather(*(child.wait() for child in running))
+        try:
+            await asyncio.wait_for(asyncio.shield(ended), STOP_GRACE_S)
+        except TimeoutError:
+            late = ", ".join(child.name for child in running if child.alive)
+            log.warning("killed what did not end by itself", extra={"children": late, "waited_s": STOP_GRACE_S})
+            self._signal_all(signal.SIGKILL)
+            await ended
+
+    def _signal_all(self, signum: signal.Signals) -> None:
+        for child in self.children:
+            child.send(signum)
+
+    async def _unless_stopped(self, work: Coroutine[None, None, None]) -> None:
+        """Awaits `work`, but fails when a child ends and returns when `stop` is called."""
+        task = asyncio.create_task(work)
+        stopped = asyncio.create_task(self.stopping.wait())
+        exits = {asyncio.create_task(child.wait()): child for child in (*self.prefill, *self.decode)}
+        try:
+            await asyncio.wait({task, stopped, *exits}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            elif not stopped.done():
+                ended, child = next((exit, child) for exit, child in exits.items() if exit.done())
+                raise StartFailed(f"{child.name} ended while starting ({describe_exit(ended.result())})")
+        finally:
+            await _cancel((task, stopped, *exits))
+
+    async def _start_router(self) -> None:
+        workers = (*self.prefill, *self.decode)
+        while not all(worker.read_address() for worker in workers):  # noqa: ASYNC110 (files of another process)
+            await asyncio.sleep(POLL_S)
+        self.router.config = dataclasses.replace(
+            self.plan.router,
+            prefill=tuple(worker.read_address() for worker in self.prefill),
+            decode=tuple(worker.read_address() for worker in self.decode),
+        )
+        await self.router.start()
+        next_report = time.monotonic() + REPORT_EVERY_S
+        while reason := await ready_reason(self.plan.router.host, self.plan.router.port):
+            if not self.router.alive:
+                raise StartFailed(f"router ended while starting ({describe_exit(await self.router.wait())})")
+            if time.monotonic() >= next_report:
+                log.info("still starting", extra={"reason": reason})
+                next_report += REPORT_EVERY_S
+            await asyncio.sleep(POLL_S)
+
+    async def _keep(self, child: Child) -> None:
+        """Restarts `child` whenever it ends, later each time unless it had lived for a while."""
+        backoff = FIRST_BACKOFF_S
+        while True:
+            status = await child.wait()
+            lived_s = time.monotonic() - child.started_at
+            backoff = FIRST_BACKOFF_S if lived_s >= HEALTHY_AFTER_S else backoff
+            log.error(
+                "a process ended, restarting it",
+                extra={"child": child.name, "why": describe_exit(status), "lived_s": lived_s, "wait_s": backoff},
+            )
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LONGEST_BACKOFF_S)
+            await child.start()

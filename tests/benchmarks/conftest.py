@@ -1,0 +1,88 @@
+"""A real HTTP server that streams completions, well or badly, as the model's name asks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+
+class ScriptedServer:
+    """Remembers the bodies it was sent. Models: good, slow, busy, breaks, cut, silent."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        app = Starlette(
+            routes=[
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.completions, methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+            ]
+        )
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", loop="asyncio"))
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.005)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"data": [{"id": "good", "max_model_len": 2048}]})
+
+    async def tokenize(self, request: Request) -> Response:
+        text = (await request.json())["prompt"]
+        return JSONResponse({"tokens": list(text.encode())})
+
+    async def completions(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        if body["model"] == "busy":
+            return JSONResponse({"error": {"message": "no worker"}}, status_code=503)
+        chat = request.url.path.endswith("chat/completions")
+        return StreamingResponse(self._events(body, chat), media_type="text/event-stream")
+
+    async def _events(self, body: dict[str, Any], chat: bool) -> AsyncIterator[str]:
+        model, count = body["model"], body["max_tokens"]
+        if chat:
+            yield _event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+        yield ": keep-alive\n\n"
+        for i in range(count):
+            if i == 2 and model == "breaks":
+                yield _event(error={"message": "worker lost"})
+                return
+            if i == 2 and model == "cut":
+                return
+            await asyncio.sleep(0.05 if model == "slow" else 0.001)
+            text = {"delta": {"content": "é "}} if chat else {"text": "é "}
+            yield _event(choices=[{"index": 0, **text, "finish_reason": "length" if i == count - 1 else None}])
+        if model != "silent":
+            usage = {"prompt_tokens": 77, "completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 16}}
+            yield _event(choices=[], usage=usage)
+            yield "data: [DONE]\n\n"
+
+
+def _event(**fields: Any) -> str:
+    return f"data: {json.dumps(fields)}\n\n"
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ScriptedServer]:
+    running = ScriptedServer()
+    yield running
+    running.stop()

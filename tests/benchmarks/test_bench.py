@@ -1,0 +1,98 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diptych.benchmarks import bench
+
+from .conftest import ScriptedServer
+
+QUICK = ["--num-requests", "6", "--input-len", "4-8", "--output-len", "3", "--seed", "1"]
+
+
+def run(server: ScriptedServer, *flags: str) -> int:
+    return bench.main(["--url", server.url, *QUICK, *flags])
+
+
+def test_closed_loop_writes_json_and_plot(
+    server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, picture = tmp_path / "r.json", tmp_path / "sub" / "r.png"
+    flags = ("--concurrency=3", "--slo-ttft-ms=5000", "--api-key=hidden", f"--output={output}", f"--plot={picture}")
+    assert run(server, *flags) == 0
+    written = json.loads(output.read_text())
+    assert written["summary"]["outcomes"] == {"ok": 6}
+    assert written["summary"]["num_good"] == 6
+    assert written["conditions"]["seed"] == 1
+    assert len(written["requests"]) == 6
+    assert "hidden" not in output.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "TTFT" in printed
+    assert "goodput" in printed
+
+
+@pytest.mark.parametrize("flags", [("--rate=500",), ("--rate=inf",), ("--endpoint=chat",), ("--prompt-text",)])
+def test_other_loads(server: ScriptedServer, flags: tuple[str, ...]) -> None:
+    assert run(server, *flags) == 0
+
+
+def test_a_trace_sets_lengths(server: ScriptedServer, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [3, 4]}\n' * 3)
+    assert bench.main(["--url", server.url, f"--trace={trace}", "--speedup=10", "--warmup=0"]) == 0
+    prompts = [body["prompt"] for body in server.bodies[-3:]]
+    assert [len(prompt) for prompt in prompts] == [600] * 3
+    assert prompts[0] == prompts[1]
+
+
+def test_duration_bounds_the_run(server: ScriptedServer) -> None:
+    before = len(server.bodies)
+    assert bench.main(["--url", server.url, "--duration-s=0.2", "--output-len=2", "--concurrency=2"]) == 0
+    assert len(server.bodies) > before + 2
+
+
+def test_all_failed_is_a_failure(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(server, "--model=busy") == 1
+    assert "6 x http 503 no worker" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--rate=0"], "rate='0' is refused: a number above 0, or inf"),
+        (["--rate=1", "--concurrency=1"], "not together with concurrency"),
+        (["--rate=inf", "--num-requests=0"], "num_requests=0 is refused"),
+        (["--input-len=9-3"], "input_len='9-3' is refused"),
+        (["--shared-prefix-len=5"], "at most the shortest prompt, 4"),
+        (["--url=nowhere"], "an http:// or https:// URL"),
+        (["--trace=absent.csv"], "absent.csv"),
+        (["--nonsense"], "no such option"),
+    ],
+)
+def test_refused_settings(
+    server: ScriptedServer, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(server, *flags)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_interrupt_reports_what_was_measured(server: ScriptedServer, tmp_path: Path) -> None:
+    before = len(server.bodies)
+    output = tmp_path / "r.json"
+    flags = ["--url", server.url, "--model=slow", "--output-len=4", "--concurrency=2", "--warmup=0"]
+    command = [sys.executable, "-P", "-m", "diptych.benchmarks.bench", *flags, f"--output={output}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        while len(server.bodies) < before + 6:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate()
+    assert process.returncode == 130
+    assert "interrupted; measured so far" in printed
+    assert json.loads(output.read_text())["summary"]["outcomes"]["ok"] >= 2

@@ -1,0 +1,88 @@
+"""The measuring scripts: their arithmetic, and short runs of what needs no model."""
+
+import asyncio
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from diptych.benchmarks import interference, kv_wire, overlap
+from diptych.benchmarks.arms import Target
+from diptych.benchmarks.conditions import conditions
+from diptych.benchmarks.interference import ARMS, Result, Run
+from diptych.benchmarks.overlap import DISAGGREGATED, LENGTHS, LOCAL, Cell
+from diptych.benchmarks.summary import RequestRecord
+
+from .conftest import ScriptedServer
+
+
+def test_a_secret_is_not_in_the_command() -> None:
+    for argv in (["--api-key", "hidden", "--rate", "1"], ["--api-key=hidden"]):
+        command = conditions("diptych bench", argv)["command"]
+        assert "hidden" not in command
+        assert "***" in command
+
+
+def test_overlap_compares_medians() -> None:
+    def cell(ttft: float, **more: list[float]) -> Cell:
+        return Cell(ttft=[ttft, ttft + 1, 999.0], first_gap=[5.0], later_gap=[4.0], **more)
+
+    remote = {length: cell(104.0, exposed=[1.0, 3.0], prefill=[50.0]) for length in LENGTHS}
+    rows = overlap.compare({DISAGGREGATED: remote, LOCAL: {length: cell(99.0) for length in LENGTHS}})
+    assert [row["prompt_tokens"] for row in rows] == list(LENGTHS)
+    assert rows[0]["ttft_ratio"] == pytest.approx(1.05)
+    assert rows[0]["exposed_share_of_prefill"] == pytest.approx(0.04)
+    assert "exposed_ms" not in rows[0][LOCAL]
+
+
+def test_overlap_separates_the_first_gap() -> None:
+    cell = Cell()
+    cell.add(RequestRecord(0, start=1.0, token_times=[1.5, 1.7, 1.8, 1.9], outcome="ok"))
+    assert (cell.ttft, cell.first_gap, cell.later_gap) == (
+        pytest.approx([500]),
+        pytest.approx([200]),
+        pytest.approx([100]),
+    )
+
+
+def test_interference_tells_quiet_from_busy() -> None:
+    run = Run(gaps=[(-1.0, 0.01), (0.0, 0.01), (1.0, 0.05), (2.0, 0.15)], ttfts=[0.8], duration_s=4.0)
+    row = run.row()
+    assert (row["quiet_p50_ms"], row["p50_ms"], row["max_ms"]) == pytest.approx((10, 100, 150))
+    assert row["tokens_per_s"] == pytest.approx(0.5)
+
+
+def test_interference_against_a_server(server: ScriptedServer, tmp_path: Path) -> None:
+    options = Namespace(
+        streams=2, stream_input_len=8, stream_output_len=500, prompt_len=32, every_s=0.1, quiet_s=0.1, busy_s=0.3
+    )
+
+    async def arm() -> Run:
+        target = Target.of(server.url)
+        run = await interference.run_arm(target, options, seed=1)
+        await target.client.close()
+        return run
+
+    run = asyncio.run(arm())
+    assert len(run.ttfts) >= 2
+    assert any(at <= 0 for at, _ in run.gaps)
+    assert any(at > 0 for at, _ in run.gaps)
+    interference.plot(tmp_path / "i.png", [Result(ARMS[0], [run]), Result(ARMS[1], [run])], "title")
+    assert (tmp_path / "i.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pinned_arms_keep_the_decode_core_for_decoding() -> None:
+    for arm in ARMS:
+        if "1P1D pinned" in arm.name:
+            assert not set(arm.decode_cores) & {*arm.prefill_cores, *arm.other_cores}
+
+
+def test_kv_wire_moves_blocks_between_processes(tmp_path: Path) -> None:
+    output, picture = tmp_path / "k.json", tmp_path / "k.png"
+    flags = ["--mib=2", "--repeats=1", "--block-bytes=65537", f"--output={output}", f"--plot={picture}"]
+    assert kv_wire.main(flags) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["path"] for row in rows if "socket" not in row["path"]] == list(kv_wire.RAW_WRITES)
+    assert all(row["gb_per_s"] > 0 for row in rows)
+    assert picture.exists()

@@ -1,0 +1,297 @@
+"""Workers that follow a script, on real ZeroMQ sockets: everything but the model is as in life."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from diptych.common.messages import (
+    AbortRequest,
+    AnyMessage,
+    DecodeRequest,
+    Message,
+    PrefillRequest,
+    RequestFailed,
+    RouterHello,
+    Timeline,
+    TokenDelta,
+    TokenOutput,
+    WorkerHeartbeat,
+    WorkerHello,
+    decode,
+    encode,
+    unpack_tokens,
+)
+from diptych.common.sampling_params import SamplingParams
+from diptych.common.settings import RouterConfig
+from diptych.router.dispatch.client import GenerationRequest, TokenEvent
+from diptych.router.dispatch.dispatcher import Dispatcher
+
+EPOCHS = itertools.count(1000)
+NAMES = itertools.count(1)
+
+
+def next_token(tokens: list[int]) -> int:
+    """The scripted model: a token that depends on the whole sequence, so a lost or repeated one shows."""
+    return (sum((i + 1) * t for i, t in enumerate(tokens)) * 31 + len(tokens)) % 997
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    """What an unfailed run answers."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeWorker:
+    """One worker: a ROUTER socket, signs of life, and a script that may be changed while it runs."""
+
+    def __init__(self, role: str, cluster: Cluster, **hello: object) -> None:
+        self.role, self.cluster = role, cluster
+        self.worker_id = f"{role}-{next(NAMES)}"
+        self.hello: dict[str, object] = {
+            "fingerprint": "f", "model": "m", "block_size": 4, "num_blocks": 1000, "max_model_len": 4096,
+            "max_num_seqs": 64, "kv_address": "tcp://127.0.0.1:1" if role == "decode" else "",
+        } | hello  # fmt: skip
+        self.beat: dict[str, object] = {}
+        self.received: list[AnyMessage] = []
+        self.routers: set[bytes] = set()
+        self.epoch = next(EPOCHS)
+        self.step = 0
+        self.beating = self.serving = True
+        self.token_s = 0.0
+        self.stop_at: int | None = None
+        self.on_request: Callable[[bytes, Message], bool] = lambda router, message: False
+        self.kv: dict[tuple[str, int], asyncio.Future[int]] = {}
+        self.jobs: dict[str, asyncio.Task[None]] = {}
+        self.address = ""
+        self.open()
+
+    def open(self) -> None:
+        self.socket = self.cluster.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.bind(self.address or "tcp://127.0.0.1:*")
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.tasks = [asyncio.create_task(self.receive()), asyncio.create_task(self.live())]
+
+    def die(self) -> None:
+        """As by SIGKILL: everything is gone, nothing is said."""
+        for task in [*self.tasks, *self.jobs.values()]:
+            task.cancel()
+        self.jobs.clear()
+        self.kv.clear()
+        self.routers.clear()
+        self.socket.close(linger=0)
+
+    def restart(self) -> None:
+        self.epoch = next(EPOCHS)
+        self.open()
+
+    async def receive(self) -> None:
+        while True:
+            router, *parts = await self.socket.recv_multipart()
+            message = decode(parts[0])
+            if isinstance(message, RouterHello):
+                self.routers.add(router)
+                self.send(router, self.hello_message())
+                self.send(router, self.heartbeat())
+                continue
+            self.received.append(message)
+            if isinstance(message, AbortRequest) and (job := self.jobs.pop(message.request_id, None)):
+                job.cancel()
+            if isinstance(message, PrefillRequest | DecodeRequest) and self.serving:
+                if not self.on_request(router, message):
+                    self.start(router, message)
+
+    def start(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
+        work = self.prefill(router, message) if isinstance(message, PrefillRequest) else self.generate(router, message)
+        if old := self.jobs.get(message.request_id):
+            old.cancel()
+        self.jobs[message.request_id] = asyncio.create_task(work)
+
+    async def live(self) -> None:
+        while True:
+            if self.beating:
+                self.step += 1
+                for router in self.routers:
+                    self.send(router, self.heartbeat())
+            await asyncio.sleep(0.02)
+
+    async def prefill(self, router: bytes, message: PrefillRequest) -> None:
+        await asyncio.sleep(self.token_s)
+        tokens = unpack_tokens(message.prompt)
+        token = next_token(tokens)
+        reason = self.reason(message.params, message.num_output_tokens + 1)
+        self.output(router, message, message.num_output_tokens, [token], reason)
+        if message.decode is not None:
+            self.cluster.ship(message, token)
+
+    async def generate(self, router: bytes, message: DecodeRequest) -> None:
+        tokens = unpack_tokens(message.prompt)
+        index = message.num_output_tokens
+        if message.prefill_worker:
+            await self.expect(message.request_id, message.attempt)
+        reason = ""
+        while not reason:
+            tokens.append(next_token(tokens))
+            reason = self.reason(message.params, index + 1)
+            self.output(router, message, index, [tokens[-1]], reason)
+            index += 1
+            await asyncio.sleep(self.token_s)
+
+    def expect(self, request_id: str, attempt: int) -> asyncio.Future[int]:
+        return self.kv.setdefault((request_id, attempt), asyncio.get_running_loop().create_future())
+
+    def reason(self, params: SamplingParams, count: int) -> str:
+        if count == self.stop_at:
+            return "stop"
+        return "length" if count >= params.max_tokens else ""
+
+    def output(
+        self, router: bytes, message: PrefillRequest | DecodeRequest, index: int, tokens: list[int], reason: str = ""
+    ) -> None:
+        delta = TokenDelta(
+            message.request_id, message.attempt, index, tuple(tokens), reason,
+            timeline=Timeline(prefill_s=0.5) if self.role == "prefill" else Timeline(decode_s=0.25),
+        )  # fmt: skip
+        self.send(router, TokenOutput(worker_id=self.worker_id, epoch=self.epoch, outputs=(delta,)))
+
+    def fail(self, router: bytes, message: Message, *, retryable: bool = True, text: str = "scripted") -> bool:
+        assert isinstance(message, PrefillRequest | DecodeRequest)
+        failed = RequestFailed(
+            worker_id=self.worker_id, request_id=message.request_id, attempt=message.attempt, phase="queue",
+            message=text, retryable=retryable,
+        )  # fmt: skip
+        self.send(router, failed)
+        return True
+
+    def hello_message(self) -> WorkerHello:
+        return WorkerHello(worker_id=self.worker_id, role=self.role, epoch=self.epoch, **self.hello)  # type: ignore[arg-type]
+
+    def heartbeat(self) -> WorkerHeartbeat:
+        busy = len([job for job in self.jobs.values() if not job.done()])
+        values = {
+            "step": self.step, "ready": True, "draining": False, "num_running": busy, "num_waiting": 0,
+            "num_transferring": 0, "num_waiting_tokens": 0, "num_free_blocks": 1000, "num_cached_blocks": 0,
+            "num_owned_blocks": 0,
+        }  # fmt: skip
+        return WorkerHeartbeat(worker_id=self.worker_id, epoch=self.epoch, **(values | self.beat))  # type: ignore[arg-type]
+
+    def send(self, router: bytes, message: Message) -> None:
+        self.socket.send_multipart([router, encode(message)])
+
+    def of(self, kind: type[Message]) -> list[AnyMessage]:
+        return [message for message in self.received if isinstance(message, kind)]
+
+
+class Cluster:
+    """The workers of one test and the dispatcher in front of them."""
+
+    def __init__(self) -> None:
+        self.context = zmq.asyncio.Context()
+        self.workers: list[FakeWorker] = []
+        self.dispatcher: Dispatcher | None = None
+
+    def add(self, role: str, **hello: object) -> FakeWorker:
+        self.workers.append(FakeWorker(role, self, **hello))
+        return self.workers[-1]
+
+    def ship(self, message: PrefillRequest, token: int) -> None:
+        assert message.decode is not None
+        for worker in self.workers:
+            if worker.worker_id == message.decode.worker_id and worker.epoch == message.decode.epoch:
+                landed = worker.expect(message.request_id, message.attempt)
+                if not landed.done():
+                    landed.set_result(token)
+
+    async def start(
+        self, prefill: int = 1, decode: int = 1, *, wait: bool = True, hwm: int = 1000, **config: object
+    ) -> Dispatcher:
+        for role, count in (("prefill", prefill), ("decode", decode)):
+            for _ in range(count):
+                self.add(role)
+        self.dispatcher = Dispatcher(self.config(**config), hwm=hwm)
+        await self.dispatcher.start()
+        if wait:
+            await until(lambda: all(worker.ready for worker in self.dispatcher.fleet.registry.workers.values()))
+        return self.dispatcher
+
+    def config(self, **overrides: object) -> RouterConfig:
+        values: dict[str, object] = {
+            "prefill": tuple(worker.address for worker in self.workers if worker.role == "prefill"),
+            "decode": tuple(worker.address for worker in self.workers if worker.role == "decode"),
+            "heartbeat_s": 0.02, "worker_timeout_s": 0.3, "queue_timeout_s": 5.0, "local_prefill_threshold": 4,
+        }  # fmt: skip
+        return RouterConfig(**(values | overrides))  # type: ignore[arg-type]
+
+    @property
+    def prefill(self) -> list[FakeWorker]:
+        return [worker for worker in self.workers if worker.role == "prefill"]
+
+    @property
+    def decode(self) -> list[FakeWorker]:
+        return [worker for worker in self.workers if worker.role == "decode"]
+
+    async def close(self) -> None:
+        if self.dispatcher is not None:
+            await self.dispatcher.close()
+        for worker in self.workers:
+            worker.die()
+        self.context.term()
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Wait for a condition; fail the test when it never comes true."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            pytest.fail("the condition did not come true")
+        await asyncio.sleep(0.005)
+
+
+def make_request(
+    prompt: list[int] | None = None, *, max_tokens: int = 8, deadline_s: float = 30.0, **params: object
+) -> GenerationRequest:
+    return GenerationRequest(
+        f"request-{next(NAMES)}",
+        prompt or list(range(1, 13)),
+        SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
+        deadline_s=deadline_s,
+    )
+
+
+async def collect(dispatcher: Dispatcher, request: GenerationRequest) -> tuple[list[int], TokenEvent]:
+    """All tokens of a request and its last event."""
+    tokens: list[int] = []
+    async for event in dispatcher.generate(request):
+        tokens.extend(event.token_ids)
+    return tokens, event
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    await cluster.close()
+
+
+class Tools:
+    """What tests use beside the cluster; a class, because test modules cannot import this one by name."""
+
+    until = staticmethod(until)
+    request = staticmethod(make_request)
+    collect = staticmethod(collect)
+    expected = staticmethod(expected)
+
+
+@pytest.fixture
+def tools() -> type[Tools]:
+    return Tools

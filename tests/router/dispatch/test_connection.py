@@ -1,0 +1,89 @@
+"""One DEALER against a plain ROUTER."""
+
+import asyncio
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from diptych.common.messages import AbortRequest, RouterHeartbeat, decode
+from diptych.router.dispatch.connection import Connection, ConnectionEvents
+
+
+class Recorder:
+    def __init__(self):
+        self.ups, self.cuts, self.messages = 0, 0, []
+
+    def events(self):
+        return ConnectionEvents(lambda address, message: self.messages.append(message), self.up, self.cut)
+
+    def up(self, address):
+        self.ups += 1
+
+    def cut(self, address):
+        self.cuts += 1
+
+
+@pytest.fixture
+async def wire():
+    """(router socket, open connection, recorder)"""
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER)
+    router.set(zmq.LINGER, 0)
+    router.set(zmq.RCVHWM, 1)
+    router.set(zmq.RCVBUF, 4096)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    recorder = Recorder()
+    connection = Connection(f"tcp://127.0.0.1:{port}", "me", recorder.events(), hwm=2)
+    connection.open(context)
+    tasks = [asyncio.create_task(connection.receive()), asyncio.create_task(connection.watch())]
+    yield router, connection, recorder
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    connection.close(0)
+    router.close(linger=0)
+    context.term()
+
+
+async def test_it_tells_when_it_is_up_and_carries_its_name(wire, tools):
+    router, connection, recorder = wire
+    await tools.until(lambda: recorder.ups)
+    assert connection.send(RouterHeartbeat(router_id="me"))
+    name, payload = await router.recv_multipart()
+    assert (name, decode(payload)) == (b"me", RouterHeartbeat(router_id="me"))
+
+
+async def test_a_worker_that_does_not_read_refuses_at_once(wire, tools):
+    _, connection, recorder = wire
+    await tools.until(lambda: recorder.ups)
+    message = AbortRequest(request_id="x" * 256, attempt=0)
+    sent = 0
+    async with asyncio.timeout(10):
+        while connection.send(message):
+            sent += 1
+    assert connection.counters.num_unsent == 1
+
+
+async def test_nothing_is_queued_for_the_absent(tools):
+    context = zmq.asyncio.Context()
+    connection = Connection("tcp://127.0.0.1:9", "me", Recorder().events(), hwm=2)
+    connection.open(context)
+    assert not connection.send(RouterHeartbeat(router_id="me"))
+    connection.close(0)
+    context.term()
+
+
+async def test_aborts_are_kept_until_the_worker_is_back(wire, tools):
+    router, connection, recorder = wire
+    connection.abort("a", 3)
+    await tools.until(lambda: recorder.ups)
+    connection.flush_aborts()
+    assert decode((await router.recv_multipart())[1]) == AbortRequest(request_id="a", attempt=3)
+
+
+async def test_a_broken_connection_is_told(wire, tools):
+    router, _, recorder = wire
+    await tools.until(lambda: recorder.ups)
+    router.close(linger=0)
+    await tools.until(lambda: recorder.cuts)

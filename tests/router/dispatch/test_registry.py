@@ -1,0 +1,172 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych.common.messages import WorkerHeartbeat, WorkerHello
+from diptych.router.dispatch.registry import WorkerRegistry
+from diptych.router.dispatch.worker import WorkerState
+
+P, D = "tcp://p:1", "tcp://d:1"
+
+
+def hello(role="decode", epoch=1, **fields):
+    values = {
+        "fingerprint": "f",
+        "model": "m",
+        "block_size": 16,
+        "num_blocks": 100,
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+    }
+    return WorkerHello(worker_id=f"{role}-1", role=role, epoch=epoch, **(values | fields))
+
+
+def beat(epoch=1, step=1, *, ready=True, draining=False, **counts):
+    values = dict.fromkeys(("num_running", "num_waiting", "num_transferring", "num_waiting_tokens"), 0)
+    values |= {"num_free_blocks": 100, "num_cached_blocks": 0, "num_owned_blocks": 0}
+    return WorkerHeartbeat(worker_id="w", epoch=epoch, step=step, ready=ready, draining=draining, **(values | counts))
+
+
+@pytest.fixture
+def registry():
+    return WorkerRegistry([P], [D], worker_timeout_s=2.0, stall_timeout_s=5.0)
+
+
+@pytest.fixture
+def alive(registry):
+    registry.on_hello(D, hello(), 0.0)
+    registry.on_heartbeat(D, beat(), 0.0)
+    return registry
+
+
+def test_a_worker_is_ready_only_when_it_says_so(registry):
+    registry.on_hello(D, hello(), 0.0)
+    assert registry.workers[D].state is WorkerState.CONNECTED
+    registry.on_heartbeat(D, beat(ready=False), 0.0)
+    assert registry.ready("decode") == []
+    registry.on_heartbeat(D, beat(), 0.0)
+    assert [worker.address for worker in registry.ready("decode")] == [D]
+
+
+def test_a_draining_worker_is_not_ready(alive):
+    alive.on_heartbeat(D, beat(draining=True), 0.1)
+    assert alive.workers[D].state is WorkerState.DRAINING
+
+
+def test_a_heartbeat_without_hello_asks_for_one(registry):
+    registry.on_heartbeat(D, beat(), 0.0)
+    assert registry.needs_hello(D)
+    assert registry.ready("decode") == []
+
+
+def test_silence_kills_and_speech_revives(alive):
+    assert [alive.sweep(now) for now in (0.0, 0.9, 1.8)] == [[], [], []]
+    assert [worker.address for worker in alive.sweep(2.1)] == [D]
+    assert alive.sweep(2.5) == []
+    assert alive.needs_hello(D)
+    alive.on_heartbeat(D, beat(step=2), 3.0)
+    assert alive.workers[D].ready
+
+
+def test_a_router_that_was_held_up_blames_nobody(alive):
+    alive.sweep(0.0)
+    assert alive.sweep(60.0) == []
+    assert alive.workers[D].ready
+
+
+def test_a_stuck_engine_dies_although_it_beats(alive):
+    lost = [alive.on_heartbeat(D, beat(step=2, num_running=1), now) for now in (1.0, 3.0, 5.9, 6.1, 7.0)]
+    assert lost == [False, False, False, True, False]
+    alive.on_hello(D, hello(), 7.1)
+    assert alive.workers[D].state is WorkerState.DEAD
+    alive.on_heartbeat(D, beat(step=3, num_running=1), 7.2)
+    assert alive.workers[D].ready
+
+
+def test_an_idle_engine_may_stand_still(alive):
+    for now in range(20):
+        assert not alive.on_heartbeat(D, beat(step=1), float(now))
+    assert alive.workers[D].ready
+
+
+def test_a_new_epoch_ends_the_old_life(alive):
+    alive.book(D, num_tokens=10, num_blocks=1)
+    assert alive.on_heartbeat(D, beat(epoch=2), 0.1)
+    assert alive.workers[D].booked.num_requests == 0
+    assert alive.needs_hello(D)
+
+
+def test_a_hello_with_a_new_epoch_ends_the_old_life(alive):
+    assert not alive.on_hello(D, hello(), 0.1)
+    assert alive.on_hello(D, hello(epoch=2), 0.1)
+
+
+def test_a_cut_connection_ends_the_life_once(alive):
+    assert alive.on_cut(D)
+    assert not alive.on_cut(D)
+
+
+def test_a_worker_of_the_wrong_role_is_never_ready(registry):
+    registry.on_hello(D, hello(role="prefill"), 0.0)
+    registry.on_heartbeat(D, beat(), 0.0)
+    assert "is a prefill worker, not decode" in registry.missing("decode", 0.0)
+
+
+def test_missing_names_the_workers(alive):
+    alive.sweep(0.0), alive.sweep(0.9), alive.sweep(1.8), alive.sweep(2.7)
+    expected = f"no decode worker is ready (1 configured: {D} silent for more than 2 s, last heard 3.1 s ago)"
+    assert alive.missing("decode", 3.1) == expected
+    assert "never heard from" in alive.missing("prefill", 3.1)
+
+
+def test_the_pool_bounds_the_longest_sequence(alive):
+    alive.on_hello(D, hello(epoch=2, max_model_len=10_000), 0.1)
+    alive.on_heartbeat(D, beat(epoch=2), 0.1)
+    assert alive.max_model_len() == 1600
+
+
+def test_load_is_booked_or_reported_whichever_is_more(alive):
+    worker = alive.workers[D]
+    alive.book(D, num_tokens=10, num_blocks=1)
+    assert (worker.num_requests, worker.num_queued_tokens) == (1, 10)
+    alive.on_heartbeat(D, beat(num_running=5, num_waiting_tokens=70), 0.1)
+    assert (worker.num_requests, worker.num_queued_tokens) == (5, 70)
+    alive.book(D, num_tokens=10, num_blocks=1)
+    assert (worker.num_requests, worker.num_queued_tokens) == (6, 80)
+
+
+def test_a_worker_that_fails_in_a_row_is_suspect_for_a_while(alive):
+    for _ in range(3):
+        alive.on_request_failed(D, 0.0)
+    alive.sweep(1.0)
+    assert alive.workers[D].suspect
+    alive.sweep(5.1)
+    assert not alive.workers[D].suspect
+
+
+steps = st.lists(st.sampled_from(["book", "release", "computed", "beat", "restart"]), max_size=40)
+
+
+@given(steps)
+def test_bookings_never_leak(actions):
+    registry = WorkerRegistry([], [D], worker_timeout_s=2.0)
+    registry.on_hello(D, hello(), 0.0)
+    bookings, epoch = [], 1
+    for action in actions:
+        if action == "book":
+            bookings.append(registry.book(D, num_tokens=7, num_blocks=3))
+        elif action == "beat":
+            registry.on_heartbeat(D, beat(epoch=epoch), 0.0)
+        elif action == "restart":
+            epoch += 1
+            registry.on_hello(D, hello(epoch=epoch), 0.0)
+        elif bookings and action == "computed":
+            bookings[-1] = registry.computed(bookings[-1])
+        elif bookings:
+            registry.release(bookings.pop(0))
+    for booking in bookings * 2:
+        registry.release(booking)
+    load = registry.workers[D].booked
+    assert (load.num_requests, load.num_tokens, load.num_blocks) == (0, 0, 0)
+    fresh = registry.workers[D].fresh
+    assert (fresh.num_requests, fresh.num_tokens, fresh.num_blocks) == (0, 0, 0)

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diptych.common.config_field import fields_of, to_argv
+from diptych.common.errors import ConfigError
+from diptych.common.settings import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig
+from diptych.router import supervisor as supervisor_module
+from diptych.router.child import Child, child_environment
+from diptych.router.probe import claim_port, ready_reason
+from diptych.router.serve import main, summary
+from diptych.router.serve_plan import WORKER_OWN, ServePlan, build_parser, read_plan
+from diptych.router.supervisor import StartFailed, Supervisor, describe_exit
+
+# ---------------------------------------------------------------- the plan
+
+
+def plan_of(*argv: str, **environ: str) -> ServePlan:
+    return read_plan(argv, environ, num_cores=8)
+
+
+def test_the_default_is_one_of_each() -> None:
+    plan = plan_of()
+    assert [worker.worker_id for worker in (*plan.prefill, *plan.decode)] == ["prefill-0", "decode-0"]
+    assert plan.prefill[0].threads == plan.decode[0].threads == 4
+
+
+def test_no_prefill_worker_is_a_plan() -> None:
+    plan = plan_of("--prefill", "0", "--decode", "2")
+    assert (plan.prefill, len(plan.decode), plan.decode[1].threads) == ((), 2, 4)
+
+
+def test_an_option_reaches_every_process_that_has_it() -> None:
+    plan = plan_of("--model", "tiny-random", "--block-size", "64", "--max-retries", "1", "--watermark=0.1")
+    assert {plan.router.model, plan.prefill[0].model, plan.decode[0].model} == {"tiny-random"}
+    assert (plan.prefill[0].block_size, plan.decode[0].block_size) == (64, 64)
+    assert (plan.router.max_retries, plan.decode[0].watermark) == (1, 0.1)
+
+
+def test_an_option_for_one_pool_wins() -> None:
+    plan = plan_of("--cores", "0-1", "--decode-cores", "2", "--decode-threads", "3")
+    assert (plan.prefill[0].cores, plan.decode[0].cores) == ("0-1", "2")
+    assert (plan.prefill[0].threads, plan.decode[0].threads) == (0, 3)  # 0: all cores that it is pinned to
+
+
+def test_file_and_environment_reach_the_children(tmp_path: Path) -> None:
+    file = tmp_path / "diptych.toml"
+    file.write_text("[serve]\ndecode = 2\n[decode_worker]\nmax_num_seqs = 5\nport = 7002\n")
+    plan = plan_of("--config", str(file), DIPTYCH_PREFILL_MAX_NUM_SEQS="7", DIPTYCH_SERVE_PREFILL="0")
+    assert (len(plan.prefill), len(plan.decode), plan.decode[1].max_num_seqs) == (0, 2, 5)
+    assert plan.decode[0].port == 0  # two workers cannot share the file's port
+
+
+@pytest.mark.parametrize("argv", ["--decode=0", "--prefil=1", "--kv-port=1", "--decode-block-size=5"])
+def test_a_bad_plan_is_refused(argv: str) -> None:
+    with pytest.raises(ConfigError):
+        plan_of(argv)
+
+
+def test_serve_takes_every_option_of_every_process() -> None:
+    flags = set(build_parser()._option_string_actions)
+    for cls in (RouterConfig, PrefillWorkerConfig, DecodeWorkerConfig, ServeConfig):
+        assert {field.flag for field in fields_of(cls) if field.name not in WORKER_OWN} <= flags
+
+
+def test_settings_travel_as_flags_and_secrets_as_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_MAX_NUM_SEQS", "1")
+    monkeypatch.setenv("DIPTYCH_CACHE", "/cache")
+    plan = plan_of("--api-key", "hush")
+    environ = {name: text for name, text in child_environment(plan.router).items() if name.startswith("DIPTYCH_")}
+    assert environ == {"DIPTYCH_CACHE": "/cache", "DIPTYCH_ROUTER_API_KEY": "hush"}
+    assert "hush" not in " ".join(to_argv(plan.router))
+
+
+def test_the_summary_has_a_curl_that_parses() -> None:
+    text = summary(plan_of("--host", "0.0.0.0", "--port", "8123"), "tiny", 3.21)
+    assert "http://127.0.0.1:8123/v1/chat/completions" in text
+    assert json.loads(text.split("-d '")[1].split("'\n")[0])["model"] == "tiny"
+
+
+# ---------------------------------------------------------------- ports
+
+
+def test_a_port_in_use_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(SystemExit) as caught:
+            main(["--port", str(port)])
+    assert caught.value.code == 2
+    assert f"something already listens on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_port_zero_becomes_a_free_one() -> None:
+    assert claim_port("127.0.0.1", 0) > 0
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="host"):
+        claim_port("203.0.113.7", 0)
+
+
+# ---------------------------------------------------------------- processes: real ones, which only pretend to serve
+
+WORKER = """
+import json, os, pathlib, signal, socket, sys, time
+flags = dict(flag.lstrip("-").split("=", 1) for flag in sys.argv[1:] if "=" in flag)
+folder = pathlib.Path(os.environ["RECORDS"])
+socket_ = socket.create_server(("127.0.0.1", int(flags.get("port", 0))))
+with (folder / flags["worker-id"]).open("a") as record:
+    record.write(f"{os.getpid()} {socket_.getsockname()[1]}\\n")
+if flags.get("max-waiting") == "7":
+    sys.exit(3)
+if flags.get("max-waiting") == "9":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+file = pathlib.Path(flags["address-file"])
+file.with_suffix(".tmp").write_text(json.dumps({"address": "tcp://127.0.0.1:%d" % socket_.getsockname()[1]}))
+file.with_suffix(".tmp").rename(file)
+time.sleep(600)
+"""
+
+ROUTER = """
+import http.server, os, pathlib, sys
+flags = dict(flag.lstrip("-").split("=", 1) for flag in sys.argv[1:] if "=" in flag)
+(pathlib.Path(os.environ["RECORDS"]) / "router").write_text(" ".join(sys.argv[1:]))
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(flags["port"])), Ready).serve_forever()
+"""
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the pretended processes note that they ran; their modules are put on the children's path."""
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "pretended_worker.py").write_text(WORKER)
+    (modules / "pretended_router.py").write_text(ROUTER)
+    monkeypatch.setenv("PYTHONPATH", str(modules), prepend=os.pathsep)
+    monkeypatch.setenv("RECORDS", str(tmp_path))
+    monkeypatch.setattr(supervisor_module, "FIRST_BACKOFF_S", 0.05)
+    return tmp_path
+
+
+def pretended(tmp_path: Path, *argv: str) -> Supervisor:
+    plan = plan_of("--port", str(claim_port("127.0.0.1", 0)), *argv)
+    supervisor = Supervisor(plan, tmp_path)
+    for worker in (*supervisor.prefill, *supervisor.decode):
+        worker.module = "pretended_worker"
+    supervisor.router.module = "pretended_router"
+    return supervisor
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 (files and processes of others)
+            await asyncio.sleep(0.01)
+
+
+async def test_everything_starts_and_everything_ends(records: Path) -> None:
+    supervisor = pretended(records, "--prefill", "2")
+    await supervisor.start()
+    pids = [child.pid for child in supervisor.children]
+    given = (records / "router").read_text()
+    assert given.count("tcp://127.0.0.1:") == 3
+    supervisor.stop()
+    await supervisor.run()
+    assert not any(pid and is_running(pid) for pid in pids)
+
+
+async def test_a_worker_that_dies_comes_back_on_its_address(records: Path) -> None:
+    supervisor = pretended(records, "--prefill", "0")
+    await supervisor.start()
+    running = asyncio.create_task(supervisor.run())
+    supervisor.decode[0].send(signal.SIGKILL)
+    await until(lambda: (records / "decode-0").read_text().count("\n") == 2)
+    supervisor.stop()
+    await running
+    (first_pid, first_port), (second_pid, second_port) = (
+        line.split() for line in (records / "decode-0").read_text().splitlines()
+    )
+    assert first_pid != second_pid
+    assert first_port == second_port
+
+
+async def test_a_worker_that_cannot_start_ends_the_service(records: Path) -> None:
+    supervisor = pretended(records, "--decode-max-waiting", "7")
+    with pytest.raises(StartFailed, match=r"decode-0 ended while starting \(exit status 3\)"):
+        await supervisor.start()
+    await supervisor.shutdown()
+    assert not any(child.alive for child in supervisor.children)
+
+
+async def test_a_process_that_ignores_the_request_is_killed(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "STOP_GRACE_S", 0.2)
+    supervisor = pretended(records, "--decode-max-waiting", "9")
+    await supervisor.start()
+    await supervisor.shutdown()
+    assert not any(child.alive for child in supervisor.children)
+
+
+async def test_stopping_while_starting_ends_at_once(records: Path) -> None:
+    supervisor = pretended(records)
+    supervisor.stop()
+    await supervisor.start()
+    await supervisor.shutdown()
+    assert not any(child.alive for child in supervisor.children)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parent-death signals are Linux's")
+def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, time\n"
+        "from diptych.router.child import Child\n"
+        "from diptych.common.settings import RouterConfig\n"
+        "async def main():\n"
+        "    child = Child('idle', 'idle', RouterConfig())\n"
+        "    await child.start()\n"
+        "    print(child.pid, flush=True)\n"
+        "    time.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    (tmp_path / "idle.py").write_text("import time\ntime.sleep(600)\n")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, env=environ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    asyncio.run(until(lambda: not is_running(child)))
+
+
+async def test_ready_reason_names_what_is_wrong() -> None:
+    assert "does not answer" in await ready_reason("127.0.0.1", claim_port("127.0.0.1", 0))
+
+
+def test_exits_are_described() -> None:
+    assert describe_exit(2) == "exit status 2"
+    assert describe_exit(-9) == "killed by signal 9 (Killed)"
+
+
+def test_a_child_is_told_to_keep_the_working_folder_off_its_path() -> None:
+    command = Child("router", "diptych.router", RouterConfig(port=0)).command()
+    assert command == [sys.executable, "-P", "-m", "diptych.router", "--port=0"]

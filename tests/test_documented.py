@@ -1,0 +1,61 @@
+"""A setting, endpoint or metric that the documentation does not name fails here."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diptych.common.cli import COMMANDS
+from diptych.common.config_docs import render
+from diptych.common.config_field import Config, fields_of
+from diptych.common.settings import CONFIG_CLASSES
+
+PACKAGES = ("common", "prefill_worker", "decode_worker", "router")
+METRIC = re.compile(r"(vllm:|diptych_)[a-z0-9_]+")
+ROUTE_METHODS = {"get", "post", "put", "delete", "api_route", "Route"}
+
+
+def calls_in(repository: Path) -> Iterator[tuple[str, str]]:
+    """(called name, first argument) for every call in our packages whose first argument is a literal string."""
+    for package in PACKAGES:
+        for file in (repository / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
+                    continue
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                if isinstance(node.args[0].value, str):
+                    yield name, node.args[0].value
+
+
+def missing(names: set[str], page: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    return sorted(name for name in names if not re.search(rf"(?<![\w/:-]){re.escape(name)}(_total)?(?![\w-])", text))
+
+
+def test_the_configuration_page_is_what_make_docs_writes(repository: Path) -> None:
+    assert (repository / "docs" / "configuration.md").read_text(encoding="utf-8") == render()
+
+
+@pytest.mark.parametrize("cls", CONFIG_CLASSES)
+def test_every_flag_is_documented(repository: Path, cls: type[Config]) -> None:
+    assert not missing({field.flag for field in fields_of(cls)}, repository / "docs" / "configuration.md")
+
+
+def test_every_endpoint_is_documented(repository: Path) -> None:
+    paths = {path for name, path in calls_in(repository) if name in ROUTE_METHODS and path.startswith("/")}
+    assert {"/health", "/ready", "/metrics"} <= paths
+    assert not missing(paths, repository / "docs" / "api.md")
+
+
+def test_every_metric_is_documented(repository: Path) -> None:
+    names = {text for _, text in calls_in(repository) if METRIC.fullmatch(text)}
+    assert {"vllm:num_requests_running", "diptych_kv_blocks"} <= names
+    assert not missing(names, repository / "docs" / "metrics.md")
+
+
+def test_every_command_is_in_the_readme(repository: Path) -> None:
+    assert not missing(set(COMMANDS), repository / "README.md")
