@@ -74,7 +74,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.dev
-	$(BIN)/python -P -m diptych.common.config_docs > docs/configuration.md
+	$(BIN)/python -P docs/write_configuration.py > docs/configuration.md
 
 test: lint
 	$(BIN)/pytest -m "not slow and not gpu and not chaos" $(ARGS)

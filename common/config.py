@@ -29,6 +29,9 @@ C = TypeVar("C", bound=Config)
 
 # Read elsewhere, not a field of a config class: the folder that fetched models are kept in.
 OTHER_VARIABLES = ("DIPTYCH_CACHE",)
+# Programs above this layer bring a config class of their own; every other process leaves their settings to them.
+OTHER_PREFIXES = ("DIPTYCH_BENCH_",)
+OTHER_SECTIONS = ("bench",)
 
 EPILOG = """\
 Each option can also be set by environment variable or in a TOML file (--config FILE). For {flag}:
@@ -50,6 +53,11 @@ def variables_of(cls: type[Config]) -> dict[str, tuple[Field, bool]]:
     return shared | own
 
 
+def group_order(field: Field) -> int:
+    """Sorts settings as the help shows them: known groups in their order, a program's own groups before them."""
+    return GROUPS.index(field.rule.group) if field.rule.group in GROUPS else -1
+
+
 @dataclass(frozen=True)
 class Sources:
     """File and environment, known to hold no unknown name."""
@@ -58,14 +66,18 @@ class Sources:
     environ: Mapping[str, str]
 
     @classmethod
-    def open(cls, path: str, environ: Mapping[str, str]) -> Sources:
-        """Reads the TOML file (`path` may be empty) and the DIPTYCH_* variables. Raises ConfigError."""
+    def open(cls, path: str, environ: Mapping[str, str], reader: type[Config]) -> Sources:
+        """Reads the TOML file (`path` may be empty) and the DIPTYCH_* variables for `reader`. Raises ConfigError."""
+        classes = dict.fromkeys((*CONFIG_CLASSES, reader))
         ours = {name: text for name, text in environ.items() if name.startswith("DIPTYCH_")}
-        known = {name for config in CONFIG_CLASSES for name in variables_of(config)} | set(OTHER_VARIABLES)
+        known = {name for config in classes for name in variables_of(config)} | set(OTHER_VARIABLES)
+        foreign = tuple(prefix for prefix in OTHER_PREFIXES if prefix != f"DIPTYCH_{reader.env_prefix}_")
         for name, text in ours.items():
-            if name not in known:
+            if name not in known and not name.startswith(foreign):
                 raise ConfigError(name, text, f"no such variable, the nearest is {nearest(name, known)}")
-        return cls(_read_file(path), ours)
+        table = _read_toml(path)
+        _check_names(table, classes)
+        return cls(table, ours)
 
     def values(self, config: type[Config], skip: frozenset[str] = frozenset()) -> dict[str, Any]:
         """What file and environment say about the fields of `config`, except `skip`. Raises ConfigError."""
@@ -80,32 +92,31 @@ class Sources:
         return values
 
 
-def _read_file(path: str) -> dict[str, Any]:
+def _read_toml(path: str) -> dict[str, Any]:
     if not path:
         return {}
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("config", path, f"a TOML file that can be read ({error.strerror})") from error
     except ValueError as error:
         raise ConfigError("config", path, f"a valid TOML file ({error})") from error
-    _check_names(table)
-    return table
 
 
-def _check_names(table: Mapping[str, Any]) -> None:
-    sections = {cls.section: {field.name for field in fields_of(cls) if field.rule.in_file} for cls in CONFIG_CLASSES}
+def _check_names(table: Mapping[str, Any], classes: Iterable[type[Config]]) -> None:
+    sections = {cls.section: {field.name for field in fields_of(cls) if field.rule.in_file} for cls in classes}
     everywhere = set().union(*sections.values()) - {"prefill", "decode"}  # counts in one section, addresses in another
     for name, value in table.items():
-        if isinstance(value, dict) and name not in sections:
+        if not isinstance(value, dict):
+            if name not in everywhere:
+                raise ConfigError(name, value, f"no such setting, the nearest is {nearest(name, everywhere)}")
+        elif name in sections:
+            for key in value:
+                if key not in sections[name]:
+                    close = nearest(key, sections[name])
+                    raise ConfigError(f"{name}.{key}", value[key], f"no such setting, the nearest is {close}")
+        elif name not in OTHER_SECTIONS:
             raise ConfigError(f"[{name}]", "", f"no such section, the nearest is [{nearest(name, sections)}]")
-        if not isinstance(value, dict) and name not in everywhere:
-            raise ConfigError(name, value, f"no such setting, the nearest is {nearest(name, everywhere)}")
-        for key in value if isinstance(value, dict) else ():
-            if key not in sections[name]:
-                raise ConfigError(
-                    f"{name}.{key}", value[key], f"no such setting, the nearest is {nearest(key, sections[name])}"
-                )
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -123,7 +134,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def add_fields(self, fields: Iterable[Field], *, prefix: str = "", visible: bool = True) -> None:
         """One flag a field, named `--{prefix}{field}`, grouped for the help."""
-        for field in sorted(fields, key=lambda field: GROUPS.index(field.rule.group)):
+        for field in sorted(fields, key=group_order):
             if field.rule.group not in self._groups:
                 self._groups[field.rule.group] = self.add_argument_group(field.rule.group)
             group, flag = self._groups[field.rule.group], f"--{prefix}{field.flag[2:]}"
@@ -192,7 +203,7 @@ def read(cls: type[C], argv: Sequence[str], *, prog: str = "", environ: Mapping[
     parser = FlagParser(prog or f"diptych {cls.section.replace('_', '-')}", cls.about, _epilog(cls))
     parser.add_fields(fields_of(cls))
     flags = parser.flags(argv)
-    sources = Sources.open(flags.get("config", environ.get("DIPTYCH_CONFIG", "")), environ)
+    sources = Sources.open(flags.get("config", environ.get("DIPTYCH_CONFIG", "")), environ, cls)
     values = sources.values(cls)
     values.update({field.name: field.parse(flags[field.name]) for field in fields_of(cls) if field.name in flags})
     config = cls(**values)

@@ -1,7 +1,7 @@
 """A worker's side of the control channel: one ROUTER socket that any number of routers connect to.
 
-    router ── RouterHello ──> worker          worker ── WorkerHello, then WorkerHeartbeat ... ──> router
-    router ── RouterHeartbeat, PrefillRequest / DecodeRequest, AbortRequest ──> worker ── TokenOutput, RequestFailed ──> router
+router ── RouterHello ──> worker          worker ── WorkerHello, then WorkerHeartbeat ... ──> router
+router ── RouterHeartbeat, PrefillRequest / DecodeRequest, AbortRequest ──> worker ── TokenOutput, RequestFailed ──> router
 """
 
 from __future__ import annotations

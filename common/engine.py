@@ -1,6 +1,6 @@
 """The loop that both workers' engines share: one thread owns scheduler, blocks and model, and takes commands.
 
-    event loop ── submit(command) ──> inbox ──> engine thread: apply commands, step, publish status ──> outbox ──> event loop
+event loop ── submit(command) ──> inbox ──> engine thread: apply commands, step, publish status ──> outbox ──> event loop
 """
 
 from __future__ import annotations

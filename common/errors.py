@@ -1,18 +1,18 @@
 """Every error Diptych raises on purpose.
 
-    DiptychError
-    ├── ConfigError          a setting is unknown, of the wrong type or out of range: the process refuses to start
-    ├── ModelError           a model file is missing, damaged, unsupported or of the wrong dtype: refuses to start
-    ├── WireError            a frame that is not one of our messages, or breaks a bound: counted and dropped
-    ├── BlockError           a block was used against its ownership: a bug, never user input
-    └── RequestError         a request cannot be served; carries the HTTP status and the OpenAI error type
-        ├── InvalidRequest       400  the request itself is wrong: never retried
-        │   └── ContextLengthExceeded
-        ├── ModelNotFound        404
-        ├── Overloaded           429  Retry-After is set
-        ├── Unavailable          503  no worker, draining, or a queue bound was hit; Retry-After is set
-        ├── DeadlineExceeded     504  one of our own deadlines passed; names the phase
-        └── InternalError        500
+DiptychError
+├── ConfigError          a setting is unknown, of the wrong type or out of range: the process refuses to start
+├── ModelError           a model file is missing, damaged, unsupported or of the wrong dtype: refuses to start
+├── WireError            a frame that is not one of our messages, or breaks a bound: counted and dropped
+├── BlockError           a block was used against its ownership: a bug, never user input
+└── RequestError         a request cannot be served; carries the HTTP status and the OpenAI error type
+    ├── InvalidRequest       400  the request itself is wrong: never retried
+    │   └── ContextLengthExceeded
+    ├── ModelNotFound        404
+    ├── Overloaded           429  Retry-After is set
+    ├── Unavailable          503  no worker, draining, or a queue bound was hit; Retry-After is set
+    ├── DeadlineExceeded     504  one of our own deadlines passed; names the phase
+    └── InternalError        500
 """
 
 from __future__ import annotations

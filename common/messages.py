@@ -47,7 +47,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 # ---------------------------------------------------------------- router -> worker
 
 
-class RouterHello(Message, tag=1):
+class RouterHello(Message, frozen=True, tag=1):
     """First message on a connection: who the router is. The worker answers `WorkerHello`."""
 
     router_id: Name
@@ -55,7 +55,7 @@ class RouterHello(Message, tag=1):
     protocol: Count = PROTOCOL_VERSION
 
 
-class RouterHeartbeat(Message, tag=2):
+class RouterHeartbeat(Message, frozen=True, tag=2):
     """The router lives. A worker that misses it for too long aborts that router's requests."""
 
     router_id: Name
@@ -69,7 +69,7 @@ class KVTarget(msgspec.Struct, frozen=True, array_like=True):
     address: Name
 
 
-class PrefillRequest(Message, tag=3):
+class PrefillRequest(Message, frozen=True, tag=3):
     """Compute this prompt. The worker owns the blocks it allocates until `KVAck`, abort or lease expiry.
 
     `decode` is None when nobody needs the KV (one token wanted). `num_output_tokens` of the prompt's last tokens are
@@ -87,7 +87,7 @@ class PrefillRequest(Message, tag=3):
     traceparent: Text = ""
 
 
-class DecodeRequest(Message, tag=4):
+class DecodeRequest(Message, frozen=True, tag=4):
     """Reserve for, and then decode, this prompt. Blocks are allocated at `KVOpen`, owned by the request from then on.
 
     `prefill_worker` names the worker whose KV to expect; empty means: prefill locally.
@@ -104,14 +104,14 @@ class DecodeRequest(Message, tag=4):
     traceparent: Text = ""
 
 
-class AbortRequest(Message, tag=5):
+class AbortRequest(Message, frozen=True, tag=5):
     """Forget this request (every attempt up to and including this one) and release its blocks at once."""
 
     request_id: Name
     attempt: Count
 
 
-class ResetPrefixCache(Message, tag=6):
+class ResetPrefixCache(Message, frozen=True, tag=6):
     """Forget all cached (unowned) blocks."""
 
     request_id: Name
@@ -120,7 +120,7 @@ class ResetPrefixCache(Message, tag=6):
 # ---------------------------------------------------------------- worker -> router
 
 
-class WorkerHello(Message, tag=20):
+class WorkerHello(Message, frozen=True, tag=20):
     """Who the worker is. `epoch` differs after every start: a restarted worker is a new worker.
 
     Only workers with equal `fingerprint` are paired: it covers protocol, model, weights, dtype and KV layout.
@@ -139,7 +139,7 @@ class WorkerHello(Message, tag=20):
     version: Text = ""
 
 
-class WorkerHeartbeat(Message, tag=21):
+class WorkerHeartbeat(Message, frozen=True, tag=21):
     """Load and life of one worker, a few times a second. `step` grows while the engine loop turns."""
 
     worker_id: Name
@@ -188,7 +188,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     timeline: Timeline | None = None
 
 
-class TokenOutput(Message, tag=22):
+class TokenOutput(Message, frozen=True, tag=22):
     """One message an engine step to each router that has requests in the batch."""
 
     worker_id: Name
@@ -196,7 +196,7 @@ class TokenOutput(Message, tag=22):
     outputs: tuple[TokenDelta, ...]
 
 
-class RequestFailed(Message, tag=23):
+class RequestFailed(Message, frozen=True, tag=23):
     """The worker gave this request up and owns nothing of it any more. `retryable`: another worker may succeed.
 
     `phase` is one of queue, grant, prefill, transfer, decode.
@@ -213,7 +213,7 @@ class RequestFailed(Message, tag=23):
 # ---------------------------------------------------------------- prefill worker -> decode worker
 
 
-class KVOpen(Message, tag=40):
+class KVOpen(Message, frozen=True, tag=40):
     """P announces the KV of a prompt. P owns its blocks; D owns none yet."""
 
     request_id: Name
@@ -225,7 +225,7 @@ class KVOpen(Message, tag=40):
     num_blocks: Annotated[int, Meta(ge=1, le=2**31)]
 
 
-class KVBlocks(Message, tag=41):
+class KVBlocks(Message, frozen=True, tag=41):
     """Header of the raw frames that follow it in the same multipart message, one frame a block.
 
     Blocks `first_block .. first_block + len(checksums) - 1` of the prompt; each checksum is xxh3-64 of one frame.
@@ -238,7 +238,7 @@ class KVBlocks(Message, tag=41):
     checksums: Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_BLOCKS_PER_FRAME)]
 
 
-class KVDone(Message, tag=42):
+class KVDone(Message, frozen=True, tag=42):
     """All granted blocks were sent and the first token is sampled. P still holds its blocks, until `KVAck`.
 
     `age_s` is how long ago the prompt was computed when this was handed to the socket.
@@ -256,7 +256,7 @@ class KVDone(Message, tag=42):
 # ---------------------------------------------------------------- decode worker -> prefill worker
 
 
-class KVGrant(Message, tag=43):
+class KVGrant(Message, frozen=True, tag=43):
     """D owns blocks for the whole prompt and holds blocks before `first_block` already: ship from there on.
 
     `first_block` equal to the prompt's number of blocks means that nothing needs shipping.
@@ -267,21 +267,21 @@ class KVGrant(Message, tag=43):
     first_block: Count
 
 
-class KVWait(Message, tag=44):
+class KVWait(Message, frozen=True, tag=44):
     """D has no room yet but knows the request: P's lease is renewed. D owns nothing yet."""
 
     request_id: Name
     attempt: Count
 
 
-class KVAck(Message, tag=45):
+class KVAck(Message, frozen=True, tag=45):
     """D has all it needs, landed and verified or computed itself: P's hold ends, whatever P was doing."""
 
     request_id: Name
     attempt: Count
 
 
-class KVFailed(Message, tag=46):
+class KVFailed(Message, frozen=True, tag=46):
     """Either side gave the transfer up. The sender of this message owns nothing of it any more, nor may the receiver."""
 
     request_id: Name
@@ -308,7 +308,7 @@ def decode(data: bytes | memoryview) -> AnyMessage:
         raise WireError(f"message of {len(data)} bytes exceeds the bound of {MAX_MESSAGE_BYTES}")
     try:
         raw = msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True, max_map_len=0, max_ext_len=0)
-        message: AnyMessage = msgspec.convert(raw, AnyMessage)  # type: ignore[call-overload]
+        message: AnyMessage = msgspec.convert(raw, AnyMessage)
     except (msgspec.ValidationError, ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"not a message: {error}") from error
     return message

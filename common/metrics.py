@@ -80,7 +80,9 @@ class WorkerMetrics:
         self.steps = counter("diptych_engine_steps", "Computed engine steps")
         self.step_seconds = histogram("diptych_engine_step_seconds", "Duration of an engine step", SHORT_SECONDS)
         self.grant_wait_seconds = histogram("diptych_kv_grant_wait_seconds", "From KVOpen to KVGrant", SHORT_SECONDS)
-        self.transfer_seconds = histogram("diptych_kv_transfer_seconds", "From KVGrant to the last block", SHORT_SECONDS)
+        self.transfer_seconds = histogram(
+            "diptych_kv_transfer_seconds", "From KVGrant to the last block", SHORT_SECONDS
+        )
         self.exposed_seconds = histogram(
             "diptych_kv_exposed_transfer_seconds", "From the end of prefill to the last block landed", SHORT_SECONDS
         )

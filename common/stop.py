@@ -16,7 +16,7 @@ def finish_reason(
     num_tokens: int,
     max_model_len: int,
 ) -> str:
-    """"stop", "length" or "" (go on) after `token_id` was sampled.
+    """ "stop", "length" or "" (go on) after `token_id` was sampled.
 
     `num_output_tokens` and `num_tokens` (prompt + output) count `token_id`. An end token counts only after
     `min_tokens` other tokens; `banned_tokens` keeps it from being sampled earlier.

@@ -1,6 +1,5 @@
-"""What both kinds of worker process do around their engine: sockets, start-up, heartbeats, probes, drain and end.
-
-    bind sockets ─> write --address-file ─> load the model (alive, not ready) ─> engine runs (ready) ─> SIGTERM: drain ─> exit 0
+"""What both kinds of worker process do around their engine: sockets, start-up, heartbeats, probes, drain and end:
+bind sockets ─> write --address-file ─> load the model (not ready) ─> run the engine (ready) ─> SIGTERM: drain ─> exit 0
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import zmq
 import zmq.asyncio
@@ -78,6 +77,9 @@ class WorkerProcess:
         """Bind the KV socket if this role has one, and return its address. Called before the model is loaded."""
         return ""
 
+    def close_kv(self) -> None:
+        """Close what `bind_kv` bound, when no engine took it over."""
+
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, send: Send) -> Engine:
         """The engine, not started."""
         raise AssertionError("a worker process has a role")
@@ -106,7 +108,11 @@ class WorkerProcess:
         serving = asyncio.create_task(control.run(), name="control")
         stopped = asyncio.create_task(stop.wait(), name="stop")
         try:
-            await self._start_engine(control, stop)
+            loading = asyncio.create_task(self._start_engine(control), name="loading")
+            await asyncio.wait({loading, serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                self._abandon_loading(serving)
+            loading.result()
             watch = asyncio.create_task(self._watch_engine(), name="watch")
             await asyncio.wait({serving, stopped, watch}, return_when=asyncio.FIRST_COMPLETED)
             for task in (serving, watch):
@@ -120,14 +126,20 @@ class WorkerProcess:
             await asyncio.gather(serving, return_exceptions=True)
             if self.engine is not None:
                 await asyncio.to_thread(self.engine.stop)
+            else:
+                self.close_kv()
             await http.stop()
             self.context.destroy(linger=0)
 
-    async def _start_engine(self, control: ControlServer, stop: asyncio.Event) -> None:
+    def _abandon_loading(self, serving: asyncio.Task[None]) -> NoReturn:
+        """End at once: a thread that loads weights cannot be interrupted, and nothing else has begun."""
+        log.info("stopping while the model is loaded")
+        logging.shutdown()
+        os._exit(1 if serving.done() else 0)
+
+    async def _start_engine(self, control: ControlServer) -> None:
         began = time.monotonic()
         files, loaded = await asyncio.to_thread(self._load)
-        if stop.is_set():
-            return
         engine = self.build_engine(files, loaded, control.send_threadsafe)
         self.metrics.describe_cache(self.config.block_size, loaded.kv.num_blocks)
         self.loaded = loaded
@@ -290,4 +302,3 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
         log.error("%s: %s", error, error.__cause__)
         return 1
     return 0
-

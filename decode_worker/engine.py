@@ -152,9 +152,7 @@ class DecodeEngine(Engine):
 
     def fail_step(self, error: Exception) -> None:
         for chunk in self._in_step:
-            self._fail(
-                chunk.sequence, "decode", f"the step failed: {type(error).__name__}: {error}", retryable=True
-            )
+            self._fail(chunk.sequence, "decode", f"the step failed: {type(error).__name__}: {error}", retryable=True)
         self._in_step = ()
 
     def snapshot(self) -> EngineStatus:
@@ -344,9 +342,7 @@ class DecodeEngine(Engine):
 
     def _report_tokens(self) -> None:
         for router, deltas in self._deltas.items():
-            self.emit(
-                router, TokenOutput(worker_id=self._worker_id, epoch=self._epoch, outputs=tuple(deltas))
-            )
+            self.emit(router, TokenOutput(worker_id=self._worker_id, epoch=self._epoch, outputs=tuple(deltas)))
         self._deltas.clear()
 
     def _row(self, sequence: DecodeSequence) -> SamplingRow:

@@ -102,6 +102,11 @@ class KVReceiver:
         self._thread.join(timeout_s)
         self._wake_out.close()
 
+    def close(self) -> None:
+        """Close the sockets of a receiver whose thread was never started."""
+        for socket in (self._socket, self._wake_in, self._wake_out):
+            socket.close()
+
     def send(self, peer: bytes, message: Message) -> None:
         """Answer a prefill worker."""
         self._outbox.put((peer, message))
@@ -240,9 +245,7 @@ class KVReceiver:
     def _fail(self, landing: Landing, reason: str) -> None:
         self._drop(f"transfer {landing.request_id}/{landing.attempt} from a prefill worker: {reason}")
         if self.release(*landing.key) is not None:
-            self._answer(
-                landing.peer, KVFailed(request_id=landing.request_id, attempt=landing.attempt, reason=reason)
-            )
+            self._answer(landing.peer, KVFailed(request_id=landing.request_id, attempt=landing.attempt, reason=reason))
             self._on_event(TransferFailed(landing.request_id, landing.attempt, reason, by_peer=False))
 
     def _drop(self, why: str) -> None:

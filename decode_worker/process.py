@@ -31,6 +31,10 @@ class DecodeWorker(WorkerProcess):
         )
         return self._receiver.address
 
+    def close_kv(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, send: Send) -> Engine:
         settings, identity, receiver = self.settings, self.identity, self._receiver
         assert receiver is not None  # bound before the model is loaded

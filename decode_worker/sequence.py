@@ -13,8 +13,8 @@ from diptych.common.sampling_params import SampledToken, SamplingParams, TokenLo
 class RequestStatus(Enum):
     """Where a request is.
 
-        EXPECTING ──KVOpen──> OPENED ──KVGrant──> TRANSFERRING ──KVDone, all landed──> RUNNING ──> (gone)
-        WAITING (local prefill) ──room──> RUNNING <──room── PREEMPTED <──out of blocks── RUNNING
+    EXPECTING ──KVOpen──> OPENED ──KVGrant──> TRANSFERRING ──KVDone, all landed──> RUNNING ──> (gone)
+    WAITING (local prefill) ──room──> RUNNING <──room── PREEMPTED <──out of blocks── RUNNING
     """
 
     EXPECTING = "expecting"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diptych.kernels import torch_backend
+from diptych.kernels.native_backend import native_backend
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
 
 
@@ -16,60 +18,91 @@ class Backend(Protocol):
     """What a device's implementation offers; shapes and errors are those of the functions below."""
 
     def plan_attention(
-        self, spans: Sequence[QuerySpan], layout: KVLayout, window: int, num_heads: int, device: torch.device
+        self, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
     ) -> AttentionPlan: ...
 
     def paged_attention(
-        self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, scale: float, softcap: float
+        self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, scale: float, window: int, softcap: float
     ) -> Tensor: ...
 
-    def write_kv(self, kv: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None: ...
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        layer: int,
+        slots: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor: ...
 
 
-def backend(device: torch.device) -> Backend:
-    """The backend for a device. Every device is served by torch until it has one of its own."""
+@functools.cache
+def backend(kind: str) -> Backend:
+    """The backend of a device type ("cpu", "cuda", ...): native kernels where they can be had, else torch."""
+    if kind == "cpu" and (native := native_backend()) is not None:
+        return native
     return cast(Backend, torch_backend)
 
 
 def plan_attention(
-    spans: Sequence[QuerySpan], layout: KVLayout, window: int, num_heads: int, device: torch.device
+    spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
 ) -> AttentionPlan:
-    """Index tensors for one step. `window` > 0 lets a query see that many tokens, itself included; 0 lets it see all."""
-    return backend(device).plan_attention(spans, layout, window, num_heads, device)
+    """What all layers' attention of one step shares. Spans must not overlap; their block tables must be long enough."""
+    return backend(device.type).plan_attention(spans, layout, num_heads, device)
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, *, scale: float, softcap: float = 0.0
+    q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, *, scale: float, window: int = 0, softcap: float = 0.0
 ) -> Tensor:
     """Causal attention of q [T, num_heads, head_dim] over the blocks of `layer` in kv: [T, num_heads, head_dim].
 
     Scores are q.k * scale, then softcap * tanh(scores / softcap) when `softcap` > 0. Query head h reads KV head
-    h // (num_heads // num_kv_heads). The spans' own keys and values must have been written.
+    h // (num_heads // num_kv_heads). `window` > 0 lets a query see that many tokens, itself included. Rows outside of
+    the plan's spans stay unwritten. The spans' own keys and values must have been written.
     """
-    return backend(q.device).paged_attention(q, kv, layer, plan, scale, softcap)
+    return backend(q.device.type).paged_attention(q, kv, layer, plan, scale, window, softcap)
 
 
-def write_kv(kv: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write k and v [T, num_kv_heads, head_dim] to `slots` (int64 [T], block * block_size + offset) of one layer."""
-    backend(kv.device).write_kv(kv, layer, slots, k, v)
+def rotate_and_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    slots: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """From a projection to attention's inputs: the rotated queries, with rotated keys and values put into the cache.
+
+    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; cos and sin float32 [T, head_dim / 2] turn element i with
+    element i + head_dim / 2; slots int64 [T] are block * block_size + offset. With `q_norm` and `k_norm` (float32
+    [head_dim]) each head is RMS-normalised first. Returns q [T, num_heads, head_dim].
+    """
+    return backend(qkv.device.type).rotate_and_write(qkv, cos, sin, kv, layer, slots, q_norm, k_norm, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside, in x's dtype outside."""
-    return backend(x.device).rms_norm(x, weight, eps)
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. Inside in float32, as `weight` is; outside as x is."""
+    return backend(x.device.type).rms_norm(x, weight, eps)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [T, heads, head_dim] by cos and sin [T, head_dim / 2], halves rotated (not interleaved)."""
-    return backend(x.device).rotate(x, cos, sin)
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, rms_norm(x + delta)): the residual and the next block's input, of one pass."""
+    return backend(x.device.type).add_rms_norm(x, delta, weight, eps)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up of [T, 2 * n], gate first: [T, n]. `activation` is "silu" or "gelu_tanh"."""
-    return backend(gate_up.device).gated(gate_up, activation)
+    return backend(gate_up.device.type).gated(gate_up, activation)

@@ -4,10 +4,12 @@
 // prompt is cut into chunks and however many threads there are: keys are visited in tiles of 64 aligned to absolute positions.
 // Element types: 0 float32, 1 bfloat16; arithmetic is float32. Head sizes and widths are multiples of 16.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -29,7 +31,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-inline f32x16 splat(float x) { return f32x16{} + x; }
+inline f32x16 splat(float x) { return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 inline f32x16 load(const float *p) {
     f32x16 v;
@@ -47,6 +49,15 @@ inline f32x16 load(const bf16 *p) {
 }
 
 inline void store(float *p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
+
+// Keeps a value that several operations use in a register, where compilers would rather load it again for each.
+inline void hold(f32x16 &v) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(v));
+#else
+    (void)v;
+#endif
+}
 
 inline void store(bf16 *p, f32x16 v) { // to nearest, ties to even; NaN stays NaN
     u32x16 w;
@@ -129,11 +140,14 @@ struct Scratch {
 #if defined(__AVX512F__)
 inline void transpose16(const f32x16 *in, float *out, int stride) {
     __m512 t[16], r[16];
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i++) r[i] = (__m512)in[i];
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
         t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i += 4) {
         const __m512d a = _mm512_castps_pd(t[i]), b = _mm512_castps_pd(t[i + 2]);
         const __m512d c = _mm512_castps_pd(t[i + 1]), d = _mm512_castps_pd(t[i + 3]);
@@ -142,12 +156,14 @@ inline void transpose16(const f32x16 *in, float *out, int stride) {
         r[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d));
         r[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 4; i++) {
         t[i] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88);
         t[i + 4] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd);
         t[i + 8] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88);
         t[i + 12] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 4; i++) {
         _mm512_storeu_ps(out + i * stride, _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88));
         _mm512_storeu_ps(out + (i + 4) * stride, _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88));
@@ -162,35 +178,42 @@ inline void transpose16(const f32x16 *in, float *out, int stride) {
 }
 #endif
 
-// Keys and values of positions [begin, end) of a tile, float32: keys [head_dim][TILE], values [TILE][head_dim]; what lies
-// outside is zero, so that slots which belong to nobody are never read.
+alignas(64) const float NOTHING[1024] = {};
+
+// Rows of a tile's positions in the cache; those outside of [begin, end) point at zeros, so that slots which belong to nobody
+// are never read.
 template <typename T>
-void read_tile(const T *kv, const Shape &s, int64_t layer, int head, const int32_t *table, int64_t tile, int64_t begin,
-               int64_t end, Scratch &scratch) {
-    const T *rows[TILE];
-    const int64_t base = tile * TILE;
-    for (int i = 0; i < TILE; i++) {
-        const int64_t at = base + i;
-        rows[i] = nullptr;
-        if (at < begin || at >= end) continue;
-        const int64_t block = table[at / s.block_size], slot = at % s.block_size;
-        rows[i] = kv + (((block * s.num_layers + layer) * s.num_kv_heads + head) * s.block_size + slot) * 2 * s.head_dim;
+void find_rows(const T *kv, const Shape &s, int64_t layer, int head, const int32_t *table, int64_t base, int64_t begin,
+               int64_t end, const T *(&rows)[TILE], const T *(&values)[TILE]) {
+    for (int i = 0; i < TILE; i++) rows[i] = values[i] = reinterpret_cast<const T *>(NOTHING);
+    int64_t at = base > begin ? base : begin;
+    const int64_t last = base + TILE < end ? base + TILE : end;
+    while (at < last) {
+        const int64_t block = at / s.block_size, slot = at % s.block_size;
+        const int64_t until = last < (block + 1) * s.block_size ? last : (block + 1) * s.block_size;
+        const T *row = kv + (((table[block] * s.num_layers + layer) * s.num_kv_heads + head) * s.block_size + slot) * 2 * s.head_dim;
+        for (; at < until; at++, row += 2 * s.head_dim) rows[at - base] = row, values[at - base] = row + s.head_dim;
     }
-    for (int i = 0; i < TILE; i += LANES) {
-        bool any = false;
-        for (int j = 0; j < LANES; j++) any |= rows[i + j] != nullptr;
-        for (int64_t d = 0; d < s.head_dim; d += LANES) {
+}
+
+// Keys and values of those rows, float32: keys [head_dim][TILE], values [TILE][head_dim].
+template <typename T>
+void read_tile(const T *const (&rows)[TILE], const T *const (&values)[TILE], int dim, Scratch &scratch) {
+    float *keys = scratch.keys.data(), *out = scratch.values.data();
+    for (int d = 0; d < dim; d += LANES)
+        for (int i = 0; i < TILE; i += LANES) {
             f32x16 part[LANES];
-            for (int j = 0; j < LANES; j++) part[j] = rows[i + j] ? load(rows[i + j] + d) : f32x16{};
-            if (any)
-                transpose16(part, scratch.keys.data() + d * TILE + i, TILE);
-            else
-                for (int j = 0; j < LANES; j++) store(scratch.keys.data() + (d + j) * TILE + i, f32x16{});
-            for (int j = 0; j < LANES; j++)
-                store(scratch.values.data() + (i + j) * s.head_dim + d,
-                      rows[i + j] ? load(rows[i + j] + s.head_dim + d) : f32x16{});
+#pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++) part[j] = load(rows[i + j] + d);
+            transpose16(part, keys + d * TILE + i, TILE);
         }
-    }
+    for (int i = 0; i < TILE; i++)
+        for (int d = 0; d < dim; d += LANES) store(out + i * dim + d, load(values[i] + d));
+}
+
+template <typename T> void prefetch_rows(const T *const (&rows)[TILE], int dim) {
+    for (int i = 0; i < TILE; i++)
+        for (size_t at = 0; at < 2 * dim * sizeof(T); at += 64) __builtin_prefetch(reinterpret_cast<const char *>(rows[i]) + at);
 }
 
 // scores[R][TILE] = queries[R][dim] . keys[dim][TILE]
@@ -198,7 +221,7 @@ template <int R> void multiply_keys(const float *queries, const float *keys, flo
     f32x16 acc[R][VECTORS] = {};
     for (int d = 0; d < dim; d++) {
         f32x16 key[VECTORS];
-        for (int v = 0; v < VECTORS; v++) key[v] = load(keys + d * TILE + v * LANES);
+        for (int v = 0; v < VECTORS; v++) hold(key[v] = load(keys + d * TILE + v * LANES));
         for (int r = 0; r < R; r++) {
             const f32x16 q = splat(queries[r * dim + d]);
             for (int v = 0; v < VECTORS; v++) acc[r][v] = q * key[v] + acc[r][v];
@@ -215,7 +238,7 @@ template <int R, int V> void add_values(const float *scores, const float *values
         for (int v = 0; v < V; v++) acc[r][v] = load(sums + r * dim + v * LANES);
     for (int i = 0; i < TILE; i++) {
         f32x16 value[V];
-        for (int v = 0; v < V; v++) value[v] = load(values + i * dim + v * LANES);
+        for (int v = 0; v < V; v++) hold(value[v] = load(values + i * dim + v * LANES));
         for (int r = 0; r < R; r++) {
             const f32x16 p = splat(scores[r * TILE + i]);
             for (int v = 0; v < V; v++) acc[r][v] = p * value[v] + acc[r][v];
@@ -229,6 +252,16 @@ template <int R> void add_all_values(const float *scores, const float *values, f
     int d = 0;
     for (; d + 4 * LANES <= dim; d += 4 * LANES) add_values<R, 4>(scores, values + d, sums + d, dim);
     for (; d < dim; d += LANES) add_values<R, 1>(scores, values + d, sums + d, dim);
+}
+
+// Calls back with the number of rows, at most four, as a constant.
+template <typename F> void by_rows(int rows, F &&call) {
+    switch (rows) {
+    case 1: return call(std::integral_constant<int, 1>{});
+    case 2: return call(std::integral_constant<int, 2>{});
+    case 3: return call(std::integral_constant<int, 3>{});
+    default: return call(std::integral_constant<int, 4>{});
+    }
 }
 
 // One row's scores of a tile to weights relative to a running maximum; rescales what the row has summed so far.
@@ -292,9 +325,17 @@ template <typename T> struct Attention {
         std::fill(scratch.sums.begin(), scratch.sums.begin() + rows * dim, 0.f);
         const int64_t first = span.start + unit.first, end = first + unit.count; // positions of the queries
         const int64_t begin = window && first + 1 > window ? first + 1 - window : 0;
-        for (int64_t tile = begin / TILE; tile * TILE < end; tile++) {
-            read_tile(kv, shape, layer, unit.head, tables + span.table, tile, begin, end, scratch);
-            visit(tile * TILE, rows, group, first, scratch);
+        const T *keys[2][TILE], *values[2][TILE]; // of this tile and of the next, which is fetched meanwhile
+        const int32_t *table = tables + span.table;
+        int64_t base = begin / TILE * TILE;
+        find_rows(kv, shape, layer, unit.head, table, base, begin, end, keys[0], values[0]);
+        for (int turn = 0; base < end; base += TILE, turn ^= 1) {
+            if (base + TILE < end) {
+                find_rows(kv, shape, layer, unit.head, table, base + TILE, begin, end, keys[turn ^ 1], values[turn ^ 1]);
+                prefetch_rows(keys[turn ^ 1], dim);
+            }
+            read_tile(keys[turn], values[turn], dim, scratch);
+            visit(base, rows, group, first, scratch);
         }
         for (int i = 0; i < rows; i++) {
             T *to = out + ((span.row + unit.first + i / group) * shape.num_heads + unit.head * group + i % group) * dim;
@@ -305,31 +346,19 @@ template <typename T> struct Attention {
 
     void visit(int64_t base, int rows, int group, int64_t first, Scratch &scratch) const {
         const int dim = int(shape.head_dim);
-        for (int i = 0; i < rows; i += 4) {
-            const int count = rows - i < 4 ? rows - i : 4;
-            float *queries = &scratch.queries[i * dim], *scores = &scratch.scores[i * TILE], *sums = &scratch.sums[i * dim];
-            const float *keys = scratch.keys.data(), *values = scratch.values.data();
-            const int64_t latest = first + (i + count - 1) / group;
-            if (base > latest) continue; // nothing to see yet
-            switch (count) {
-            case 4: multiply_keys<4>(queries, keys, scores, dim); break;
-            case 3: multiply_keys<3>(queries, keys, scores, dim); break;
-            case 2: multiply_keys<2>(queries, keys, scores, dim); break;
-            default: multiply_keys<1>(queries, keys, scores, dim);
-            }
-            for (int r = 0; r < count; r++) {
-                const int64_t at = first + (i + r) / group; // position of this query
-                const int64_t from = window && at + 1 > window ? at + 1 - window : 0;
-                soften(scores + r * TILE, base, from, at + 1, softcap, sums + r * dim, dim, scratch.top[i + r],
-                       scratch.total[i + r]);
-            }
-            switch (count) {
-            case 4: add_all_values<4>(scores, values, sums, dim); break;
-            case 3: add_all_values<3>(scores, values, sums, dim); break;
-            case 2: add_all_values<2>(scores, values, sums, dim); break;
-            default: add_all_values<1>(scores, values, sums, dim);
-            }
+        const int64_t behind = (base - first) * group; // rows before this one see nothing of the tile
+        const int begin = behind > 0 ? int(behind) / 4 * 4 : 0;
+        const float *keys = scratch.keys.data(), *values = scratch.values.data();
+        float *queries = scratch.queries.data(), *scores = scratch.scores.data(), *sums = scratch.sums.data();
+        for (int i = begin; i < rows; i += 4)
+            by_rows(rows - i, [&](auto count) { multiply_keys<count>(queries + i * dim, keys, scores + i * TILE, dim); });
+        for (int i = begin; i < rows; i++) {
+            const int64_t at = first + i / group; // position of this query
+            const int64_t from = window && at + 1 > window ? at + 1 - window : 0;
+            soften(scores + i * TILE, base, from, at + 1, softcap, sums + i * dim, dim, scratch.top[i], scratch.total[i]);
         }
+        for (int i = begin; i < rows; i += 4)
+            by_rows(rows - i, [&](auto count) { add_all_values<count>(scores + i * TILE, values, sums + i * dim, dim); });
     }
 };
 

@@ -45,22 +45,43 @@ def paged_attention(
     return out
 
 
-def write_kv(kv: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Same contract as `kernels.write_kv`."""
-    block_size = kv.shape[3]
-    for i, slot in enumerate(slots.tolist()):
-        kv[slot // block_size, layer, :, slot % block_size, 0] = k[i].to(kv.dtype)
-        kv[slot // block_size, layer, :, slot % block_size, 1] = v[i].to(kv.dtype)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Same contract as `kernels.rms_norm`."""
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Same contract as `kernels.add_rms_norm`."""
+    return x + delta, rms_norm(x + delta, weight, eps)
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    slots: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Same contract as `kernels.rotate_and_write`."""
+    _, _, kv_heads, block_size, _, dim = kv.shape
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    q, k, v = qkv.view(-1, heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), dim=1)
+    q = rotate(q if q_norm is None else rms_norm(q, q_norm, eps), cos, sin)
+    k = rotate(k if k_norm is None else rms_norm(k, k_norm, eps), cos, sin)
+    for i, slot in enumerate(slots.tolist()):
+        kv[slot // block_size, layer, :, slot % block_size, 0] = k[i].to(kv.dtype)
+        kv[slot // block_size, layer, :, slot % block_size, 1] = v[i].to(kv.dtype)
+    return q
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Same contract as `kernels.rotate`: a complex product, of element i with element i + head_dim / 2."""
+    """x [T, heads, head_dim]: a complex product, of element i with element i + head_dim / 2."""
     half = x.shape[-1] // 2
     wide = x if x.dtype == torch.float64 else x.float()
     turned = torch.complex(wide[..., :half].contiguous(), wide[..., half:].contiguous()) * torch.complex(

@@ -50,27 +50,38 @@ class PrefillSpan:
     mask: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
 class TorchPlan(AttentionPlan):
-    decodes: tuple[DecodeGroup, ...]
-    prefills: tuple[PrefillSpan, ...]
+    """Index tensors of a step, made at the first use of each window."""
+
+    def __init__(self, spans: Sequence[QuerySpan], layout: KVLayout, device: torch.device) -> None:
+        self.spans, self.layout, self.device = spans, layout, device
+        self._windows: dict[int, tuple[list[DecodeGroup], list[PrefillSpan]]] = {}
+
+    def window(self, window: int) -> tuple[list[DecodeGroup], list[PrefillSpan]]:
+        if window not in self._windows:
+            decodes = [_decode_group(group, self.layout, window, self.device) for group in _groups(self, window)]
+            wide = [span for span in self.spans if span.count > 1]
+            self._windows[window] = (decodes, [_prefill_span(span, self.layout, window, self.device) for span in wide])
+        return self._windows[window]
 
 
 def plan_attention(
-    spans: Sequence[QuerySpan], layout: KVLayout, window: int, num_heads: int, device: torch.device
+    spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
 ) -> TorchPlan:
-    single = sorted((span for span in spans if span.count == 1), key=lambda span: _num_visible(span, window))
+    return TorchPlan(spans, layout, device)
+
+
+def _groups(plan: TorchPlan, window: int) -> list[list[QuerySpan]]:
+    """Single-row spans by similar length, so that one long row does not pad all."""
+    single = sorted((span for span in plan.spans if span.count == 1), key=lambda span: _num_visible(span, window))
     groups: list[list[QuerySpan]] = []
     for span in single:
-        limit = max(MAX_PADDING * _num_visible(groups[-1][0], window), layout.block_size) if groups else 0.0
+        limit = max(MAX_PADDING * _num_visible(groups[-1][0], window), plan.layout.block_size) if groups else 0.0
         if groups and _num_visible(span, window) <= limit:
             groups[-1].append(span)
         else:
             groups.append([span])
-    return TorchPlan(
-        tuple(_decode_group(group, layout, window, device) for group in groups),
-        tuple(_prefill_span(span, layout, window, device) for span in spans if span.count > 1),
-    )
+    return groups
 
 
 def _num_visible(span: QuerySpan, window: int) -> int:
@@ -131,31 +142,30 @@ def _prefill_span(span: QuerySpan, layout: KVLayout, window: int, device: torch.
     return PrefillSpan(span.row, span.count, gather, layout.num_kv_heads, start - first * size, length, mask)
 
 
-def paged_attention(q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, scale: float, softcap: float) -> Tensor:
-    assert isinstance(plan, TorchPlan)
-    out = torch.empty_like(q)
+def paged_attention(
+    q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, scale: float, window: int, softcap: float
+) -> Tensor:
+    if not isinstance(plan, TorchPlan):
+        raise TypeError(f"a {type(plan).__name__} was made by another backend")
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     num_blocks, num_layers, heads, size, _, dim = kv.shape
     flat = kv.view(num_blocks * num_layers * heads, size * 2 * dim)[layer * heads :]
-    for group in plan.decodes:
+    decodes, prefills = plan.window(window)
+    for group in decodes:
         _decode(q, flat, group, scale, softcap, out)
-    for span in plan.prefills:
+    for span in prefills:
         _prefill(q, flat, span, scale, softcap, out)
     return out
 
 
 def _decode(q: Tensor, flat: Tensor, group: DecodeGroup, scale: float, softcap: float, out: Tensor) -> None:
     batch, heads, dim = group.rows.shape[0], group.num_kv_heads, q.shape[2]
-    whole = batch == q.shape[0] and len(group.rows) == batch
     both = flat.index_select(0, group.gather).view(batch, heads, -1, 2, dim)  # [B, Hkv, L, 2, D]
     if group.padding is not None:
         both.transpose(1, 2)[group.padding] = 0.0  # slots of nobody may hold anything, and 0 * NaN is NaN
     query = q.index_select(0, group.rows).view(batch, heads, -1, dim)  # [B, Hkv, G, D]
     result = _attend(query, both[..., 0, :], both[..., 1, :], group.mask, False, scale, softcap)
-    rows = result.reshape(batch, -1, dim)
-    if whole:
-        out[group.rows] = rows
-    else:
-        out.index_copy_(0, group.rows, rows)
+    out.index_copy_(0, group.rows, result.reshape(batch, -1, dim))
 
 
 def _prefill(q: Tensor, flat: Tensor, span: PrefillSpan, scale: float, softcap: float, out: Tensor) -> None:
@@ -185,9 +195,31 @@ def _attend(
     return torch.softmax(scores, dim=-1).to(value.dtype) @ value
 
 
-def write_kv(kv: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    size = kv.shape[3]
-    kv[:, layer].permute(0, 2, 1, 3, 4)[slots // size, slots % size] = torch.stack((k, v), dim=2)
+def rotate_and_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    slots: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    kv_heads, size = kv.shape[2], kv.shape[3]
+    heads = qkv.shape[1] // kv.shape[5] - 2 * kv_heads
+    qkv = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)
+    if q_norm is not None and k_norm is not None:
+        q = rms_norm(qkv[:, :heads], q_norm, eps)
+        qk = torch.cat((q, rms_norm(qkv[:, heads:-kv_heads], k_norm, eps)), dim=1)
+    else:
+        qk = qkv[:, :-kv_heads]
+    first, second = qk.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    qk = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
+    new = torch.stack((qk[:, heads:], qkv[:, -kv_heads:]), dim=2)  # [T, Hkv, 2, D]
+    kv[:, layer].permute(0, 2, 1, 3, 4)[slots // size, slots % size] = new
+    return qk[:, :heads]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -196,10 +228,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale * weight).to(x.dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + delta
+    return total, rms_norm(total, weight, eps)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:

@@ -160,9 +160,7 @@ class PrefillEngine(Engine):
         else:
             now = time.monotonic()
             hasher = BlockHasher(self.scheduler.block_size, request.cache_salt)
-            self.scheduler.add(
-                PrefillSequence(router, request, token_ids, hasher, now, now + request.deadline_s)
-            )
+            self.scheduler.add(PrefillSequence(router, request, token_ids, hasher, now, now + request.deadline_s))
 
     def _problem(self, token_ids: list[int]) -> str:
         capacity = self.scheduler.pool.num_blocks * self.scheduler.block_size

@@ -284,7 +284,9 @@ class KVSender:
     def _tell_failed(self, transfer: OutgoingTransfer, reason: str) -> None:
         message = KVFailed(request_id=transfer.request_id, attempt=transfer.attempt, reason=reason[:1000])
         if transfer.key not in self._unopened:
-            try_send(self._streams(transfer)[0], message)  # a full queue loses it: the receiver has a deadline of its own
+            try_send(
+                self._streams(transfer)[0], message
+            )  # a full queue loses it: the receiver has a deadline of its own
 
     def _end(self, transfer: OutgoingTransfer, reason: str) -> None:
         self._forget(transfer)

@@ -12,8 +12,8 @@ from diptych.common.messages import PrefillRequest
 class PrefillSequence:
     """`blocks` covers the whole prompt from admission on; the first `num_computed` tokens are in them.
 
-        accepted_at ─ admitted_at ─ computed_at ─ released        (engine clock, seconds)
-             queue        prefill        hold
+    accepted_at ─ admitted_at ─ computed_at ─ released        (engine clock, seconds)
+         queue        prefill        hold
     """
 
     router: bytes

@@ -1,7 +1,7 @@
 """The state of one outgoing KV transfer. Pure; `KVSender` drives it.
 
-    opened ──KVGrant──> granted ──blocks computed and shipped──> drained ──KVDone──> finished ──KVAck──> gone
-       └──────── KVWait renews the lease ────────┘      KVFailed or an expired lease ends it from any state
+opened ──KVGrant──> granted ──blocks computed and shipped──> drained ──KVDone──> finished ──KVAck──> gone
+   └──────── KVWait renews the lease ────────┘      KVFailed or an expired lease ends it from any state
 """
 
 from __future__ import annotations

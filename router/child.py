@@ -42,7 +42,7 @@ def child_environment(config: Config) -> dict[str, str]:
 
 
 class Child:
-    """A module run as a process of its own session, so that a Ctrl-C in the terminal reaches only the supervisor."""
+    """A module run in a process group of its own, so that a Ctrl-C in the terminal reaches only the supervisor."""
 
     def __init__(self, name: str, module: str, config: Config) -> None:
         self.name, self.module, self.config = name, module, config

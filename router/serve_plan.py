@@ -77,7 +77,7 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
     """
     environ = os.environ if environ is None else environ
     flags = build_parser().flags(argv)
-    sources = Sources.open(flags.get("config", environ.get("DIPTYCH_CONFIG", "")), environ)
+    sources = Sources.open(flags.get("config", environ.get("DIPTYCH_CONFIG", "")), environ, ServeConfig)
 
     def merge(cls: type[C], own: frozenset[str], prefix: str) -> C:
         values = sources.values(cls, skip=own)

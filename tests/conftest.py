@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +13,25 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # `python -m pytest` puts the working folder first: there `kernels` would shadow the package that transformers imports.
 sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != ROOT]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what this machine cannot run. torch is asked only when a GPU test was collected."""
+    absent = {}
+    if shutil.which("helm") is None:
+        absent["helm"] = "the helm program is not installed"
+    if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
+        absent["gpu"] = "no CUDA device"
+    for item in items:
+        for marker, reason in absent.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,7 @@ class ForwardBatch:
     token_ids, positions   int64 [T]
     slots                  int64 [T], block * block_size + slot within the block: where each token's KV goes
     sampled                int64 [n], rows of [T] whose logits are wanted, or None when those are all T rows
-    plans                  attention plan of each distinct layer window
+    plan                   what the layers' attention shares
     """
 
     num_tokens: int
@@ -44,7 +44,7 @@ class ForwardBatch:
     positions: Tensor
     slots: Tensor
     sampled: Tensor | None
-    plans: dict[int, AttentionPlan]
+    plan: AttentionPlan
 
     @classmethod
     def build(cls, chunks: Sequence[SequenceChunk], config: ModelConfig, kv: KVCache) -> ForwardBatch:
@@ -66,14 +66,13 @@ class ForwardBatch:
             raise InvalidRequest(f"token id {wrong} is outside of the vocabulary of {config.vocab_size}")
         positions, slots = _place(spans, kv.block_size, len(ids))
         layout = KVLayout(kv.num_blocks, config.num_layers, config.num_kv_heads, kv.block_size, config.head_dim)
-        windows = sorted(set(config.layer_windows))
         return cls(
             num_tokens=len(ids),
             token_ids=torch.from_numpy(ids).to(kv.device),
             positions=torch.from_numpy(positions).to(kv.device),
             slots=torch.from_numpy(slots).to(kv.device),
             sampled=None if len(sampled) == len(ids) else torch.tensor(sampled, dtype=torch.int64, device=kv.device),
-            plans={window: plan_attention(spans, layout, window, config.num_heads, kv.device) for window in windows},
+            plan=plan_attention(spans, layout, config.num_heads, kv.device),
         )
 
 

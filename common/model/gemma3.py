@@ -6,18 +6,21 @@ from torch import Tensor
 
 from diptych.common.errors import ModelError
 from diptych.common.model.decoder import Decoder, Step
-from diptych.common.model.weights import LayerWeights
-from diptych.kernels import rms_norm
+from diptych.kernels import add_rms_norm, rms_norm
 
 
 class Gemma3(Decoder):
-    """Sandwich norm: x += norm(attention(norm(x))); x += norm(mlp(norm(x)))."""
+    """Sandwich norm: x += norm(attention(norm(x))); x += norm(mlp(norm(x))). Sums are fused with the norms after them."""
 
-    def layer(self, index: int, weights: LayerWeights, hidden: Tensor, step: Step) -> Tensor:
-        eps = self.config.rms_norm_eps
-        after_attention, after_mlp = weights.post_attention_norm, weights.post_mlp_norm
-        if after_attention is None or after_mlp is None:
-            raise ModelError(f"layer {index} lacks the norms after attention and MLP that Gemma 3 has: load it again")
-        mixed = self.attention(index, weights, rms_norm(hidden, weights.input_norm, eps), step)
-        hidden = self.wanted(index, hidden, step) + rms_norm(mixed, after_attention, eps)
-        return hidden + rms_norm(self.mlp(weights, rms_norm(hidden, weights.mlp_norm, eps)), after_mlp, eps)
+    def layers(self, hidden: Tensor, step: Step) -> Tensor:
+        eps, layers = self.config.rms_norm_eps, self.weights.layers
+        following = [*(layer.input_norm for layer in layers[1:]), self.weights.norm]
+        normed = rms_norm(hidden, layers[0].input_norm, eps)
+        for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
+            if layer.post_attention_norm is None or layer.post_mlp_norm is None:
+                raise ModelError(f"layer {index} lacks the norms after attention and MLP of Gemma 3: load it again")
+            mixed = rms_norm(self.attention(index, layer, normed, step), layer.post_attention_norm, eps)
+            hidden, normed = add_rms_norm(self.wanted(index, hidden, step), mixed, layer.mlp_norm, eps)
+            change = rms_norm(self.mlp(layer, normed), layer.post_mlp_norm, eps)
+            hidden, normed = add_rms_norm(hidden, change, next_norm, eps)
+        return normed

@@ -5,15 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from diptych.common.model.decoder import Decoder, Step
-from diptych.common.model.weights import LayerWeights
-from diptych.kernels import rms_norm
+from diptych.kernels import add_rms_norm, rms_norm
 
 
 class Llama(Decoder):
-    """Pre-norm: x += attention(norm(x)); x += mlp(norm(x))."""
+    """Pre-norm: x += attention(norm(x)); x += mlp(norm(x)). Each sum is fused with the norm that follows it."""
 
-    def layer(self, index: int, weights: LayerWeights, hidden: Tensor, step: Step) -> Tensor:
-        eps = self.config.rms_norm_eps
-        mixed = self.attention(index, weights, rms_norm(hidden, weights.input_norm, eps), step)
-        hidden = self.wanted(index, hidden, step) + mixed
-        return hidden + self.mlp(weights, rms_norm(hidden, weights.mlp_norm, eps))
+    def layers(self, hidden: Tensor, step: Step) -> Tensor:
+        eps, layers = self.config.rms_norm_eps, self.weights.layers
+        following = [*(layer.input_norm for layer in layers[1:]), self.weights.norm]
+        normed = rms_norm(hidden, layers[0].input_norm, eps)
+        for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
+            mixed = self.attention(index, layer, normed, step)
+            hidden, normed = add_rms_norm(self.wanted(index, hidden, step), mixed, layer.mlp_norm, eps)
+            hidden, normed = add_rms_norm(hidden, self.mlp(layer, normed), next_norm, eps)
+        return normed

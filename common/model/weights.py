@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diptych.common.errors import ModelError
 from diptych.common.model.config import ModelConfig
+from diptych.kernels import Linear
 
 
 class WeightSource(Protocol):
@@ -32,21 +33,17 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Matrices are [out, in] in the model's dtype, norm weights float32. What a family does not have is None.
+    """Norm weights are float32. What a family does not have is None.
 
-    qkv: [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; gate_up: [2 * intermediate, hidden], gate first.
+    qkv: hidden to (num_heads + 2 * num_kv_heads) * head_dim; gate_up: hidden to 2 * intermediate, gate first.
     """
 
     input_norm: Tensor
-    qkv: Tensor
-    output: Tensor
+    qkv: Linear
+    output: Linear
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-    qkv_bias: Tensor | None = None
-    output_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
+    gate_up: Linear
+    down: Linear
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     post_attention_norm: Tensor | None = None
@@ -55,12 +52,12 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embedding [vocab, hidden]; lm_head is the same tensor when embeddings are tied. rope_factors: see `rope`."""
+    """embedding [vocab, hidden]; lm_head multiplies by the same numbers when embeddings are tied. rope_factors: `rope`."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    lm_head: Tensor
+    lm_head: Linear
     rope_factors: Tensor | None = None
 
 
@@ -77,7 +74,7 @@ class Assembler:
         head = embedding if tied else self.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
         layers = tuple(self.layer(f"model.layers.{i}.") for i in range(config.num_layers))
         factors = self.source.read("rope_factors").float() if self.source.has("rope_factors") else None
-        return ModelWeights(embedding, layers, self.norm("model.norm.weight", config.hidden_size), head, factors)
+        return ModelWeights(embedding, layers, self.norm("model.norm.weight", config.hidden_size), Linear(head), factors)
 
     def layer(self, prefix: str) -> LayerWeights:
         config, hidden = self.config, self.config.hidden_size
@@ -86,17 +83,17 @@ class Assembler:
         gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
         sandwich = config.sandwich_norm
         mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+        output = self.matrix(f"{prefix}self_attn.o_proj.weight", hidden, q)
+        down = self.matrix(f"{prefix}mlp.down_proj.weight", hidden, inner)
+        output_bias = self.bias(prefix, {"self_attn.o_proj": hidden}) if config.output_bias else None
+        down_bias = self.bias(prefix, {"mlp.down_proj": hidden}) if config.mlp_bias else None
         return LayerWeights(
             input_norm=self.norm(f"{prefix}input_layernorm.weight", hidden),
-            qkv=self.fused(prefix, projections, hidden),
-            output=self.matrix(f"{prefix}self_attn.o_proj.weight", hidden, q),
+            qkv=self.fused(prefix, projections, hidden, config.qkv_bias),
+            output=Linear(output, output_bias),
             mlp_norm=self.norm(f"{prefix}{mlp_norm}.weight", hidden),
-            gate_up=self.fused(prefix, gates, hidden),
-            down=self.matrix(f"{prefix}mlp.down_proj.weight", hidden, inner),
-            qkv_bias=self.bias(prefix, projections) if config.qkv_bias else None,
-            output_bias=self.bias(prefix, {"self_attn.o_proj": hidden}) if config.output_bias else None,
-            gate_up_bias=self.bias(prefix, gates) if config.mlp_bias else None,
-            down_bias=self.bias(prefix, {"mlp.down_proj": hidden}) if config.mlp_bias else None,
+            gate_up=self.fused(prefix, gates, hidden, config.mlp_bias),
+            down=Linear(down, down_bias),
             q_norm=self.norm(f"{prefix}self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
             k_norm=self.norm(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
             post_attention_norm=self.norm(f"{prefix}post_attention_layernorm.weight", hidden) if sandwich else None,
@@ -106,10 +103,11 @@ class Assembler:
     def matrix(self, name: str, *shape: int) -> Tensor:
         return self._checked(name, shape).to(device=self.device, dtype=self.dtype).contiguous()
 
-    def fused(self, prefix: str, parts: Mapping[str, int], columns: int) -> Tensor:
+    def fused(self, prefix: str, parts: Mapping[str, int], columns: int, biased: bool) -> Linear:
         """Matrices stacked by rows, converted one by one into their place."""
         out = torch.empty(sum(parts.values()), columns, dtype=self.dtype, device=self.device)
-        return self._stack(out, [f"{prefix}{part}.weight" for part in parts], list(parts.values()))
+        self._stack(out, [f"{prefix}{part}.weight" for part in parts], list(parts.values()))
+        return Linear(out, self.bias(prefix, parts) if biased else None)
 
     def bias(self, prefix: str, parts: Mapping[str, int]) -> Tensor:
         out = torch.empty(sum(parts.values()), dtype=self.dtype, device=self.device)

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator
 
-from diptych.common.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
+from diptych.common.errors import DeadlineExceeded, InternalError, InvalidRequest, RequestError, Unavailable
 from diptych.common.messages import RequestFailed, ResetPrefixCache, TokenDelta, TokenOutput
 from diptych.common.settings import RouterConfig
 from diptych.router.dispatch.client import GenerationRequest, TokenEvent
@@ -30,6 +30,8 @@ from diptych.router.dispatch.registry import STALL_TIMEOUT_S
 from diptych.router.dispatch.stream import StreamConflict
 
 RETRY_AFTER_S = 1.0
+DEADLINE_SLACK_S = 0.1
+"""A worker's clock of the same deadline may ring this much earlier than ours."""
 
 
 class Dispatcher:
@@ -80,6 +82,7 @@ class Dispatcher:
         """See `GenerationClient.generate`."""
         flight = self._admit(request)
         try:
+            self._try_place(flight, self._clock())
             while True:
                 event = await flight.next_event()
                 yield event
@@ -146,7 +149,7 @@ class Dispatcher:
         if failed.retryable:
             self._recover(flight, assignment, reason)
         else:
-            self._fail(flight, _refusal(failed, reason))
+            self._fail(flight, _refusal(failed, reason, self._remaining_s(flight)))
 
     def on_lost(self, address: str, reason: str) -> None:
         for flight in list(self._flights.values()):
@@ -177,12 +180,14 @@ class Dispatcher:
             raise InvalidRequest(f"request {request.request_id} is already being served", param="request_id")
         if not request.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
-        now = self._clock()
-        flight = self._flights[request.request_id] = Flight(request, now)
+        try:
+            flight = Flight(request, self._clock())
+        except (OverflowError, TypeError) as error:
+            raise InvalidRequest(f"the prompt holds what is no token id: {error}", param="prompt") from error
+        self._flights[request.request_id] = flight
         loop = asyncio.get_running_loop()
         flight.deadline_timer = loop.call_later(request.deadline_s, self._on_deadline, flight)
         self._queue[request.request_id] = flight
-        self._try_place(flight, now)
         return flight
 
     def _serve_queue(self, now: float) -> None:
@@ -301,11 +306,11 @@ class Dispatcher:
         )
 
 
-def _refusal(failed: RequestFailed, reason: str) -> RequestError:
+def _refusal(failed: RequestFailed, reason: str, remaining_s: float) -> RequestError:
     """The error of a failure that no other worker would mend.
 
     What a worker refuses before computing is the request's own fault and never a 5xx, which clients would retry.
     """
-    if failed.message.startswith("deadline"):
+    if remaining_s < DEADLINE_SLACK_S:
         return DeadlineExceeded(reason)
-    return InvalidRequest(failed.message)
+    return InvalidRequest(failed.message) if failed.phase == "queue" else InternalError(reason)

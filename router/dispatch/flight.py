@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from diptych.common.block_hash import BlockHasher
 from diptych.common.errors import RequestError
-from diptych.common.messages import Timeline, TokenDelta
+from diptych.common.messages import Timeline, TokenDelta, pack_tokens
 from diptych.router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
 from diptych.router.dispatch.stream import TokenStream
 from diptych.router.dispatch.worker import Booking, Role
@@ -42,10 +42,14 @@ class Assignment:
 
 
 class Flight:
-    """A request's state. The dispatcher changes it; `next_event` is what the consumer waits on."""
+    """A request's state. The dispatcher changes it; `next_event` is what the consumer waits on.
+
+    Raises OverflowError or TypeError for prompt tokens that are no 32-bit token ids.
+    """
 
     def __init__(self, request: GenerationRequest, now: float) -> None:
         self.request = request
+        self._packed = pack_tokens(request.prompt_token_ids)
         self.stream = TokenStream(request.params.max_tokens, with_logprobs=request.params.logprobs >= 0)
         self.attempt = 0
         self.num_failures = 0
@@ -86,9 +90,9 @@ class Flight:
         """Output tokens still allowed."""
         return self.request.params.max_tokens - len(self.stream.token_ids)
 
-    def prompt(self) -> list[int]:
+    def packed_prompt(self) -> bytes:
         """The prompt of the present attempt: the request's, and the output that was there when it was dispatched."""
-        return self.request.prompt_token_ids + self.stream.token_ids[: self.num_base_tokens]
+        return self._packed + pack_tokens(self.stream.token_ids[: self.num_base_tokens])
 
     def hashes(self, block_size: int) -> list[bytes]:
         """Chained block hashes of the prompt and all output so far, each computed once."""

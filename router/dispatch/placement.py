@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from diptych.common.messages import DecodeRequest, KVTarget, Message, PrefillRequest, pack_tokens
+from diptych.common.messages import DecodeRequest, KVTarget, Message, PrefillRequest
 from diptych.router.dispatch.flight import Assignment, Flight
 from diptych.router.dispatch.policy import Choice, RequestShape, RoutingPolicy
 from diptych.router.dispatch.prefix_index import PrefixIndex
@@ -40,6 +40,8 @@ class Placement:
         deaf: set[str] = set()
         while True:
             prefill, decode = self._candidates(flight, deaf)
+            if not decode and flight.num_remaining > 1:
+                return False  # spares the many that wait for a decode worker the hashing of their prompts
             shape = self._shape(flight, [*prefill, *decode])
             choice = self._policy.choose(prefill, decode, shape)
             if choice is None:
@@ -125,11 +127,13 @@ class Placement:
 
     def _shape(self, flight: Flight, workers: Sequence[Worker]) -> RequestShape:
         num_tokens = len(flight.request.prompt_token_ids) + flight.num_base_tokens
-        hits: dict[str, int] = {}
-        for worker in workers:
-            size = worker.identity.block_size
-            if size and self._index.size(worker.address):
-                hits[worker.address] = size * self._index.num_hits(worker.address, flight.hashes(size))
+        known = [worker for worker in workers if self._index.size(worker.address)]
+        hashes = {size: flight.hashes(size) for size in {worker.identity.block_size for worker in known}}
+        hits = {
+            worker.address: size * self._index.num_hits(worker.address, hashes[size])
+            for worker in known
+            if (size := worker.identity.block_size)
+        }
         num_remaining = flight.request.params.max_tokens - flight.num_base_tokens
         return RequestShape(num_tokens, num_remaining, hits)
 
@@ -167,7 +171,7 @@ class Placement:
         return DecodeRequest(
             request_id=request.request_id,
             attempt=flight.attempt,
-            prompt=pack_tokens(flight.prompt()),
+            prompt=flight.packed_prompt(),
             params=request.params,
             prefill_worker=prefill.worker_id if prefill else "",
             num_output_tokens=flight.num_base_tokens,
@@ -185,7 +189,7 @@ class Placement:
         return PrefillRequest(
             request_id=request.request_id,
             attempt=flight.attempt,
-            prompt=pack_tokens(flight.prompt()),
+            prompt=flight.packed_prompt(),
             params=request.params,
             decode=target,
             num_output_tokens=flight.num_base_tokens,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from diptych.common.errors import RequestError, Unavailable
 from diptych.router.dispatch.flight import Assignment, Flight
 from diptych.router.dispatch.load import DispatchCounters
 from diptych.router.dispatch.placement import Placement
+
+log = logging.getLogger(__name__)
 
 BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
@@ -32,6 +36,7 @@ class Recovery:
         if flight.num_failures > self._max_retries:
             return Unavailable(f"gave up after {flight.num_failures} attempts; the last: {reason}", retry_after_s=1.0)
         self._counters.num_retries[failed.role] += 1
+        log.info("request %s moves: %s", flight.request.request_id, reason)
         if failed is flight.prefill and decode is not None:
             self._placement.remove(flight, failed)
             if self._placement.replace_prefill(flight, now):

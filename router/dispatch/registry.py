@@ -8,8 +8,8 @@ from dataclasses import replace
 from diptych.common.messages import WorkerHeartbeat, WorkerHello
 from diptych.router.dispatch.worker import Booking, Load, Role, Worker, WorkerState
 
-STALL_TIMEOUT_S = 15.0
-"""An engine that has work and whose step count stands still this long is stuck. Longer than any honest step."""
+STALL_TIMEOUT_S = 60.0
+"""An engine with work whose step count stands still this long is stuck. Longer than an honest step on a slow CPU."""
 MAX_STRIKES = 3
 SUSPECT_S, MAX_SUSPECT_S = 5.0, 60.0
 
@@ -52,8 +52,8 @@ class WorkerRegistry:
         if worker.hello is None or new_life:
             worker.state, worker.reason, worker.step_changed = WorkerState.CONNECTED, "connected, not ready yet", now
         worker.hello, worker.known_epoch = hello, hello.epoch
-        if hello.role != worker.role:
-            worker.state, worker.reason = WorkerState.UNKNOWN, f"is a {hello.role} worker, not {worker.role}"
+        if misfit := _misfit(worker):
+            worker.state, worker.reason = WorkerState.UNKNOWN, misfit
         return ended
 
     def on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
@@ -109,7 +109,7 @@ class WorkerRegistry:
                 continue
             if late:
                 worker.last_seen = worker.step_changed = now
-            elif now - worker.last_seen > self._worker_timeout_s:
+            elif now - (worker.last_seen or 0.0) > self._worker_timeout_s:
                 self._end(worker, WorkerState.DEAD, f"silent for more than {self._worker_timeout_s:g} s")
                 died.append(worker)
             elif self._judge(worker, now):
@@ -180,7 +180,7 @@ class WorkerRegistry:
     def _judge(self, worker: Worker, now: float) -> bool:
         """Sets the state that the last heartbeat implies. True when the worker died of it."""
         beat, alive = worker.beat, worker.state is not WorkerState.DEAD
-        if beat is None or worker.hello is None or worker.hello.role != worker.role:
+        if beat is None or _misfit(worker):
             return False
         if _has_work(beat) and now - worker.step_changed > self._stall_timeout_s:
             if alive:
@@ -206,6 +206,16 @@ class WorkerRegistry:
         worker.beat, worker.idle_since = None, None
         worker.bookings.clear()
         worker.booked, worker.fresh = Load(), Load()
+
+
+def _misfit(worker: Worker) -> str:
+    """Why a worker can never be used, whatever its heartbeats say; "" for one that fits."""
+    hello = worker.hello
+    if hello is None:
+        return "never said hello"
+    if hello.role != worker.role:
+        return f"is a {hello.role} worker, not {worker.role}"
+    return "" if hello.block_size else "has blocks of no tokens"
 
 
 def _has_work(beat: WorkerHeartbeat) -> bool:

@@ -66,6 +66,8 @@ class TokenStream:
         end = delta.index + len(delta.token_ids)
         if end > self._max_tokens:
             raise StreamConflict(f"tokens up to output position {end}, the request has {self._max_tokens}")
+        if any(not 0 <= token < 2**32 for token in delta.token_ids):
+            raise StreamConflict(f"no token ids: {delta.token_ids[:8]}")
         if self._with_logprobs and len(delta.logprobs) != len(delta.token_ids):
             raise StreamConflict(f"{len(delta.logprobs)} logprobs for {len(delta.token_ids)} tokens")
 

@@ -63,7 +63,7 @@ class Worker:
     hello: WorkerHello | None = None
     beat: WorkerHeartbeat | None = None
     known_epoch: int | None = None
-    last_seen: float = 0.0
+    last_seen: float | None = None
     step_changed: float = 0.0
     idle_since: float | None = None
     num_beats: int = 0
@@ -74,8 +74,6 @@ class Worker:
     bookings: dict[int, Booking] = field(default_factory=dict)
     booked: Load = field(default_factory=Load)
     fresh: Load = field(default_factory=Load)
-
-    """`suspect`: it failed several requests in a row. A worker that fails fast looks idle and would draw all traffic."""
 
     @property
     def ready(self) -> bool:
@@ -120,6 +118,6 @@ class Worker:
         """The worker in a few words for people, such as "tcp://10.0.0.7:7001 silent for 3.1 s"."""
         if self.state is WorkerState.READY:
             return f"{self.address} ready"
-        if self.state is WorkerState.DEAD and self.last_seen:
+        if self.state is WorkerState.DEAD and self.last_seen is not None:
             return f"{self.address} {self.reason}, last heard {now - self.last_seen:.1f} s ago"
         return f"{self.address} {self.reason}"

@@ -74,7 +74,7 @@ def test_a_process_that_is_silent_is_an_error(sleeper: StackProcess) -> None:
 
 
 def test_nothing_survives_a_stack_that_cannot_start(tmp_path: Path) -> None:
-    stack = Stack(model=str(tmp_path / "absent"), log_dir=tmp_path / "logs", ready_timeout_s=60)
+    stack = Stack(prefill=0, model=str(tmp_path / "absent"), log_dir=tmp_path / "logs", ready_timeout_s=60)
     with pytest.raises(StackError):
         stack.start()
     assert not any(process.alive for process in (*stack.processes, stack.router))

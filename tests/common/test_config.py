@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from diptych.common.config import load, read, variables_of
-from diptych.common.config_field import GROUPS, Config, fields_of, to_argv, to_env
+from diptych.common.config_field import GROUPS, Config, fields_of, setting, to_argv, to_env
 from diptych.common.errors import ConfigError
 from diptych.common.settings import (
     CONFIG_CLASSES,
@@ -49,10 +49,26 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
     assert decode_worker(DIPTYCH_CONFIG=str(file)).watermark == 0.0
 
 
+@dataclass(frozen=True)
+class ProgramConfig(Config):
+    section: ClassVar[str] = "bench"
+    env_prefix: ClassVar[str] = "BENCH"
+
+    rate: float = setting(1.0, "requests a second", group="Load", ge=0)
+
+
+def test_a_program_above_brings_its_own_settings(tmp_path: Path) -> None:
+    file = tmp_path / "diptych.toml"
+    file.write_text("max_num_seqs = 2\n[bench]\nrate = 3\n")
+    assert read(ProgramConfig, [], environ={"DIPTYCH_CONFIG": str(file)}).rate == 3.0
+    assert read(ProgramConfig, [], environ={"DIPTYCH_BENCH_RATE": "4", "DIPTYCH_PORT": "1"}).rate == 4.0
+    assert refusal([], ProgramConfig, DIPTYCH_BENCH_RAT="4").allowed.endswith("DIPTYCH_BENCH_RATE")
+
+
 def test_settings_of_other_processes_are_known_but_not_taken(tmp_path: Path) -> None:
     file = tmp_path / "diptych.toml"
-    file.write_text("kv_streams = 4\n[router]\nport = 80\n")
-    config = decode_worker(file=file, DIPTYCH_MAX_RETRIES="1", DIPTYCH_CACHE="/somewhere")
+    file.write_text("kv_streams = 4\n[router]\nport = 80\n[bench]\nrate = 2\n")
+    config = decode_worker(file=file, DIPTYCH_MAX_RETRIES="1", DIPTYCH_CACHE="/somewhere", DIPTYCH_BENCH_URL="http://x")
     assert config == replace(DecodeWorkerConfig(), config=str(file))
 
 

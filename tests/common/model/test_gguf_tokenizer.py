@@ -80,10 +80,10 @@ def test_merges_follow_the_scores() -> None:
 
 def test_the_prefix_space_comes_and_goes() -> None:
     tokenizer = Tokenizer(convert_gguf_tokenizer(spm()))
-    ids = tokenizer.encode("ab é")
-    assert [tokenizer.id_to_token(i) for i in ids] == ["<s>", "▁a", "b", "▁", "<0xC3>", "<0xA9>"]
-    assert tokenizer.decode(ids) == "ab é"
-    assert [tokenizer.token_bytes(i) for i in ids[1:]] == [b" a", b"b", b" ", b"\xc3", b"\xa9"]
+    ids = tokenizer.encode("ac é")
+    assert [tokenizer.id_to_token(i) for i in ids] == ["<s>", "▁a", "c", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(ids) == "ac é"
+    assert [tokenizer.token_bytes(i) for i in ids[1:]] == [b" a", b"c", b" ", b"\xc3", b"\xa9"]
 
 
 def test_runs_of_spaces_are_user_defined_pieces() -> None:

@@ -91,9 +91,16 @@ class FakeWorker:
         self.routers.clear()
         self.socket.close(linger=0)
 
-    def restart(self) -> None:
+    async def restart(self) -> None:
+        """A new process on the same address; the port of a closed socket is free a moment later."""
         self.epoch = next(EPOCHS)
-        self.open()
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    return self.open()
+                except zmq.ZMQError:
+                    self.socket.close(linger=0)
+                    await asyncio.sleep(0.01)
 
     async def receive(self) -> None:
         while True:
@@ -107,9 +114,9 @@ class FakeWorker:
             self.received.append(message)
             if isinstance(message, AbortRequest) and (job := self.jobs.pop(message.request_id, None)):
                 job.cancel()
-            if isinstance(message, PrefillRequest | DecodeRequest) and self.serving:
-                if not self.on_request(router, message):
-                    self.start(router, message)
+            is_work = isinstance(message, PrefillRequest | DecodeRequest) and self.serving
+            if is_work and not self.on_request(router, message):
+                self.start(router, message)
 
     def start(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
         work = self.prefill(router, message) if isinstance(message, PrefillRequest) else self.generate(router, message)
@@ -290,6 +297,7 @@ class Tools:
     request = staticmethod(make_request)
     collect = staticmethod(collect)
     expected = staticmethod(expected)
+    cluster = Cluster
 
 
 @pytest.fixture

@@ -58,10 +58,7 @@ async def test_a_worker_that_does_not_read_refuses_at_once(wire, tools):
     _, connection, recorder = wire
     await tools.until(lambda: recorder.ups)
     message = AbortRequest(request_id="x" * 256, attempt=0)
-    sent = 0
-    async with asyncio.timeout(10):
-        while connection.send(message):
-            sent += 1
+    assert not all(connection.send(message) for _ in range(1_000_000))
     assert connection.counters.num_unsent == 1
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import uvloop
 
 from diptych.common.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from diptych.common.messages import AbortRequest, DecodeRequest, PrefillRequest, ResetPrefixCache
@@ -197,6 +198,14 @@ async def test_a_request_id_is_served_once_at_a_time(cluster, tools):
     await stream.aclose()
 
 
+@pytest.mark.parametrize("prompt", [[-1], [2**32], ["a"]])
+async def test_a_prompt_of_no_token_ids_is_refused(cluster, tools, prompt):
+    dispatcher = await cluster.start()
+    with pytest.raises(InvalidRequest, match="no token id"):
+        await tools.collect(dispatcher, tools.request(prompt))
+    assert sum(dispatcher.load().stages.values()) == 0
+
+
 async def test_many_requests_at_once(cluster, tools):
     dispatcher = await cluster.start(prefill=2, decode=2)
     prompts = [[i, *range(2, 10 + i % 7)] for i in range(1, 201)]
@@ -207,15 +216,30 @@ async def test_many_requests_at_once(cluster, tools):
     assert min(shares) > 60
 
 
+async def test_an_abort_storm_leaves_nothing_behind(cluster, tools):
+    dispatcher = await cluster.start(prefill=2, decode=2)
+    for worker in cluster.workers:
+        worker.token_s = 0.05
+    prompts = [[i, *range(2, 12)] for i in range(1, 201)]
+    tasks = [asyncio.create_task(tools.collect(dispatcher, tools.request(p, max_tokens=500))) for p in prompts]
+    await tools.until(lambda: dispatcher.load().stages["decode"] > 100)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not any(worker.num_booked_requests for worker in dispatcher.load().workers)
+    await tools.until(lambda: not any(worker.jobs for worker in cluster.decode))
+    assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
+
+
 async def test_a_slow_reader_gets_everything_in_fewer_events(cluster, tools):
     dispatcher = await cluster.start()
     stream = dispatcher.generate(tools.request(PROMPT, max_tokens=50))
     tokens = list((await anext(stream)).token_ids)
     flight = next(iter(dispatcher._flights.values()))
     await tools.until(lambda: flight.done)
-    rest = [event async for event in stream]
-    assert len(rest) == 1
-    assert tokens + list(rest[0].token_ids) == tools.expected(PROMPT, 50)
+    rest = [event.token_ids async for event in stream]
+    assert len(rest) <= 1
+    assert tokens + [token for event in rest for token in event] == tools.expected(PROMPT, 50)
 
 
 async def test_ready_says_what_is_missing(cluster, tools):
@@ -251,6 +275,17 @@ async def test_a_dead_task_makes_the_router_not_ready(cluster, tools):
     dispatcher.fleet._listener = None
     await tools.until(lambda: not dispatcher.ready[0])
     assert "fleet: tick" in dispatcher.ready[1]
+
+
+def test_it_runs_on_uvloop(tools):
+    async def serve():
+        cluster = tools.cluster()
+        try:
+            return await tools.collect(await cluster.start(), tools.request(PROMPT))
+        finally:
+            await cluster.close()
+
+    assert uvloop.run(serve())[0] == tools.expected(PROMPT, 8)
 
 
 def test_importing_the_dispatcher_loads_no_torch():

@@ -105,11 +105,12 @@ def test_one_shared_system_prompt_does_not_pin_all_traffic(prefill):
     registry, held, picks = pool(prefill=prefill, decode=4), {}, Counter()
     for _ in range(40):
         choice = choose(registry, num_tokens=1100, hits=held, policy=RoutingPolicy(local_prefill_threshold=0))
-        for worker, tokens in ((choice.decode, 0), (choice.prefill, 1100)):
-            if worker is not None:
-                registry.book(worker.address, num_tokens=tokens - held.get(worker.address, 0), num_blocks=10)
-                held[worker.address] = 1024
-                picks[worker.address] += 1
+        for worker in filter(None, (choice.decode, choice.prefill)):
+            computes = worker is choice.prefill or choice.local
+            num_tokens = 1100 - held.get(worker.address, 0) if computes else 0
+            registry.book(worker.address, num_tokens=num_tokens, num_blocks=10)
+            held[worker.address] = 1024
+            picks[worker.address] += 1
     assert max(picks[f"d{i}"] for i in range(4)) - min(picks[f"d{i}"] for i in range(4)) <= 5
 
 

@@ -73,7 +73,7 @@ async def test_disaggregation_comes_back_with_the_prefill_worker(cluster, tools)
     cluster.prefill[0].die()
     await tools.until(lambda: not dispatcher.fleet.registry.ready("prefill"))
     await tools.collect(dispatcher, tools.request(PROMPT))
-    cluster.prefill[0].restart()
+    await cluster.prefill[0].restart()
     await tools.until(lambda: dispatcher.fleet.registry.ready("prefill"))
     await tools.collect(dispatcher, tools.request([7, *PROMPT]))
     assert dispatcher.load().num_choices == {"local": 1, "remote": 1}
@@ -102,7 +102,7 @@ async def test_decode_restarts_on_the_same_address(cluster, tools):
     task = await streaming(dispatcher, tools, max_tokens=40)
     await tools.until(lambda: dispatcher.load().stages["decode"])
     cluster.decode[0].die()
-    cluster.decode[0].restart()
+    await cluster.decode[0].restart()
     assert (await task)[0] == tools.expected(PROMPT, 40)
 
 
@@ -309,7 +309,7 @@ async def test_workers_killed_at_random_under_load(cluster, tools):
         await asyncio.sleep(0.05)
         victim.die()
         await asyncio.sleep(0.05)
-        victim.restart()
+        await victim.restart()
         await tools.until(lambda victim=victim: dispatcher.fleet.registry.workers[victim.address].ready)
     assert [tokens for tokens, _ in await asyncio.gather(*work)] == [tools.expected(p, 40) for p in prompts]
     await tools.until(lambda: not any(worker.num_booked_requests for worker in dispatcher.load().workers))

@@ -112,6 +112,12 @@ def test_a_worker_of_the_wrong_role_is_never_ready(registry):
     assert "is a prefill worker, not decode" in registry.missing("decode", 0.0)
 
 
+def test_a_worker_with_empty_blocks_is_never_ready(registry):
+    registry.on_hello(D, hello(block_size=0), 0.0)
+    registry.on_heartbeat(D, beat(), 0.0)
+    assert registry.ready("decode") == []
+
+
 def test_missing_names_the_workers(alive):
     alive.sweep(0.0), alive.sweep(0.9), alive.sweep(1.8), alive.sweep(2.7)
     expected = f"no decode worker is ready (1 configured: {D} silent for more than 2 s, last heard 3.1 s ago)"

@@ -58,6 +58,12 @@ def test_missing_logprobs_are_refused():
         TokenStream(9, with_logprobs=True).add(delta(0, 7))
 
 
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_what_is_no_token_id_is_refused(stream, token):
+    with pytest.raises(StreamConflict, match="no token ids"):
+        stream.add(delta(0, token))
+
+
 def test_nothing_comes_after_the_end(stream):
     stream.add(delta(0, 7, finish="stop"))
     assert not stream.add(delta(1, 8))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from diptych.common.config_field import GROUPS, Config, Field, fields_of
+from diptych.benchmarks.config import BenchConfig
+from diptych.common.config import group_order
+from diptych.common.config_field import Config, Field, fields_of
 from diptych.common.settings import (
     CommonConfig,
     DecodeWorkerConfig,
@@ -28,9 +30,10 @@ Every setting has one name in three spellings:
 | | the same above all sections | every process that has the setting |
 
 A flag wins over the environment, the environment over the file, and within each the more particular name over the
-general one. The prefixes are `DIPTYCH_ROUTER_`, `DIPTYCH_PREFILL_`, `DIPTYCH_DECODE_` and `DIPTYCH_SERVE_`; the
-sections `[router]`, `[prefill_worker]`, `[decode_worker]` and `[serve]`. Switches take `true` or `false` outside the
-command line, where they are `--log-json` and `--no-log-json`; lists are separated by commas, in TOML they are arrays.
+general one. The prefixes are `DIPTYCH_ROUTER_`, `DIPTYCH_PREFILL_`, `DIPTYCH_DECODE_`, `DIPTYCH_SERVE_` and
+`DIPTYCH_BENCH_`; the sections `[router]`, `[prefill_worker]`, `[decode_worker]`, `[serve]` and `[bench]`. Switches
+take `true` or `false` outside the command line, where they are `--log-json` and `--no-log-json`; lists are separated by
+commas, in TOML they are arrays.
 
 A value out of range, an unknown flag, key, section or `DIPTYCH_*` variable stops the process at start with exit status
 2 and one line that names the setting, the value and what is allowed. (In Kubernetes, switch `enableServiceLinks` off: a
@@ -52,7 +55,7 @@ def _row(field: Field) -> str:
 
 
 def _table(title: str, fields: list[Field]) -> str:
-    ordered = sorted(fields, key=lambda field: GROUPS.index(field.rule.group))
+    ordered = sorted(fields, key=group_order)
     rows = "\n".join(_row(field) for field in ordered)
     return f"## {title}\n\n| flag | what it does | default | allowed |\n|---|---|---|---|\n{rows}\n"
 
@@ -73,6 +76,7 @@ def render() -> str:
             _table("Both kinds of worker", _own(WorkerConfig, CommonConfig)),
             _table("Prefill worker (`diptych prefill-worker`)", _own(PrefillWorkerConfig, WorkerConfig)),
             _table("Decode worker (`diptych decode-worker`)", _own(DecodeWorkerConfig, WorkerConfig)),
+            _table("Load generator (`diptych bench`)", _own(BenchConfig)),
         )
     )
 

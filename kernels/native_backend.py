@@ -1,0 +1,186 @@
+"""The CPU's backend: `native.cpp` called through ctypes. Takes float32 and bfloat16; what it cannot do, torch does.
+
+A row's result does not depend on the rest of the batch, on chunking, or on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from diptych.kernels import torch_backend
+from diptych.kernels.native_build import load_native
+from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
+
+TYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
+LANES: Final = 16
+MAX_HEAD_DIM: Final = 1024
+ROWS_PER_UNIT: Final = 64  # query rows (tokens x heads of a group) that share one pass over the keys
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan(AttentionPlan):
+    """spans int64 [S, 4]: row, count, start, first entry in tables; tables int32; units int32 [U, 4]: span, KV head,
+    first query, count; shape int64 [5]: layers, KV heads, block size, head_dim, heads."""
+
+    spans: npt.NDArray[np.int64]
+    tables: npt.NDArray[np.int32]
+    units: npt.NDArray[np.int32]
+    shape: npt.NDArray[np.int64]
+
+
+class NativeBackend:
+    """Implements `dispatch.Backend`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, integer, real, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+        self._attend = library.diptych_attend
+        self._attend.argtypes = [
+            *(number, pointer, integer, pointer, pointer, pointer, pointer, pointer, integer, pointer),
+            *(integer, integer, real, real, number),
+        ]
+        self._norm = library.diptych_rms_norm
+        self._norm.argtypes = [number, *(pointer,) * 5, integer, integer, real, number]
+        self._rotate = library.diptych_rotate_and_write
+        self._rotate.argtypes = [number, *(pointer,) * 4, integer, *(pointer,) * 5, real, integer, number]
+        self._gated = library.diptych_gated
+        self._gated.argtypes = [number, pointer, pointer, integer, integer, number, number]
+        for function in (self._attend, self._norm, self._rotate, self._gated):
+            function.restype = None
+
+    def plan_attention(
+        self, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
+    ) -> AttentionPlan:
+        if layout.head_dim % LANES or layout.head_dim > MAX_HEAD_DIM:
+            return torch_backend.plan_attention(spans, layout, num_heads, device)
+        tokens = max(1, ROWS_PER_UNIT * layout.num_kv_heads // num_heads)
+        table: list[int] = []
+        rows = np.empty((len(spans), 4), dtype=np.int64)
+        tiles: list[tuple[int, int, int, int]] = []  # work, span, first query, count
+        for i, span in enumerate(spans):
+            rows[i] = (span.row, span.count, span.start, len(table))
+            table.extend(span.block_table[: -(-span.length // layout.block_size)])
+            for first in range(0, span.count, tokens):
+                count = min(tokens, span.count - first)
+                tiles.append((-(span.start + first + count) * count, i, first, count))
+        tiles.sort()  # the longest first, so that threads end together
+        heads = layout.num_kv_heads
+        units = np.empty((len(tiles), heads, 4), dtype=np.int32)
+        part = np.array(tiles, dtype=np.int64)
+        units[:, :, 0], units[:, :, 2], units[:, :, 3] = part[:, 1:2], part[:, 2:3], part[:, 3:4]
+        units[:, :, 1] = np.arange(heads, dtype=np.int32)
+        shape = np.array((layout.num_layers, heads, layout.block_size, layout.head_dim, num_heads), dtype=np.int64)
+        return NativePlan(rows, np.array(table, dtype=np.int32), units.reshape(-1, 4), shape)
+
+    def paged_attention(
+        self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        if not isinstance(plan, NativePlan):
+            return torch_backend.paged_attention(q, kv, layer, plan, scale, window, softcap)
+        if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+            q = q.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype)
+        self._attend(
+            TYPES[q.dtype],
+            q.data_ptr(),
+            q.stride(0),
+            out.data_ptr(),
+            kv.data_ptr(),
+            plan.spans.ctypes.data,
+            plan.tables.ctypes.data,
+            plan.units.ctypes.data,
+            plan.units.shape[0],
+            plan.shape.ctypes.data,
+            layer,
+            window,
+            scale,
+            softcap,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        layer: int,
+        slots: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        _, num_layers, kv_heads, block_size, _, dim = kv.shape
+        if dim % LANES or dim > MAX_HEAD_DIM:
+            return torch_backend.rotate_and_write(qkv, cos, sin, kv, layer, slots, q_norm, k_norm, eps)
+        tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
+        qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+        q = torch.empty((tokens, heads, dim), dtype=qkv.dtype)
+        shape = (ctypes.c_int64 * 5)(num_layers, kv_heads, block_size, dim, heads)
+        self._rotate(
+            TYPES[qkv.dtype],
+            qkv.data_ptr(),
+            q.data_ptr(),
+            kv.data_ptr(),
+            ctypes.addressof(shape),
+            layer,
+            slots.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            eps,
+            tokens,
+            torch.get_num_threads(),
+        )
+        return q
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        width = x.shape[-1]
+        if width % LANES:
+            return torch_backend.rms_norm(x, weight, eps)
+        x = x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._norm(
+            *(TYPES[x.dtype], x.data_ptr(), None, None, weight.data_ptr(), out.data_ptr()),
+            *(x.numel() // width, width, eps, torch.get_num_threads()),
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        width = x.shape[-1]
+        if width % LANES:
+            return torch_backend.add_rms_norm(x, delta, weight, eps)
+        x, delta = x.contiguous(), delta.contiguous()
+        total, out = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+        self._norm(
+            *(TYPES[x.dtype], x.data_ptr(), delta.data_ptr(), total.data_ptr(), weight.data_ptr(), out.data_ptr()),
+            *(x.numel() // width, width, eps, torch.get_num_threads()),
+        )
+        return total, out
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        if width % LANES:
+            return torch_backend.gated(gate_up, activation)
+        gate_up = gate_up.contiguous()
+        out = torch.empty((rows, width), dtype=gate_up.dtype)
+        self._gated(
+            *(TYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, width),
+            *(activation == "gelu_tanh", torch.get_num_threads()),
+        )
+        return out
+
+
+def native_backend() -> NativeBackend | None:
+    """None where the library cannot be built."""
+    library = load_native()
+    return None if library is None else NativeBackend(library)

@@ -1,0 +1,97 @@
+"""Compiles `native.cpp` for this machine, once, and loads it. Without a C++ compiler the torch path serves instead."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch  # loads the OpenMP runtime whose threads the library shares
+
+log = logging.getLogger("diptych.kernels")
+
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+COMPILERS = ("c++", "g++", "clang++")
+COMPILE_TIMEOUT_S = 120.0
+
+
+@functools.cache
+def load_native() -> ctypes.CDLL | None:
+    """The library, compiled at the first call of a machine and kept in the cache; None, and a log line, without it."""
+    try:
+        library = _load(_cache_folder())
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("CPU kernels cannot be built (%s): attention runs on the slower torch path", _reason(error))
+        return None
+    log.info("CPU kernels: compiled for this machine, %d threads", torch.get_num_threads())
+    return library
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("DIPTYCH_CACHE") or Path.home() / ".cache" / "diptych") / "native"
+
+
+def _load(folder: Path) -> ctypes.CDLL:
+    compiler = os.environ.get("CXX") or next((found for name in COMPILERS if (found := shutil.which(name))), "")
+    target = folder / f"kernels-{_key(compiler)}.so"
+    if target.exists():
+        try:
+            return ctypes.CDLL(str(target))
+        except OSError as error:
+            log.warning("%s does not load (%s): building it again", target, error)
+    if not compiler:
+        raise OSError("no C++ compiler among " + ", ".join(COMPILERS))
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        return _build(compiler, Path(scratch), target)
+
+
+def _build(compiler: str, scratch: Path, target: Path) -> ctypes.CDLL:
+    """Threads come from the OpenMP runtime that torch has loaded; else from the compiler's; else there is one."""
+    attempts: tuple[tuple[Sequence[str], Sequence[str]], ...] = ((("-fopenmp",), ()), (("-fopenmp",),) * 2, ((), ()))
+    failure: OSError | subprocess.SubprocessError = OSError("nothing was tried")
+    for compile_flags, link_flags in attempts:
+        objects, library = scratch / "kernels.o", scratch / "kernels.so"
+        try:
+            _run(compiler, *FLAGS, *compile_flags, "-c", str(SOURCE), "-o", str(objects))
+            _run(compiler, "-shared", *link_flags, str(objects), "-o", str(library))
+            ctypes.CDLL(str(library))  # unresolved symbols show here, before other processes see the file
+        except (OSError, subprocess.SubprocessError) as error:
+            failure = error
+            continue
+        library.replace(target)
+        return ctypes.CDLL(str(target))
+    raise failure
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S, text=True)
+
+
+def _key(compiler: str) -> str:
+    """Changes with the source, the flags, the compiler and the CPU, as -march=native code runs on its own kind only."""
+    digest = hashlib.blake2b(SOURCE.read_bytes(), digest_size=12)
+    digest.update("\0".join((*FLAGS, compiler, platform.machine(), _cpu(), torch.__version__)).encode())
+    return digest.hexdigest()
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _reason(error: Exception) -> str:
+    output = getattr(error, "stderr", None)
+    return str(output).strip().splitlines()[0] if output else str(error)
