@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from diptych.benchmarks.workload import LengthRange, Vocabulary, Workload
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run the model. Cores pin the processes (empty: unpinned); threads are each worker's own."""
+    """One way to run the model. Cores pin the workers (empty: unpinned), never router or load generator."""
 
     name: str
     prefill: int
@@ -27,7 +26,6 @@ class Arm:
     decode_threads: int = 1
     prefill_cores: tuple[int, ...] = ()
     decode_cores: tuple[int, ...] = ()
-    other_cores: tuple[int, ...] = ()  # router and load generator
     decode_flags: tuple[str, ...] = ()
 
     def stack(self, model: str, dtype: str, worker_flags: Sequence[str] = (), log_dir: Path | None = None) -> Stack:
@@ -43,13 +41,8 @@ class Arm:
             router_flags=("--local-prefill-threshold", "0"),
             prefill_cores=self.prefill_cores,
             decode_cores=self.decode_cores,
-            router_cores=self.other_cores,
             log_dir=log_dir / self.name.replace(" ", "-").replace(",", "") if log_dir else None,
         )
-
-    def pin_self(self) -> None:
-        """Put this process, the load generator, where the arm wants it."""
-        os.sched_setaffinity(0, self.other_cores or range(os.cpu_count() or 1))
 
     def describe(self) -> dict[str, Any]:
         """The arm as JSON values."""
@@ -58,7 +51,6 @@ class Arm:
             "decode_workers": 1,
             "decode_threads": self.decode_threads,
             "decode_cores": list(self.decode_cores) or "unpinned",
-            "router_and_client_cores": list(self.other_cores) or "unpinned",
         }
         if self.prefill:
             shown["prefill_threads"] = self.prefill_threads
@@ -74,11 +66,11 @@ class Target:
     vocabulary: Vocabulary
 
     @classmethod
-    def of(cls, url: str, *, timeout_s: float = 300.0) -> Target:
-        """Asks the server for its model and vocabulary. Raises ServerError."""
+    def of(cls, url: str, *, vocab_size: int = 0, timeout_s: float = 300.0) -> Target:
+        """Asks the server for its model and, unless `vocab_size` says it, its vocabulary. Raises ServerError."""
         with httpx.Client(base_url=url, timeout=10.0, trust_env=False) as asking:
             server = ask_server(asking, "")
-            token_ids = ask_token_ids(asking, server.model)
+            token_ids = ask_token_ids(asking, server.model, vocab_size)
         return cls(CompletionClient(url, RequestOptions(server.model, timeout_s=timeout_s)), Vocabulary(token_ids))
 
     def workload(self, input_len: int, output_len: int, seed: int) -> Workload:
@@ -106,8 +98,8 @@ def script_parser(program: str, about: str) -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2-135m", help="model to serve")
     parser.add_argument("--dtype", default="auto", help="number type of weights and KV")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a KV block")
+    parser.add_argument("--vocab-size", type=int, default=0, help="draw token ids below this; 0: ask the server")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     parser.add_argument("--output", type=Path, help="write the result to this JSON file")
-    parser.add_argument("--plot", type=Path, help="draw the result into this PNG file")
     parser.add_argument("--log-dir", type=Path, help="keep the processes' logs here")
     return parser

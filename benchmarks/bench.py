@@ -30,7 +30,7 @@ from diptych.benchmarks.client import (
 from diptych.benchmarks.conditions import conditions
 from diptych.benchmarks.config import DEFAULT_CONCURRENCY, DEFAULT_NUM_REQUESTS, BenchConfig
 from diptych.benchmarks.load import Load
-from diptych.benchmarks.report import print_summary, result, write_json
+from diptych.benchmarks.report import open_console, print_summary, result, write_json
 from diptych.benchmarks.summary import RequestRecord, Summary, summarise
 from diptych.benchmarks.trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
 from diptych.benchmarks.workload import (
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load(BenchConfig, argv, prog=PROG)
     if config.seed < 0:
         config = replace(config, seed=secrets.randbelow(2**31))
-    console = Console()
+    console = open_console()
     try:
         with httpx.Client(
             base_url=config.url, headers=auth_headers(config.api_key), timeout=10.0, trust_env=False
@@ -175,7 +175,7 @@ def deliver(
         write_json(Path(config.output), result(summary, records, found | {"seed": config.seed}, settings))
         console.print(f"wrote {config.output}", highlight=False)
     if config.plot:
-        from diptych.benchmarks.plot import plot_run  # noqa: PLC0415 - matplotlib takes a second to import
+        from diptych.benchmarks.plot import plot_run  # matplotlib takes a second to import
 
         plot_run(Path(config.plot), records, title=title)
         console.print(f"wrote {config.plot}", highlight=False)

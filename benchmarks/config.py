@@ -11,14 +11,7 @@ from diptych.common.config_field import Config, setting
 from diptych.common.errors import ConfigError
 
 # Headings of the help, in its order.
-_SERVER, _LOAD, _REQUESTS, _TRACE, _GOALS, _OUTPUT = (
-    "HTTP",
-    "Scheduling",
-    "Scheduling",
-    "Scheduling",
-    "Deadlines",
-    "Everywhere",
-)
+_SERVER, _LOAD, _REQUESTS, _TRACE, _GOALS, _OUTPUT = "Server", "Load", "Requests", "Trace", "Goals", "Output"
 
 _LENGTH = r"[0-9]+(-[0-9]+)?"
 _LENGTH_WORDS = "a length such as 128, or a range such as 64-512"
@@ -39,9 +32,6 @@ class BenchConfig(Config):
         "(--rate) or a trace's (--trace)."
     )
 
-    config: str = setting(
-        "", "TOML file with settings; flags and environment win over it", group=_OUTPUT, metavar="FILE", in_file=False
-    )
     url: str = setting(
         "http://127.0.0.1:8000",
         "server to load, without the /v1",
@@ -125,6 +115,9 @@ class BenchConfig(Config):
     slo_ttft_ms: float = setting(0.0, "goodput counts requests with at most this TTFT; 0: any", group=_GOALS, ge=0)
     slo_tpot_ms: float = setting(0.0, "goodput counts requests with at most this TPOT; 0: any", group=_GOALS, ge=0)
 
+    config: str = setting(
+        "", "TOML file with settings; flags and environment win over it", group=_OUTPUT, metavar="FILE", in_file=False
+    )
     output: str = setting("", "write everything measured to this JSON file", group=_OUTPUT, metavar="FILE")
     plot: str = setting("", "draw the distributions and a timeline into this PNG file", group=_OUTPUT, metavar="FILE")
     progress: bool = setting(True, "show a progress bar on a terminal", group=_OUTPUT)

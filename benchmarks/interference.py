@@ -9,7 +9,7 @@ between tokens that the streams saw in each window. Arms (one decode worker each
     1P1D unpinned            one thread each, anywhere
     0P1D unpinned            two threads, anywhere
 
-Router and load generator run on core 0 in the pinned arms, beside the prefill worker where there is one.
+Router and load generator are never pinned: they run where there is room, as they would on a machine of this size.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from diptych.benchmarks.arms import Arm, Target, script_parser
 from diptych.benchmarks.conditions import conditions
 from diptych.benchmarks.load import Load
 from diptych.benchmarks.plot import plot_cdf, save
-from diptych.benchmarks.report import write_json
+from diptych.benchmarks.report import open_console, write_json
 from diptych.benchmarks.summary import INTERRUPTED, Distribution, RequestRecord
 
 PROGRAM = "python -m diptych.benchmarks.interference"
 PROMPT_OUTPUT_LEN = 4
 ARMS = (
-    Arm("1P1D pinned", prefill=1, prefill_cores=(0,), decode_cores=(1,), other_cores=(0,)),
-    Arm("0P1D pinned, one core", prefill=0, decode_cores=(1,), other_cores=(0,)),
-    Arm("0P1D pinned, two cores", prefill=0, decode_threads=2, decode_cores=(0, 1), other_cores=(0,)),
+    Arm("1P1D pinned", prefill=1, prefill_cores=(0,), decode_cores=(1,)),
+    Arm("0P1D pinned, one core", prefill=0, decode_cores=(1,)),
+    Arm("0P1D pinned, two cores", prefill=0, decode_threads=2, decode_cores=(0, 1)),
     Arm("1P1D unpinned", prefill=1),
     Arm("0P1D unpinned", prefill=0, decode_threads=2),
 )
@@ -128,12 +128,11 @@ def _refuse_failures(records: Sequence[RequestRecord]) -> None:
 def measure(arm: Arm, options: Namespace, seed: int) -> Run:
     """Start the arm's stack, warm it up, run it."""
     flags = ("--block-size", str(options.block_size), "--no-enable-prefix-caching")
-    arm.pin_self()
     with (
         arm.stack(options.model, options.dtype, flags, options.log_dir) as stack,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        target = Target.of(stack.url)
+        target = Target.of(stack.url, vocab_size=options.vocab_size)
         warmup = Load(target.client, target.workload(options.prompt_len, 8, seed + 2), num_requests=2)
         runner.run(warmup.closed_loop(1))
         run = runner.run(run_arm(target, options, seed))
@@ -157,14 +156,21 @@ def plot(path: Path, results: Sequence[Result], title: str) -> None:
     left, right = figure.subplots(1, 2)
     plot_cdf(left, "gaps between tokens while prompts arrive", {r.arm.name: _all_busy_gaps(r) for r in results})
     left.set(xscale="log", xlabel="ms (log)", ylim=(0.5, 1.002))
+    _plain_numbers(left.xaxis)
     for result in results:
         gaps = result.runs[0].gaps
         right.plot([at for at, _ in gaps], [gap * 1000 for _, gap in gaps], ".", markersize=3, label=result.arm.name)
     right.axvline(0, color="#444444", linewidth=1)
     right.set(title="each gap", xlabel="seconds after the first long prompt", ylabel="ms (log)", yscale="log")
+    _plain_numbers(right.yaxis)
     right.grid(alpha=0.2)
-    right.legend(fontsize=8)
+    right.legend(fontsize=8, loc="upper left", markerscale=3)
     save(figure, path, title)
+
+
+def _plain_numbers(axis: Any) -> None:
+    for place in (axis.set_major_formatter, axis.set_minor_formatter):
+        place("{x:g}")
 
 
 def _all_busy_gaps(result: Result) -> list[float]:
@@ -173,6 +179,7 @@ def _all_busy_gaps(result: Result) -> list[float]:
 
 def parse(argv: Sequence[str]) -> Namespace:
     parser = script_parser(PROGRAM, (__doc__ or "").partition("\n")[0])
+    parser.add_argument("--plot", type=Path, help="draw the result into this PNG file")
     parser.add_argument("--streams", type=int, default=8, help="streams that decode all the time")
     parser.add_argument("--stream-input-len", type=int, default=64, help="their prompts, in tokens")
     parser.add_argument("--stream-output-len", type=int, default=1900, help="their outputs; a new stream follows")
@@ -188,7 +195,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
-    console = Console()
+    console = open_console()
     results = [Result(arm) for arm in ARMS if options.arms in arm.name]
     for number in range(options.rounds):
         for result in results:

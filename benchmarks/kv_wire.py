@@ -33,7 +33,7 @@ from rich.table import Table
 from diptych.benchmarks import raw_tcp
 from diptych.benchmarks.conditions import conditions
 from diptych.benchmarks.plot import save
-from diptych.benchmarks.report import write_json
+from diptych.benchmarks.report import open_console, write_json
 from diptych.common import kv_wire
 from diptych.common.messages import KVDone, KVGrant, KVTarget
 from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = Shape(options.block_bytes, num_blocks, options.io_threads, options.pin)
     rows = compare(measure(shape, options.repeats))
     hashing = round(checksum_rate(shape), 2)
-    console = Console()
+    console = open_console()
     print_rows(console, rows, shape)
     console.print(f"the checksum alone: {hashing} GB/s on one core", highlight=False)
     if options.output:

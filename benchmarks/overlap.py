@@ -21,13 +21,15 @@ from rich.table import Table
 
 from diptych.benchmarks.arms import Arm, Target, scrape, script_parser
 from diptych.benchmarks.conditions import conditions
-from diptych.benchmarks.report import write_json
+from diptych.benchmarks.report import open_console, write_json
 from diptych.benchmarks.stack import Stack
 from diptych.benchmarks.summary import RequestRecord
 
 PROGRAM = "python -m diptych.benchmarks.overlap"
 LENGTHS = (128, 512, 1500)
 OUTPUT_LEN = 8
+REST_S = 0.1
+"""Between two requests, so that nothing of the last one, nor of reading metrics, runs beside the next."""
 DISAGGREGATED, LOCAL = "disaggregated", "local"
 EXPOSED_TRANSFER = "diptych_kv_exposed_transfer_seconds_sum"
 PREFILL = "vllm:request_prefill_time_seconds_sum"
@@ -80,9 +82,9 @@ def transfer_times(stack: Stack) -> tuple[float, float]:
     return exposed, prefill
 
 
-async def measure(stacks: dict[str, Stack], repeats: int, seed: int) -> dict[str, dict[int, Cell]]:
+async def measure(stacks: dict[str, Stack], repeats: int, seed: int, vocab_size: int) -> dict[str, dict[int, Cell]]:
     """Cells by stack and prompt length. The order of the two stacks alternates."""
-    targets = {name: Target.of(stack.url) for name, stack in stacks.items()}
+    targets = {name: Target.of(stack.url, vocab_size=vocab_size) for name, stack in stacks.items()}
     cells = {name: {length: Cell() for length in LENGTHS} for name in stacks}
     for target in targets.values():
         for warmup, length in enumerate(LENGTHS):
@@ -92,8 +94,9 @@ async def measure(stacks: dict[str, Stack], repeats: int, seed: int) -> dict[str
         for repeat in range(repeats):
             for length in LENGTHS:
                 for name in sorted(stacks, reverse=bool(repeat % 2)):
-                    before = transfer_times(stacks[name])
                     cell = cells[name][length]
+                    before = transfer_times(stacks[name])
+                    await asyncio.sleep(REST_S)
                     cell.add(await one_request(targets[name], length, repeat, seed + length))
                     if name == DISAGGREGATED:
                         exposed, prefill = transfer_times(stacks[name])
@@ -160,9 +163,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             arm.name: running.enter_context(arm.stack(options.model, options.dtype, flags, options.log_dir))
             for arm in pair
         }
-        cells = asyncio.run(measure(stacks, options.repeats, options.seed))
+        cells = asyncio.run(measure(stacks, options.repeats, options.seed, options.vocab_size))
     rows = compare(cells)
-    print_rows(Console(), rows)
+    print_rows(open_console(), rows)
     if options.output:
         setup = {arm.name: arm.describe() for arm in pair}
         more = {"model": options.model, "dtype": options.dtype, "chunk": options.chunk, "repeats": options.repeats}

@@ -35,7 +35,7 @@ def plot_run(path: Path, records: Sequence[RequestRecord], *, title: str) -> Non
 
 
 def plot_cdf(axes: Any, name: str, series: dict[str, Iterable[float]]) -> None:
-    """Share of values (given in seconds, drawn in ms) at or below each, one line a series, with p50 and p99."""
+    """Share of values (given in seconds, drawn in ms) at or below each, one line a series; p50 and p99 in words."""
     for label, values in series.items():
         ordered = np.sort(np.asarray([value for value in values if not math.isnan(value)])) * 1000
         if not ordered.size:
@@ -47,7 +47,7 @@ def plot_cdf(axes: Any, name: str, series: dict[str, Iterable[float]]) -> None:
         axes.step(
             ordered, share, where="post", color=colour, label=caption if len(series) == 1 else f"{label}: {caption}"
         )
-        for quantile in (p50, p99):
+        for quantile in (p50, p99) if len(series) == 1 else ():
             axes.axvline(quantile, color=colour, alpha=0.25, linewidth=1)
         axes.legend(loc="lower right", fontsize=8)
     axes.set(title=name, xlabel="ms", ylim=(0, 1.02))

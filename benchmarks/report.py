@@ -13,12 +13,19 @@ from rich.table import Table
 
 from diptych.benchmarks.summary import OK, QUANTILES, Distribution, RequestRecord, Summary
 
+PLAIN_WIDTH = 160
 LATENCIES = (
     ("TTFT", "ttft_ms"),
     ("TPOT", "tpot_ms"),
     ("ITL", "itl_ms"),
     ("e2e", "e2e_ms"),
 )
+
+
+def open_console() -> Console:
+    """The terminal; wide enough for every table when the output goes to a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 def print_summary(console: Console, summary: Summary, *, title: str, slo: str = "") -> None:

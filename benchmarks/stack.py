@@ -134,7 +134,7 @@ class Stack:
     """`prefill` prefill workers, `decode` decode workers and one router; ready when the `with` block begins.
 
     `*_flags` are handed to the processes as they are; `worker_flags` goes to both kinds of worker. `*_cores` pin a
-    kind of process to these cores. Logs go to `log_dir`, or to a temporary folder that ends with the stack.
+    kind of worker to these cores. Logs go to `log_dir`, or to a temporary folder that ends with the stack.
     """
 
     def __init__(
@@ -150,7 +150,6 @@ class Stack:
         router_flags: Sequence[str] = (),
         prefill_cores: Sequence[int] = (),
         decode_cores: Sequence[int] = (),
-        router_cores: Sequence[int] = (),
         env: dict[str, str] | None = None,
         log_dir: Path | None = None,
         ready_timeout_s: float = 120.0,
@@ -167,9 +166,7 @@ class Stack:
         ]
         self.port = free_port()
         flags = ("--model", model, "--port", str(self.port), *router_flags)
-        self.router = StackProcess(
-            "router", "router", _module("diptych.router", flags), self.log_dir / "router.log", router_cores
-        )
+        self.router = StackProcess("router", "router", _module("diptych.router", flags), self.log_dir / "router.log")
 
     @property
     def url(self) -> str:

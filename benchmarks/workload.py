@@ -13,16 +13,14 @@ from diptych.benchmarks.trace import MOONCAKE_BLOCK_TOKENS, TraceRow
 Prompt = list[int] | str
 
 # Short, common words: one token each in most vocabularies.
-WORDS = tuple(
-    """
-    the of and to in is was for that on as with by he at from his it an were are which this also be had has first
-    one  their its new after but who not they her she two been other when time all made only more can some over
-    into such  no most may city then out state year day up would part world work life name high long while house
-    line place  water night river hand book light road paper stone green white black small large young open early
-    late north  south east west king queen car train ship plane door wall floor tree field snow rain wind fire
-    earth
-    """.split()
-)
+_WORDS = """
+the of and to in is was for that on as with by he at from his it an were are which this also be had has first one
+their its new after but who not they her she two been other when time all made only more can some over into such no
+most may city then out state year day up would part world work life name high long while house line place water
+night river hand book light road paper stone green white black small large young open early late north south east
+west king queen car train ship plane door wall floor tree field snow rain wind fire earth
+"""
+WORDS = tuple(_WORDS.split())
 
 
 @dataclass(frozen=True, slots=True)

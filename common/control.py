@@ -1,7 +1,8 @@
 """A worker's side of the control channel: one ROUTER socket that any number of routers connect to.
 
 router ── RouterHello ──> worker          worker ── WorkerHello, then WorkerHeartbeat ... ──> router
-router ── RouterHeartbeat, PrefillRequest / DecodeRequest, AbortRequest ──> worker ── TokenOutput, RequestFailed ──> router
+router ── RouterHeartbeat, PrefillRequest or DecodeRequest, AbortRequest ──> worker
+worker ── TokenOutput, RequestFailed ──> router
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import zmq
 import zmq.asyncio
@@ -80,11 +82,12 @@ class ControlServer:
 
     def send(self, router: bytes, message: Message) -> None:
         """Queue a message for a router; one that is gone or does not read loses it, and is aborted by timeout."""
-        sent = self._socket.send_multipart([router, encode(message)], zmq.NOBLOCK)
+        future = self._socket.send_multipart([router, encode(message)], zmq.NOBLOCK)
+        sent = cast("asyncio.Future[object]", future)
         # With NOBLOCK the future is done at once: a ROUTER refuses peers that are gone or past the high-water mark.
-        if sent.done() and sent.exception() is not None:
+        if sent.done() and (error := sent.exception()) is not None:
             self.num_unsent += 1
-            log.debug("message to router not sent: %s", sent.exception())
+            log.debug("message to router not sent: %s", error)
 
     def send_threadsafe(self, messages: list[tuple[bytes, Message]]) -> None:
         """`send`, callable from the engine's thread; keeps order. Does nothing once the loop is closed."""

@@ -1,6 +1,6 @@
 """The loop that both workers' engines share: one thread owns scheduler, blocks and model, and takes commands.
 
-event loop ── submit(command) ──> inbox ──> engine thread: apply commands, step, publish status ──> outbox ──> event loop
+event loop ─ submit(command) ─> inbox ─> engine thread: apply commands, step, publish status ─> outbox ─> event loop
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ class Engine(ABC):
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout_s: float = 3.0) -> None:
-        """End the loop after the current step."""
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End the loop after the current step; False when that step took longer than `timeout_s`."""
         self._stopping = True
         self._inbox.put(None)
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def submit(self, command: object) -> bool:
         """Hand a command to the loop; False when its inbox is full. Callable from any thread."""
@@ -129,6 +130,7 @@ class Engine(ABC):
     def fail_step(self, error: Exception) -> None:
         """A step raised: end the requests that were in it."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release what the loop's own thread holds, on that thread."""
 
@@ -167,15 +169,17 @@ class Engine(ABC):
         self._flush()
 
     def _take_commands(self) -> None:
+        """Apply what is there now, and no more: a flood of commands must not keep the loop from its steps."""
         try:
             command = self._inbox.get_nowait() if self.has_work else self._inbox.get(timeout=IDLE_WAIT_S)
-            while True:
-                if command is not None:
-                    self._busy = True
-                    self.apply(command)
-                command = self._inbox.get_nowait()
         except Empty:
-            self._flush()
+            return
+        commands = [command, *(self._inbox.get_nowait() for _ in range(self._inbox.qsize()))]
+        for command in commands:
+            if command is not None:
+                self._busy = True
+                self.apply(command)
+        self._flush()
 
     def _flush(self) -> None:
         if self._outbox:

@@ -14,6 +14,9 @@ import zmq
 from diptych.common.messages import MAX_BLOCKS_PER_FRAME, KVBlocks, Message, encode
 
 FRAME_TARGET_BYTES = 2 * 1024 * 1024
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+"""More than any block: ZeroMQ closes the connection of a peer that announces a larger frame."""
+MAX_REPLY_BYTES = 64 * 1024
 SEND_HWM = 16
 """Messages a sender may have queued for one decode worker: bounds how far it runs ahead of a slow receiver."""
 
@@ -34,11 +37,17 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.SNDHWM, SEND_HWM)
     socket.set(zmq.RCVHWM, 4096)
+    socket.set(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
     socket.set(zmq.SNDBUF, 4 * 1024 * 1024)
     socket.set(zmq.RECONNECT_IVL, 50)
     socket.set(zmq.RECONNECT_IVL_MAX, 1000)
     socket.connect(address)
     return socket
+
+
+def events(socket: zmq.Socket[bytes]) -> int:
+    """What the socket can do now without waiting: zmq.POLLIN, zmq.POLLOUT or both."""
+    return int(socket.getsockopt(zmq.EVENTS))
 
 
 def try_send(socket: zmq.Socket[bytes], message: Message) -> bool:
@@ -57,7 +66,7 @@ def try_send_blocks(
 
     ZeroMQ accepts or refuses a multipart message at its first part, so a message is never half queued.
     """
-    if not socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+    if not events(socket) & zmq.POLLOUT:
         return False
     header = KVBlocks(
         request_id=request_id,

@@ -123,13 +123,15 @@ class WorkerProcess:
         finally:
             serving.cancel()
             stopped.cancel()
+            ended = True
             await asyncio.gather(serving, return_exceptions=True)
             if self.engine is not None:
-                await asyncio.to_thread(self.engine.stop)
+                ended = await asyncio.to_thread(self.engine.stop)
             else:
                 self.close_kv()
             await http.stop()
-            self.context.destroy(linger=0)
+            if ended:  # else its thread still holds sockets, and closing the context would wait for them
+                self.context.destroy(linger=0)
 
     def _abandon_loading(self, serving: asyncio.Task[None]) -> NoReturn:
         """End at once: a thread that loads weights cannot be interrupted, and nothing else has begun."""
@@ -166,7 +168,7 @@ class WorkerProcess:
 
     async def _watch_engine(self) -> None:
         """Ends, with the reason, when the engine's thread does."""
-        while self.engine is None or self.engine.alive:
+        while self.engine is None or self.engine.alive:  # noqa: ASYNC110 - it is a thread that ends
             await asyncio.sleep(0.1)
         raise RuntimeError("the engine died") from self.engine.failure
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 from diptych.common.block_hash import BlockHasher
@@ -14,26 +13,22 @@ from diptych.common.messages import (
     AbortRequest,
     DecodeRequest,
     Message,
-    RequestFailed,
     ResetPrefixCache,
-    Timeline,
-    TokenDelta,
-    TokenOutput,
     unpack_tokens,
 )
-from diptych.common.metrics import WorkerMetrics
 from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler, SamplingRow
 from diptych.common.sampling_params import SampledToken
 from diptych.common.stop import banned_tokens, finish_reason
 from diptych.decode_worker.kv_receiver import TransferFailed, TransferLanded, TransferOpened
+from diptych.decode_worker.recorder import Recorder
+from diptych.decode_worker.reports import Reports
 from diptych.decode_worker.scheduler import DecodeChunk, DecodeScheduler, SchedulerOutput
 from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
 from diptych.decode_worker.transfers import IncomingTransfers
 
 EXPIRE_INTERVAL_S = 0.05
-RATE_SMOOTHING = 0.2
 HAS_KV = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -48,6 +43,7 @@ class DecodeEngine(Engine):
         runner: ModelRunner,
         sampler: Sampler,
         transfers: IncomingTransfers,
+        recorder: Recorder,
         *,
         eos_token_ids: Collection[int],
         max_model_len: int,
@@ -56,17 +52,14 @@ class DecodeEngine(Engine):
         transfer_timeout_s: float,
     ) -> None:
         super().__init__(send)
-        self._worker_id, self._epoch = identity
         self.scheduler, self._runner, self._sampler, self._transfers = scheduler, runner, sampler, transfers
+        self._recorder, self._reports = recorder, Reports(identity, self.emit)
         self._eos = tuple(eos_token_ids)
         self._max_model_len = min(max_model_len, scheduler.pool.num_blocks * scheduler.block_size)
         self._max_waiting = max_waiting
         self._grant_timeout_s, self._transfer_timeout_s = grant_timeout_s, transfer_timeout_s
         self._in_step: Sequence[DecodeChunk] = ()
-        self._deltas: dict[bytes, list[TokenDelta]] = defaultdict(list)
         self._expire_at = 0.0
-        self._rate = self._step_time = 0.0
-        self.metrics: WorkerMetrics | None = None
 
     @property
     def has_work(self) -> bool:
@@ -80,9 +73,9 @@ class DecodeEngine(Engine):
         match command:
             case RequestReceived(router, DecodeRequest() as request):
                 self._accept(router, request)
-            case RequestReceived(_, AbortRequest(request_id=request_id, attempt=attempt)):
+            case RequestReceived(router, AbortRequest(request_id=request_id, attempt=attempt)):
                 sequence = self.scheduler.find(request_id)
-                if sequence is not None and sequence.attempt <= attempt:
+                if sequence is not None and sequence.attempt <= attempt and sequence.router == router:
                     self._drop(sequence, "aborted")
             case RequestReceived(_, ResetPrefixCache()):
                 self.scheduler.pool.reset_cache()
@@ -97,6 +90,7 @@ class DecodeEngine(Engine):
             case TransferLanded():
                 self._on_landed(command)
             case TransferFailed(request_id, attempt, reason, _):
+                self._transfers.forget_early(request_id, attempt)
                 failed = self.scheduler.find(request_id)
                 if failed is not None and failed.attempt == attempt and failed.status not in HAS_KV:
                     failed.peer = b""
@@ -126,10 +120,12 @@ class DecodeEngine(Engine):
         for sequence, token in zip(ending, sampled, strict=True):
             self._on_token(sequence, token, done_at)
         self._in_step = ()
-        self._report_tokens()
-        self._measure(output, len(ending), done_at - now)
+        self._reports.flush()
+        self._recorder.stepped(output, len(ending), done_at - now)
 
     def expire(self, now: float) -> None:
+        if self._transfers.failure is not None:
+            raise RuntimeError("the KV receiver died") from self._transfers.failure
         if now < self._expire_at:
             return
         self._expire_at = now + EXPIRE_INTERVAL_S
@@ -163,8 +159,8 @@ class DecodeEngine(Engine):
             num_transferring=scheduler.num_transferring,
             num_waiting_tokens=scheduler.num_waiting_tokens,
             blocks=scheduler.pool.counts,
-            tokens_per_s=self._rate,
-            step_time_s=self._step_time,
+            tokens_per_s=self._recorder.tokens_per_s,
+            step_time_s=self._recorder.step_time_s,
         )
 
     def check_integrity(self) -> BlockCounts:
@@ -176,9 +172,13 @@ class DecodeEngine(Engine):
     def _accept(self, router: bytes, request: DecodeRequest) -> None:
         known = self.scheduler.find(request.request_id)
         if known is not None:
-            if known.attempt >= request.attempt or known.router != router:
-                return  # a duplicate, or another router's id: the first one keeps running
-            if known.request.prompt == request.prompt:
+            if known.router != router:
+                why = f"request id {request.request_id} is another router's"
+                self._tell_failed(router, request.request_id, request.attempt, "queue", why, retryable=False)
+                return
+            if known.attempt >= request.attempt:
+                return  # a duplicate: the first one keeps running
+            if known.is_continued_by(request):
                 self._accept_attempt(known, request)
                 return
             self._drop(known, "superseded by a new attempt")
@@ -187,7 +187,7 @@ class DecodeEngine(Engine):
         except WireError as error:
             self._refuse(router, request, str(error))
             return
-        problem = self._problem(token_ids)
+        problem = self._problem(request, token_ids)
         if problem:
             self._refuse(router, request, problem)
             return
@@ -210,25 +210,26 @@ class DecodeEngine(Engine):
         sequence.restart_reporting(request)
         if sequence.status in HAS_KV:
             if sequence.has_first_token:
-                self._report(sequence, "")
-                self._report_tokens()
+                self._reports.add(sequence)
+                self._reports.flush()
         elif not request.prefill_worker:
             self.scheduler.prefill_locally(sequence, sequence.num_landed_blocks)
-        else:
-            self._open_if_announced(sequence)
+        self._open_if_announced(sequence)
 
     def _open_if_announced(self, sequence: DecodeSequence) -> None:
         early = self._transfers.take_early(sequence.request_id, sequence.attempt)
         if early is not None:
             self._on_opened(early)
 
-    def _problem(self, token_ids: list[int]) -> str:
+    def _problem(self, request: DecodeRequest, token_ids: list[int]) -> str:
         if not token_ids:
             return "the prompt is empty"
         if len(token_ids) >= self._max_model_len:
             return f"the prompt has {len(token_ids)} tokens, this worker takes fewer than {self._max_model_len}"
         if max(token_ids) >= self._sampler.vocab_size:
             return f"token id {max(token_ids)} is outside of the vocabulary of {self._sampler.vocab_size}"
+        if request.num_output_tokens >= len(token_ids):
+            return f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output"
         return ""
 
     def _on_opened(self, event: TransferOpened) -> None:
@@ -245,8 +246,12 @@ class DecodeEngine(Engine):
             self._transfers.not_needed(event.peer, message)
         elif message.num_blocks != -(-sequence.num_request_tokens // self.scheduler.block_size):
             self._transfers.refuse(event.peer, message, f"{message.num_blocks} blocks do not fit the prompt")
-        elif sequence.peer:
-            return  # announced twice
+        elif sequence.peer == event.peer:
+            self._transfers.touch(sequence, now)
+        elif sequence.peer and sequence.status is RequestStatus.TRANSFERRING:
+            sequence.peer = event.peer
+            why = "the prefill worker's connection broke: frames may be lost"
+            self._fail(sequence, "transfer", why, retryable=True)
         else:
             sequence.peer, sequence.opened_at, sequence.renewed_at = event.peer, now, now
             if sequence.status is RequestStatus.EXPECTING:
@@ -266,84 +271,45 @@ class DecodeEngine(Engine):
             return  # aborted or superseded while the event was on its way
         done, now = landing.done, time.monotonic()
         sequence.peer = b""
+        if done.first_token >= self._sampler.vocab_size:
+            why = f"first token {done.first_token} is outside of the vocabulary of {self._sampler.vocab_size}"
+            self._fail(sequence, "transfer", why, retryable=True)
+            return
         sequence.transfer_s = max(landing.landed_at, landing.done_at) - landing.granted_at
         sequence.exposed_transfer_s = done.age_s + max(0.0, landing.landed_at - landing.done_at)
         sequence.prefill_s, sequence.num_cached = done.prefill_s, done.num_cached_tokens
         sequence.joined_at = sequence.first_token_at = now
         self.scheduler.land(sequence)
-        self._measure_landing(sequence, len(landing.landed), landing.first_block, landing.busy_s)
+        self._recorder.landed(sequence, landing)
         sampled = SampledToken(done.first_token, done.logprobs)
         sequence.append(sampled)
         reason = self._finish_reason(sequence, sampled.token_id)
         if reason:
             self._finish(sequence, reason, now)
-            self._report_tokens()
+            self._reports.flush()
 
     def _on_scheduled(self, output: SchedulerOutput, now: float) -> None:
         for sequence in output.granted:
             sequence.num_landed_blocks = sequence.num_computed // self.scheduler.block_size
             self._transfers.grant(sequence, sequence.num_landed_blocks, now)
-            if self.metrics is not None:
-                self.metrics.grant_wait_seconds.observe(now - sequence.opened_at)
-        if self.metrics is not None and output.preempted:
-            self.metrics.preemptions.inc(len(output.preempted))
+        self._recorder.scheduled(output, now)
 
     def _on_token(self, sequence: DecodeSequence, sampled: SampledToken, now: float) -> None:
         if not sequence.first_token_at:
             sequence.joined_at = sequence.first_token_at = now
             sequence.prefill_s = now - sequence.admitted_at
-            if self.metrics is not None:
-                self.metrics.queue_seconds.observe(sequence.admitted_at - sequence.accepted_at)
-                self.metrics.prefill_seconds.observe(sequence.prefill_s)
-                self.metrics.prompt_tokens.inc(sequence.num_request_tokens)
-                self.metrics.prefix_queries.inc(sequence.num_request_tokens)
-                self.metrics.prefix_hits.inc(sequence.num_cached)
+            self._recorder.prefilled(sequence)
         sequence.append(sampled)
         reason = self._finish_reason(sequence, sampled.token_id)
         if reason:
             self._finish(sequence, reason, now)
         else:
-            self._report(sequence, "")
+            self._reports.add(sequence)
 
     def _finish(self, sequence: DecodeSequence, reason: str, now: float) -> None:
-        timeline = Timeline(
-            queue_s=max(0.0, (sequence.admitted_at or now) - sequence.accepted_at) if not sequence.granted_at else 0.0,
-            prefill_s=sequence.prefill_s,
-            grant_wait_s=max(0.0, sequence.granted_at - sequence.opened_at),
-            transfer_s=sequence.transfer_s,
-            exposed_transfer_s=sequence.exposed_transfer_s,
-            decode_s=now - sequence.first_token_at,
-            num_preemptions=sequence.num_preemptions,
-        )
-        self._report(sequence, reason, timeline)
-        if self.metrics is not None:
-            self.metrics.decode_seconds.observe(now - sequence.first_token_at)
-            self.metrics.count_finished(reason)
+        self._reports.finish(sequence, reason, now)
+        self._recorder.finished(sequence, reason, now)
         self.scheduler.remove(sequence)
-
-    def _report(self, sequence: DecodeSequence, reason: str, timeline: Timeline | None = None) -> None:
-        """Queue the tokens its router does not have from this worker under this attempt."""
-        first = sequence.num_prompt_tokens + sequence.num_reported
-        new = sequence.token_ids[first:]
-        made_here = sequence.num_reported - sequence.request.num_output_tokens
-        self._deltas[sequence.router].append(
-            TokenDelta(
-                sequence.request_id,
-                sequence.attempt,
-                sequence.num_reported,
-                tuple(new),
-                reason,
-                sequence.num_cached,
-                tuple(sequence.logprobs[made_here : made_here + len(new)]) if sequence.params.logprobs >= 0 else (),
-                timeline,
-            )
-        )
-        sequence.num_reported += len(new)
-
-    def _report_tokens(self) -> None:
-        for router, deltas in self._deltas.items():
-            self.emit(router, TokenOutput(worker_id=self._worker_id, epoch=self._epoch, outputs=tuple(deltas)))
-        self._deltas.clear()
 
     def _row(self, sequence: DecodeSequence) -> SamplingRow:
         num_prompt = sequence.num_prompt_tokens
@@ -372,52 +338,21 @@ class DecodeEngine(Engine):
 
     def _fail(self, sequence: DecodeSequence, phase: str, message: str, *, retryable: bool) -> None:
         self._drop(sequence, message)
-        self._tell_failed(sequence.router, sequence.request_id, sequence.attempt, phase, message, retryable)
+        self._tell_failed(sequence.router, sequence.request_id, sequence.attempt, phase, message, retryable=retryable)
 
     def _refuse(self, router: bytes, message: Message, why: str, *, retryable: bool = False) -> None:
-        request_id = getattr(message, "request_id", "")
+        request_id, attempt = getattr(message, "request_id", ""), getattr(message, "attempt", 0)
         if request_id:
-            self._tell_failed(router, request_id, getattr(message, "attempt", 0), "queue", why, retryable)
+            early = self._transfers.take_early(request_id, attempt)
+            if early is not None:
+                self._transfers.refuse(early.peer, early.message, why)
+            self._tell_failed(router, request_id, attempt, "queue", why, retryable=retryable)
 
     def _tell_failed(
-        self, router: bytes, request_id: str, attempt: int, phase: str, message: str, retryable: bool
+        self, router: bytes, request_id: str, attempt: int, phase: str, why: str, *, retryable: bool
     ) -> None:
-        self.emit(
-            router,
-            RequestFailed(
-                worker_id=self._worker_id,
-                request_id=request_id,
-                attempt=attempt,
-                phase=phase,
-                message=message[:4000],
-                retryable=retryable,
-            ),
-        )
-        if self.metrics is not None:
-            self.metrics.count_failed(phase)
-
-    def _measure_landing(self, sequence: DecodeSequence, num_landed: int, num_skipped: int, busy_s: float) -> None:
-        if self.metrics is None:
-            return
-        num_bytes = num_landed * self._runner.kv.block_bytes
-        self.metrics.transfer_seconds.observe(sequence.transfer_s)
-        self.metrics.exposed_seconds.observe(sequence.exposed_transfer_s)
-        self.metrics.transfer_bytes.inc(num_bytes)
-        self.metrics.skipped_blocks.inc(num_skipped)
-        self.metrics.prompt_tokens.inc(sequence.num_request_tokens)
-        self.metrics.prefix_queries.inc(sequence.num_request_tokens)
-        self.metrics.prefix_hits.inc(num_skipped * self.scheduler.block_size)
-        if num_bytes:
-            self.metrics.transfer_rate.observe(num_bytes / max(busy_s, 1e-6))
-
-    def _measure(self, output: SchedulerOutput, num_sampled: int, step_s: float) -> None:
-        num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
-        self._step_time += RATE_SMOOTHING * (step_s - self._step_time)
-        self._rate += RATE_SMOOTHING * (num_tokens / max(step_s, 1e-6) - self._rate)
-        if self.metrics is not None:
-            self.metrics.steps.inc()
-            self.metrics.step_seconds.observe(step_s)
-            self.metrics.generation_tokens.inc(num_sampled)
+        self._reports.fail(router, request_id, attempt, phase, why, retryable=retryable)
+        self._recorder.failed(phase)
 
 
 def _phase(sequence: DecodeSequence) -> str:

@@ -18,7 +18,7 @@ import zmq
 
 from diptych.common.control import bind
 from diptych.common.errors import WireError
-from diptych.common.kv_wire import discard_rest, receive_blocks
+from diptych.common.kv_wire import MAX_FRAME_BYTES, discard_rest, events, receive_blocks
 from diptych.common.messages import (
     KVAck,
     KVBlocks,
@@ -76,6 +76,7 @@ class KVReceiver:
         self._socket.set(zmq.RCVHWM, MAX_PEERS_HWM)
         self._socket.set(zmq.SNDHWM, 100_000)
         self._socket.set(zmq.RCVBUF, 4 * 1024 * 1024)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self.address = bind(self._socket, host, port)
         self._block_view, self._on_event = block_view, on_event
         self._landings: dict[tuple[str, int], Landing] = {}
@@ -122,6 +123,12 @@ class KVReceiver:
         with self._lock:
             return self._landings.pop((request_id, attempt), None)
 
+    def touch(self, request_id: str, attempt: int, now: float) -> None:
+        """The prefill worker is alive: its silence counts from `now`."""
+        with self._lock:
+            if (landing := self._landings.get((request_id, attempt))) is not None:
+                landing.last_progress = now
+
     def stalled(self, before: float) -> list[Landing]:
         """Landings without any progress since `before`."""
         with self._lock:
@@ -141,7 +148,7 @@ class KVReceiver:
             while True:
                 ready = dict(poller.poll(1000))
                 if self._wake_in in ready:
-                    while self._wake_in.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                    while events(self._wake_in) & zmq.POLLIN:
                         self._wake_in.recv()
                 if not self._flush():
                     break
@@ -181,7 +188,7 @@ class KVReceiver:
             self._drop(str(error))
             return
         if isinstance(message, KVBlocks):
-            self._land(peer, message)
+            self._land(message)
             return
         if discard_rest(self._socket):
             self._drop(f"{type(message).__name__} with frames behind it")
@@ -196,7 +203,7 @@ class KVReceiver:
             case _:
                 self._drop(f"{type(message).__name__} is not for a decode worker's KV socket")
 
-    def _land(self, peer: bytes, header: KVBlocks) -> None:
+    def _land(self, header: KVBlocks) -> None:
         began = time.monotonic()
         with self._lock:
             landing = self._landings.get((header.request_id, header.attempt))
@@ -212,10 +219,10 @@ class KVReceiver:
                 landing.last_progress = now
                 landing.busy_s += now - began
         if landing is None:
-            self._drop(f"{len(header.checksums)} blocks of unknown request {header.request_id}/{header.attempt}")
+            self._drop_late(f"{len(header.checksums)} blocks", header)
             return
         if landed:
-            self.num_bytes += sum(len(self._block_view(landing.blocks[index])) for index in landed[:1]) * len(landed)
+            self.num_bytes += len(landed) * len(self._block_view(landing.blocks[landed[0]]))
             landing.landed_at = now
         if problem:
             self._fail(landing, problem)
@@ -231,7 +238,7 @@ class KVReceiver:
                 landing.done = done
                 landing.done_at = landing.last_progress = time.monotonic()
         if landing is None:
-            self._drop(f"end of unknown or finished transfer {done.request_id}/{done.attempt}")
+            self._drop_late("the end", done)
         elif landing.complete:
             self._complete(landing)
 
@@ -247,6 +254,11 @@ class KVReceiver:
         if self.release(*landing.key) is not None:
             self._answer(landing.peer, KVFailed(request_id=landing.request_id, attempt=landing.attempt, reason=reason))
             self._on_event(TransferFailed(landing.request_id, landing.attempt, reason, by_peer=False))
+
+    def _drop_late(self, what: str, message: KVBlocks | KVDone) -> None:
+        """Frames of what was aborted meanwhile are nothing to warn of."""
+        self.num_dropped_frames += 1
+        log.debug("dropped %s of %s/%d: not expected, or no more", what, message.request_id, message.attempt)
 
     def _drop(self, why: str) -> None:
         self.num_dropped_frames += 1

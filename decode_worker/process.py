@@ -11,6 +11,7 @@ from diptych.common.settings import DecodeWorkerConfig
 from diptych.common.worker_process import Send, WorkerProcess
 from diptych.decode_worker.engine import DecodeEngine
 from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from diptych.decode_worker.recorder import Recorder
 from diptych.decode_worker.scheduler import DecodeScheduler
 from diptych.decode_worker.transfers import IncomingTransfers
 
@@ -53,13 +54,13 @@ class DecodeWorker(WorkerProcess):
             loaded.runner,
             Sampler(loaded.vocab_size),
             IncomingTransfers(receiver, epoch=identity.epoch, fingerprint=loaded.fingerprint),
+            Recorder(self.metrics, block_size=settings.block_size, block_bytes=loaded.kv.block_bytes),
             eos_token_ids=files.eos_token_ids,
             max_model_len=loaded.max_model_len,
             max_waiting=settings.max_waiting,
             grant_timeout_s=settings.grant_timeout_s,
             transfer_timeout_s=settings.transfer_timeout_s,
         )
-        engine.metrics = self.metrics
         self._engine = engine
         receiver.start()
         return engine

@@ -96,6 +96,16 @@ class DecodeSequence:
         """Whether this worker holds output made for this request (its own or the prefill worker's)."""
         return self.num_tokens > self.num_request_tokens
 
+    def is_continued_by(self, request: DecodeRequest) -> bool:
+        """Whether `request` is another attempt at the very same work."""
+        mine = self.request
+        return (mine.prompt, mine.params, mine.num_output_tokens, mine.cache_salt) == (
+            request.prompt,
+            request.params,
+            request.num_output_tokens,
+            request.cache_salt,
+        )
+
     def append(self, sampled: SampledToken) -> None:
         self.token_ids.append(sampled.token_id)
         if sampled.logprobs is not None:

@@ -45,6 +45,10 @@ class IncomingTransfers:
             _, oldest = self._early.popitem(last=False)
             self.refuse(oldest.event.peer, oldest.event.message, "too many unknown requests")
 
+    def forget_early(self, request_id: str, attempt: int) -> None:
+        """Its prefill worker gave up before the request came."""
+        self._early.pop((request_id, attempt), None)
+
     def take_early(self, request_id: str, attempt: int) -> TransferOpened | None:
         early = self._early.pop((request_id, attempt), None)
         return early.event if early else None
@@ -74,6 +78,10 @@ class IncomingTransfers:
             sequence.renewed_at = now
             self._tell(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
 
+    def touch(self, sequence: DecodeSequence, now: float) -> None:
+        """The prefill worker said that it is still computing."""
+        self._receiver.touch(sequence.request_id, sequence.attempt, now)
+
     def not_needed(self, peer: bytes, message: KVOpen) -> None:
         """This worker has, or computes, the KV itself."""
         self._tell(peer, KVAck(request_id=message.request_id, attempt=message.attempt))
@@ -93,6 +101,11 @@ class IncomingTransfers:
 
     def stalled(self, before: float) -> list[Landing]:
         return self._receiver.stalled(before)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the receiver's thread died of."""
+        return self._receiver.failure
 
     def stop(self) -> None:
         self._receiver.stop()

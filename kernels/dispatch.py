@@ -53,9 +53,7 @@ def backend(kind: str) -> Backend:
     return cast(Backend, torch_backend)
 
 
-def plan_attention(
-    spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
-) -> AttentionPlan:
+def plan_attention(spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device) -> AttentionPlan:
     """What all layers' attention of one step shares. Spans must not overlap; their block tables must be long enough."""
     return backend(device.type).plan_attention(spans, layout, num_heads, device)
 
@@ -94,7 +92,7 @@ def rotate_and_write(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. Inside in float32, as `weight` is; outside as x is."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension: float32 inside, as `weight` is, x's dtype outside."""
     return backend(x.device.type).rms_norm(x, weight, eps)
 
 

@@ -15,14 +15,14 @@ class Linear:
     """y = x W^T + b for W [out, in] in the model's dtype.
 
     On a CPU with oneDNN the weights are packed: small batches run up to twice as fast, and a row's result is the same
-    in every batch. A packed copy replaces `weight` unless `keep` says that someone else holds it anyway.
+    in every batch. The packed copy is all that is kept; `weight` unpacks it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias, self.dtype = bias, weight.dtype
         self._packed = _pack(weight)
-        self._plain = weight if self._packed is None else None
+        self._plain = weight if self._packed is None else weight.new_empty(0)
 
     @property
     def packed(self) -> bool:
@@ -31,7 +31,10 @@ class Linear:
     @property
     def weight(self) -> Tensor:
         """W as it was given; a copy when packed. For references, not for speed."""
-        return self._plain if self._plain is not None else self._packed.to_dense().contiguous()
+        if self._packed is None:
+            return self._plain
+        dense: Tensor = self._packed.to_dense()
+        return dense.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] to [T, out]."""
@@ -48,7 +51,7 @@ class Linear:
 
 def _pack(weight: Tensor) -> Any:
     """oneDNN's blocked copy of W, or None where this torch or this device has none."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None

@@ -40,12 +40,17 @@ inline f32x16 load(const float *p) {
 }
 
 inline f32x16 load(const bf16 *p) {
+#if defined(__AVX512F__)
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
+    return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+#else
     u16x16 h;
     std::memcpy(&h, p, sizeof h);
     const u32x16 w = __builtin_convertvector(h, u32x16) << 16;
     f32x16 v;
     std::memcpy(&v, &w, sizeof v);
     return v;
+#endif
 }
 
 inline void store(float *p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
@@ -196,24 +201,25 @@ void find_rows(const T *kv, const Shape &s, int64_t layer, int head, const int32
     }
 }
 
-// Keys and values of those rows, float32: keys [head_dim][TILE], values [TILE][head_dim].
+// Keys and values of those rows, float32: keys [head_dim][TILE], values [TILE][head_dim]. Fetches the next tile's meanwhile.
 template <typename T>
-void read_tile(const T *const (&rows)[TILE], const T *const (&values)[TILE], int dim, Scratch &scratch) {
+void read_tile(const T *const (&rows)[TILE], const T *const (&values)[TILE], const T *const (&next)[TILE], int dim,
+               Scratch &scratch) {
     float *keys = scratch.keys.data(), *out = scratch.values.data();
-    for (int d = 0; d < dim; d += LANES)
-        for (int i = 0; i < TILE; i += LANES) {
+    for (int i = 0; i < TILE; i += LANES)
+        for (int d = 0; d < dim; d += LANES) {
             f32x16 part[LANES];
 #pragma GCC unroll 16
             for (int j = 0; j < LANES; j++) part[j] = load(rows[i + j] + d);
             transpose16(part, keys + d * TILE + i, TILE);
+            for (int j = 0; j < LANES; j++) { // K and V of 16 rows, in dim / 16 steps
+                const char *line = reinterpret_cast<const char *>(next[i + j]) + 2 * d * sizeof(T);
+                __builtin_prefetch(line);
+                if (sizeof(T) == 4) __builtin_prefetch(line + 64);
+            }
         }
     for (int i = 0; i < TILE; i++)
         for (int d = 0; d < dim; d += LANES) store(out + i * dim + d, load(values[i] + d));
-}
-
-template <typename T> void prefetch_rows(const T *const (&rows)[TILE], int dim) {
-    for (int i = 0; i < TILE; i++)
-        for (size_t at = 0; at < 2 * dim * sizeof(T); at += 64) __builtin_prefetch(reinterpret_cast<const char *>(rows[i]) + at);
 }
 
 // scores[R][TILE] = queries[R][dim] . keys[dim][TILE]
@@ -330,11 +336,8 @@ template <typename T> struct Attention {
         int64_t base = begin / TILE * TILE;
         find_rows(kv, shape, layer, unit.head, table, base, begin, end, keys[0], values[0]);
         for (int turn = 0; base < end; base += TILE, turn ^= 1) {
-            if (base + TILE < end) {
-                find_rows(kv, shape, layer, unit.head, table, base + TILE, begin, end, keys[turn ^ 1], values[turn ^ 1]);
-                prefetch_rows(keys[turn ^ 1], dim);
-            }
-            read_tile(keys[turn], values[turn], dim, scratch);
+            find_rows(kv, shape, layer, unit.head, table, base + TILE, begin, end, keys[turn ^ 1], values[turn ^ 1]);
+            read_tile(keys[turn], values[turn], keys[turn ^ 1], dim, scratch);
             visit(base, rows, group, first, scratch);
         }
         for (int i = 0; i < rows; i++) {

@@ -27,7 +27,7 @@ ROWS_PER_UNIT: Final = 64  # query rows (tokens x heads of a group) that share o
 
 @dataclass(frozen=True, slots=True)
 class NativePlan(AttentionPlan):
-    """spans int64 [S, 4]: row, count, start, first entry in tables; tables int32; units int32 [U, 4]: span, KV head,
+    """spans int64 [S, 4]: row, rows, start, first entry in tables; tables int32; units int32 [U, 4]: span, KV head,
     first query, count; shape int64 [5]: layers, KV heads, block size, head_dim, heads."""
 
     spans: npt.NDArray[np.int64]
@@ -65,10 +65,10 @@ class NativeBackend:
         rows = np.empty((len(spans), 4), dtype=np.int64)
         tiles: list[tuple[int, int, int, int]] = []  # work, span, first query, count
         for i, span in enumerate(spans):
-            rows[i] = (span.row, span.count, span.start, len(table))
+            rows[i] = (span.row, span.num_rows, span.start, len(table))
             table.extend(span.block_table[: -(-span.length // layout.block_size)])
-            for first in range(0, span.count, tokens):
-                count = min(tokens, span.count - first)
+            for first in range(0, span.num_rows, tokens):
+                count = min(tokens, span.num_rows - first)
                 tiles.append((-(span.start + first + count) * count, i, first, count))
         tiles.sort()  # the longest first, so that threads end together
         heads = layout.num_kv_heads

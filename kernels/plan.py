@@ -7,20 +7,20 @@ from typing import NamedTuple
 
 
 class QuerySpan(NamedTuple):
-    """`count` consecutive query rows from `row` on, all of one sequence, at positions `start` .. `start + count - 1`.
+    """`num_rows` query rows from `row` on, of one sequence, at positions `start` .. `start + num_rows - 1`.
 
     The keys they may see are those of positions 0 .. their own, in the blocks of `block_table` (may be too long).
     """
 
     row: int
-    count: int
+    num_rows: int
     start: int
     block_table: Sequence[int]
 
     @property
     def length(self) -> int:
         """Tokens of the sequence once this span is written."""
-        return self.start + self.count
+        return self.start + self.num_rows
 
 
 class KVLayout(NamedTuple):

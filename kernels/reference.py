@@ -1,4 +1,4 @@
-"""Plain references, slow and obvious, in the dtype they are given (float64 for oracles). Tests compare against these."""
+"""Plain references, slow and obvious, in the dtype they are given (float64 for oracles), for tests to compare with."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def paged_attention(
     for span in spans:
         keys, values = gather_sequence(kv, layer, span.block_table, span.length)
         keys, values = (t.repeat_interleave(group, dim=1).to(q.dtype) for t in (keys, values))  # [L, num_heads, D]
-        for i in range(span.count):
+        for i in range(span.num_rows):
             position = span.start + i
             first = max(0, position - window + 1) if window else 0
             seen_k, seen_v = keys[first : position + 1], values[first : position + 1]
@@ -71,7 +71,8 @@ def rotate_and_write(
     """Same contract as `kernels.rotate_and_write`."""
     _, _, kv_heads, block_size, _, dim = kv.shape
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    q, k, v = qkv.view(-1, heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), dim=1)
+    qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
+    q, k, v = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
     q = rotate(q if q_norm is None else rms_norm(q, q_norm, eps), cos, sin)
     k = rotate(k if k_norm is None else rms_norm(k, k_norm, eps), cos, sin)
     for i, slot in enumerate(slots.tolist()):

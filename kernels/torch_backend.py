@@ -60,20 +60,18 @@ class TorchPlan(AttentionPlan):
     def window(self, window: int) -> tuple[list[DecodeGroup], list[PrefillSpan]]:
         if window not in self._windows:
             decodes = [_decode_group(group, self.layout, window, self.device) for group in _groups(self, window)]
-            wide = [span for span in self.spans if span.count > 1]
+            wide = [span for span in self.spans if span.num_rows > 1]
             self._windows[window] = (decodes, [_prefill_span(span, self.layout, window, self.device) for span in wide])
         return self._windows[window]
 
 
-def plan_attention(
-    spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
-) -> TorchPlan:
+def plan_attention(spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device) -> TorchPlan:
     return TorchPlan(spans, layout, device)
 
 
 def _groups(plan: TorchPlan, window: int) -> list[list[QuerySpan]]:
     """Single-row spans by similar length, so that one long row does not pad all."""
-    single = sorted((span for span in plan.spans if span.count == 1), key=lambda span: _num_visible(span, window))
+    single = sorted((span for span in plan.spans if span.num_rows == 1), key=lambda span: _num_visible(span, window))
     groups: list[list[QuerySpan]] = []
     for span in single:
         limit = max(MAX_PADDING * _num_visible(groups[-1][0], window), plan.layout.block_size) if groups else 0.0
@@ -131,7 +129,7 @@ def _prefill_span(span: QuerySpan, layout: KVLayout, window: int, device: torch.
     table = np.array(span.block_table[first : -(-span.length // size)], dtype=np.int64)
     length = span.length - start
     mask = None
-    if start or length != span.count or (window and span.length > window):
+    if start or length != span.num_rows or (window and span.length > window):
         query = np.arange(span.start, span.length)[:, None]
         key = np.arange(start, span.length)[None, :]
         seen = key <= query
@@ -139,7 +137,7 @@ def _prefill_span(span: QuerySpan, layout: KVLayout, window: int, device: torch.
             seen &= key > query - window
         mask = torch.from_numpy(seen).to(device)
     gather = _gather_rows(table, layout, device)
-    return PrefillSpan(span.row, span.count, gather, layout.num_kv_heads, start - first * size, length, mask)
+    return PrefillSpan(span.row, span.num_rows, gather, layout.num_kv_heads, start - first * size, length, mask)
 
 
 def paged_attention(
@@ -183,9 +181,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float
 ) -> Tensor:
     if not softcap:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=scale
-        )
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale)
     scores = softcap * torch.tanh((query @ key.transpose(-1, -2)).float() * (scale / softcap))
     if causal:
         count = query.shape[-2]

@@ -71,9 +71,9 @@ class PrefillEngine(Engine):
         match command:
             case RequestReceived(router, PrefillRequest() as request):
                 self._accept(router, request)
-            case RequestReceived(_, AbortRequest(request_id=request_id, attempt=attempt)):
+            case RequestReceived(router, AbortRequest(request_id=request_id, attempt=attempt)):
                 sequence = self.scheduler.find(request_id)
-                if sequence is not None and sequence.attempt <= attempt:
+                if sequence is not None and sequence.attempt <= attempt and sequence.router == router:
                     self._drop(sequence, "aborted")
             case RequestReceived(_, ResetPrefixCache()):
                 self.scheduler.pool.reset_cache()
@@ -93,9 +93,6 @@ class PrefillEngine(Engine):
         for sequence in output.admitted:
             self._on_admitted(sequence, now)
         self._in_step = output.chunks
-        if not output.chunks:
-            time.sleep(0.001)  # prompts wait for blocks that held ones will free: look again soon
-            return
         logits = self._runner.forward(
             [
                 SequenceChunk(
@@ -114,6 +111,8 @@ class PrefillEngine(Engine):
         self._measure(sum(chunk.num_tokens for chunk in output.chunks), done_at - now)
 
     def expire(self, now: float) -> None:
+        if self._sender.failure is not None:
+            raise RuntimeError("the KV sender died") from self._sender.failure
         for sequence in [s for s in self.scheduler if s.deadline < now]:
             phase = "transfer" if sequence.computed else "prefill" if sequence.blocks else "queue"
             self._fail(sequence, phase, f"the request's time was over in {phase}", retryable=False)
@@ -144,15 +143,18 @@ class PrefillEngine(Engine):
     def _accept(self, router: bytes, request: PrefillRequest) -> None:
         known = self.scheduler.find(request.request_id)
         if known is not None:
-            if known.attempt >= request.attempt or known.router != router:
-                return  # a duplicate, or another router's id: the first one keeps running
+            if known.router != router:
+                self._refuse(router, request, f"request id {request.request_id} is another router's")
+                return
+            if known.attempt >= request.attempt:
+                return  # a duplicate: the first one keeps running
             self._drop(known, "superseded by a new attempt")
         try:
             token_ids = unpack_tokens(request.prompt)
         except WireError as error:
             self._refuse(router, request, str(error))
             return
-        problem = self._problem(token_ids)
+        problem = self._problem(request, token_ids)
         if problem:
             self._refuse(router, request, problem)
         elif len(self.scheduler.waiting) >= self._max_waiting:
@@ -162,7 +164,7 @@ class PrefillEngine(Engine):
             hasher = BlockHasher(self.scheduler.block_size, request.cache_salt)
             self.scheduler.add(PrefillSequence(router, request, token_ids, hasher, now, now + request.deadline_s))
 
-    def _problem(self, token_ids: list[int]) -> str:
+    def _problem(self, request: PrefillRequest, token_ids: list[int]) -> str:
         capacity = self.scheduler.pool.num_blocks * self.scheduler.block_size
         vocab_size = self._sampler.vocab_size
         if not token_ids:
@@ -171,6 +173,8 @@ class PrefillEngine(Engine):
             return f"the prompt has {len(token_ids)} tokens, this worker takes {min(self._max_model_len, capacity)}"
         if max(token_ids) >= vocab_size:
             return f"token id {max(token_ids)} is outside of the vocabulary of {vocab_size}"
+        if request.num_output_tokens >= len(token_ids):
+            return f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output"
         return ""
 
     def _on_admitted(self, sequence: PrefillSequence, now: float) -> None:
@@ -192,7 +196,8 @@ class PrefillEngine(Engine):
             return
         reason = self._finish_reason(sequence, sampled)
         self.emit(sequence.router, self._first_token(sequence, sampled, reason))
-        if sequence.request.decode is not None and not reason:
+        if sequence.request.decode is not None:
+            # Also for a finished request: the decode worker finishes it by the same rule, and has no failure to report.
             prefill_s = sequence.computed_at - sequence.admitted_at
             done = KVDone(
                 request_id=sequence.request_id,
@@ -204,9 +209,9 @@ class PrefillEngine(Engine):
             )
             self._sender.progress(sequence.request_id, sequence.attempt, num_ready, done)
         else:
-            self._drop(sequence, "finished with its first token")
+            self._drop(sequence, "finished")
             if self.metrics is not None:
-                self.metrics.count_finished(reason or "stop")
+                self.metrics.count_finished(reason or "length")
         if self.metrics is not None:
             self.metrics.prefill_seconds.observe(sequence.computed_at - sequence.admitted_at)
             self.metrics.prompt_tokens.inc(sequence.num_tokens)
@@ -226,7 +231,7 @@ class PrefillEngine(Engine):
             self.metrics.transfer_bytes.inc(event.num_shipped * self._runner.kv.block_bytes)
             self.metrics.skipped_blocks.inc(event.num_skipped)
             self.metrics.count_finished("transferred")
-        self.scheduler.remove(sequence)  # even if it was still computing: the decode worker needs nothing more
+        self._drop(sequence, "acknowledged")  # even if it was still computing: the decode worker needs nothing more
 
     def _first_token(self, sequence: PrefillSequence, sampled: SampledToken, reason: str) -> TokenOutput:
         delta = TokenDelta(

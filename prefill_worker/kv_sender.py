@@ -1,7 +1,7 @@
 """Ships KV blocks to decode workers from a thread of its own, so that transfer hides behind the next chunk's compute.
 
-The engine owns the blocks; this thread only reads them, between `open` and the event that ends the transfer. A block
-freed while ZeroMQ still points at it can only spoil a frame that the receiver drops or whose checksum then fails.
+The engine owns the blocks; this thread reads them from `open` until `cancel` returned or it reported the end. A block
+freed while ZeroMQ still points at it can only spoil a frame whose checksum then fails: none is checksummed after that.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import msgspec
 import zmq
 
 from diptych.common.errors import WireError
-from diptych.common.kv_wire import blocks_per_message, dealer, try_send, try_send_blocks
+from diptych.common.kv_wire import blocks_per_message, dealer, events, try_send, try_send_blocks
 from diptych.common.messages import KVAck, KVDone, KVFailed, KVGrant, KVOpen, KVTarget, KVWait, decode
 from diptych.prefill_worker.transfer import OutgoingTransfer
 
 log = logging.getLogger(__name__)
 IDLE_CONNECTION_S = 60.0
+ANNOUNCE_S = 1.0
+"""How often a decode worker that granted hears that its prompt is still being computed here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class _Progress:
 
 @dataclass(frozen=True, slots=True)
 class _Cancel:
-    key: tuple[str, int]
+    transfer: OutgoingTransfer
     reason: str
 
 
@@ -89,6 +91,8 @@ class KVSender:
         self._wake_out = context.socket(zmq.PUSH)
         self._wake_out.set(zmq.LINGER, 0)
         self._wake_out.connect(address)
+        self._lent: dict[tuple[str, int], OutgoingTransfer] = {}  # the engine's view: opened and not cancelled
+        self._lock = threading.Lock()  # held while blocks are read
         self._connections: dict[str, _Connection] = {}
         self._transfers: dict[tuple[str, int], OutgoingTransfer] = {}
         self._unopened: dict[tuple[str, int], None] = {}
@@ -112,17 +116,22 @@ class KVSender:
     def open(self, request_id: str, attempt: int, target: KVTarget, blocks: list[int], num_ready: int) -> None:
         """Announce a prompt to its decode worker; the first `num_ready` blocks are computed already."""
         now = time.monotonic()
-        self._post(
-            OutgoingTransfer(request_id, attempt, target, tuple(blocks), now, now + self._lease_s, num_ready=num_ready)
-        )
+        until = now + self._lease_s
+        transfer = OutgoingTransfer(request_id, attempt, target, tuple(blocks), now, until, num_ready=num_ready)
+        self._lent[transfer.key] = transfer
+        self._post(transfer)
 
     def progress(self, request_id: str, attempt: int, num_ready: int, done: KVDone | None = None) -> None:
         """More blocks are computed; `done` with the last ones."""
         self._post(_Progress((request_id, attempt), num_ready, done))
 
     def cancel(self, request_id: str, attempt: int, reason: str) -> None:
-        """The engine released the blocks: forget the transfer and tell the decode worker."""
-        self._post(_Cancel((request_id, attempt), reason))
+        """Take the blocks back: none is read for the wire once this returned. A live transfer fails on both sides."""
+        transfer = self._lent.pop((request_id, attempt), None)
+        if transfer is not None:
+            with self._lock:
+                transfer.revoked = True
+            self._post(_Cancel(transfer, reason))
 
     def _post(self, command: OutgoingTransfer | _Progress | _Cancel | None) -> None:
         self._commands.put(command)
@@ -156,16 +165,19 @@ class KVSender:
             for stream in connection.streams:
                 self._receive(stream)
         self._ship()
-        self._expire(time.monotonic())
+        now = time.monotonic()
+        self._announce(now)
+        self._expire(now)
         return True
 
     def _poll_timeout_ms(self) -> int:
         now = time.monotonic()
-        until = min((t.lease_until for t in self._transfers.values()), default=now + 1.0)
-        return max(0, min(1000, int((until - now) * 1000) + 1))
+        leases = (t.lease_until for t in self._transfers.values() if not t.computing)
+        until = min(leases, default=now + ANNOUNCE_S)
+        return max(0, int(min(until - now, ANNOUNCE_S) * 1000) + 1)
 
     def _drain_wakeups(self) -> None:
-        while self._wake_in.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while events(self._wake_in) & zmq.POLLIN:
             self._wake_in.recv()
 
     def _take_commands(self) -> bool:
@@ -185,8 +197,8 @@ class KVSender:
                         transfer.num_ready, transfer.lease_until = num_ready, now + self._lease_s
                         if done is not None:
                             transfer.done, transfer.done_at = done, now
-                case _Cancel(key, reason):
-                    if (transfer := self._transfers.get(key)) is not None:
+                case _Cancel(transfer, reason):
+                    if self._transfers.get(transfer.key) is transfer:
                         self._tell_failed(transfer, reason)
                         self._forget(transfer)
 
@@ -202,7 +214,7 @@ class KVSender:
         self._unopened[transfer.key] = None
 
     def _receive(self, stream: zmq.Socket[bytes]) -> None:
-        while stream.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while events(stream) & zmq.POLLIN:
             parts = stream.recv_multipart()
             try:
                 message = decode(parts[0])
@@ -211,14 +223,17 @@ class KVSender:
                 continue
             match message:
                 case KVGrant() | KVWait() | KVAck() | KVFailed():
-                    self._reply(message)
+                    self._reply(stream, message)
                 case _:
                     self._drop(f"{type(message).__name__} is not for a prefill worker's KV socket")
 
-    def _reply(self, message: KVGrant | KVWait | KVAck | KVFailed) -> None:
+    def _reply(self, stream: zmq.Socket[bytes], message: KVGrant | KVWait | KVAck | KVFailed) -> None:
         transfer = self._transfers.get((message.request_id, message.attempt))
         if transfer is None:
-            return  # ended meanwhile: an answer to nobody does no harm
+            if isinstance(message, KVGrant | KVWait):  # it holds room, or a place in a queue, for what will not come
+                why = "the prefill worker holds this transfer no more"
+                try_send(stream, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=why))
+            return
         now = time.monotonic()
         transfer.lease_until = now + self._lease_s
         match message:
@@ -232,15 +247,17 @@ class KVSender:
 
     def _ship(self) -> None:
         """Give every transfer a message at a time until all are drained or their sockets are full."""
+        blocked: set[zmq.Socket[bytes]] = set()
         for key in list(self._unopened):
             transfer = self._transfers[key]
             if try_send(self._streams(transfer)[0], self._open_message(transfer)):
                 del self._unopened[key]
+            else:
+                blocked.add(self._streams(transfer)[0])
         active = [t for t in self._transfers.values() if t.shippable(1) or t.can_finish]
-        blocked: set[zmq.Socket[bytes]] = set()
         while active:
             active = [transfer for transfer in active if self._ship_one(transfer, blocked)]
-            if self._wake_in.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if events(self._wake_in) & zmq.POLLIN:
                 break
         for connection in self._connections.values():
             for stream in connection.streams:
@@ -253,10 +270,15 @@ class KVSender:
         if indices:
             stream = streams[transfer.stream % len(streams)]
             views = [self._block_view(transfer.blocks[index]) for index in indices]
-            if not try_send_blocks(stream, transfer.request_id, transfer.attempt, indices.start, views):
+            with self._lock:
+                if transfer.revoked:
+                    return False
+                sent = try_send_blocks(stream, transfer.request_id, transfer.attempt, indices.start, views)
+            if not sent:
                 blocked.add(stream)
                 return False
             transfer.next_block, transfer.stream = indices.stop, transfer.stream + 1
+            transfer.lease_until = time.monotonic() + self._lease_s
             self.num_bytes += len(indices) * self._block_bytes
             return bool(transfer.shippable(1)) or transfer.can_finish
         if transfer.can_finish and transfer.done is not None:
@@ -267,8 +289,15 @@ class KVSender:
                 blocked.add(streams[0])
         return False
 
+    def _announce(self, now: float) -> None:
+        """Keep alive what decode workers reserved for prompts that wait for their turn to be computed."""
+        for transfer in self._transfers.values():
+            if transfer.computing and transfer.announced_at < now - ANNOUNCE_S:
+                transfer.announced_at = now
+                try_send(self._streams(transfer)[0], self._open_message(transfer))
+
     def _expire(self, now: float) -> None:
-        for transfer in [t for t in self._transfers.values() if t.lease_until < now]:
+        for transfer in [t for t in self._transfers.values() if t.lease_until < now and not t.computing]:
             self._tell_failed(transfer, "lease expired")
             self._end(transfer, f"decode worker {transfer.target.worker_id} was silent for {self._lease_s:g} s")
         idle = [

@@ -54,7 +54,7 @@ class PrefillScheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.running) or bool(self.waiting and self._plan(self.waiting[0]) is not None)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -113,22 +113,25 @@ class PrefillScheduler:
 
     def _admit(self, now: float) -> list[PrefillSequence]:
         admitted: list[PrefillSequence] = []
-        while self.waiting and len(self.running) < self.max_num_seqs and self._fits(self.waiting[0]):
+        while self.waiting and (hits := self._plan(self.waiting[0])) is not None:
             sequence = self.waiting.popleft()
+            self.pool.acquire(hits)
+            sequence.blocks = hits + self.pool.allocate(self._num_blocks(sequence) - len(hits))
+            sequence.num_computed = sequence.num_cached = len(hits) * self.block_size
+            sequence.num_published = len(hits)
             sequence.admitted_at = now
             self.running.append(sequence)
             admitted.append(sequence)
         return admitted
 
-    def _fits(self, sequence: PrefillSequence) -> bool:
-        """Give `sequence` its blocks if there is room: cached ones first, at least one token is always computed."""
+    def _plan(self, sequence: PrefillSequence) -> list[int] | None:
+        """The cached blocks that `sequence` starts from, or None if it must wait. One token at least is computed."""
+        if len(self.running) >= self.max_num_seqs:
+            return None
         hashes = sequence.hasher.extend(sequence.token_ids)
         hits = self.pool.match(hashes[: (sequence.num_tokens - 1) // self.block_size])
-        num_blocks = -(-sequence.num_tokens // self.block_size)
-        if num_blocks - len(hits) > self.pool.num_available - self.pool.num_reclaimed(hits):
-            return False
-        self.pool.acquire(hits)
-        sequence.blocks = hits + self.pool.allocate(num_blocks - len(hits))
-        sequence.num_computed = sequence.num_cached = len(hits) * self.block_size
-        sequence.num_published = len(hits)
-        return True
+        available = self.pool.num_available - self.pool.num_reclaimed(hits)
+        return hits if self._num_blocks(sequence) - len(hits) <= available else None
+
+    def _num_blocks(self, sequence: PrefillSequence) -> int:
+        return -(-sequence.num_tokens // self.block_size)

@@ -31,6 +31,8 @@ class OutgoingTransfer:
     done_at: float = 0.0
     done_sent: bool = False
     stream: int = 0
+    announced_at: float = 0.0
+    revoked: bool = False
 
     @property
     def key(self) -> tuple[str, int]:
@@ -41,7 +43,7 @@ class OutgoingTransfer:
         if self.next_block is not None or not 0 <= first_block <= len(self.blocks):
             return False
         self.first_block = self.next_block = first_block
-        self.granted_at = now
+        self.granted_at = self.announced_at = now
         return True
 
     def shippable(self, limit: int) -> range:
@@ -54,6 +56,11 @@ class OutgoingTransfer:
     def drained(self) -> bool:
         """Every granted block was handed to the socket and nothing but KVDone is left to say."""
         return self.next_block is not None and self.next_block == len(self.blocks)
+
+    @property
+    def computing(self) -> bool:
+        """Whether the next move is this worker's own engine's: until then the decode worker owes no answer."""
+        return self.next_block is not None and self.done is None and not self.shippable(1)
 
     @property
     def can_finish(self) -> bool:

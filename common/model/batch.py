@@ -84,7 +84,9 @@ def _check(chunk: SequenceChunk, config: ModelConfig, kv: KVCache) -> None:
     if length > config.max_model_len:
         raise ContextLengthExceeded(f"the sequence has {length} tokens, the model takes {config.max_model_len}")
     if len(chunk.block_table) < needed:
-        raise BlockError(f"{length} tokens need {needed} blocks of {kv.block_size}, the table has {len(chunk.block_table)}")
+        raise BlockError(
+            f"{length} tokens need {needed} blocks of {kv.block_size}, the table has {len(chunk.block_table)}"
+        )
     used = chunk.block_table[:needed]
     if min(used) < 0 or max(used) >= kv.num_blocks:
         raise BlockError(f"block table names {min(used)} to {max(used)}, the cache has {kv.num_blocks} blocks")

@@ -68,13 +68,12 @@ class ModelConfig:
     final_softcap: float = 0.0
 
 
-def from_hf(folder: Path) -> ModelConfig:
-    """Read `folder`/config.json. ModelError when it is missing, damaged, or describes a model that is not supported."""
-    path = folder / "config.json"
+def from_hf(path: Path) -> ModelConfig:
+    """Read a config.json. ModelError when it is missing, damaged, or describes a model that is not supported."""
     try:
         raw = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error}): give a folder with config.json and *.safetensors") from error
+        raise ModelError(f"{path} cannot be read ({error}): give a folder that holds config.json") from error
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON ({error}): fetch the file again") from error
     if not isinstance(raw, dict):
@@ -82,9 +81,10 @@ def from_hf(folder: Path) -> ModelConfig:
     return HFReader(raw, path).read()
 
 
-def from_gguf(metadata: Mapping[str, Any], vocab_size: int, path: Path) -> ModelConfig:
-    """Read GGUF metadata; `vocab_size` is the number of rows of the token embedding. ModelError as `from_hf`."""
-    return GGUFReader(metadata, path).read(vocab_size)
+def from_gguf(metadata: Mapping[str, Any], vocab_size: int, tied: bool, path: Path) -> ModelConfig:
+    """Read GGUF metadata. What it lacks comes from the tensors: `vocab_size` (rows of the token embedding) and `tied`
+    (there is no output matrix). ModelError as `from_hf`."""
+    return GGUFReader(metadata, path).read(vocab_size, tied)
 
 
 class _Reader:
@@ -171,7 +171,7 @@ class HFReader(_Reader):
         return ACTIVATIONS[value]
 
     def _layer_types(self, layers: int, model_type: str) -> list[str]:
-        """"sliding_attention" or "full_attention" of each layer."""
+        """The attention of each layer, sliding_attention or full_attention."""
         kinds = self.fields.get("layer_types")
         if isinstance(kinds, list):
             if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
@@ -241,7 +241,7 @@ class GGUFReader(_Reader):
             raise self.refuse(f"GGUF architecture {architecture!r}", ", ".join(GGUF_FAMILIES))
         self.architecture = str(architecture)
 
-    def read(self, vocab_size: int) -> ModelConfig:
+    def read(self, vocab_size: int, tied: bool) -> ModelConfig:
         gemma = self.architecture == "gemma3"
         layers, heads, hidden = (
             self.count(name) for name in ("block_count", "attention.head_count", "embedding_length")
@@ -270,6 +270,7 @@ class GGUFReader(_Reader):
             layer_ropes=self._ropes(windows),
             attention_scale=scaled_dim**-0.5,
             activation="gelu_tanh" if gemma else "silu",
+            tie_embeddings=tied,
             qkv_bias=self.architecture == "qwen2",
             qk_norm=self.architecture in ("gemma3", "qwen3"),
             sandwich_norm=gemma,

@@ -10,7 +10,7 @@ from diptych.kernels import add_rms_norm, rms_norm
 
 
 class Gemma3(Decoder):
-    """Sandwich norm: x += norm(attention(norm(x))); x += norm(mlp(norm(x))). Sums are fused with the norms after them."""
+    """Sandwich norm: x += norm(attention(norm(x))); x += norm(mlp(norm(x))). Sums are fused with the next norm."""
 
     def layers(self, hidden: Tensor, step: Step) -> Tensor:
         eps, layers = self.config.rms_norm_eps, self.weights.layers

@@ -1,7 +1,9 @@
-"""The KV cache of one worker: all layers of a block lie together, so that a block is one contiguous range on the wire."""
+"""The KV cache of one worker. All layers of a block lie together: a block is one range of bytes, as the wire wants."""
 
 from __future__ import annotations
 
+import math
+import mmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +33,7 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype | str) 
 class KVCache:
     """`.tensor` is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head_dim], contiguous, zero at first.
 
-    Host memory is mapped lazily by the system: blocks that were never written cost nothing.
+    In host memory the system maps pages as they are touched: blocks that were never written cost nothing.
     """
 
     def __init__(
@@ -46,28 +48,39 @@ class KVCache:
         self.dtype = torch_dtype(dtype) if isinstance(dtype, str) else dtype
         self.device = torch.device(device)
         self.block_bytes = block_bytes(config, block_size, self.dtype)
+        if num_blocks < 1 or block_size < 1:
+            raise ModelError(f"a KV cache of {num_blocks} blocks of {block_size} tokens holds nothing: raise num_blocks")
         shape = (num_blocks, config.num_layers, config.num_kv_heads, block_size, 2, config.head_dim)
+        self._host: memoryview | None = None
         try:
-            self.tensor: Tensor = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        except RuntimeError as error:
-            size = num_blocks * self.block_bytes
+            self.tensor = self._in_host_memory(shape) if self.device.type == "cpu" else self._on_device(shape)
+        except (OSError, RuntimeError, OverflowError) as error:
             raise ModelError(
-                f"no memory for a KV cache of {num_blocks} blocks ({size / 2**30:.2f} GiB) on {device}: "
-                f"lower kv_memory_gib or num_blocks ({error})"
+                f"no memory for a KV cache of {num_blocks} blocks ({num_blocks * self.block_bytes / 2**30:.2f} GiB) "
+                f"on {device}: lower kv_memory_gib or num_blocks ({error})"
             ) from error
-        self._host = memoryview(self.tensor.view(torch.uint8).numpy()).cast("B") if self.device.type == "cpu" else None
+
+    def _in_host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        pages = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._host = memoryview(pages)
+        return torch.frombuffer(pages, dtype=self.dtype).view(shape)
+
+    def _on_device(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def block(self, index: int) -> memoryview:
         """Writable bytes of one whole block in host memory, no copy. BlockError out of range or off the host."""
         if self._host is None:
             raise BlockError(f"blocks on {self.device} are not in host memory: copy them first")
-        if not 0 <= index < self.num_blocks:
-            raise BlockError(f"block {index} is not one of {self.num_blocks} blocks")
+        self._check(index)
         return self._host[index * self.block_bytes : (index + 1) * self.block_bytes]
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy one whole block onto another, on the device."""
-        for index in (source, target):
-            if not 0 <= index < self.num_blocks:
-                raise BlockError(f"block {index} is not one of {self.num_blocks} blocks")
+        """Copy one whole block onto another, on the device. BlockError when one is out of range."""
+        self._check(source)
+        self._check(target)
         self.tensor[target].copy_(self.tensor[source])
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < self.num_blocks:
+            raise BlockError(f"block {index} is not one of {self.num_blocks} blocks")

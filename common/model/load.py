@@ -41,9 +41,11 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:
         raise ModelError(f"model {files.model_id} has no weights file: fetch the model again")
     if files.format == "gguf":
         file = GGUFFile(files.weights[0])
-        config = configuration.from_gguf(file.metadata, file.shape("token_embd.weight")[0], file.path)
+        vocab_size, tied = file.shape("token_embd.weight")[0], "output.weight" not in file
+        config = configuration.from_gguf(file.metadata, vocab_size, tied, file.path)
         return config, GGUFWeights(file, config)
-    return configuration.from_hf(files.weights[0].parent), SafetensorsWeights(files.weights)
+    path = files.config or files.weights[0].with_name("config.json")
+    return configuration.from_hf(path), SafetensorsWeights(files.weights)
 
 
 def torch_device(name: str) -> torch.device:

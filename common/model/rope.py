@@ -11,7 +11,7 @@ from diptych.common.model.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: Tensor | None = None) -> Tensor:
-    """float32 [head_dim / 2]. `factors`, where a file brings its own, divide the frequencies (llama.cpp's rope_freqs)."""
+    """float32 [head_dim / 2]. `factors`, where a file brings its own (llama.cpp's rope_freqs), divide them."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if factors is not None:

@@ -1,4 +1,4 @@
-"""Runs chunks of sequences through a model. Prefill and decode workers use the same runner: a decode step is a chunk of one."""
+"""Runs chunks of sequences through a model, for prefill and decode workers alike: a decode step is a chunk of one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ModelRunner:
         """Run every chunk: logits float32 [number of chunks with `sample`, in order, vocab_size].
 
         A chunk's KV is in its blocks when this returns. BlockError when a block table is too short or names a block
-        out of range, InvalidRequest when a token id or position is outside of the model; both before anything is written.
+        out of range, InvalidRequest when a token id or position is out of range; before anything is written.
         """
         began = time.perf_counter()
         with torch.inference_mode():

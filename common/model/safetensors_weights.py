@@ -24,7 +24,7 @@ class SafetensorsWeights:
         self._files: dict[str, Any] = {}
         for path in paths:
             try:
-                file = safe_open(str(path), framework="pt")
+                file: Any = safe_open(str(path), framework="pt")
                 names = list(file.keys())
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{path} is missing, truncated or damaged ({error}): fetch the model again") from error

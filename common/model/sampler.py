@@ -1,9 +1,9 @@
 """From logits to tokens. A row's token depends on its own logits, parameters, seed and position, and on nothing else.
 
-Order of operations on a row (vLLM's): logit bias, repetition / frequency / presence penalties, banned tokens, temperature,
-then the filters min_p, top_k, top_p, each a threshold on probability, so that tokens of equal probability stay or go
-together and no sort order matters. The token is then the inverse of the cumulative distribution in token id order at one
-uniform number, which is a counter-based function of (seed, position).
+Order of operations on a row (vLLM's): logit bias; repetition, frequency and presence penalties; banned tokens;
+temperature; then the filters min_p, top_k, top_p, each a threshold on probability, so that tokens of equal probability
+stay or go together and no sort order matters. The token is then the inverse of the cumulative distribution in token id
+order at one uniform number, which is a counter-based function of (seed, position).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from diptych.common.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 
 LOGPROB_FLOOR = -9999.0
+FEW = 128  # best tokens that top_p looks at before it sorts
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -134,13 +135,17 @@ def _keep(probs: Tensor, threshold: Tensor) -> Tensor:
 def _nucleus_threshold(probs: Tensor, top_p: float) -> Tensor:
     """Smallest probability in the smallest set of best tokens that holds `top_p` of the mass.
 
-    Tokens below (1 - top_p) / vocab of the mass hold less than 1 - top_p together, so only the others are sorted.
+    The set is mostly small, so a few best tokens are tried first. Else all those are sorted that matter: tokens below
+    (1 - top_p) / vocab of the mass hold less than 1 - top_p together.
     """
-    total = probs.sum()
-    candidates = probs[probs >= total * ((1.0 - top_p) / (2 * probs.shape[0]))]
-    ordered = torch.sort(candidates, descending=True).values
+    goal = top_p * probs.sum(dtype=torch.float64)
+    ordered = torch.topk(probs, min(FEW, probs.shape[0])).values
     mass = torch.cumsum(ordered, 0, dtype=torch.float64)
-    last = torch.searchsorted(mass, top_p * total.double())
+    if mass[-1] < goal:
+        candidates = probs[probs >= probs.sum() * ((1.0 - top_p) / (2 * probs.shape[0]))]
+        ordered = torch.sort(candidates, descending=True).values
+        mass = torch.cumsum(ordered, 0, dtype=torch.float64)
+    last = torch.searchsorted(mass, goal)
     return ordered[last.clamp_(max=ordered.shape[0] - 1)]
 
 

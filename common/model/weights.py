@@ -52,7 +52,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embedding [vocab, hidden]; lm_head multiplies by the same numbers when embeddings are tied. rope_factors: `rope`."""
+    """embedding [vocab, hidden]; lm_head multiplies by the same when they are tied. rope_factors: see `rope`."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -70,15 +70,18 @@ class Assembler:
     def assemble(self) -> ModelWeights:
         config = self.config
         embedding = self.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        tied = config.tie_embeddings or not self.source.has("lm_head.weight")
-        head = embedding if tied else self.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
+        head = embedding
+        if not config.tie_embeddings:
+            head = self.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
+        norm = self.norm("model.norm.weight", config.hidden_size)
         layers = tuple(self.layer(f"model.layers.{i}.") for i in range(config.num_layers))
         factors = self.source.read("rope_factors").float() if self.source.has("rope_factors") else None
-        return ModelWeights(embedding, layers, self.norm("model.norm.weight", config.hidden_size), Linear(head), factors)
+        return ModelWeights(embedding, layers, norm, Linear(head), factors)
 
     def layer(self, prefix: str) -> LayerWeights:
         config, hidden = self.config, self.config.hidden_size
-        q, kv, inner = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        inner = config.intermediate_size
         projections = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
         gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
         sandwich = config.sandwich_norm

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from diptych.benchmarks import bench
+from diptych.benchmarks.config import BenchConfig
+from diptych.common.config import read
 
 from .conftest import ScriptedServer
 
@@ -81,6 +83,13 @@ def test_refused_settings(
         run(server, *flags)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_settings_from_file_and_environment(tmp_path: Path) -> None:
+    path = tmp_path / "bench.toml"
+    path.write_text('[bench]\nrate = "3"\ninput_len = "9-12"\n')
+    config = read(BenchConfig, ["--config", str(path), "--output-len=7"], environ={"DIPTYCH_BENCH_RATE": "5"})
+    assert (config.rate, config.input_len, config.output_len) == ("5", "9-12", "7")
 
 
 def test_an_interrupt_reports_what_was_measured(server: ScriptedServer, tmp_path: Path) -> None:

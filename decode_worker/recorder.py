@@ -1,0 +1,59 @@
+"""What the decode engine measures: recent rates for its status, and the worker's metrics."""
+
+from __future__ import annotations
+
+from diptych.common.metrics import WorkerMetrics
+from diptych.decode_worker.landing import Landing
+from diptych.decode_worker.scheduler import SchedulerOutput
+from diptych.decode_worker.sequence import DecodeSequence
+
+RATE_SMOOTHING = 0.2
+
+
+class Recorder:
+    """Called by the engine's thread at each event of a request's life. Times are engine clock, in seconds."""
+
+    def __init__(self, metrics: WorkerMetrics, *, block_size: int, block_bytes: int) -> None:
+        self._metrics, self._block_size, self._block_bytes = metrics, block_size, block_bytes
+        self.tokens_per_s = self.step_time_s = 0.0
+
+    def scheduled(self, output: SchedulerOutput, now: float) -> None:
+        for sequence in output.granted:
+            self._metrics.grant_wait_seconds.observe(now - sequence.opened_at)
+        if output.preempted:
+            self._metrics.preemptions.inc(len(output.preempted))
+
+    def stepped(self, output: SchedulerOutput, num_sampled: int, step_s: float) -> None:
+        num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
+        self.step_time_s += RATE_SMOOTHING * (step_s - self.step_time_s)
+        self.tokens_per_s += RATE_SMOOTHING * (num_tokens / max(step_s, 1e-6) - self.tokens_per_s)
+        self._metrics.steps.inc()
+        self._metrics.step_seconds.observe(step_s)
+        self._metrics.generation_tokens.inc(num_sampled)
+
+    def landed(self, sequence: DecodeSequence, landing: Landing) -> None:
+        num_bytes = len(landing.landed) * self._block_bytes
+        self._metrics.transfer_seconds.observe(sequence.transfer_s)
+        self._metrics.exposed_seconds.observe(sequence.exposed_transfer_s)
+        self._metrics.transfer_bytes.inc(num_bytes)
+        self._metrics.skipped_blocks.inc(landing.first_block)
+        self._count_prompt(sequence, landing.first_block * self._block_size)
+        if num_bytes:
+            self._metrics.transfer_rate.observe(num_bytes / max(landing.busy_s, 1e-6))
+
+    def prefilled(self, sequence: DecodeSequence) -> None:
+        self._metrics.queue_seconds.observe(sequence.admitted_at - sequence.accepted_at)
+        self._metrics.prefill_seconds.observe(sequence.prefill_s)
+        self._count_prompt(sequence, sequence.num_cached)
+
+    def finished(self, sequence: DecodeSequence, reason: str, now: float) -> None:
+        self._metrics.decode_seconds.observe(now - sequence.first_token_at)
+        self._metrics.count_finished(reason)
+
+    def failed(self, phase: str) -> None:
+        self._metrics.count_failed(phase)
+
+    def _count_prompt(self, sequence: DecodeSequence, num_hits: int) -> None:
+        self._metrics.prompt_tokens.inc(sequence.num_request_tokens)
+        self._metrics.prefix_queries.inc(sequence.num_request_tokens)
+        self._metrics.prefix_hits.inc(num_hits)

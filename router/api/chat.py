@@ -1,0 +1,88 @@
+"""`POST /v1/chat/completions`: a conversation into a plan, and its answer into OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diptych.common.errors import InvalidRequest
+from diptych.router.api.choice import Choice, Piece
+from diptych.router.api.fields import ChatRequest
+from diptych.router.api.logprobs import LogprobShapes
+from diptych.router.api.plan import Plan, Prompt, fit, make_plan
+from diptych.router.api.service import Service
+from diptych.router.api.shape import Object
+
+
+async def plan_chat(service: Service, fields: ChatRequest, traceparent: str) -> Plan:
+    """Renders and tokenises the conversation. Raises RequestError."""
+    service.check_model(fields.model)
+    fields.refuse_unsupported()
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise InvalidRequest("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
+    limit = service.max_model_len
+    continued = bool(fields.continue_final_message)
+    token_ids = await service.text.encode_chat(
+        [message.model_dump(exclude_none=True) for message in fields.messages],
+        add_generation_prompt=not continued if fields.add_generation_prompt is None else fields.add_generation_prompt,
+        continue_final_message=continued,
+        extra=fields.chat_template_kwargs,
+        limit=limit,
+    )
+    if not token_ids:
+        raise InvalidRequest("messages: the conversation makes an empty prompt", param="messages")
+    wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    prompt = Prompt(token_ids, fit(len(token_ids), wanted, limit, param="messages"))
+    return make_plan(
+        service,
+        fields,
+        [prompt],
+        prefix="chatcmpl",
+        num_logprobs=(fields.top_logprobs or 0) if fields.logprobs else -1,
+        traceparent=traceparent,
+    )
+
+
+class ChatShape:
+    """Chat answers and chunks."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, service: Service, fields: ChatRequest) -> None:
+        self._logprobs = (
+            LogprobShapes(service.text, fields.top_logprobs or 0, as_ids=bool(fields.return_tokens_as_token_ids))
+            if fields.logprobs
+            else None
+        )
+        self._token_ids = bool(fields.return_token_ids)
+
+    def opening(self, choice: Choice, prompt_token_ids: list[int] | None) -> Object | None:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def chunk(self, choice: Choice, piece: Piece) -> Object:
+        chunk: Object = {
+            "index": choice.index,
+            "delta": {"content": piece.text} if piece.text or not piece.finish_reason else {},
+            "logprobs": self._logprobs.chat(piece.scored) if self._logprobs is not None and piece.scored else None,
+            "finish_reason": piece.finish_reason or None,
+        }
+        if self._token_ids:
+            chunk["token_ids"] = piece.token_ids
+        return chunk
+
+    def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
+        scored = [token for piece in pieces for token in piece.scored]
+        content = "".join([piece.text for piece in pieces])
+        whole: Object = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": content, "refusal": None},
+            "logprobs": self._logprobs.chat(scored) if self._logprobs is not None else None,
+            "finish_reason": choice.finish_reason,
+        }
+        if self._token_ids:
+            whole["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
+        return whole
+
+    def envelope(self, prompt_token_ids: list[int] | None) -> Object:
+        return {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}

@@ -1,0 +1,127 @@
+"""`POST /v1/completions`: prompts into a plan, and its answer into OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diptych.common.errors import InvalidRequest
+from diptych.router.api.choice import Choice, Piece
+from diptych.router.api.fields import CompletionRequest
+from diptych.router.api.logprobs import LogprobShapes
+from diptych.router.api.plan import Plan, Prompt, fit, make_plan
+from diptych.router.api.service import Service
+from diptych.router.api.shape import Object
+
+DEFAULT_MAX_TOKENS = 16
+MAX_SEQUENCES = 1024
+
+
+async def plan_completion(service: Service, fields: CompletionRequest, traceparent: str) -> Plan:
+    """Tokenises the prompts. Raises RequestError."""
+    service.check_model(fields.model)
+    fields.refuse_unsupported()
+    sources = _sources(fields.prompt)
+    most = min(MAX_SEQUENCES, service.config.max_inflight)
+    if len(sources) * (fields.n or 1) > most:
+        raise InvalidRequest(
+            f"prompt: {len(sources):,} prompts with {fields.n or 1} choices each are more than the {most:,} sequences "
+            "that one request may have",
+            param="prompt",
+        )
+    prompts = [await _prompt(service, fields, source, param) for source, param in sources]
+    return make_plan(
+        service,
+        fields,
+        prompts,
+        prefix="cmpl",
+        num_logprobs=-1 if fields.logprobs is None else fields.logprobs,
+        traceparent=traceparent,
+        echo=bool(fields.echo),
+    )
+
+
+def _sources(prompt: str | list[int] | list[str] | list[list[int]]) -> list[tuple[str | list[int], str]]:
+    """Each prompt with the name of its field."""
+    if isinstance(prompt, str):
+        return [(prompt, "prompt")]
+    if not prompt:
+        raise InvalidRequest("prompt: must not be empty", param="prompt")
+    texts = [(part, f"prompt[{i}]") for i, part in enumerate(prompt) if not isinstance(part, int)]
+    return list(texts) or [([part for part in prompt if isinstance(part, int)], "prompt")]
+
+
+async def _prompt(service: Service, fields: CompletionRequest, source: str | list[int], param: str) -> Prompt:
+    limit, text = service.max_model_len, service.text
+    echo = ""
+    if isinstance(source, str):
+        special = fields.add_special_tokens is not False
+        token_ids = await text.encode(source, add_special_tokens=special, limit=limit)
+        echo = source
+    else:
+        token_ids = source
+        text.check_ids(token_ids, param=param)
+    if not token_ids:
+        token_ids = _begin_of_text(service, param)
+    max_tokens = fit(len(token_ids), fields.max_tokens, limit, default=DEFAULT_MAX_TOKENS, param=param)
+    if fields.echo and not isinstance(source, str):
+        echo = await text.decode(token_ids, skip_special_tokens=fields.skip_special_tokens is not False)
+    return Prompt(token_ids, max_tokens, echo)
+
+
+def _begin_of_text(service: Service, param: str) -> list[int]:
+    """The prompt that stands for no prompt. Raises InvalidRequest for a model without a token for it."""
+    bos = service.text.tokenizer.token_to_id(service.files.bos_token) if service.files.bos_token else None
+    if bos is None:
+        raise InvalidRequest(f"{param}: must not be empty", param=param)
+    return [bos]
+
+
+class CompletionShape:
+    """Completion answers and chunks."""
+
+    object = chunk_object = "text_completion"
+
+    def __init__(self, service: Service, fields: CompletionRequest) -> None:
+        self._logprobs = (
+            LogprobShapes(service.text, fields.logprobs, as_ids=bool(fields.return_tokens_as_token_ids))
+            if fields.logprobs is not None
+            else None
+        )
+        self._token_ids = bool(fields.return_token_ids)
+
+    def opening(self, choice: Choice, prompt_token_ids: list[int] | None) -> Object | None:
+        """The echo; and the prompt's tokens, for those who want them."""
+        if not choice.echo and prompt_token_ids is None:
+            return None
+        chunk: Object = {"index": choice.index, "text": choice.echo, "logprobs": None, "finish_reason": None}
+        if prompt_token_ids is not None:
+            chunk |= {"prompt_token_ids": prompt_token_ids, "token_ids": []}
+        return chunk
+
+    def chunk(self, choice: Choice, piece: Piece) -> Object:
+        scores = piece.scored if self._logprobs is not None else []
+        chunk: Object = {
+            "index": choice.index,
+            "text": piece.text,
+            "logprobs": self._logprobs.completion(scores, len(choice.echo)) if self._logprobs and scores else None,
+            "finish_reason": piece.finish_reason or None,
+        }
+        if self._token_ids:
+            chunk["token_ids"] = piece.token_ids
+        return chunk
+
+    def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
+        scored = [token for piece in pieces for token in piece.scored]
+        whole: Object = {
+            "index": choice.index,
+            "text": choice.echo + "".join([piece.text for piece in pieces]),
+            "logprobs": self._logprobs.completion(scored, len(choice.echo)) if self._logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+        if self._token_ids:
+            whole["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
+            whole["prompt_token_ids"] = prompt_token_ids
+        return whole
+
+    def envelope(self, prompt_token_ids: list[int] | None) -> Object:
+        return {}

@@ -1,0 +1,164 @@
+"""Errors as clients see them: one JSON shape for everything, whoever raised it.
+
+    {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+
+The tree continues that of `diptych.common.errors` with what only HTTP knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from diptych.common.errors import InternalError, InvalidRequest, RequestError
+
+MAX_SHOWN_CHARS = 80
+DEFAULT_RETRY_AFTER_S = 1.0
+CLIENT_CLOSED = 499
+"""nginx's status for a client that went away: in logs and metrics only."""
+
+
+class Unauthorized(RequestError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class UnknownPath(RequestError):
+    status = 404
+    type = "invalid_request_error"
+    code = "unknown_url"
+
+
+class MethodNotAllowed(RequestError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class BodyTimeout(RequestError):
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class UnsupportedMediaType(RequestError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class Unsupported(InvalidRequest):
+    """A field that OpenAI or vLLM know and this server does not: never ignored, because the answer would differ."""
+
+    code = "unsupported"
+
+
+def unsupported(param: str, what: str) -> Unsupported:
+    return Unsupported(f"{param}: {what} is not supported by this server", param=param)
+
+
+def error_object(error: RequestError) -> dict[str, object]:
+    """The body of an error answer, or the payload of an error event."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    """The answer to a request that failed before its answer began."""
+    all_headers = dict(headers or {})
+    if error.status in (429, 503):
+        seconds = DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+        all_headers["retry-after"] = str(max(1, math.ceil(seconds)))
+    if error.status == 401:
+        all_headers["www-authenticate"] = "Bearer"
+    if error.status in (408, 413):  # the rest of the body was not read: this connection cannot be used again
+        all_headers["connection"] = "close"
+    return Response(
+        orjson.dumps(error_object(error)), error.status, headers=all_headers, media_type="application/json"
+    )
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """What a client may know of an unexpected error: nothing but that it is ours."""
+    return error if isinstance(error, RequestError) else InternalError("the server failed to handle this request")
+
+
+def invalid_field(error: ValidationError, body: object) -> InvalidRequest:
+    """The most specific of the problems that pydantic found in `body`, with the path of the field as `param`."""
+    found: dict[tuple[str | int, ...], list[str]] = {}
+    values: dict[tuple[str | int, ...], object] = {}
+    for problem in error.errors(include_url=False):
+        path, value = _resolve(problem["type"], problem["loc"], body)
+        found.setdefault(path, []).append(_text(problem["type"], problem["msg"], problem.get("ctx", {})))
+        values[path] = value
+    path = max(found, key=len)
+    what = ", or ".join(dict.fromkeys(found[path]))
+    param = param_of(path)
+    if not path:
+        return InvalidRequest(f"the body: {what}")
+    return InvalidRequest(f"{param}: {what}{_got(values[path], what)}", param=param)
+
+
+def param_of(path: Sequence[str | int]) -> str | None:
+    """("messages", 0, "role") -> "messages[0].role"."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or None
+
+
+def _resolve(kind: str, location: Sequence[str | int], body: Any) -> tuple[tuple[str | int, ...], object]:
+    """The part of pydantic's location that is a path in `body` (it also names union members), and the value there."""
+    path: tuple[str | int, ...] = ()
+    for part in location:
+        if isinstance(body, dict) and part in body:
+            body = body[part]
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        else:
+            continue
+        path = (*path, part)
+    return ((*path, location[-1]), None) if kind == "missing" else (path, body)
+
+
+SAID = {
+    "missing": "is required",
+    "model_type": "must be an object",
+    "dict_type": "must be an object",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "too_long": "must have at most {max_length} entries, not {actual_length}",
+    "too_short": "must have at least {min_length} entries, not {actual_length}",
+    "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
+}
+
+
+def _text(kind: str, message: str, context: Mapping[str, object]) -> str:
+    """What is wrong, in our words where pydantic's speak of Python."""
+    if kind in SAID:
+        return SAID[kind].format(**context)
+    message = message.removeprefix("Value error, ")
+    return f"must {message[6:].removeprefix('should ')}" if message.startswith("Input should ") else message
+
+
+def _got(value: object, what: str) -> str:
+    if what == "is required" or isinstance(value, dict | list):
+        return ""
+    shown = repr(value[: MAX_SHOWN_CHARS + 1] if isinstance(value, str) else value)
+    return f" (got {shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + '…'})"

@@ -1,0 +1,242 @@
+"""What a client may send, field by field. Unknown fields are ignored, every optional one may be null.
+
+A field that OpenAI or vLLM know, that would change the answer and that this server does not have, is named in
+`UNSUPPORTED` or refused where its value is known: silence would be a wrong answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
+
+from diptych.common.errors import InvalidRequest
+from diptych.common.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from diptych.router.api.errors import unsupported
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_CHOICES = 128
+MAX_SALT_CHARS = 256
+INT64 = 2**63
+
+Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+NumAlternatives = Annotated[int, Field(ge=0, le=20)]
+
+
+def _not_too_many(bias: object) -> object:
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:  # before each of a million entries is looked at
+        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries, not {len(bias)}")
+    return bias
+
+
+LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_not_too_many)]
+
+
+class Fields(BaseModel):
+    """Base: types are taken as they are (no "1" for 1), what is not known is dropped."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(Fields):
+    """What both generation endpoints share: OpenAI's sampling fields and vLLM's extensions of them."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="default 1; 0 is greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="-1 or 0: off")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: LogitBias | None = Field(None, description="token id (as text) -> bias")
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = Field(None, description="add prompt_token_ids and token_ids to the answer")
+    return_tokens_as_token_ids: bool | None = Field(None, description='log-probabilities name tokens "token_id:ID"')
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = Field(
+        None, description="requests share cached prefixes only with requests of the same salt"
+    )
+    user: Annotated[str, Field(max_length=4096)] | None = None
+
+    # Known, not here: refused unless null or the value that changes nothing.
+    best_of: Int | None = None
+    use_beam_search: bool | None = None
+    prompt_logprobs: Int | None = None
+    truncate_prompt_tokens: Int | None = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    response_format: Any = Field(None, description='only {"type": "text"}')
+
+    UNSUPPORTED: ClassVar[tuple[str, ...]] = (
+        *("prompt_logprobs", "truncate_prompt_tokens", "bad_words", "allowed_token_ids", "structured_outputs"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search"),
+    )
+
+    def refuse_unsupported(self) -> None:
+        """Raises Unsupported for the first field that asks for what this server does not have."""
+        for name in self.UNSUPPORTED:
+            value = getattr(self, name)
+            if value is not None and value is not False and value != [] and value != {}:
+                raise unsupported(name, "this field")
+        if self.best_of is not None and self.best_of > 1:
+            raise unsupported("best_of", f"a value above 1 (got {self.best_of})")
+        form = self.response_format
+        if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
+            kind = form.get("type") if isinstance(form, dict) else form
+            raise unsupported("response_format", f"type {str(kind)[:80]!r} (only 'text')")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options: only allowed with stream: true", param="stream_options")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class ContentPart(Fields):
+    """One part of a message; only text is understood here."""
+
+    type: Annotated[str, Field(max_length=64)]
+    text: str | None = None
+
+
+class FunctionCall(Fields):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Fields):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Fields):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(SamplingFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="default: as many as fit"
+    )
+    logprobs: bool | None = None
+    top_logprobs: NumAlternatives | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(None, description='only with tool_choice "none"')
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
+    audio: Any = None
+    web_search_options: Any = None
+    chat_template: Any = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+    UNSUPPORTED: ClassVar[tuple[str, ...]] = (
+        *SamplingFields.UNSUPPORTED,
+        *("functions", "audio", "web_search_options", "chat_template", "echo", "add_special_tokens"),
+    )
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.tools and self.tool_choice != "none":
+            raise unsupported("tools", "calling tools (tool_choice other than 'none')")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise unsupported("tool_choice", "a value other than 'none'")
+        if self.function_call not in (None, "none", "auto"):
+            raise unsupported("function_call", "a value other than 'none'")
+        for i, kind in enumerate(self.modalities or ()):
+            if kind != "text":
+                raise unsupported(f"modalities[{i}]", f"{kind[:80]!r} (only 'text')")
+
+
+def _kind_of_prompt(prompt: object) -> str:
+    """Decided by the first element, so that one wrong id among a million is one problem and not three million."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else 0
+    return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
+
+
+Ids = Annotated[list[TokenId], Field(fail_fast=True)]
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Ids, Tag("ids")]
+    | Annotated[list[str], Field(fail_fast=True), Tag("texts")]
+    | Annotated[list[Ids], Field(fail_fast=True), Tag("lists of ids")],
+    Discriminator(_kind_of_prompt),
+]
+
+
+class CompletionRequest(SamplingFields):
+    """`POST /v1/completions`."""
+
+    prompt: Prompt = Field(description="text, texts, token ids or lists of token ids")
+    echo: bool | None = None
+    logprobs: NumAlternatives | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.suffix:
+            raise unsupported("suffix", "inserting text")
+        if self.echo and self.logprobs is not None:
+            raise unsupported("echo", "echo together with logprobs: log-probabilities of the prompt")
+
+
+class TokenizeRequest(Fields):
+    """`POST /tokenize`: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Fields):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Ids
+    skip_special_tokens: bool | None = None

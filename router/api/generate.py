@@ -1,0 +1,66 @@
+"""The two endpoints that generate: read, check, plan, and hand over to an `Exchange`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from diptych.common.errors import RequestError
+from diptych.router.api import responses
+from diptych.router.api.body import read_model
+from diptych.router.api.chat import ChatShape, plan_chat
+from diptych.router.api.completions import CompletionShape, plan_completion
+from diptych.router.api.errors import CLIENT_CLOSED, error_response
+from diptych.router.api.exchange import Exchange
+from diptych.router.api.fields import ChatRequest, CompletionRequest, SamplingFields
+from diptych.router.api.openapi import documented
+from diptych.router.api.plan import Plan
+from diptych.router.api.service import Service
+from diptych.router.api.shape import Shape
+from diptych.router.request_log import RequestLog
+
+F = TypeVar("F", bound=SamplingFields)
+
+
+def generate_routes(service: Service) -> APIRouter:
+    """`/v1/chat/completions` and `/v1/completions`."""
+    router = APIRouter(tags=["generate"])
+
+    @router.post("/v1/chat/completions", **documented(ChatRequest, responses.ChatCompletion, streams=True))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await _serve(service, request, ChatRequest, plan_chat, ChatShape)
+
+    @router.post("/v1/completions", **documented(CompletionRequest, responses.Completion, streams=True))
+    async def completions(request: Request) -> Response:
+        """Continue a text."""
+        return await _serve(service, request, CompletionRequest, plan_completion, CompletionShape)
+
+    return router
+
+
+async def _serve(
+    service: Service,
+    request: Request,
+    model: type[F],
+    plan: Callable[[Service, F, str], Awaitable[Plan]],
+    shape: Callable[[Service, F], Shape],
+) -> Response:
+    log = RequestLog(service.metrics, request.url.path, request.headers.get("x-request-id", "")[:128])
+    try:
+        service.check_open()
+        fields = await read_model(request, model, service.config.max_body_bytes)
+        planned = await plan(service, fields, request.headers.get("traceparent", ""))
+        return Exchange(service, planned, shape(service, fields), log)
+    except RequestError as error:
+        log.fail(error)
+        log.end()
+        return error_response(error)
+    except ClientDisconnect:
+        log.client_gone()
+        log.end()
+        return Response(status_code=CLIENT_CLOSED)  # nobody reads it

@@ -1,0 +1,72 @@
+"""The schema of the API. Bodies are read by hand (their size and errors are ours), so their models are added by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from diptych.common import __version__
+from diptych.router.api.responses import ErrorBody
+
+REF = "#/components/schemas/{model}"
+STATUSES = {
+    400: "the request is wrong",
+    401: "missing or wrong key",
+    404: "no such model or path",
+    413: "the body is too large",
+    415: "the body is not JSON",
+    429: "more than this service takes; see Retry-After",
+    500: "the server failed",
+    503: "no worker, draining or full; see Retry-After",
+    504: "a deadline passed",
+}
+
+
+def documented(
+    request: type[BaseModel] | None, response: type[BaseModel], *, streams: bool = False
+) -> dict[str, Any]:
+    """Arguments of a route that takes `request` as its body and answers with `response`."""
+    answers: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorBody, "description": text} for status, text in STATUSES.items()
+    }
+    if streams:
+        events = {"text/event-stream": {"schema": {"type": "string", "description": "chunks, then data: [DONE]"}}}
+        answers[200] = {"content": events, "description": "the answer; with stream: true as server-sent events"}
+    extra: dict[str, Any] = {}
+    if request is not None:
+        schema = {"$ref": REF.format(model=request.__name__)}
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        extra["x-model"] = request
+    return {"response_model": response, "responses": answers, "openapi_extra": extra}
+
+
+def install_openapi(app: FastAPI) -> None:
+    """Makes `/openapi.json` show request bodies too."""
+
+    def schema() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(
+                title="Diptych",
+                version=__version__,
+                description="OpenAI-compatible text generation over disaggregated prefill and decode workers.",
+                routes=app.routes,
+            )
+            _add_bodies(document)
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = schema  # type: ignore[method-assign]  # FastAPI's documented way to extend the schema
+
+
+def _add_bodies(document: dict[str, Any]) -> None:
+    components = document.setdefault("components", {}).setdefault("schemas", {})
+    for path in document["paths"].values():
+        for operation in path.values():
+            model = operation.pop("x-model", None)
+            if model is not None:
+                schema = model.model_json_schema(ref_template=REF)
+                components.update(schema.pop("$defs", {}))
+                components[model.__name__] = schema

@@ -1,0 +1,163 @@
+"""A checked request made into what will be generated: prompts in tokens, sampling parameters, one choice per answer."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diptych.common.errors import ContextLengthExceeded, InvalidRequest
+from diptych.common.sampling_params import SamplingParams
+from diptych.router.api.choice import Choice
+from diptych.router.api.fields import SamplingFields
+from diptych.router.api.service import Service
+from diptych.router.dispatch.client import GenerationRequest
+from diptych.router.text.detokenizer import Detokenizer
+from diptych.router.text.stop import StopScanner
+
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+MASK64 = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt. `text` is what an echo shows; `max_tokens` what its answer may have."""
+
+    token_ids: list[int]
+    max_tokens: int
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One answer to make: prompts, and for each prompt its `n` choices, prompt-major."""
+
+    id: str
+    created: int
+    model: str
+    fields: SamplingFields
+    prompts: list[Prompt]
+    choices: list[Choice]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`; that of choice 0 is the request's own (splitmix64, Steele et al. 2014)."""
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+    return (z ^ (z >> 31)) >> 1
+
+
+def fit(
+    num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, default: int | None = None, param: str
+) -> int:
+    """How many tokens the answer may have. None: `default`, or as many as fit. Raises ContextLengthExceeded."""
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"the prompt has {num_prompt_tokens:,} tokens and the model takes {max_model_len:,}, answer included",
+            param=param,
+        )
+    if max_tokens is None:
+        return room if default is None else min(default, room)
+    if max_tokens > room:
+        raise ContextLengthExceeded(
+            f"the prompt has {num_prompt_tokens:,} tokens and max_tokens is {max_tokens:,}: together "
+            f"{num_prompt_tokens + max_tokens:,}, but the model takes {max_model_len:,}",
+            param="max_tokens",
+        )
+    return max_tokens
+
+
+def make_plan(
+    service: Service,
+    fields: SamplingFields,
+    prompts: Sequence[Prompt],
+    *,
+    prefix: str,
+    num_logprobs: int,
+    traceparent: str = "",
+    echo: bool = False,
+) -> Plan:
+    """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest."""
+    answer_id = f"{prefix}-{uuid.uuid4().hex}"
+    choices: list[Choice] = []
+    for number, prompt in enumerate(prompts):
+        seed = secrets.randbits(63) if fields.seed is None else fields.seed
+        for k in range(fields.n or 1):
+            params = sampling_params(service, fields, prompt.max_tokens, num_logprobs, derive_seed(seed, k))
+            index = len(choices)
+            request = GenerationRequest(
+                request_id=f"{answer_id}-{index}",
+                prompt_token_ids=prompt.token_ids,
+                params=params,
+                cache_salt=fields.cache_salt or "",
+                deadline_s=service.config.request_timeout_s,
+                traceparent=traceparent if TRACEPARENT.fullmatch(traceparent) else "",
+            )
+            choices.append(_choice(service, fields, index, number, request, prompt.text if echo else ""))
+    return Plan(answer_id, int(time.time()), service.check_model(fields.model), fields, list(prompts), choices)
+
+
+def _choice(
+    service: Service, fields: SamplingFields, index: int, prompt: int, request: GenerationRequest, echo: str
+) -> Choice:
+    include_stop = bool(fields.include_stop_str_in_output)
+    skip_special = fields.skip_special_tokens is not False
+    return Choice(
+        index,
+        prompt,
+        request,
+        Detokenizer(service.text.tokenizer, skip_special_tokens=skip_special),
+        StopScanner(fields.stops, include_stop=include_stop) if fields.stops else None,
+        include_stop=include_stop,
+        echo=echo,
+    )
+
+
+def sampling_params(
+    service: Service, fields: SamplingFields, max_tokens: int, num_logprobs: int, seed: int
+) -> SamplingParams:
+    """What the workers obey. `num_logprobs` is -1 for none. Raises InvalidRequest."""
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens: must be at most max_tokens ({max_tokens:,}) (got {min_tokens:,})", param="min_tokens"
+        )
+    stop_token_ids = tuple(dict.fromkeys(fields.stop_token_ids or ()))
+    service.text.check_ids(stop_token_ids, param="stop_token_ids")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=1.0 if fields.temperature is None else float(fields.temperature),
+        top_p=1.0 if fields.top_p is None else float(fields.top_p),
+        top_k=max(0, fields.top_k or 0),
+        min_p=float(fields.min_p or 0.0),
+        seed=seed,
+        presence_penalty=float(fields.presence_penalty or 0.0),
+        frequency_penalty=float(fields.frequency_penalty or 0.0),
+        repetition_penalty=1.0 if fields.repetition_penalty is None else float(fields.repetition_penalty),
+        logit_bias=_logit_bias(service, fields.logit_bias or {}),
+        logprobs=num_logprobs,
+        ignore_eos=bool(fields.ignore_eos),
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def _logit_bias(service: Service, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for name, value in bias.items():
+        if not (name.isascii() and name.isdigit() and len(name) < 12):
+            raise InvalidRequest(f"logit_bias: keys are token ids, not {name[:80]!r}", param="logit_bias")
+        pairs[int(name)] = float(value)
+    service.text.check_ids(tuple(pairs), param="logit_bias")
+    return tuple(pairs.items())

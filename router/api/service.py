@@ -1,0 +1,78 @@
+"""What every endpoint needs, in one place."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from diptych.common.errors import ModelNotFound, Unavailable
+from diptych.common.model.files import ModelFiles
+from diptych.common.settings import RouterConfig
+from diptych.router.dispatch.client import GenerationClient
+from diptych.router.dispatch.load import DispatchLoad
+from diptych.router.metrics import RouterMetrics
+from diptych.router.text.pipeline import TextPipeline
+
+DRAIN_RETRY_AFTER_S = 1.0
+MAX_SHOWN_NAME = 100
+
+
+class ServingClient(GenerationClient, Protocol):
+    """A `GenerationClient` that can also tell its load."""
+
+    def load(self) -> DispatchLoad:
+        """Where requests are and how the workers are."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Have every worker forget what it cached."""
+        ...
+
+
+@dataclass
+class Service:
+    """One served model. `draining` refuses new work; `num_active` counts HTTP requests that are being answered."""
+
+    client: ServingClient
+    text: TextPipeline
+    files: ModelFiles
+    config: RouterConfig
+    metrics: RouterMetrics
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    num_active: int = 0
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model is listed."""
+        return self.config.served_model_name or self.files.model_id
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together: what the workers take, or, before they have said so, the model."""
+        return self.client.max_model_len or self.files.max_model_len
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: changes when the same seed may give another answer."""
+        return f"fp_{self.files.weights_hash}"
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises ModelNotFound for a model that is not this one."""
+        if name is None or name == self.model_name:
+            return self.model_name
+        if name in (self.files.model_id, self.config.model):
+            return name
+        shown = name if len(name) <= MAX_SHOWN_NAME else name[:MAX_SHOWN_NAME] + "…"
+        raise ModelNotFound(f"there is no model {shown!r} here, only {self.model_name!r}", param="model")
+
+    def check_open(self) -> None:
+        """Raises Unavailable while the process is about to end."""
+        if self.draining:
+            raise Unavailable("this router is shutting down", retry_after_s=DRAIN_RETRY_AFTER_S)
+
+    @property
+    def ready(self) -> tuple[bool, str]:
+        """Whether to send requests here and, when not, why not."""
+        return (False, "this router is shutting down") if self.draining else self.client.ready

@@ -1,0 +1,118 @@
+"""One line a request, at its end: its life, in the order in which it happened.
+
+    12:00:01.250 INFO    router  request  id=cmpl-7f status=200 prompt=1900 cached=1024 output=64 finish=length
+        ttft_ms=93.1 queue_ms=2.1 prefill_ms=80.2 transfer_ms=9.7 exposed_ms=1.2 decode_ms=812 total_ms=907
+        prefill_worker=prefill-0 decode_worker=decode-1 attempts=1
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from diptych.common.errors import RequestError
+from diptych.router.api.choice import Choice
+from diptych.router.api.errors import CLIENT_CLOSED
+from diptych.router.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RequestLog:
+    """What is known of one request to a generation endpoint. `end` counts it and writes its line, once.
+
+    `began` is perf_counter seconds; `client_id` the client's own `x-request-id`.
+    """
+
+    metrics: RouterMetrics
+    path: str
+    client_id: str
+    began: float = field(default_factory=time.perf_counter)
+    id: str = ""
+    stream: bool = False
+    num_prompt_tokens: int = 0
+    choices: Sequence[Choice] = ()
+    status: int = 200
+    error: RequestError | None = None
+    _ended: bool = False
+
+    def fail(self, error: RequestError) -> None:
+        """The answer is, or ends in, an error."""
+        self.status, self.error = error.status, error
+
+    def client_gone(self) -> None:
+        """The client left before its answer was complete."""
+        self.status = CLIENT_CLOSED
+
+    def end(self) -> None:
+        """Count and log."""
+        if self._ended:
+            return
+        self._ended = True
+        metrics = self.metrics
+        metrics.count_request(self.path, self.status)
+        if self.error is not None:
+            metrics.count_error(self.error.status, self.error.type)
+        elif self.status == CLIENT_CLOSED:
+            metrics.count_error(CLIENT_CLOSED, "client_closed")
+        if any(choice.num_tokens for choice in self.choices):
+            metrics.prompt_tokens.inc(self.num_prompt_tokens)
+            metrics.cached_tokens.inc(self.num_cached_tokens)
+            metrics.generation_tokens.inc(self.num_output_tokens)
+        for choice in self.choices:
+            unfinished = "abort" if self.status == CLIENT_CLOSED else "error"
+            metrics.count_finished(choice.finish_reason or unfinished)
+            if choice.finish_reason:
+                times = (self.began, choice.first_at, choice.last_at)
+                metrics.observe_end(times, choice.num_tokens, choice.timeline)
+        log.info("request", extra=self._fields())
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Cached prompt tokens; a prompt with several choices counts once."""
+        cached: dict[int, int] = {}
+        for choice in self.choices:
+            cached.setdefault(choice.prompt, choice.num_cached_tokens)
+        return sum(cached.values())
+
+    def _fields(self) -> dict[str, object]:
+        fields: dict[str, object] = {"id": self.id, "path": self.path, "status": self.status}
+        if self.client_id:
+            fields["client_id"] = self.client_id
+        if self.error is not None:
+            fields |= {"error": type(self.error).__name__, "reason": self.error.message[:200]}
+        if self.choices:
+            fields |= {"prompt": self.num_prompt_tokens, "cached": self.num_cached_tokens}
+            fields |= {"output": self.num_output_tokens, "finish": self.choices[0].finish_reason or "none"}
+            if len(self.choices) > 1:
+                fields["choices"] = len(self.choices)
+            first = min((choice.first_at for choice in self.choices if choice.first_at), default=0.0)
+            if first:
+                fields["ttft_ms"] = (first - self.began) * 1e3
+            fields |= self._phases()
+        fields["total_ms"] = (time.perf_counter() - self.began) * 1e3
+        return fields
+
+    def _phases(self) -> dict[str, object]:
+        """Of the first choice that the workers told us about."""
+        line = next((choice.timeline for choice in self.choices if choice.timeline is not None), None)
+        if line is None:
+            return {}
+        return {
+            "queue_ms": line.queue_s * 1e3,
+            "prefill_ms": line.prefill_s * 1e3,
+            "transfer_ms": line.transfer_s * 1e3,
+            "exposed_ms": line.exposed_transfer_s * 1e3,
+            "decode_ms": line.decode_s * 1e3,
+            "prefill_worker": line.prefill_worker or "none",
+            "decode_worker": line.decode_worker or "none",
+            "attempts": line.num_attempts,
+            "preemptions": line.num_preemptions,
+        }

@@ -1,0 +1,50 @@
+"""Renders a conversation into the text of a prompt, optionally with the last message left open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diptych.common.errors import InvalidRequest
+from diptych.common.model.template import ChatTemplate
+from diptych.router.text.messages import template_messages
+
+OPEN_END = "\ue0f1OPEN-END\ue0f1"  # private use characters: in no template
+
+
+def chat_prompt(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    extra: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt, to be encoded without special tokens. Raises InvalidRequest when it cannot be rendered."""
+    if not messages:
+        raise InvalidRequest("messages is empty: send at least one", param="messages")
+    plain = template_messages(messages, knows_developer="developer" in (template.source or ""))
+    if not continue_final_message:
+        return template.render(plain, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra)
+    if add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other: set the latter to false",
+            param="continue_final_message",
+        )
+    return _open_ended(template, plain, tools, extra)
+
+
+def _open_ended(
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    extra: Mapping[str, Any] | None,
+) -> str:
+    """The method of transformers' `apply_chat_template`: mark where the last message ends and cut there."""
+    content = messages[-1]["content"]
+    marked = [*messages[:-1], {**messages[-1], "content": content + OPEN_END}]
+    text, mark, _ = template.render(marked, tools=tools, add_generation_prompt=False, extra=extra).rpartition(OPEN_END)
+    if not mark:
+        raise InvalidRequest("the chat template hides the last message: it cannot be continued", param="messages")
+    return text

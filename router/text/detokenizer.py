@@ -1,0 +1,68 @@
+"""Token ids to text as they arrive. What has been given out is never taken back, and together it is the full decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from diptych.common.model.tokenizer import Tokenizer
+from diptych.router.text.joiner import ByteJoiner, ContextJoiner, RunJoiner
+from diptych.router.text.token_table import Joining, TokenTable, token_table
+
+
+class Joiner(Protocol):
+    """Turns tokens, one after the other, into text that is final."""
+
+    @property
+    def held_chars(self) -> int:
+        """Characters that are complete but not given out yet."""
+        ...
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Detokenizer:
+    """One sequence's text. Holds back a character until it is complete; the time per token is constant.
+
+    The pieces from `push` and the one from `flush` together equal `tokenizer.decode` of all the ids. Control tokens
+    are left out unless `skip_special_tokens` is False. Ids without a token add nothing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        table = token_table(tokenizer)
+        self._table = table
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._joiner = _joiner(tokenizer, table)
+        self._given = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens make final."""
+        pieces = [
+            self._joiner.push(token_id)
+            for token_id in token_ids
+            if token_id not in self._skipped and self._table.raw(token_id)
+        ]
+        return self._count("".join(pieces))
+
+    def flush(self) -> str:
+        """What was held back at the end of the sequence: an incomplete character becomes U+FFFD."""
+        return self._count(self._joiner.flush())
+
+    @property
+    def position(self) -> int:
+        """Where the next token's text begins, in characters from the start; within a character, that one's start."""
+        return self._given + self._joiner.held_chars
+
+    def _count(self, text: str) -> str:
+        self._given += len(text)
+        return text
+
+
+def _joiner(tokenizer: Tokenizer, table: TokenTable) -> Joiner:
+    if table.joining is Joining.BYTES:
+        return ByteJoiner(table)
+    if table.joining is Joining.RUNS:
+        return RunJoiner(table)
+    return ContextJoiner(tokenizer)

@@ -1,0 +1,98 @@
+"""The three ways in which tokenizers join tokens to text, each done one token at a time."""
+
+from __future__ import annotations
+
+import codecs
+
+from diptych.common.model.tokenizer import Tokenizer
+from diptych.router.text.token_table import TokenTable
+
+REPLACEMENT = "\ufffd"
+MAX_HELD_TOKENS = 16  # far more than the tokens of one character
+
+new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class ByteJoiner:
+    """Byte-level BPE: all tokens together are one stream of UTF-8."""
+
+    held_chars = 0
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self._decoder = new_utf8_decoder("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._table.raw(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class RunJoiner:
+    """SentencePiece with byte fallback. A run of byte tokens waits for its end: a byte that breaks it breaks it all."""
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self._run = bytearray()
+        self._counter = new_utf8_decoder("replace")
+        self._at_start = table.strips_leading_space
+        self.held_chars = 0
+
+    def push(self, token_id: int) -> str:
+        raw = self._table.raw(token_id)
+        if self._table.is_byte(token_id):
+            self._run += raw
+            self.held_chars += len(self._counter.decode(raw))
+            return ""
+        return self._stripped(self._end_run() + raw.decode(errors="replace"))
+
+    def flush(self) -> str:
+        return self._stripped(self._end_run())
+
+    def _end_run(self) -> str:
+        run = bytes(self._run)
+        self._run.clear()
+        self._counter.reset()
+        self.held_chars = 0
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return REPLACEMENT * len(run)
+
+    def _stripped(self, text: str) -> str:
+        if not self._at_start or not text:
+            return text
+        self._at_start = False
+        return text.removeprefix(" ")
+
+
+class ContextJoiner:
+    """Any other decoder: a token's text is what it adds to the decode of the few tokens before it.
+
+    The method of text-generation-inference: an end in U+FFFD is taken for an incomplete character and held.
+    """
+
+    held_chars = 0
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._held.append(token_id)
+        text = self._added()
+        if text.endswith(REPLACEMENT) and len(self._held) < MAX_HELD_TOKENS:
+            return ""
+        self._before, self._held = self._held, []
+        return text
+
+    def flush(self) -> str:
+        text = self._added()
+        self._before, self._held = [*self._before, *self._held], []
+        return text
+
+    def _added(self) -> str:
+        before = self._tokenizer.decode(self._before, skip_special_tokens=False)
+        return self._tokenizer.decode(self._before + self._held, skip_special_tokens=False)[len(before) :]

@@ -1,0 +1,188 @@
+"""Text to tokens and back for the whole router, in threads of its own: a long prompt never stalls the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from diptych.common.errors import ContextLengthExceeded, InvalidRequest, Unavailable
+from diptych.common.model.files import ModelFiles
+from diptych.common.model.template import ChatTemplate
+from diptych.common.model.tokenizer import Tokenizer
+from diptych.router.text.chat_prompt import chat_prompt
+from diptych.router.text.token_floor import TokenFloor, token_floor
+from diptych.router.text.token_table import TokenText, token_table
+
+Result = TypeVar("Result")
+
+RETRY_AFTER_S = 1.0
+SHORT_CHARS = 8192  # a few milliseconds of work: never queued behind megabytes
+SHORT_TOKENS = 8192
+
+
+class TextPipeline:
+    """A model's tokenizer and chat template behind a bounded pool of threads. One event loop owns it.
+
+    Short texts have a thread of their own (with two threads or more), so they do not wait for long ones. `vocab_size`
+    is the number of ids that the model takes (by default the tokenizer's). At most `max_pending` jobs wait or run; one
+    more raises Unavailable. `max_model_len` is 0 when unknown.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        max_model_len: int,
+        threads: int,
+        max_pending: int = 1024,
+        model_id: str = "",
+        vocab_size: int = 0,
+        eos_token: str = "",
+        eos_token_ids: tuple[int, ...] = (),
+        floor: TokenFloor | None = None,
+    ) -> None:
+        self.tokenizer, self.model_id = tokenizer, model_id
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size or tokenizer.vocab_size
+        self.eos_token, self.eos_token_ids = eos_token, eos_token_ids
+        self._template = template or ChatTemplate(None, model_id=model_id)
+        self._floor = floor or TokenFloor()
+        self._table = token_table(tokenizer)
+        self._long = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="text-long")
+        self._short = ThreadPoolExecutor(1, thread_name_prefix="text-short") if threads > 1 else self._long
+        self._max_pending, self._pending, self._lock = max_pending, 0, threading.Lock()
+
+    @classmethod
+    def from_files(cls, files: ModelFiles, *, threads: int = 2, max_pending: int = 1024) -> TextPipeline:
+        """The pipeline of a resolved model. Raises ModelError for a damaged tokenizer or template."""
+        tokenizer = Tokenizer.from_file(files.tokenizer)
+        return cls(
+            tokenizer,
+            ChatTemplate.from_files(files),
+            max_model_len=files.max_model_len,
+            threads=threads,
+            max_pending=max_pending,
+            model_id=files.model_id,
+            vocab_size=files.vocab_size,
+            eos_token=files.eos_token,
+            eos_token_ids=files.eos_token_ids,
+            floor=token_floor(files.tokenizer, tokenizer),
+        )
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source; None for a base model, which refuses every chat."""
+        return self._template.source
+
+    @property
+    def num_pending(self) -> int:
+        """Jobs that wait or run."""
+        return self._pending
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True, limit: int = 0) -> list[int]:
+        """Token ids of a plain prompt.
+
+        A text that must have more than `limit` tokens (0: no limit) is refused before it is tokenised; a shorter one
+        is not checked. Raises ContextLengthExceeded, InvalidRequest for text that is not Unicode, Unavailable.
+        """
+        return await self._run(
+            lambda: self._encode(text, add_special_tokens, limit, "prompt"), short=len(text) <= SHORT_CHARS
+        )
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        extra: Mapping[str, Any] | None = None,
+        limit: int = 0,
+    ) -> list[int]:
+        """Token ids of a conversation, rendered by the model's chat template.
+
+        `continue_final_message` leaves the last message open for the model to go on with; it excludes
+        `add_generation_prompt`. `extra` holds further template variables. Raises as `encode` does.
+        """
+
+        def job() -> list[int]:
+            text = chat_prompt(
+                self._template,
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                extra=extra,
+            )
+            return self._encode(text, False, limit, "messages")
+
+        return await self._run(job, short=_num_chars(messages) <= SHORT_CHARS)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`. Raises InvalidRequest for an id outside the vocabulary, Unavailable."""
+        self.check_ids(token_ids)
+        return await self._run(
+            lambda: self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
+            short=len(token_ids) <= SHORT_TOKENS,
+        )
+
+    def token_text(self, token_id: int) -> TokenText:
+        """One token by itself: its text and its raw bytes, as log-probabilities show them."""
+        return self._table.text(token_id)
+
+    def check_ids(self, token_ids: Sequence[int], *, param: str = "tokens") -> None:
+        """Raises InvalidRequest when an id is not in the model's vocabulary."""
+        for bad in (token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size):
+            raise InvalidRequest(
+                f"token id {bad} is not in the vocabulary: ids go from 0 to {self.vocab_size - 1}", param=param
+            )
+
+    def close(self) -> None:
+        """Drop what waits and end the threads once their current jobs are done."""
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, add_special_tokens: bool, limit: int, param: str) -> list[int]:
+        if limit:
+            self._check_length(text, limit, param)
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if ids and max(ids) >= self.vocab_size:
+            self.check_ids(ids, param=param)
+        return ids
+
+    def _check_length(self, text: str, limit: int, param: str) -> None:
+        floor = self._floor.of(text)
+        if floor > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(text):,} characters, which are at least {floor:,} tokens; at most {limit:,} "
+                "tokens are taken",
+                param=param,
+            )
+
+    async def _run(self, job: Callable[[], Result], *, short: bool) -> Result:
+        if self._pending >= self._max_pending:
+            raise Unavailable(
+                f"{self._pending:,} texts wait to be tokenised, the bound is {self._max_pending:,}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        try:
+            future = (self._short if short else self._long).submit(job)
+        except RuntimeError as error:  # closed
+            raise Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S) from error
+        with self._lock:
+            self._pending += 1
+        future.add_done_callback(self._done)  # in the thread that ran the job: a job given up keeps its place till then
+        return await asyncio.wrap_future(future)
+
+    def _done(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._pending -= 1
+
+
+def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Roughly how long the conversation is; content in parts counts as long."""
+    contents = (message.get("content") for message in messages)
+    return sum(len(content) if isinstance(content, str) else SHORT_CHARS * bool(content) for content in contents)

@@ -1,0 +1,93 @@
+"""The fewest tokens that a text can have, from its length alone: what refuses a huge prompt before it is tokenised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from diptych.common.model.tokenizer import Tokenizer
+
+NFC_SHRINKS = 4  # composing never makes UTF-8 more than three times shorter (three jamo to one syllable)
+LOSSLESS_SPLITS = frozenset(("ByteLevel", "Digits", "Metaspace"))
+UTF8_BYTES = frozenset((*range(0xC0), *range(0xC2, 0xF5)))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFloor:
+    """At most `bytes_per_token` bytes of text make a token; 0 when nothing can be proven of the tokenizer.
+
+    `dropped` are bytes that the vocabulary lacks: they are not counted, as encoding leaves them out.
+    """
+
+    bytes_per_token: int = 0
+    dropped: bytes = b""
+
+    def of(self, text: str) -> int:
+        """A number of tokens that encoding `text` reaches for sure."""
+        if not self.bytes_per_token:
+            return 0
+        return -(-len(text.encode(errors="surrogatepass").translate(None, self.dropped)) // self.bytes_per_token)
+
+
+class _AddedToken(msgspec.Struct):
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+class _Model(msgspec.Struct):
+    type: str = ""
+
+
+class _Document(msgspec.Struct):
+    """The parts of tokenizer.json that say whether encoding may lose text; the vocabulary is skipped."""
+
+    model: _Model
+    added_tokens: list[_AddedToken] = []
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    truncation: dict[str, Any] | None = None
+
+
+def token_floor(path: Path, tokenizer: Tokenizer) -> TokenFloor:
+    """The bound for the tokenizer.json at `path`, whose `tokenizer` is loaded."""
+    try:
+        document = msgspec.json.decode(path.read_bytes(), type=_Document)
+    except msgspec.MsgspecError:  # of a form that is not known here: nothing is proven
+        return TokenFloor()
+    shrinks = _shrinks(document.normalizer)
+    stripped = any(token.lstrip or token.rstrip for token in document.added_tokens)
+    if document.model.type != "BPE" or document.truncation or stripped or not shrinks:
+        return TokenFloor()
+    if not _lossless(document.pre_tokenizer):
+        return TokenFloor()
+    raws = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+    single = {raw[0] for raw in raws if len(raw) == 1}
+    return TokenFloor(max(map(len, raws), default=0) * shrinks, bytes(sorted(UTF8_BYTES - single)))
+
+
+def _shrinks(normalizer: dict[str, Any] | None) -> int:
+    """How many times shorter normalizing may make a text; 0 when unknown."""
+    if normalizer is None:
+        return 1
+    kind = normalizer.get("type")
+    if kind == "Sequence":
+        product = 1
+        for step in normalizer["normalizers"]:
+            product *= _shrinks(step)
+        return product
+    if kind == "Replace":  # a space to "▁", which counts as one byte
+        return int(normalizer.get("pattern") == {"String": " "} and normalizer.get("content") == "▁")
+    return {"NFC": NFC_SHRINKS, "Prepend": 1}.get(str(kind), 0)
+
+
+def _lossless(pre_tokenizer: dict[str, Any] | None) -> bool:
+    """Whether every character of the text gets into a word."""
+    if pre_tokenizer is None:
+        return True
+    kind = pre_tokenizer.get("type")
+    if kind == "Sequence":
+        return all(_lossless(step) for step in pre_tokenizer["pretokenizers"])
+    return kind in LOSSLESS_SPLITS or (kind == "Split" and pre_tokenizer.get("behavior") != "Removed")

@@ -1,0 +1,84 @@
+"""What each token adds to a text, and how a tokenizer joins tokens: found once, shared by all requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+from diptych.common.model.tokenizer import BYTE_TOKEN, Tokenizer
+
+TABLES_KEPT = 4
+
+
+class Joining(Enum):
+    """How decoding turns tokens into text.
+
+    BYTES     byte-level BPE: the tokens' bytes, concatenated, are the UTF-8 text
+    RUNS      SentencePiece with byte fallback: tokens are text, except byte tokens, of which each unbroken run is
+              decoded as a whole and, if it is not UTF-8, gives one U+FFFD per byte
+    CONTEXT   anything else: a token's text may depend on the tokens before it
+    """
+
+    BYTES = "bytes"
+    RUNS = "runs"
+    CONTEXT = "context"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One token by itself, as log-probabilities show it: `token` has U+FFFD where `raw` is part of a character."""
+
+    token: str
+    raw: bytes
+
+
+class TokenTable:
+    """The bytes of each token, filled as they are asked for. Safe to share between threads.
+
+    `strips_leading_space` says that decoding drops the one space that the tokenizer put before every text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._raw: list[bytes | None] = [None] * tokenizer.vocab_size
+        self.joining = _joining(tokenizer)
+        self.strips_leading_space = self.joining is Joining.RUNS and _decodes(tokenizer, ["▁"], "")
+
+    def raw(self, token_id: int) -> bytes:
+        """The bytes of a token; of a control token its name; b"" for an id without a token."""
+        if not 0 <= token_id < len(self._raw):
+            return b""
+        found = self._raw[token_id]
+        if found is None:
+            found = self._raw[token_id] = self._tokenizer.token_bytes(token_id)
+        return found
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether this is one of the 256 byte tokens ("<0x0A>") of a vocabulary with byte fallback."""
+        return len(self.raw(token_id)) == 1 and BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id)) is not None
+
+    def text(self, token_id: int) -> TokenText:
+        raw = self.raw(token_id)
+        return TokenText(raw.decode(errors="replace"), raw)
+
+
+@lru_cache(maxsize=TABLES_KEPT)
+def token_table(tokenizer: Tokenizer) -> TokenTable:
+    """The table of this tokenizer object, made on first use."""
+    return TokenTable(tokenizer)
+
+
+def _joining(tokenizer: Tokenizer) -> Joining:
+    """Found by what decoding does to the two bytes of "é", which no other scheme joins."""
+    if _decodes(tokenizer, ["Ã", "©"], "é"):
+        return Joining.BYTES
+    if _decodes(tokenizer, ["<0xC3>", "<0xA9>"], "é"):
+        return Joining.RUNS
+    return Joining.CONTEXT
+
+
+def _decodes(tokenizer: Tokenizer, tokens: list[str], text: str) -> bool:
+    ids = [tokenizer.token_to_id(token) for token in tokens]
+    known = [token_id for token_id in ids if token_id is not None]
+    return len(known) == len(ids) and tokenizer.decode(known, skip_special_tokens=False) == text

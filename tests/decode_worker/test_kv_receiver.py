@@ -1,0 +1,227 @@
+"""The receiver against prefill workers that the test plays, honest and otherwise, over real sockets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import zmq
+
+from diptych.common.messages import KVAck, KVBlocks, KVFailed, KVGrant, KVWait
+from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+
+Rig = Any  # ReceiverRig and Peer of conftest, which test modules cannot import
+Peer = Any
+
+
+def landed_exactly(rig: Rig, peer: Peer, blocks: range) -> bool:
+    return all(bytes(rig.memory[block]) == peer.blocks[i] for i, block in enumerate(blocks))
+
+
+def fails(rig: Rig, peer: Peer, name: str = "a") -> str:
+    """The transfer failed on both sides, and another one on the same connection still works."""
+    answer, event = peer.read(), rig.event()
+    assert isinstance(answer, KVFailed) and isinstance(event, TransferFailed)
+    assert (event.request_id, event.by_peer) == (name, False)
+    assert rig.receiver.release(name, 0) is None
+    rig.expect(peer, range(16, 18), "next")
+    peer.ship(0, 2, "next")
+    peer.done("next")
+    assert isinstance(peer.read(), KVAck)
+    assert isinstance(rig.event(), TransferLanded)
+    return answer.reason
+
+
+def test_blocks_land_where_they_were_expected(rig: Rig, peer: Peer) -> None:
+    landing = rig.expect(peer, range(8, 12))
+    peer.ship(0, 1)
+    peer.ship(1, 3)
+    peer.done()
+    assert peer.read() == KVAck(request_id="a", attempt=0)
+    assert rig.event() == TransferLanded(landing)
+    assert landed_exactly(rig, peer, range(8, 12))
+    assert not rig.memory[:8].any() and not rig.memory[12:].any()
+    assert rig.receiver.num_bytes == 4 * 64
+
+
+def test_only_missing_blocks_are_needed(rig: Rig, peer: Peer) -> None:
+    rig.expect(peer, first=3)
+    peer.ship(3, 1)
+    peer.done()
+    assert isinstance(rig.event(), TransferLanded)
+
+
+def test_a_full_hit_needs_the_end_only(rig: Rig, peer: Peer) -> None:
+    rig.expect(peer, first=4)
+    peer.done()
+    assert isinstance(peer.read(), KVAck)
+    assert isinstance(rig.event(), TransferLanded)
+
+
+def test_the_end_may_overtake_blocks(rig: Rig, peer: Peer) -> None:
+    rig.expect(peer)
+    peer.done()
+    peer.ship(2, 2)
+    peer.ship(0, 2)
+    assert isinstance(rig.event(), TransferLanded)
+    assert landed_exactly(rig, peer, range(4))
+
+
+def test_blocks_may_come_over_several_connections(rig: Rig, peer: Peer) -> None:
+    other = rig.peer()
+    rig.expect(peer)
+    other.ship(0, 2)
+    peer.ship(2, 2)
+    peer.done()
+    assert isinstance(rig.event(), TransferLanded)
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        pytest.param([0, 1, b"x" * 64, 3], "block 2 is corrupt", id="corrupt"),
+        pytest.param([0, 1, 3, 2], "block 2 is corrupt", id="misordered"),
+        pytest.param([0, 1, b"x" * 63, 3], "block 2 has 63 bytes, not 64", id="short"),
+        pytest.param([0, 1, b"", 3], "block 2 has 0 bytes", id="empty"),
+        pytest.param([0, 1, b"x" * 65, 3], "block 2 has 65 bytes", id="long"),
+        pytest.param([0, 1], "4 blocks announced, 2 came", id="missing"),
+        pytest.param([], "4 blocks announced, 0 came", id="none"),
+        pytest.param([0, 1, 2, 3, 4, 5], "2 frames beyond the 4", id="extra"),
+    ],
+)
+def test_wrong_frames_fail_that_transfer_only(rig: Rig, peer: Peer, frames: list[int | bytes], reason: str) -> None:
+    rig.expect(peer)
+    peer.ship(0, 4, frames=[peer.blocks[frame] if isinstance(frame, int) else frame for frame in frames])
+    assert reason in fails(rig, peer)
+
+
+def test_a_missing_message_never_completes(rig: Rig, peer: Peer) -> None:
+    landing = rig.expect(peer)
+    peer.ship(0, 3)
+    peer.done()
+    rig.sync()
+    assert not rig.events
+    assert rig.receiver.stalled(landing.last_progress + 1) == [landing]
+    assert (landing.num_missing, landing.num_prefix_landed) == (1, 3)
+
+
+def test_frames_after_the_blocks_were_reused_do_no_harm(rig: Rig, peer: Peer) -> None:
+    rig.expect(peer)
+    peer.ship(0, 2)
+    rig.sync()
+    assert rig.receiver.release("a", 0).landed == {0, 1}
+    rig.memory[:] = 99
+    peer.ship(2, 2)
+    peer.ship(0, 2)
+    peer.done()
+    rig.sync()
+    assert (rig.memory == 99).all()
+    assert not rig.events
+    assert rig.receiver.num_dropped_frames == 3
+
+
+def test_frames_of_an_older_attempt_do_no_harm(rig: Rig, peer: Peer) -> None:
+    rig.expect(peer, attempt=1)
+    peer.ship(0, 4, attempt=0)
+    peer.done(attempt=0)
+    rig.sync()
+    assert not rig.memory.any() and not rig.events
+
+
+def test_a_second_frame_for_a_block_is_ignored(rig: Rig, peer: Peer) -> None:
+    rig.expect(peer)
+    peer.ship(0, 3)
+    peer.ship(0, 3, frames=[b"x" * 64] * 3)
+    peer.ship(3, 1)
+    peer.done()
+    assert isinstance(rig.event(), TransferLanded)
+    assert landed_exactly(rig, peer, range(4))
+
+
+def test_blocks_outside_of_the_grant_are_not_written(rig: Rig, peer: Peer) -> None:
+    rig.expect(peer, range(8, 12), first=2)
+    peer.ship(0, 8)
+    peer.done()
+    assert isinstance(rig.event(), TransferLanded)
+    assert landed_exactly(rig, peer, range(8, 12)) is False
+    assert not rig.memory[:10].any() and not rig.memory[12:].any()
+
+
+def test_the_end_counts_once(rig: Rig, peer: Peer) -> None:
+    rig.expect(peer)
+    peer.done()
+    peer.done()
+    peer.ship(0, 4)
+    peer.done()
+    rig.sync()
+    assert [type(event) for event in rig.events] == [TransferLanded]
+    assert rig.receiver.num_dropped_frames == 2
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b""],
+        [b"\xc1", b"frame"],
+        [b"\x91" * 5000],
+        pytest.param([b"\xc1", *[b"x"] * 50], id="many parts"),
+    ],
+)
+def test_garbage_is_dropped(rig: Rig, peer: Peer, parts: list[bytes]) -> None:
+    rig.expect(peer)
+    peer.send(parts[0], *parts[1:])
+    peer.ship(0, 4)
+    peer.done()
+    assert isinstance(rig.event(), TransferLanded)
+    assert rig.receiver.num_dropped_frames == 1
+
+
+def test_messages_with_frames_behind_them_are_dropped(rig: Rig, peer: Peer) -> None:
+    peer.send(KVFailed(request_id="a", attempt=0, reason="x"), b"frame")
+    peer.send(KVGrant(request_id="a", attempt=0, first_block=0))
+    peer.send(KVWait(request_id="a", attempt=0))
+    rig.sync()
+    assert not rig.events
+    assert rig.receiver.num_dropped_frames == 3
+
+
+def test_unknown_blocks_are_read_off_the_socket(rig: Rig, peer: Peer) -> None:
+    for first_block in (0, 2**62):
+        peer.send(KVBlocks(request_id="?", attempt=0, first_block=first_block, checksums=(1, 2)), b"x", b"y", b"z")
+    rig.sync()
+    assert rig.receiver.num_dropped_frames == 2
+
+
+def test_a_peer_that_gives_up_is_reported(rig: Rig, peer: Peer) -> None:
+    rig.expect(peer)
+    peer.send(KVFailed(request_id="a", attempt=0, reason="lease expired"))
+    assert rig.event() == TransferFailed("a", 0, "lease expired", by_peer=True)
+
+
+def test_answers_to_a_peer_that_is_gone_do_no_harm(rig: Rig, peer: Peer) -> None:
+    rig.receiver.send(b"nobody", KVAck(request_id="a", attempt=0))
+    rig.expect(peer)
+    assert rig.receiver.failure is None
+
+
+def test_a_sign_of_life_counts_as_progress(rig: Rig, peer: Peer) -> None:
+    landing = rig.expect(peer)
+    before = landing.last_progress + 1
+    assert rig.receiver.stalled(before)
+    rig.receiver.touch("a", 0, before)
+    rig.receiver.touch("unknown", 0, before)
+    assert not rig.receiver.stalled(before)
+
+
+def test_announcements_carry_where_to_answer(rig: Rig, peer: Peer) -> None:
+    peer.open("a", 3)
+    event = rig.event()
+    assert isinstance(event, TransferOpened) and event.message.num_blocks == 3
+    rig.receiver.send(event.peer, KVFailed(request_id="a", attempt=0, reason="no"))
+    assert isinstance(peer.read(), KVFailed)
+
+
+def test_a_receiver_that_never_started_can_be_closed() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    KVReceiver(context, "127.0.0.1", 0, lambda index: memoryview(bytearray()), lambda event: None).close()
+    context.term()

@@ -1,0 +1,149 @@
+"""Sender and receiver joined over real sockets: what is computed on one side is what lands on the other."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diptych.common.messages import KVDone, KVGrant, KVTarget
+from diptych.decode_worker.kv_receiver import TransferFailed, TransferLanded, TransferOpened
+from diptych.decode_worker.landing import Landing
+from diptych.prefill_worker.kv_sender import KVSender, TransferEnded
+
+NUM_BLOCKS = 48
+Rig = Any
+
+
+class Pair:
+    """A prefill worker's sender and a decode worker's receiver that grants what `plan` says: name -> (blocks, first)."""
+
+    def __init__(self, rig: Rig, num_streams: int, lease_s: float = 30.0) -> None:
+        self.rig = rig
+        self.source = np.random.default_rng(1).integers(0, 255, (NUM_BLOCKS, rig.block_bytes), np.uint8)
+        self.plan: dict[str, tuple[list[int], int]] = {}
+        self.landed: dict[str, Landing] = {}
+        self.ended: dict[str, TransferEnded] = {}
+        self.failed: list[TransferFailed] = []
+        rig.on_event = self.on_event
+        self.sender = KVSender(
+            rig.context,
+            lambda index: memoryview(self.source[index]),
+            rig.block_bytes,
+            ("p", 5, "layout"),
+            lambda event: self.ended.update({event.request_id: event}),
+            lease_s=lease_s,
+            num_streams=num_streams,
+        )
+        self.sender.start()
+
+    def on_event(self, event: TransferOpened | TransferLanded | TransferFailed) -> None:
+        match event:
+            case TransferOpened(peer, message):
+                blocks, first = self.plan[message.request_id]
+                self.rig.receiver.expect(Landing(message.request_id, 0, peer, tuple(blocks), first, 0.0, 0.0))
+                grant = KVGrant(request_id=message.request_id, attempt=0, first_block=first)
+                self.rig.receiver.send(peer, grant)
+            case TransferLanded(landing):
+                self.landed[landing.request_id] = landing
+            case TransferFailed():
+                self.failed.append(event)
+
+    def open(self, name: str, source: list[int], target: list[int], *, first: int = 0, num_ready: int = 0) -> None:
+        self.plan[name] = (target, first)
+        self.sender.open(name, 0, KVTarget("d", 7, self.rig.receiver.address), source, num_ready)
+
+    def finish(self, name: str, num_blocks: int) -> None:
+        self.sender.progress(name, 0, num_blocks, KVDone(request_id=name, attempt=0, first_token=3))
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        done = threading.Event()
+        for _ in range(10_000):
+            if condition():
+                return
+            done.wait(0.002)
+        pytest.fail("the condition did not come true")
+
+
+@pytest.fixture
+def make_pair(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(block_bytes: int = 64, num_streams: int = 1, lease_s: float = 30.0) -> Pair:
+        pairs.append(Pair(make_rig(num_blocks=NUM_BLOCKS, block_bytes=block_bytes), num_streams, lease_s))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.sender.stop()
+
+
+@pytest.mark.parametrize("num_streams", [1, 3])
+@pytest.mark.parametrize("block_bytes", [64, 2**20])
+def test_transfers_side_by_side_land_intact(make_pair: Callable[..., Pair], block_bytes: int, num_streams: int) -> None:
+    pair, rng = make_pair(block_bytes, num_streams), random.Random(0)
+    source, target = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS), rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    firsts = {f"r{i}": i % 5 for i in range(12)}  # 0: everything is missing, 4: nothing is
+    for i, (name, first) in enumerate(firsts.items()):
+        mine = slice(4 * i, 4 * i + 4)
+        pair.open(name, source[mine], target[mine], first=first, num_ready=i % 4)
+        pair.finish(name, 4)
+    pair.wait(lambda: len(pair.ended) == len(pair.landed) == 12)
+    assert {event.reason for event in pair.ended.values()} == {""}
+    for i, first in enumerate(firsts.values()):
+        for k in range(first, 4):
+            assert (pair.rig.memory[target[4 * i + k]] == pair.source[source[4 * i + k]]).all()
+    num_shipped = sum(4 - first for first in firsts.values())
+    assert pair.sender.num_bytes == pair.rig.receiver.num_bytes == num_shipped * block_bytes
+
+
+def test_transfer_overlaps_computing(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.open("a", list(range(4)), list(range(4)))
+    for num_ready in (1, 2, 3):
+        pair.sender.progress("a", 0, num_ready)
+        pair.wait(lambda n=num_ready: pair.rig.receiver.num_bytes == n * 64)  # type: ignore[misc]
+    pair.finish("a", 4)
+    pair.wait(lambda: "a" in pair.ended and "a" in pair.landed)
+
+
+def test_an_abort_in_flight_harms_nobody(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(2**20)
+    blocks = list(range(NUM_BLOCKS))
+    pair.open("a", blocks, blocks, num_ready=NUM_BLOCKS)
+    pair.wait(lambda: pair.rig.receiver.num_bytes)
+    pair.rig.receiver.release("a", 0)
+    pair.rig.memory[:] = 99
+    pair.open("b", blocks[:2], blocks[:2], num_ready=2)
+    pair.finish("b", 2)
+    pair.finish("a", NUM_BLOCKS)
+    pair.wait(lambda: "b" in pair.landed)
+    assert (pair.rig.memory[:2] == pair.source[:2]).all()
+    assert (pair.rig.memory[2:] == 99).all()
+    assert "a" not in pair.landed
+
+
+def test_blocks_reused_under_the_sender_never_land_as_good(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(2**20)
+    blocks, original = list(range(NUM_BLOCKS)), pair.source.copy()
+    pair.open("a", blocks, blocks, num_ready=NUM_BLOCKS)
+    pair.wait(lambda: pair.rig.receiver.num_bytes)
+    pair.sender.cancel("a", 0, "superseded")
+    pair.source[:] = 0
+    pair.wait(lambda: pair.failed)
+    landing = pair.rig.receiver.release("a", 0)
+    for index in landing.landed if landing is not None else ():
+        assert (pair.rig.memory[index] == original[index]).all()
+    assert "a" not in pair.landed
+
+
+def test_a_lost_grant_ends_on_both_sides(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(lease_s=0.05)
+    pair.rig.on_event = lambda event: pair.failed.append(event) if isinstance(event, TransferFailed) else None
+    pair.open("a", [0], [0], num_ready=1)
+    pair.wait(lambda: pair.failed and pair.ended)
+    assert pair.failed == [TransferFailed("a", 0, "lease expired", by_peer=True)]

@@ -1,0 +1,35 @@
+"""The states of an incoming transfer."""
+
+from __future__ import annotations
+
+import pytest
+
+from diptych.common.messages import KVDone
+from diptych.decode_worker.landing import Landing
+
+
+def landing(*landed: int, first_block: int = 0, done: bool = False) -> Landing:
+    state = Landing("a", 0, b"p", range(4), first_block, 0.0, 0.0, landed=set(landed))
+    state.done = KVDone(request_id="a", attempt=0, first_token=1) if done else None
+    return state
+
+
+def test_complete_needs_every_block_and_the_end() -> None:
+    assert landing(0, 1, 2, 3, done=True).complete
+    assert not landing(0, 1, 3, done=True).complete
+    assert not landing(0, 1, 2, 3).complete
+
+
+def test_blocks_held_before_are_not_missed() -> None:
+    assert landing(2, 3, first_block=2, done=True).complete
+    assert landing(first_block=4, done=True).complete
+
+
+@pytest.mark.parametrize(("landed", "expected"), [((), 1), ((1, 2), 3), ((1, 3), 2), ((2, 3), 1), ((1, 2, 3), 4)])
+def test_the_prefix_ends_at_the_first_gap(landed: tuple[int, ...], expected: int) -> None:
+    assert landing(*landed, first_block=1).num_prefix_landed == expected
+
+
+@pytest.mark.parametrize(("index", "expected"), [(0, False), (1, False), (2, True), (3, True), (4, False), (2**62, False)])
+def test_wants_granted_blocks_once(index: int, expected: bool) -> None:
+    assert landing(1, first_block=1).wants(index) is expected

@@ -1,0 +1,178 @@
+"""What a decode worker computes next, by example."""
+
+from __future__ import annotations
+
+from diptych.common.block_hash import BlockHasher
+from diptych.common.block_pool import BlockPool
+from diptych.common.messages import DecodeRequest, pack_tokens
+from diptych.common.sampling_params import SampledToken, SamplingParams
+from diptych.decode_worker.scheduler import DecodeScheduler, SchedulerOutput
+from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
+
+SIZE = 4
+
+
+def scheduler(num_blocks: int = 32, *, seqs: int = 8, chunk: int = 8, watermark: float = 0.0) -> DecodeScheduler:
+    return DecodeScheduler(
+        BlockPool(num_blocks), block_size=SIZE, max_num_seqs=seqs, local_prefill_chunk=chunk, watermark=watermark
+    )
+
+
+def request(name: str, tokens: list[int], at: float = 0.0, *, remote: bool = False) -> DecodeSequence:
+    status = RequestStatus.EXPECTING if remote else RequestStatus.WAITING
+    wire = DecodeRequest(
+        request_id=name, attempt=0, prompt=pack_tokens(tokens), params=SamplingParams(max_tokens=99),
+        prefill_worker="p" if remote else "",
+    )  # fmt: skip
+    return DecodeSequence(b"r", wire, list(tokens), BlockHasher(SIZE), at, at + 60.0, status)
+
+
+def run(plan: DecodeScheduler) -> SchedulerOutput:
+    """Compute one step; every sampled token is 7."""
+    output = plan.schedule(1.0)
+    for chunk in output.chunks:
+        plan.advance(chunk)
+        if chunk.num_tokens and chunk.sequence.num_remaining == 0:
+            chunk.sequence.append(SampledToken(7))
+    return output
+
+
+def shape(output: SchedulerOutput) -> list[tuple[str, int, int]]:
+    return [(chunk.sequence.request_id, chunk.start, chunk.num_tokens) for chunk in output.chunks]
+
+
+def decoding(plan: DecodeScheduler, name: str, num_tokens: int, at: float) -> DecodeSequence:
+    """A sequence that has come to decoding through a local prefill."""
+    sequence = request(name, [ord(name)] * num_tokens, at)
+    plan.add(sequence)
+    while sequence.num_remaining != 1 or sequence.status is not RequestStatus.RUNNING:
+        run(plan)
+    return sequence
+
+
+def granted(plan: DecodeScheduler, name: str, num_tokens: int, at: float) -> DecodeSequence:
+    sequence = request(name, [ord(name)] * num_tokens, at, remote=True)
+    plan.add(sequence)
+    plan.open(sequence)
+    assert list(plan.schedule(1.0).granted) == [sequence]
+    return sequence
+
+
+def test_a_local_prefill_goes_in_chunks_beside_decoding() -> None:
+    plan = scheduler(chunk=8)
+    decoding(plan, "a", 3, 1.0)
+    plan.add(request("b", list(range(12)), 2.0))
+    assert shape(run(plan)) == [("a", 3, 1), ("b", 0, 8)]
+    assert shape(run(plan)) == [("a", 4, 1), ("b", 8, 4)]
+    assert shape(run(plan)) == [("a", 5, 1), ("b", 12, 1)]
+
+
+def test_an_expected_request_owns_nothing_and_waits_for_nothing() -> None:
+    plan = scheduler()
+    plan.add(request("a", [1] * 8, remote=True))
+    assert not plan.has_work and plan.check_integrity().owned == 0
+
+
+def test_a_grant_reserves_the_whole_prompt() -> None:
+    plan = scheduler()
+    sequence = granted(plan, "a", 10, 1.0)
+    assert sequence.status is RequestStatus.TRANSFERRING and plan.num_transferring == 1
+    assert plan.check_integrity().owned == 3
+
+
+def test_reservations_count_against_admission() -> None:
+    plan = scheduler(num_blocks=4)
+    first = granted(plan, "a", 12, 1.0)
+    second = request("b", [2] * 8, 2.0, remote=True)
+    plan.add(second)
+    plan.open(second)
+    assert not plan.has_work and not plan.schedule(1.0).granted
+    plan.remove(first)
+    assert list(plan.schedule(1.0).granted) == [second]
+
+
+def test_reservations_count_against_the_batch() -> None:
+    plan = scheduler(seqs=1)
+    granted(plan, "a", 4, 1.0)
+    plan.add(request("b", [2] * 4, 2.0))
+    assert not plan.has_work
+
+
+def test_headroom_is_kept_for_those_already_here_but_not_from_the_only_one() -> None:
+    plan = scheduler(num_blocks=10, watermark=0.2)
+    granted(plan, "a", 36, 1.0)
+    plan.add(request("b", [2] * 4, 2.0))
+    assert not plan.has_work  # a block is free, two must stay so
+
+
+def test_a_landed_sequence_decodes_in_the_next_step_and_shares_its_prefix() -> None:
+    plan = scheduler()
+    sequence = granted(plan, "a", 8, 1.0)
+    plan.land(sequence)
+    sequence.append(SampledToken(5))
+    assert shape(run(plan)) == [("a", 8, 1)]
+    assert plan.num_transferring == 0
+    assert plan.pool.match(sequence.hasher.hashes) == sequence.blocks[:2]
+
+
+def test_a_full_hit_is_granted_with_nothing_missing() -> None:
+    plan = scheduler()
+    plan.remove(decoding(plan, "a", 8, 1.0))
+    assert granted(plan, "a", 8, 2.0).num_computed == 8
+
+
+def test_a_local_prefill_of_a_full_hit_still_computes_the_last_token() -> None:
+    plan = scheduler()
+    plan.remove(decoding(plan, "a", 8, 1.0))
+    plan.add(request("b", [ord("a")] * 8, 2.0))
+    assert shape(run(plan)) == [("b", 4, 4)]
+
+
+def test_the_youngest_loses_its_blocks_and_is_recomputed_in_chunks() -> None:
+    plan = scheduler(num_blocks=6, chunk=4)
+    old, young = decoding(plan, "a", 10, 1.0), decoding(plan, "b", 9, 2.0)
+    while not young.num_preemptions:
+        output = run(plan)
+    assert list(output.preempted) == [young] and young.status is RequestStatus.PREEMPTED
+    assert old.status is RequestStatus.RUNNING and young.blocks == []
+    plan.remove(old)
+    sizes = [chunk.num_tokens for _ in range(4) for chunk in run(plan).chunks]
+    assert max(sizes) <= 4
+    assert young.status is RequestStatus.RUNNING and young.num_preemptions == 1
+
+
+def test_a_preempted_sequence_goes_before_younger_ones() -> None:
+    plan = scheduler(num_blocks=6, chunk=8)
+    old, young = decoding(plan, "a", 10, 1.0), decoding(plan, "b", 9, 2.0)
+    plan.add(request("c", [3], 3.0))
+    while young.status is not RequestStatus.PREEMPTED:
+        run(plan)
+    assert [sequence.request_id for sequence in plan.queue][:1] == ["b"]
+    plan.remove(old)
+    assert run(plan).chunks[0].sequence is young
+
+
+def test_landed_blocks_survive_the_loss_of_the_prefill_worker() -> None:
+    plan = scheduler()
+    sequence = granted(plan, "a", 12, 1.0)
+    plan.prefill_locally(sequence, num_landed=2)
+    assert plan.num_transferring == 0
+    assert shape(run(plan)) == [("a", 8, 4)]
+
+
+def test_all_landed_but_no_first_token_computes_the_last_block() -> None:
+    plan = scheduler()
+    sequence = granted(plan, "a", 12, 1.0)
+    plan.prefill_locally(sequence, num_landed=3)
+    assert shape(run(plan)) == [("a", 8, 4)]
+
+
+def test_waiting_tokens_are_those_to_be_computed_here() -> None:
+    plan = scheduler(chunk=8)
+    plan.add(request("a", [1] * 20, 1.0))
+    remote = request("b", [2] * 20, 2.0, remote=True)
+    plan.add(remote)
+    assert plan.num_waiting_tokens == 20
+    run(plan)
+    plan.open(remote)
+    assert plan.num_waiting_tokens == 11  # without the token that every decoding step has

@@ -1,0 +1,161 @@
+"""The decode scheduler under any interleaving of what can happen to its requests."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from diptych.common.block_hash import BlockHasher
+from diptych.common.block_pool import BlockPool
+from diptych.common.messages import DecodeRequest, pack_tokens
+from diptych.common.sampling_params import SampledToken, SamplingParams
+from diptych.decode_worker.scheduler import DecodeScheduler, SchedulerOutput
+from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
+
+SIZE, BLOCKS, MAX_SEQS, CHUNK = 4, 12, 4, 6
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """`cells` models the KV cache: the history that each slot was computed from, here or at a prefill worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan = DecodeScheduler(
+            BlockPool(BLOCKS), block_size=SIZE, max_num_seqs=MAX_SEQS, local_prefill_chunk=CHUNK, watermark=0.1
+        )
+        self.cells: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.count = 0
+
+    # ------------------------------------------------------------ what can happen
+
+    @rule(family=st.integers(0, 2), shared=st.integers(0, 12), own=st.integers(1, 8), output=st.integers(1, 20), remote=...)
+    def add(self, family: int, shared: int, own: int, output: int, remote: bool) -> None:
+        self.count += 1
+        tokens = [family] * shared + [100 + self.count] * own
+        wire = DecodeRequest(
+            request_id=f"r{self.count}", attempt=0, prompt=pack_tokens(tokens),
+            params=SamplingParams(max_tokens=min(output, SIZE * BLOCKS - len(tokens))),
+        )  # fmt: skip
+        status = RequestStatus.EXPECTING if remote else RequestStatus.WAITING
+        at = float(self.count)
+        self.plan.add(DecodeSequence(b"r", wire, tokens, BlockHasher(SIZE), at, at + 60.0, status))
+
+    @precondition(lambda self: self.any_in(RequestStatus.EXPECTING))
+    @rule(data=st.data())
+    def open(self, data: st.DataObject) -> None:
+        self.plan.open(self.pick(data, RequestStatus.EXPECTING))
+
+    @precondition(lambda self: self.any_in(RequestStatus.TRANSFERRING))
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        self.arrive(self.pick(data, RequestStatus.TRANSFERRING))
+
+    @precondition(
+        lambda self: self.any_in(RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING)
+    )
+    @rule(data=st.data(), num_landed=st.integers(0, 5))
+    def prefill_locally(self, data: st.DataObject, num_landed: int) -> None:
+        sequence = self.pick(data, RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING)
+        first = sequence.num_computed // SIZE
+        num_landed = min(first + num_landed, len(sequence.blocks))
+        self.compute(sequence, first * SIZE, min(num_landed * SIZE, sequence.num_tokens))
+        self.plan.prefill_locally(sequence, num_landed)
+
+    @precondition(lambda self: len(self.plan))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.plan.remove(self.pick(data, *RequestStatus))
+
+    @rule()
+    def reset(self) -> None:
+        self.plan.pool.reset_cache()
+
+    @rule(fails=st.sampled_from([False, False, False, True]))
+    def step(self, fails: bool) -> None:
+        running = list(self.plan.running)
+        queue = list(self.plan.queue)
+        output = self.plan.schedule(0.0)
+        self.check(output, running, queue)
+        for chunk in output.chunks:
+            sequence = chunk.sequence
+            if fails:
+                self.plan.remove(sequence)
+                continue
+            self.compute(sequence, chunk.start, chunk.start + chunk.num_tokens)
+            sample = chunk.sample
+            self.plan.advance(chunk)
+            if sample:
+                self.append(sequence)
+
+    # ------------------------------------------------------------ what must hold
+
+    def check(self, output: SchedulerOutput, running: list[DecodeSequence], queue: list[DecodeSequence]) -> None:
+        decoding = [chunk for chunk in output.chunks if chunk.sequence.num_remaining == 1]
+        prefill = [chunk for chunk in output.chunks if chunk.sequence.num_remaining > 1]
+        assert sum(chunk.num_tokens for chunk in prefill) <= CHUNK
+        assert [chunk.sequence for chunk in decoding] == [s for s in self.plan.running if s.num_remaining == 1]
+        kept = [s.accepted_at for s in running if s not in output.preempted]
+        assert all(s.accepted_at > age for s in output.preempted for age in kept)
+        left = [s for s in queue if s.status is not RequestStatus.RUNNING and s not in output.granted]
+        admitted = [s for s in queue if s not in left]
+        assert all(a.accepted_at < b.accepted_at for a in admitted for b in left)
+
+    @invariant()
+    def every_block_has_its_owner(self) -> None:
+        self.plan.check_integrity()
+        assert len(self.plan.running) + self.plan.num_transferring <= MAX_SEQS
+        assert self.plan.num_transferring == len(self.having(RequestStatus.TRANSFERRING))
+        assert [s.accepted_at for s in self.plan.queue] == sorted(s.accepted_at for s in self.plan.queue)
+
+    @invariant()
+    def what_counts_as_computed_was_computed_from_this_history(self) -> None:
+        for sequence in self.plan:
+            for position in range(sequence.num_computed):
+                assert self.cells[self.cell(sequence, position)] == tuple(sequence.token_ids[: position + 1])
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            for sequence in self.having(RequestStatus.EXPECTING):
+                self.plan.open(sequence)
+            for sequence in self.having(RequestStatus.TRANSFERRING):
+                self.arrive(sequence)
+            if not len(self.plan):
+                break
+            assert self.plan.has_work
+            self.step(fails=False)
+        assert len(self.plan) == 0
+        assert self.plan.check_integrity().owned == 0
+
+    # ------------------------------------------------------------ inside
+
+    def having(self, *statuses: RequestStatus) -> list[DecodeSequence]:
+        return [sequence for sequence in self.plan if sequence.status in statuses]
+
+    def any_in(self, *statuses: RequestStatus) -> bool:
+        return bool(self.having(*statuses))
+
+    def pick(self, data: st.DataObject, *statuses: RequestStatus) -> DecodeSequence:
+        return data.draw(st.sampled_from(self.having(*statuses)))
+
+    def arrive(self, sequence: DecodeSequence) -> None:
+        self.compute(sequence, sequence.num_computed, sequence.num_tokens)
+        self.plan.land(sequence)
+        self.append(sequence)
+
+    def append(self, sequence: DecodeSequence) -> None:
+        sequence.append(SampledToken(len(sequence.token_ids) % 3))
+        if sequence.num_output_tokens >= sequence.params.max_tokens:
+            self.plan.remove(sequence)
+
+    def compute(self, sequence: DecodeSequence, start: int, end: int) -> None:
+        for position in range(start, end):
+            self.cells[self.cell(sequence, position)] = tuple(sequence.token_ids[: position + 1])
+
+    @staticmethod
+    def cell(sequence: DecodeSequence, position: int) -> tuple[int, int]:
+        return sequence.blocks[position // SIZE], position % SIZE
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(derandomize=True, deadline=None, max_examples=80, stateful_step_count=60)

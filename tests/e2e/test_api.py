@@ -1,0 +1,435 @@
+"""The HTTP API over real sockets, with real workers behind it: what clients rely on, not how it is made."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Completion
+
+from diptych.benchmarks.stack import Stack, StackProcess, free_port
+from diptych.common.model.files import resolve_model
+from diptych.common.model.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "tiny-random"
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "extra_body": {"ignore_eos": True}}
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 4  # one token a byte
+PATIENCE_S = 10.0
+
+
+def wait_until(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not true():
+        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def stack(system_of: Any) -> Stack:
+    """One prefill and one decode worker; every prompt goes through both."""
+    found: Stack = system_of(router_flags=("--local-prefill-threshold", "0")).stack
+    return found
+
+
+@pytest.fixture
+def sdk(stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def http(stack: Stack) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=stack.url, timeout=60, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(resolve_model(MODEL).tokenizer)
+
+
+def events_of(client: httpx.Client, body: dict[str, Any], path: str = "/v1/completions") -> list[dict[str, Any]]:
+    """The JSON of each event of a stream, which must end with [DONE]."""
+    with client.stream("POST", path, json={"model": MODEL, "stream": True, **body}) as reply:
+        assert reply.status_code == 200, reply.read()
+        data = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(one) for one in data[:-1]]
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def complete(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    reply = client.post("/v1/completions", json={"model": MODEL, "temperature": 0, "ignore_eos": True, **body})
+    assert reply.status_code == 200, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+# ---------------------------------------------------------------- the openai SDK
+
+
+def test_sdk_chat_streams_what_it_answers(sdk: openai.OpenAI) -> None:
+    whole = sdk.chat.completions.create(messages=HELLO, max_tokens=24, **GREEDY)
+    stream = sdk.chat.completions.create(
+        messages=HELLO, max_tokens=24, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason == "length"
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None and whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
+    assert {c.id for c in chunks} == {chunks[0].id} and chunks[0].id.startswith("chatcmpl-")
+
+
+def test_sdk_completion_streams_what_it_answers(sdk: openai.OpenAI) -> None:
+    whole = sdk.completions.create(prompt=PROMPT, max_tokens=24, **GREEDY)
+    chunks: list[Completion] = list(sdk.completions.create(prompt=PROMPT, max_tokens=24, stream=True, **GREEDY))
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole.choices[0].text
+    assert whole.id.startswith("cmpl-") and whole.model == MODEL
+
+
+def test_sdk_choices_differ_and_repeat_with_their_seed(sdk: openai.OpenAI) -> None:
+    def ask() -> list[str | None]:
+        answer = sdk.chat.completions.create(model=MODEL, messages=HELLO, n=4, seed=5, max_tokens=16)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        return [choice.message.content for choice in answer.choices]
+
+    first = ask()
+    assert len(set(first)) == 4
+    assert ask() == first
+
+
+def test_sdk_logprobs_are_those_of_the_text(sdk: openai.OpenAI) -> None:
+    answer = sdk.chat.completions.create(messages=HELLO, max_tokens=12, logprobs=True, top_logprobs=3, **GREEDY)
+    choice = answer.choices[0]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    raw = b"".join(bytes(token.bytes or ()) for token in choice.logprobs.content)
+    assert raw.decode(errors="replace") == choice.message.content
+    for token in choice.logprobs.content:
+        assert len(token.top_logprobs) == 3 and token.top_logprobs[0].logprob == token.logprob <= 0
+
+
+def test_sdk_sees_its_own_error_classes(sdk: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no-such"):
+        sdk.chat.completions.create(model="no-such", messages=HELLO)
+    with pytest.raises(openai.BadRequestError) as refused:
+        sdk.completions.create(model=MODEL, prompt="x" * 5000)
+    assert refused.value.code == "context_length_exceeded"
+    assert "4096" in refused.value.message and "5000" in refused.value.message
+
+
+def test_sdk_lists_the_model(sdk: openai.OpenAI) -> None:
+    (model,) = sdk.models.list().data
+    assert sdk.models.retrieve(model.id) == model
+    assert model.id == MODEL and model.to_dict()["max_model_len"] == 4096
+
+
+# ---------------------------------------------------------------- text and numbers
+
+
+def test_a_stop_string_over_tokens_cuts_the_answer(http: httpx.Client) -> None:
+    text = complete(http, prompt=PROMPT, max_tokens=60)["choices"][0]["text"]
+    stop = text[20:24]
+    cut = complete(http, prompt=PROMPT, max_tokens=60, stop=stop)
+    end = text.index(stop)
+    assert cut["choices"][0]["text"] == text[:end] and cut["choices"][0]["finish_reason"] == "stop"
+    assert cut["usage"]["completion_tokens"] <= len((text[:end] + stop).encode())  # U+FFFD may stand for one byte
+    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stop": [stop, "\x00never"]}
+    events = events_of(http, body)
+    assert text_of(events) == text[:end]
+    assert [c["finish_reason"] for e in events for c in e["choices"] if c["finish_reason"]] == ["stop"]
+
+
+def test_the_stop_string_is_kept_on_request(http: httpx.Client) -> None:
+    text = complete(http, prompt=PROMPT, max_tokens=40)["choices"][0]["text"]
+    kept = complete(http, prompt=PROMPT, max_tokens=40, stop=text[10:13], include_stop_str_in_output=True)
+    assert kept["choices"][0]["text"] == text[: text.index(text[10:13]) + 3]
+
+
+@pytest.mark.parametrize("ids", ([0xC3, 0xA9], [0xF0, 0x9F, 0x99, 0x82], [0xE6, 0xBC, 0x41]))
+def test_characters_split_over_tokens_stream_whole(http: httpx.Client, tokenizer: Tokenizer, ids: list[int]) -> None:
+    bias = {str(token_id): 100 for token_id in ids}  # nothing but pieces of characters, in any order
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 64, "logit_bias": bias, "seed": 3, "return_token_ids": True}
+    whole = complete(http, **{**body, "temperature": 1})["choices"][0]
+    assert set(whole["token_ids"]) <= set(ids)
+    assert whole["text"] == tokenizer.decode(whole["token_ids"])
+    assert text_of(events_of(http, {**body, "ignore_eos": True})) == whole["text"]
+
+
+def test_usage_counts_tokens_and_cached_ones(http: httpx.Client) -> None:
+    prompt = [(7 * i) % 251 for i in range(200)]
+    first, second = (complete(http, prompt=prompt, max_tokens=5)["usage"] for _ in range(2))
+    assert (first["prompt_tokens"], first["completion_tokens"], first["total_tokens"]) == (200, 5, 205)
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert 100 <= second["prompt_tokens_details"]["cached_tokens"] < 200
+
+
+def test_every_chunk_carries_usage_on_request(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = events_of(http, {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "stream_options": options})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[-1] == 8 and events[-1]["choices"] == []
+
+
+def test_prompts_by_choices_are_prompt_major(http: httpx.Client) -> None:
+    prompts = ["one", "two"]
+    answer = complete(http, prompt=prompts, n=2, echo=True, max_tokens=3)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"][:3] for choice in answer["choices"]] == ["one", "one", "two", "two"]
+    assert answer["usage"]["prompt_tokens"] == 6 and answer["usage"]["completion_tokens"] == 12
+
+
+def test_one_token_and_the_whole_context(http: httpx.Client) -> None:
+    assert complete(http, prompt="x", max_tokens=1)["choices"][0]["finish_reason"] == "length"
+    fits = complete(http, prompt=[65] * 4090, max_tokens=6)
+    assert fits["usage"]["total_tokens"] == 4096
+
+
+# ---------------------------------------------------------------- clients that leave
+
+
+def owned(stack: Stack) -> dict[str, int]:
+    return {
+        worker.name: httpx.get(f"{worker.http_url}/health", trust_env=False).json()["blocks"]["owned"]
+        for worker in stack.workers()
+    }
+
+
+def generated(worker: StackProcess) -> float:
+    text = httpx.get(f"{worker.http_url}/metrics", trust_env=False).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_total"))
+
+
+@pytest.mark.parametrize("stream", (True, False))
+@pytest.mark.parametrize("n", (1, 3))
+def test_a_client_that_leaves_aborts_on_both_workers(stack: Stack, stream: bool, n: int) -> None:
+    decode = stack.workers("decode")[0]
+    before = generated(decode)
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3500, "n": n, "ignore_eos": True, "stream": stream}
+    with raw_request(stack, json.dumps(body).encode()) as connection:
+        if stream:
+            assert b"200 OK" in connection.recv(4096)
+        wait_until(lambda: generated(decode) > before, "tokens are generated")
+        assert owned(stack)[decode.name] > 0
+    wait_until(lambda: not any(owned(stack).values()), "every block is given back")
+    assert generated(decode) - before < 3500 * n
+
+
+def test_a_client_that_leaves_during_prefill_aborts_it(stack: Stack) -> None:
+    body = {"model": MODEL, "prompt": [[i, *([65] * 4000)] for i in range(12)], "max_tokens": 50, "ignore_eos": True}
+    with raw_request(stack, json.dumps(body).encode()):
+        wait_until(lambda: owned(stack)[stack.workers("prefill")[0].name] > 0, "prefill begins")
+    wait_until(lambda: not any(owned(stack).values()), "every block is given back")
+
+
+def test_a_stop_string_ends_the_work_at_once(stack: Stack, http: httpx.Client) -> None:
+    text = complete(http, prompt=PROMPT, max_tokens=12)["choices"][0]["text"]
+    decode = stack.workers("decode")[0]
+    before = generated(decode)
+    complete(http, prompt=PROMPT, max_tokens=3500, stop=text[8:11])
+    wait_until(lambda: not any(owned(stack).values()), "every block is given back")
+    assert generated(decode) - before < 1000
+
+
+# ---------------------------------------------------------------- errors
+
+
+def raw_request(stack: Stack, body: bytes, *, head: str = "Content-Type: application/json\r\n") -> socket.socket:
+    """A connection on which a completion was asked for, byte by byte as given."""
+    connection = socket.create_connection(("127.0.0.1", stack.port), timeout=30)
+    connection.sendall(
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    )
+    return connection
+
+
+def posted(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "prompt": "x", **fields}).encode()
+
+
+BAD_BODIES: dict[str, tuple[bytes, int, str | None]] = {
+    "empty": (b"", 400, None),
+    "not JSON": (b'{"model":', 400, None),
+    "not an object": (b"[1]", 400, None),
+    "NaN": (b'{"model":"tiny-random","prompt":"x","temperature":NaN}', 400, None),
+    "Infinity": (b'{"model":"tiny-random","prompt":"x","top_p":Infinity}', 400, None),
+    "huge integer": (b'{"model":"tiny-random","prompt":"x","seed":' + b"9" * 4000 + b"}", 400, None),
+    "integer above int64": (posted(seed=2**70), 400, "seed"),
+    "invalid UTF-8": (b'{"model":"tiny-random","prompt":"\xff\xfe"}', 400, None),
+    "lone surrogate": (b'{"model":"tiny-random","prompt":"\\ud800"}', 400, None),
+    "deep nesting": (b'{"model":"tiny-random","prompt":' + b"[" * 5000 + b"]" * 5000 + b"}", 400, None),
+    "nested prompt": (b'{"model":"tiny-random","prompt":' + b"[" * 900 + b"]" * 900 + b"}", 400, "prompt"),
+    "no prompt": (b'{"model":"tiny-random"}', 400, "prompt"),
+    "text for a number": (posted(temperature="1"), 400, "temperature"),
+    "boolean for a number": (posted(max_tokens=True), 400, "max_tokens"),
+    "too hot": (posted(temperature=2.1), 400, "temperature"),
+    "no top_p": (posted(top_p=0), 400, "top_p"),
+    "no choices": (posted(n=0), 400, "n"),
+    "129 choices": (posted(n=129), 400, "n"),
+    "five stops": (posted(stop=["a", "b", "c", "d", "e"]), 400, "stop"),
+    "21 alternatives": (posted(logprobs=21), 400, "logprobs"),
+    "id out of vocabulary": (posted(prompt=[5, 261]), 400, "prompt"),
+    "negative id": (posted(prompt=[-1]), 400, "prompt"),
+    "no ids": (posted(prompt=[]), 400, "prompt"),
+    "bias out of vocabulary": (posted(logit_bias={"900": 1}), 400, "logit_bias"),
+    "bias of no token": (posted(logit_bias={"x": 1}), 400, "logit_bias"),
+    "suffix": (posted(suffix="y"), 400, "suffix"),
+    "echo with logprobs": (posted(echo=True, logprobs=1), 400, "echo"),
+    "schema": (posted(response_format={"type": "json_object"}), 400, "response_format"),
+    "prompt and answer too long": (posted(prompt=[65] * 4000, max_tokens=97), 400, "max_tokens"),
+    "megabytes": (posted(prompt="x" * 3_000_000), 400, "prompt"),
+    "unknown model": (posted(model="gpt-5"), 404, "model"),
+}
+
+
+def answer_on(connection: socket.socket) -> tuple[int, dict[str, str], dict[str, Any]]:
+    """Status, headers and error object of the one answer on a connection."""
+    with connection, connection.makefile("rb") as reader:
+        status = int(reader.readline().split()[1])
+        headers = dict(line.decode().strip().lower().split(": ", 1) for line in iter(reader.readline, b"\r\n"))
+        error: dict[str, Any] = json.loads(reader.read(int(headers["content-length"])))["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return status, headers, error
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+def test_a_bad_body_is_told_what_is_wrong(stack: Stack, name: str) -> None:
+    body, wanted_status, param = BAD_BODIES[name]
+    status, headers, error = answer_on(raw_request(stack, body))
+    assert (status, headers["content-type"]) == (wanted_status, "application/json"), error
+    assert param is None or str(error["param"]).partition("[")[0].partition(".")[0] == param, error
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_bad_stream_is_refused_before_it_begins(stack: Stack) -> None:
+    assert answer_on(raw_request(stack, posted(stream=True, temperature=9)))[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        ("Content-Type: text/plain\r\n", posted(), 415),
+        ("Content-Type: application/x-www-form-urlencoded\r\n", posted(), 415),
+        ("Content-Type: application/json\r\n", b" " * (9 * 1024 * 1024), 413),
+    ],
+)
+def test_the_body_is_checked_before_it_is_parsed(stack: Stack, head: str, body: bytes, status: int) -> None:
+    assert answer_on(raw_request(stack, body, head=head))[0] == status
+
+
+def test_a_chunked_body_has_the_same_bound(http: httpx.Client) -> None:
+    reply = http.post(
+        "/v1/completions", content=(b" " * 65536 for _ in range(200)), headers={"content-type": "application/json"}
+    )
+    assert reply.status_code == 413 and reply.json()["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/models", 405), ("GET", "/v1/models/x", 404)],
+)
+def test_unknown_paths_and_methods_have_the_same_shape(http: httpx.Client, method: str, path: str, status: int) -> None:
+    reply = http.request(method, path)
+    assert reply.status_code == status
+    assert set(reply.json()) == {"error"} and set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_hostile_request_ids_are_harmless(http: httpx.Client) -> None:
+    bodies = []
+    for name in ("same", "same", "x" * 5000, "a\tb", "../../etc"):
+        reply = http.post(
+            "/v1/completions",
+            json={"model": MODEL, "prompt": "x", "max_tokens": 2, "request_id": name},
+            headers={"x-request-id": name},
+        )
+        assert reply.status_code == 200, reply.text
+        bodies.append(reply.json()["id"])
+    assert len(set(bodies)) == len(bodies)
+
+
+# ---------------------------------------------------------------- operations
+
+
+def test_metrics_have_their_names(stack: Stack, http: httpx.Client) -> None:
+    complete(http, prompt=PROMPT, max_tokens=4)
+    text = http.get("/metrics").text
+    for name in (
+        "vllm:time_to_first_token_seconds_bucket",
+        "vllm:inter_token_latency_seconds_bucket",
+        "vllm:request_time_per_output_token_seconds_bucket",
+        "vllm:e2e_request_latency_seconds_count",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:request_success_total",
+    ):
+        assert f"\n{name}{{" in text, name
+    for worker in stack.workers():
+        page = httpx.get(f"{worker.http_url}/metrics", trust_env=False).text
+        for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:cache_config_info", "diptych_kv_blocks"):
+            assert f"\n{name}{{" in page, (worker.name, name)
+
+
+def test_the_schema_names_every_endpoint_and_its_answers(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        operation = document["paths"][path]["post"]
+        schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
+        assert schema["$ref"].rpartition("/")[2] in document["components"]["schemas"]
+        assert operation["requestBody"]["content"]["application/json"]["schema"]
+        assert "422" not in operation["responses"]
+
+
+def test_without_a_decode_worker_the_router_is_not_ready(system_of: Any) -> None:
+    stack = system_of(router_flags=("--queue-timeout-s", "1", "--worker-timeout-s", "1")).stack
+    decode = stack.workers("decode")[0]
+    with httpx.Client(base_url=stack.url, timeout=60, trust_env=False) as client:
+        decode.kill()
+        wait_until(lambda: client.get("/ready").status_code == 503, "/ready says 503")
+        assert "decode" in client.get("/ready").text and client.get("/health").status_code == 200
+        reply = client.post("/v1/completions", json={"model": MODEL, "prompt": "x", "stream": True})
+        assert reply.status_code == 503 and int(reply.headers["retry-after"]) >= 1
+        stack.restart(decode)
+        wait_until(lambda: client.get("/ready").status_code == 200, "/ready says 200 again")
+        assert complete(client, prompt="x", max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_two_routers_share_the_workers(stack: Stack, http: httpx.Client, tmp_path: Any) -> None:
+    second = StackProcess("router-1", "router", stack.router.command, tmp_path / "router-1.log")
+    port = free_port()
+    second.command[second.command.index("--port") + 1] = str(port)
+    for role in ("prefill", "decode"):
+        second.command += [f"--{role}", ",".join(worker.addresses["address"] for worker in stack.workers(role))]
+    second.start()
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as other:
+        try:
+            wait_until(lambda: is_ready(other), "the second router is ready", 30)
+            assert complete(other, prompt=PROMPT, max_tokens=9)["choices"] == complete(http, prompt=PROMPT, max_tokens=9)["choices"]
+            with other.stream("POST", "/v1/completions", json=json.loads(posted(max_tokens=3000, stream=True))) as reply:
+                assert reply.status_code == 200
+                second.kill()  # in the middle of its stream
+            assert complete(http, prompt=PROMPT, max_tokens=9)["usage"]["completion_tokens"] == 9
+            wait_until(lambda: not any(owned(stack).values()), "what the dead router asked for is given up", 20)
+        except httpx.TransportError:
+            pytest.fail(second.log_tail())
+        finally:
+            second.stop()
+
+
+def is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/ready").status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,72 @@
+"""Workers that die or freeze while they serve: the client's text is that of the unfailed run, and nothing leaks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+ALL_REMOTE = ("--local-prefill-threshold", "0")
+NUM_TOKENS = 120
+
+
+def run_with(system: Any, prompts: list[list[int]], disturb: Callable[[], None], **params: Any) -> list[list[int]]:
+    """Generate all prompts at once and disturb the system while they run."""
+    result: list[list[list[int]]] = []
+    thread = threading.Thread(target=lambda: result.append(system.generate(prompts, max_tokens=NUM_TOKENS, **params)))
+    thread.start()
+    time.sleep(0.3)  # streams are under way; the outcome does not depend on how far
+    disturb()
+    thread.join(120)
+    assert result, "requests hang"
+    return result[0]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])
+def test_a_killed_worker_costs_no_token(system_of: Any, random_prompts: Any, role: str, params: dict[str, Any]) -> None:
+    system = system_of(2, 2, router_flags=ALL_REMOTE)
+    prompts = random_prompts((30, 200, 700, 1500) * 4, vocab_size=256, seed=1)
+    expected = system.generate(prompts, max_tokens=NUM_TOKENS, **params)
+    victim = system.stack.workers(role)[0]
+    got = run_with(system, random_order(prompts), victim.kill, **params)
+    system.stack.restart(victim)
+    assert got == random_order(expected)
+    system.stack.wait_ready(time.monotonic() + 60)
+
+
+def test_a_frozen_decode_worker_is_left_and_comes_back(system_of: Any, random_prompts: Any) -> None:
+    system = system_of(2, 2, router_flags=ALL_REMOTE)
+    prompts = random_prompts((40, 300, 900) * 4, vocab_size=256, seed=2)
+    expected = system.generate(prompts, max_tokens=NUM_TOKENS)
+    victim = system.stack.workers("decode")[1]
+    got = run_with(system, prompts, victim.pause)
+    victim.resume()
+    assert got == expected
+    assert system.generate(prompts, max_tokens=NUM_TOKENS) == expected
+
+
+def test_without_prefill_workers_decode_serves_alone_and_goes_back(system_of: Any, random_prompts: Any) -> None:
+    system = system_of(router_flags=ALL_REMOTE)
+    prompts = random_prompts((300, 500), vocab_size=256, seed=3)
+    expected = system.generate(prompts, max_tokens=20)
+    (prefill,) = system.stack.workers("prefill")
+    prefill.kill()
+    fresh = random_prompts((310, 510), vocab_size=256, seed=4)
+    alone = system.generate(fresh, max_tokens=20)
+    system.stack.restart(prefill)
+    back = time.monotonic() + 60
+    while system.requests_of(prefill) == 0:
+        assert time.monotonic() < back, "the restarted prefill worker gets nothing"
+        system.generate(random_prompts((400,), vocab_size=256, seed=int(time.monotonic() * 1000)), max_tokens=2)
+    assert system.generate(prompts + fresh, max_tokens=20) == expected + alone
+
+
+def random_order(items: list[Any]) -> list[Any]:
+    """A fixed shuffle, so that the second run does not repeat the first one's order of cache hits."""
+    return items[::2] + items[1::2]

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from diptych.kernels import native_build
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_CACHE", str(tmp_path))
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert native_build.load_native.__wrapped__() is None
+    assert "no C++ compiler" in caplog.text and "torch path" in caplog.text
+
+
+def test_a_broken_compiler_is_a_reason_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    assert native_build.load_native.__wrapped__() is None
+    assert "/bin/false" in caplog.text
+
+
+def test_the_library_is_built_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    if native_build.load_native.__wrapped__() is None:
+        pytest.skip("no C++ compiler here")
+    (built,) = (tmp_path / "native").iterdir()
+    stamp = built.stat().st_mtime_ns
+    assert native_build.load_native.__wrapped__() is not None
+    assert built.stat().st_mtime_ns == stamp
+
+
+def test_a_damaged_library_is_built_again(tmp_path: Path) -> None:
+    if native_build.load_native.__wrapped__() is None:
+        pytest.skip("no C++ compiler here")
+    (built,) = (tmp_path / "native").iterdir()
+    copy = built.with_suffix(".bad")
+    copy.write_bytes(b"not a library")
+    copy.replace(built)
+    assert native_build.load_native.__wrapped__() is not None

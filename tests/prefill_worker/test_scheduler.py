@@ -1,0 +1,186 @@
+"""What a prefill worker computes next: by example, and under any interleaving of what can happen."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from diptych.common.block_hash import BlockHasher
+from diptych.common.block_pool import BlockPool
+from diptych.common.messages import PrefillRequest, pack_tokens
+from diptych.common.sampling_params import SamplingParams
+from diptych.prefill_worker.scheduler import PrefillScheduler
+from diptych.prefill_worker.sequence import PrefillSequence
+
+SIZE = 4
+PARAMS = SamplingParams(max_tokens=8)
+
+
+def scheduler(num_blocks: int = 32, budget: int = 8, max_num_seqs: int = 4) -> PrefillScheduler:
+    return PrefillScheduler(
+        BlockPool(num_blocks), block_size=SIZE, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs
+    )
+
+
+def prompt(name: str, tokens: list[int], at: float = 0.0, salt: str = "") -> PrefillSequence:
+    request = PrefillRequest(request_id=name, attempt=0, prompt=pack_tokens(tokens), params=PARAMS, cache_salt=salt)
+    return PrefillSequence(b"router", request, tokens, BlockHasher(SIZE, salt), at, at + 60.0)
+
+
+def run(plan: PrefillScheduler) -> list[tuple[str, int, int]]:
+    """Compute one step; what was in it: (name, first token, number of tokens)."""
+    chunks = plan.schedule(1.0).chunks
+    for chunk in chunks:
+        plan.advance(chunk, 2.0)
+    return [(chunk.sequence.request_id, chunk.start, chunk.num_tokens) for chunk in chunks]
+
+
+def test_a_long_prompt_is_computed_in_chunks() -> None:
+    plan = scheduler(budget=8)
+    plan.add(prompt("a", list(range(20))))
+    assert [run(plan) for _ in range(4)] == [[("a", 0, 8)], [("a", 8, 8)], [("a", 16, 4)], []]
+
+
+def test_short_prompts_share_a_step_oldest_first() -> None:
+    plan = scheduler(budget=8)
+    for number, name in enumerate("abc"):
+        plan.add(prompt(name, [number] * 3))
+    assert run(plan) == [("a", 0, 3), ("b", 0, 3), ("c", 0, 2)]
+    assert run(plan) == [("c", 2, 1)]
+
+
+def test_only_the_chunk_that_ends_the_prompt_samples() -> None:
+    plan = scheduler(budget=8)
+    plan.add(prompt("a", list(range(9))))
+    assert [chunk.sample for chunk in plan.schedule(0.0).chunks] == [False]
+    run(plan)
+    assert [chunk.sample for chunk in plan.schedule(0.0).chunks] == [True]
+
+
+def test_blocks_are_held_until_removed() -> None:
+    plan = scheduler()
+    plan.add(prompt("a", list(range(8))))
+    run(plan)
+    assert not plan.has_work and plan.check_integrity().owned == 2
+    held = plan.find("a")
+    assert held is not None
+    plan.remove(held)
+    plan.remove(held)
+    assert plan.check_integrity().cached == 2
+
+
+def test_a_prefix_hit_computes_the_rest_and_at_least_one_token() -> None:
+    plan = scheduler()
+    plan.add(prompt("a", list(range(8))))
+    run(plan)
+    plan.add(prompt("b", list(range(8))))
+    assert run(plan) == [("b", 4, 4)]
+    second = plan.find("b")
+    assert second is not None and second.num_cached == 4
+
+
+def test_salts_do_not_share_blocks() -> None:
+    plan = scheduler()
+    plan.add(prompt("a", list(range(8)), salt="x"))
+    run(plan)
+    plan.add(prompt("b", list(range(8)), salt="y"))
+    assert run(plan) == [("b", 0, 8)]
+
+
+def test_nobody_overtakes_a_prompt_that_waits_for_blocks() -> None:
+    plan = scheduler(num_blocks=4)
+    plan.add(prompt("a", [1] * 12))
+    plan.add(prompt("b", [2] * 8))
+    plan.add(prompt("c", [3] * 4))
+    run(plan)
+    run(plan)
+    assert [s.request_id for s in plan.waiting] == ["b", "c"] and not plan.has_work
+    held = plan.find("a")
+    assert held is not None
+    plan.remove(held)
+    assert plan.has_work and run(plan) == [("b", 0, 8)]
+
+
+def test_waiting_tokens_are_those_not_computed() -> None:
+    plan = scheduler(budget=8, max_num_seqs=1)
+    plan.add(prompt("a", [1] * 12))
+    plan.add(prompt("b", [2] * 5))
+    assert plan.num_waiting_tokens == 17
+    run(plan)
+    assert plan.num_waiting_tokens == 9
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """`cells` models the KV cache: the history that each slot was computed from."""
+
+    BUDGET, MAX_SEQS, BLOCKS = 6, 3, 14
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan = scheduler(self.BLOCKS, self.BUDGET, self.MAX_SEQS)
+        self.cells: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.count = 0
+
+    @rule(family=st.integers(0, 2), shared=st.integers(0, 16), own=st.integers(1, 12))
+    def add(self, family: int, shared: int, own: int) -> None:
+        self.count += 1
+        tokens = [family] * shared + [100 + self.count] * own
+        self.plan.add(prompt(f"r{self.count}", tokens, at=float(self.count)))
+
+    @rule(fails=st.booleans())
+    def step(self, fails: bool) -> None:
+        output = self.plan.schedule(0.0)
+        assert sum(chunk.num_tokens for chunk in output.chunks) <= self.BUDGET
+        ages = [chunk.sequence.accepted_at for chunk in output.chunks]
+        assert ages == sorted(ages)
+        waiting = [sequence.accepted_at for sequence in self.plan.waiting]
+        assert all(s.accepted_at < age for s in output.admitted for age in waiting)
+        if fails:
+            for sequence in {chunk.sequence.request_id: chunk.sequence for chunk in output.chunks}.values():
+                self.plan.remove(sequence)
+            return
+        for chunk in output.chunks:
+            assert chunk.num_tokens > 0 and chunk.start == chunk.sequence.num_computed
+            for position in range(chunk.start, chunk.start + chunk.num_tokens):
+                self.cells[self.cell(chunk.sequence, position)] = tuple(chunk.sequence.token_ids[: position + 1])
+            self.plan.advance(chunk, 0.0)
+
+    @precondition(lambda self: len(self.plan))
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """Acknowledged or aborted, in whatever state."""
+        self.plan.remove(data.draw(st.sampled_from(sorted(self.plan, key=lambda s: s.accepted_at))))
+
+    @rule()
+    def reset(self) -> None:
+        self.plan.pool.reset_cache()
+
+    @staticmethod
+    def cell(sequence: PrefillSequence, position: int) -> tuple[int, int]:
+        return sequence.blocks[position // SIZE], position % SIZE
+
+    @invariant()
+    def every_block_has_its_owner(self) -> None:
+        self.plan.check_integrity()
+        assert len(self.plan.running) <= self.MAX_SEQS
+
+    @invariant()
+    def what_counts_as_computed_was_computed_from_this_prompt(self) -> None:
+        for sequence in self.plan:
+            for position in range(sequence.num_computed):
+                assert self.cells[self.cell(sequence, position)] == tuple(sequence.token_ids[: position + 1])
+
+    def teardown(self) -> None:
+        for _ in range(1000):
+            for sequence in list(self.plan.held.values()):
+                self.plan.remove(sequence)
+            if not self.plan.has_work:
+                break
+            self.step(fails=False)
+        assert len(self.plan) == 0
+        assert self.plan.check_integrity().owned == 0
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=50)

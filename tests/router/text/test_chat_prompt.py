@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diptych.common.errors import InvalidRequest
+from diptych.common.model.template import ChatTemplate
+from diptych.router.text.chat_prompt import chat_prompt
+
+SOURCE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{{ mood }}"
+)
+USER = {"role": "user", "content": "Hi"}
+
+
+def render(messages: list[dict[str, Any]], **options: Any) -> str:
+    return chat_prompt(ChatTemplate(SOURCE), messages, **options)
+
+
+def test_parts_are_joined_and_the_generation_prompt_is_added() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render([{"role": "user", "content": parts}]) == "<user>a\nb</><assistant>"
+    assert render([USER], add_generation_prompt=False) == "<user>Hi</>"
+    assert render([USER], extra={"mood": "!"}) == "<user>Hi</><assistant>!"
+
+
+def test_a_final_message_is_left_open() -> None:
+    opened = [USER, {"role": "assistant", "content": "Hi Hi"}]
+    assert render(opened, add_generation_prompt=False, continue_final_message=True) == "<user>Hi</><assistant>Hi Hi"
+
+
+def test_both_ways_to_end_exclude_each_other() -> None:
+    with pytest.raises(InvalidRequest, match="exclude each other"):
+        render([USER], continue_final_message=True)
+
+
+def test_a_hidden_last_message_cannot_be_continued() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        chat_prompt(template, [USER, USER], add_generation_prompt=False, continue_final_message=True)
+
+
+def test_no_messages_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="messages is empty"):
+        render([])
+
+
+def test_a_base_model_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        chat_prompt(ChatTemplate(None, model_id="base"), [USER])

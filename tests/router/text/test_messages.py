@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diptych.common.errors import InvalidRequest
+from diptych.router.text.messages import template_messages
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("hi", "hi"),
+        (None, ""),
+        ([], ""),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
+        ([{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "no"}], "a\nno"),
+        (["a", "b"], "a\nb"),
+    ],
+)
+def test_content_becomes_one_string(content: Any, text: str) -> None:
+    assert template_messages([{"role": "user", "content": content}]) == [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "'image_url': this model takes text only"),
+        ([{"type": "text"}], "'text'"),
+        ([3], "'int'"),
+        ([{"type": ["list"], "text": "a"}], "list"),
+        (7, "is int"),
+    ],
+)
+def test_content_that_is_no_text_is_refused(content: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as raised:
+        template_messages([{"role": "user", "content": "x"}, {"role": "user", "content": content}])
+    assert raised.value.param == "messages[1].content"
+
+
+def test_null_fields_are_left_out() -> None:
+    assert template_messages([{"role": "user", "content": "x", "name": None, "tool_calls": None}]) == [
+        {"role": "user", "content": "x"}
+    ]
+
+
+def test_developer_is_system_unless_the_template_knows_it() -> None:
+    message = {"role": "developer", "content": "x"}
+    assert template_messages([message])[0]["role"] == "system"
+    assert template_messages([message], knows_developer=True)[0]["role"] == "developer"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parsed"),
+    [
+        ('{"x": 1}', {"x": 1}),
+        ("", {}),
+        ("[1]", "[1]"),
+        ("{broken", "{broken"),
+        ({"x": 1}, {"x": 1}),
+        ("[" * 9**6, None),
+    ],
+)
+def test_arguments_of_tool_calls_become_objects(arguments: Any, parsed: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    (message,) = template_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments if parsed is None else parsed}
+    assert call["function"] == {"name": "f", "arguments": arguments}

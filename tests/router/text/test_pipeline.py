@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from diptych.common.errors import ContextLengthExceeded, InvalidRequest, Unavailable
+from diptych.common.model.files import ModelFiles
+from diptych.common.model.tokenizer import Tokenizer
+from diptych.router.text.pipeline import SHORT_CHARS, TextPipeline
+
+USER = {"role": "user", "content": "Hi"}
+PROMPT = "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+class Gate(Tokenizer):
+    """A tokenizer whose long texts wait until they are let through."""
+
+    opened: threading.Event
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > SHORT_CHARS:
+            self.opened.wait()
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.fixture
+def gate(tiny_files: ModelFiles) -> Iterator[Gate]:
+    gate = Gate.from_file(tiny_files.tokenizer)
+    assert isinstance(gate, Gate)
+    gate.opened = threading.Event()
+    yield gate
+    gate.opened.set()
+
+
+async def test_text_to_tokens_and_back(text: TextPipeline) -> None:
+    ids = await text.encode("Hé!")
+    assert ids == list("Hé!".encode()) and await text.decode(ids) == "Hé!"
+
+
+async def test_what_it_knows_of_the_model(text: TextPipeline, tiny_files: ModelFiles) -> None:
+    assert (text.vocab_size, text.max_model_len) == (261, 4096)
+    assert (text.eos_token, text.eos_token_ids) == (tiny_files.eos_token, tiny_files.eos_token_ids)
+    assert text.chat_template == tiny_files.chat_template and text.model_id == tiny_files.model_id
+
+
+async def test_a_conversation_is_rendered_by_the_template(text: TextPipeline) -> None:
+    assert await text.encode_chat([USER]) == text.tokenizer.encode(PROMPT)
+
+
+async def test_control_tokens_are_decoded_when_asked_for(text: TextPipeline) -> None:
+    ids = text.tokenizer.encode(PROMPT)
+    assert await text.decode(ids, skip_special_tokens=False) == PROMPT
+    assert await text.decode(ids) == "user\nHi\nassistant\n"
+
+
+async def test_a_text_that_must_be_too_long_is_refused_with_the_numbers(text: TextPipeline) -> None:
+    with pytest.raises(ContextLengthExceeded, match="1,000,000 characters.* at least 83,334 tokens; at most 4,096"):
+        await text.encode("x" * 1_000_000, limit=4096)
+    with pytest.raises(ContextLengthExceeded) as raised:
+        await text.encode_chat([{"role": "user", "content": "x" * 1_000_000}], limit=4096)
+    assert (raised.value.status, raised.value.param) == (400, "messages")
+
+
+async def test_a_text_that_may_fit_is_tokenised(text: TextPipeline) -> None:
+    assert len(await text.encode("x" * 5000, limit=4096)) == 5000
+
+
+async def test_a_lone_surrogate_is_refused(text: TextPipeline) -> None:
+    for prompt in ("a\ud800", "\ud800" * 100_000):
+        with pytest.raises(InvalidRequest):
+            await text.encode(prompt, limit=10)
+
+
+@pytest.mark.parametrize("token_id", [-1, 261, 2**70])
+async def test_ids_outside_the_vocabulary_are_refused(text: TextPipeline, token_id: int) -> None:
+    with pytest.raises(InvalidRequest, match="ids go from 0 to 260"):
+        await text.decode([65, token_id])
+
+
+async def test_text_whose_tokens_the_model_lacks_is_refused(tiny_files: ModelFiles) -> None:
+    small = TextPipeline(Tokenizer.from_file(tiny_files.tokenizer), None, max_model_len=0, threads=1, vocab_size=258)
+    with pytest.raises(InvalidRequest, match="token id 258 is not in the vocabulary"):
+        await small.encode("<|im_start|>")
+    small.close()
+
+
+async def test_a_base_model_has_no_chat(tiny_files: ModelFiles) -> None:
+    base = TextPipeline(Tokenizer.from_file(tiny_files.tokenizer), None, max_model_len=0, threads=1, model_id="base")
+    with pytest.raises(InvalidRequest, match="'base' has no chat template"):
+        await base.encode_chat([USER])
+    base.close()
+
+
+async def test_short_texts_do_not_wait_for_long_ones(gate: Gate) -> None:
+    pipeline = TextPipeline(gate, None, max_model_len=0, threads=2)
+    long = asyncio.create_task(pipeline.encode("x" * (SHORT_CHARS + 1)))
+    assert await pipeline.encode("short") == list(b"short")
+    assert not long.done()
+    gate.opened.set()
+    assert len(await long) == SHORT_CHARS + 1
+    pipeline.close()
+
+
+async def test_pending_work_is_bounded(gate: Gate) -> None:
+    pipeline = TextPipeline(gate, None, max_model_len=0, threads=1, max_pending=2)
+    waiting = [asyncio.create_task(pipeline.encode("x" * (SHORT_CHARS + 1))) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert pipeline.num_pending == 2
+    with pytest.raises(Unavailable, match="2 texts wait") as raised:
+        await pipeline.encode("one more")
+    assert raised.value.retry_after_s
+    gate.opened.set()
+    await asyncio.gather(*waiting)
+    assert await pipeline.encode("ok") == list(b"ok")
+    pipeline.close()
+
+
+async def test_work_given_up_while_it_waits_frees_its_place(gate: Gate) -> None:
+    pipeline = TextPipeline(gate, None, max_model_len=0, threads=1, max_pending=2)
+    running, waiting = (asyncio.create_task(pipeline.encode("x" * (SHORT_CHARS + 1))) for _ in range(2))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert pipeline.num_pending == 1
+    gate.opened.set()
+    await running
+    pipeline.close()
+
+
+async def test_after_close_it_is_unavailable(text: TextPipeline) -> None:
+    text.close()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await text.encode("x")
+
+
+async def test_one_token_by_itself(text: TextPipeline) -> None:
+    assert (text.token_text(0xE2).token, text.token_text(0xE2).raw) == ("\ufffd", b"\xe2")
+    assert text.token_text(257).token == "<|eos|>" and text.token_text(9999).raw == b""
