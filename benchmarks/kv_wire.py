@@ -35,6 +35,7 @@ from diptych.benchmarks.conditions import conditions
 from diptych.benchmarks.plot import save
 from diptych.benchmarks.report import open_console, write_json
 from diptych.common import kv_wire
+from diptych.common.allocator import keep_large_buffers
 from diptych.common.messages import KVDone, KVGrant, KVTarget
 from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.landing import Landing
@@ -83,6 +84,7 @@ def serve_raw(pipe: Connection, shape: Shape) -> None:
 def serve_blocks(pipe: Connection, shape: Shape, checksum: bool) -> None:
     """Body of the process that receives KV: grants whatever is announced into the same blocks, as an engine would."""
     shape.pin(RECEIVE_CORE)
+    keep_large_buffers()  # as a worker does
     if not checksum:
         kv_wire.checksum = _no_checksum
     cache = np.ones((shape.num_blocks, shape.block_bytes), np.uint8)

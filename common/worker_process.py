@@ -22,13 +22,14 @@ import zmq
 import zmq.asyncio
 
 from diptych.common import __version__
+from diptych.common.allocator import keep_large_buffers
 from diptych.common.control import ControlServer, bind_control
 from diptych.common.engine import Engine, EngineStatus, RequestReceived, RouterLost
 from diptych.common.errors import DiptychError, ModelError
 from diptych.common.messages import AnyMessage, Message, WorkerHeartbeat, WorkerHello
 from diptych.common.metrics import WorkerMetrics
 from diptych.common.model.files import ModelFiles, resolve_model
-from diptych.common.settings import WorkerConfig, parse_cores
+from diptych.common.settings import WorkerConfig
 from diptych.common.worker_http import WorkerHTTP, WorkerStatus
 
 if TYPE_CHECKING:
@@ -275,19 +276,13 @@ class WorkerProcess:
         temporary.replace(path)
 
 
-def pin_to_cores(cores: str) -> None:
-    """Restrict this process to the configured cores, before torch counts them."""
-    wanted = parse_cores(cores)
-    if wanted and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, wanted)
-
-
 def run_worker(process: Callable[[], WorkerProcess]) -> int:
     """Run a worker to its end and return the exit status; a refusal to start is one line on stderr."""
     import uvloop
 
     # The KV thread must get the interpreter quickly when a frame lands while the engine computes.
     sys.setswitchinterval(0.0005)
+    keep_large_buffers()
 
     async def main() -> None:
         await process().run()

@@ -15,9 +15,11 @@ def main(argv: Sequence[str]) -> int:
     config = load(DecodeWorkerConfig, argv, prog="diptych decode-worker")
     setup_logging(config.worker_id or "decode", config.log_level, json=config.log_json)
     # Imported after the command line is understood: --help and refusals need no torch.
-    from diptych.common.worker_process import pin_to_cores, run_worker
+    from diptych.common.compute_threads import pin_to_cores, spin_briefly
 
     pin_to_cores(config.cores)
+    spin_briefly()
+    from diptych.common.worker_process import run_worker
     from diptych.decode_worker.process import DecodeWorker
 
     return run_worker(lambda: DecodeWorker(config))

@@ -295,6 +295,9 @@ class DecodeEngine(Engine):
         self._recorder.scheduled(output, now)
 
     def _on_token(self, sequence: DecodeSequence, sampled: SampledToken, now: float) -> None:
+        if sampled.token_id >= self._sampler.vocab_size:  # its next step would fail the whole batch
+            self._fail(sequence, "decode", "its logits are not finite numbers: nothing can be sampled", retryable=False)
+            return
         if not sequence.first_token_at:
             sequence.joined_at = sequence.first_token_at = now
             sequence.prefill_s = now - sequence.admitted_at

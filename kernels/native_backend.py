@@ -1,4 +1,4 @@
-"""The CPU's backend: `native.cpp` called through ctypes. Takes float32 and bfloat16; what it cannot do, torch does.
+"""The CPU's backend: `native/` called through ctypes. Takes float32 and bfloat16; what it cannot do, torch does.
 
 A row's result does not depend on the rest of the batch, on chunking, or on the number of threads.
 """

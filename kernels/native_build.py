@@ -1,4 +1,4 @@
-"""Compiles `native.cpp` for this machine, once, and loads it. Without a C++ compiler the torch path serves instead."""
+"""Compiles `native/` for this machine, once, and loads it. Without a C++ compiler the torch path serves instead."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ import torch  # loads the OpenMP runtime whose threads the library shares
 
 log = logging.getLogger("diptych.kernels")
 
-SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+SOURCES = Path(__file__).with_name("native")
+FLAGS = (
+    *("-O3", "-march=native", "-std=c++17", "-fPIC", "-fno-semantic-interposition"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),  # never -ffast-math: infinities are used
+)
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_TIMEOUT_S = 120.0
 
@@ -62,7 +65,7 @@ def _build(compiler: str, scratch: Path, target: Path) -> ctypes.CDLL:
     for compile_flags, link_flags in attempts:
         objects, library = scratch / "kernels.o", scratch / "kernels.so"
         try:
-            _run(compiler, *FLAGS, *compile_flags, "-c", str(SOURCE), "-o", str(objects))
+            _run(compiler, *FLAGS, *compile_flags, "-c", str(SOURCES / "native.cpp"), "-o", str(objects))
             _run(compiler, "-shared", *link_flags, str(objects), "-o", str(library))
             ctypes.CDLL(str(library))  # unresolved symbols show here, before other processes see the file
         except (OSError, subprocess.SubprocessError) as error:
@@ -79,7 +82,9 @@ def _run(*command: str) -> None:
 
 def _key(compiler: str) -> str:
     """Changes with the source, the flags, the compiler and the CPU, as -march=native code runs on its own kind only."""
-    digest = hashlib.blake2b(SOURCE.read_bytes(), digest_size=12)
+    digest = hashlib.blake2b(digest_size=12)
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.read_bytes())
     digest.update("\0".join((*FLAGS, compiler, platform.machine(), _cpu(), torch.__version__)).encode())
     return digest.hexdigest()
 

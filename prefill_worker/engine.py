@@ -194,6 +194,11 @@ class PrefillEngine(Engine):
             if sequence.request.decode is not None:
                 self._sender.progress(sequence.request_id, sequence.attempt, num_ready)
             return
+        if sampled.token_id >= self._sampler.vocab_size:
+            self._fail(
+                sequence, "prefill", "its logits are not finite numbers: nothing can be sampled", retryable=False
+            )
+            return
         reason = self._finish_reason(sequence, sampled)
         self.emit(sequence.router, self._first_token(sequence, sampled, reason))
         if sequence.request.decode is not None:

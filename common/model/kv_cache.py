@@ -49,7 +49,9 @@ class KVCache:
         self.device = torch.device(device)
         self.block_bytes = block_bytes(config, block_size, self.dtype)
         if num_blocks < 1 or block_size < 1:
-            raise ModelError(f"a KV cache of {num_blocks} blocks of {block_size} tokens holds nothing: raise num_blocks")
+            raise ModelError(
+                f"a KV cache of {num_blocks} blocks of {block_size} tokens holds nothing: raise num_blocks"
+            )
         shape = (num_blocks, config.num_layers, config.num_kv_heads, block_size, 2, config.head_dim)
         self._host: memoryview | None = None
         try:

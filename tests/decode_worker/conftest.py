@@ -9,20 +9,52 @@ import numpy as np
 import pytest
 import zmq
 
+from diptych.common.block_pool import BlockPool
+from diptych.common.engine import RequestReceived, RouterLost
 from diptych.common.kv_wire import checksum
-from diptych.common.messages import AnyMessage, KVBlocks, KVDone, KVGrant, KVOpen, Message, decode, encode
+from diptych.common.messages import (
+    AnyMessage,
+    DecodeRequest,
+    KVAck,
+    KVBlocks,
+    KVDone,
+    KVGrant,
+    KVOpen,
+    Message,
+    RequestFailed,
+    TokenDelta,
+    TokenOutput,
+    decode,
+    encode,
+    pack_tokens,
+)
+from diptych.common.metrics import WorkerMetrics
+from diptych.common.model.batch import SequenceChunk
+from diptych.common.model.decoder import Decoder
+from diptych.common.model.files import resolve_model
+from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.load import load_model
+from diptych.common.model.oracle import generate
+from diptych.common.model.runner import ModelRunner
+from diptych.common.model.sampler import Sampler
+from diptych.common.sampling_params import SamplingParams, TokenLogprobs
+from diptych.decode_worker.engine import DecodeEngine
 from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.landing import Landing
+from diptych.decode_worker.recorder import Recorder
+from diptych.decode_worker.scheduler import DecodeScheduler
+from diptych.decode_worker.transfers import IncomingTransfers
 
 WAIT_S = 20.0
+ROUTER = b"router"
 
 
-def wait(condition: Callable[[], object]) -> None:
+def wait(condition: Callable[[], object], meanwhile: Callable[[], object] = lambda: time.sleep(0.002)) -> None:
     """Wait for a condition; fail the test when it never comes true."""
     end = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.002)
+        meanwhile()
 
 
 class Peer:
@@ -45,8 +77,8 @@ class Peer:
         header = KVBlocks(request_id=name, attempt=attempt, first_block=first, checksums=sums)
         self.send(header, *(self.blocks[first : first + count] if frames is None else frames))
 
-    def done(self, name: str = "a", *, attempt: int = 0) -> None:
-        self.send(KVDone(request_id=name, attempt=attempt, first_token=3))
+    def done(self, name: str = "a", *, attempt: int = 0, token: int = 3, logprobs: TokenLogprobs | None = None) -> None:
+        self.send(KVDone(request_id=name, attempt=attempt, first_token=token, logprobs=logprobs))
 
     def open(self, name: str = "a", blocks: int = 4, *, attempt: int = 0, **fields: object) -> None:
         values = {"worker_id": "p", "epoch": 5, "decode_epoch": 7, "fingerprint": "layout"} | fields
@@ -136,3 +168,193 @@ def make_rig() -> Iterator[Callable[..., ReceiverRig]]:
     yield make
     for rig in rigs:
         rig.close()
+
+
+class EngineRig:
+    """A decode engine over a tiny real model, and `peer`, a prefill worker's socket with the true KV of any prompt.
+
+    The test turns the engine's loop; `sent` is what routers got.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        eos: tuple[int, ...],
+        *,
+        num_blocks: int = 32,
+        max_num_seqs: int = 8,
+        chunk: int = 32,
+        watermark: float = 0.0,
+        max_waiting: int = 64,
+    ) -> None:
+        self.model, self.eos = model, eos
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.kv = KVCache(model.config, num_blocks, 16, "float32")
+        self.receiver = KVReceiver(self.context, "127.0.0.1", 0, self.kv.block, lambda event: self.engine.notify(event))
+        self.sent: list[tuple[bytes, Message]] = []
+        metrics = WorkerMetrics("m", "d", lambda: self.engine.status)
+        self.engine = DecodeEngine(
+            self.sent.extend,
+            ("d", 7),
+            DecodeScheduler(
+                BlockPool(num_blocks),
+                block_size=16,
+                max_num_seqs=max_num_seqs,
+                local_prefill_chunk=chunk,
+                watermark=watermark,
+            ),
+            ModelRunner(model, self.kv),
+            Sampler(model.config.vocab_size),
+            IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"),
+            Recorder(metrics, block_size=16, block_bytes=self.kv.block_bytes),
+            eos_token_ids=eos,
+            max_model_len=1024,
+            max_waiting=max_waiting,
+            grant_timeout_s=30.0,
+            transfer_timeout_s=30.0,
+        )
+        self.receiver.start()
+        self.peers = [Peer(self.context, self.receiver.address, self.kv.block_bytes)]
+
+    @property
+    def peer(self) -> Peer:
+        return self.peers[0]
+
+    def another_peer(self) -> Peer:
+        self.peers.append(Peer(self.context, self.receiver.address, self.kv.block_bytes))
+        return self.peers[-1]
+
+    # ------------------------------------------------------------ the router's part
+
+    def ask(
+        self, tokens: list[int], name: str = "a", *, router: bytes = ROUTER, attempt: int = 0, remote: bool = False,
+        num_output: int = 0, deadline_s: float = 600.0, prompt: bytes | None = None, **params: object,
+    ) -> None:  # fmt: skip
+        request = DecodeRequest(
+            request_id=name,
+            attempt=attempt,
+            prompt=pack_tokens(tokens) if prompt is None else prompt,
+            params=SamplingParams(**({"max_tokens": 8, "temperature": 0.0} | params)),  # type: ignore[arg-type]
+            prefill_worker="p" if remote else "",
+            num_output_tokens=num_output,
+            deadline_s=deadline_s,
+        )
+        self.tell(request, router)
+
+    def tell(self, message: Message, router: bytes = ROUTER) -> None:
+        self.engine.submit(RequestReceived(router, message))
+
+    def deltas(self, name: str = "a", *, attempt: int = 0) -> list[TokenDelta]:
+        outputs = [message for _, message in self.sent if isinstance(message, TokenOutput)]
+        deltas = [delta for output in outputs for delta in output.outputs]
+        return [delta for delta in deltas if (delta.request_id, delta.attempt) == (name, attempt)]
+
+    def tokens(self, name: str = "a", *, attempt: int = 0) -> list[int]:
+        """All tokens reported under an attempt, which must follow each other without gap or repetition."""
+        tokens: list[int] = []
+        for delta in self.deltas(name, attempt=attempt):
+            assert delta.index == self.deltas(name, attempt=attempt)[0].index + len(tokens)
+            tokens += delta.token_ids
+        return tokens
+
+    def reason(self, name: str = "a", *, attempt: int = 0) -> str:
+        return "".join(delta.finish_reason for delta in self.deltas(name, attempt=attempt))
+
+    def failures(self, name: str = "a") -> list[RequestFailed]:
+        return [m for _, m in self.sent if isinstance(m, RequestFailed) and m.request_id == name]
+
+    # ------------------------------------------------------------ the prefill worker's part
+
+    def compute(self, tokens: list[int], peer: Peer | None = None) -> None:
+        """Let `peer` hold the true KV of `tokens`."""
+        num_blocks = -(-len(tokens) // 16)
+        kv = KVCache(self.model.config, num_blocks, 16, "float32")
+        ModelRunner(self.model, kv).forward([SequenceChunk(tokens, 0, range(num_blocks))])
+        (peer or self.peer).blocks = [bytes(kv.block(index)) for index in range(num_blocks)]
+
+    def granted(self, tokens: list[int], name: str = "a", *, attempt: int = 0, peer: Peer | None = None) -> int:
+        """Announce the KV of a prompt: the first block that the engine wants."""
+        peer = peer or self.peer
+        self.compute(tokens, peer)
+        peer.open(name, len(peer.blocks), attempt=attempt)
+        self.until(lambda: peer.socket.poll(0))
+        grant = peer.read()
+        assert isinstance(grant, KVGrant), grant
+        return grant.first_block
+
+    def ship(
+        self, tokens: list[int], first: int, name: str = "a", *, attempt: int = 0, peer: Peer | None = None,
+        **params: object,
+    ) -> None:  # fmt: skip
+        """All blocks from `first` on, and the first token; until the engine took them over."""
+        peer = peer or self.peer
+        if first < len(peer.blocks):
+            peer.ship(first, len(peer.blocks) - first, name, attempt=attempt)
+        peer.done(name, attempt=attempt, token=self.oracle(tokens, 1, **params)[0])
+        self.until(lambda: peer.socket.poll(0))
+        assert isinstance(peer.read(), KVAck)
+
+    def landed_blocks(self, name: str, attempt: int, count: int) -> None:
+        """Wait until `count` blocks of a transfer are here."""
+        self.until(lambda: len(self.receiver._landings[(name, attempt)].landed) == count)
+
+    # ------------------------------------------------------------ time
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.engine._turn()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        wait(condition, self.turn)
+
+    def later(self, seconds: float) -> None:
+        """What the engine does when that much time has passed."""
+        self.engine._expire_at = 0.0
+        self.engine.expire(time.monotonic() + seconds)
+        self.engine._flush()
+
+    @property
+    def is_clean(self) -> bool:
+        """Every command was applied, and nothing is left of any request."""
+        idle = self.engine._inbox.empty() and self.engine.is_empty
+        return idle and self.engine.check_integrity().owned == 0
+
+    def oracle(self, tokens: list[int], count: int = 8, **params: object) -> list[int]:
+        values = {"max_tokens": count, "temperature": 0.0} | params
+        return generate(self.model, tokens, SamplingParams(**values), self.eos)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        if self.engine._thread.ident is None:
+            for router in {sequence.router for sequence in self.engine.scheduler}:
+                self.engine.apply(RouterLost(router))
+            self.engine.close()
+        else:
+            self.engine.stop()
+        for peer in self.peers:
+            peer.socket.close()
+        self.context.term()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[Decoder, tuple[int, ...]]:
+    files = resolve_model("tiny-random")
+    return load_model(files), files.eos_token_ids
+
+
+@pytest.fixture
+def make_engine(tiny: tuple[Decoder, tuple[int, ...]]) -> Iterator[Callable[..., EngineRig]]:
+    rigs: list[EngineRig] = []
+
+    def make(**options: float) -> EngineRig:
+        rigs.append(EngineRig(*tiny, **options))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+        assert rig.engine.check_integrity().owned == 0
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., EngineRig]) -> EngineRig:
+    return make_engine()

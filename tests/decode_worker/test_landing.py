@@ -30,6 +30,8 @@ def test_the_prefix_ends_at_the_first_gap(landed: tuple[int, ...], expected: int
     assert landing(*landed, first_block=1).num_prefix_landed == expected
 
 
-@pytest.mark.parametrize(("index", "expected"), [(0, False), (1, False), (2, True), (3, True), (4, False), (2**62, False)])
+@pytest.mark.parametrize(
+    ("index", "expected"), [(0, False), (1, False), (2, True), (3, True), (4, False), (2**62, False)]
+)
 def test_wants_granted_blocks_once(index: int, expected: bool) -> None:
     assert landing(1, first_block=1).wants(index) is expected

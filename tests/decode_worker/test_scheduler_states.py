@@ -29,7 +29,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ what can happen
 
-    @rule(family=st.integers(0, 2), shared=st.integers(0, 12), own=st.integers(1, 8), output=st.integers(1, 20), remote=...)
+    @rule(
+        family=st.integers(0, 2), shared=st.integers(0, 12), own=st.integers(1, 8), output=st.integers(1, 20),
+        remote=st.booleans(),
+    )  # fmt: skip
     def add(self, family: int, shared: int, own: int, output: int, remote: bool) -> None:
         self.count += 1
         tokens = [family] * shared + [100 + self.count] * own
@@ -51,9 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def land(self, data: st.DataObject) -> None:
         self.arrive(self.pick(data, RequestStatus.TRANSFERRING))
 
-    @precondition(
-        lambda self: self.any_in(RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING)
-    )
+    @precondition(lambda self: self.any_in(RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING))
     @rule(data=st.data(), num_landed=st.integers(0, 5))
     def prefill_locally(self, data: st.DataObject, num_landed: int) -> None:
         sequence = self.pick(data, RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING)

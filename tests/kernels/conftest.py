@@ -29,7 +29,10 @@ def native() -> Backend:
 @pytest.fixture(autouse=True)
 def nan_in_new_memory() -> Iterator[None]:
     """`torch.empty` yields NaN, so that an output which is not written is seen."""
-    deterministic, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    deterministic, fill = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

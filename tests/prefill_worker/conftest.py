@@ -1,4 +1,4 @@
-"""A KV sender with a decode worker's socket at its other end, driven by the test."""
+"""A decode worker's KV socket that the test holds, and at its other end a KV sender, alone or under an engine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,46 @@ import numpy as np
 import pytest
 import zmq
 
-from diptych.common.messages import AnyMessage, KVDone, KVFailed, KVGrant, KVOpen, KVTarget, Message, decode, encode
+from diptych.common.block_pool import BlockPool
+from diptych.common.engine import RequestReceived
+from diptych.common.messages import (
+    AnyMessage,
+    KVAck,
+    KVDone,
+    KVFailed,
+    KVGrant,
+    KVOpen,
+    KVTarget,
+    Message,
+    PrefillRequest,
+    RequestFailed,
+    TokenDelta,
+    TokenOutput,
+    decode,
+    encode,
+    pack_tokens,
+)
+from diptych.common.metrics import WorkerMetrics
+from diptych.common.model.decoder import Decoder
+from diptych.common.model.files import resolve_model
+from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.load import load_model
+from diptych.common.model.oracle import generate
+from diptych.common.model.runner import ModelRunner
+from diptych.common.model.sampler import Sampler
+from diptych.common.sampling_params import SamplingParams
+from diptych.prefill_worker.engine import PrefillEngine
 from diptych.prefill_worker.kv_sender import KVSender, TransferEnded
+from diptych.prefill_worker.scheduler import PrefillScheduler
 
 WAIT_S = 20.0
+ROUTER = b"router"
 
 
-class SenderRig:
-    """`memory` holds the blocks. `read` returns what the decode worker's ROUTER socket got; `reply` answers."""
+class DecodeSide:
+    """A decode worker's ROUTER socket. `read` returns what came; `reply` answers whoever sent that."""
 
-    def __init__(self, *, num_blocks: int = 16, block_bytes: int = 64, lease_s: float = 30.0, num_streams: int = 1) -> None:
+    def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
         self.router.set(zmq.LINGER, 0)
@@ -26,33 +56,20 @@ class SenderRig:
         self.router.set(zmq.RCVBUF, 65536)
         self.router.bind("tcp://127.0.0.1:*")
         self.target = KVTarget("d", 7, self.router.get_string(zmq.LAST_ENDPOINT))
-        self.memory = np.random.default_rng(0).integers(0, 255, (num_blocks, block_bytes), np.uint8)
-        self.ended: list[TransferEnded] = []
-        self.on_view: Callable[[int], None] = lambda index: None
-        self.sender = KVSender(
-            self.context,
-            self.view,
-            block_bytes,
-            ("p", 5, "layout"),
-            self.ended.append,
-            lease_s=lease_s,
-            num_streams=num_streams,
-        )
-        self.sender.start()
         self.peer = b""
 
-    def view(self, index: int) -> memoryview:
-        self.on_view(index)
-        return memoryview(self.memory[index])
-
-    def open(self, name: str = "a", blocks: int = 4, *, num_ready: int = 0, attempt: int = 0) -> None:
-        self.sender.open(name, attempt, self.target, list(range(blocks)), num_ready)
-
-    def finish(self, name: str = "a", blocks: int = 4, *, attempt: int = 0) -> None:
-        self.sender.progress(name, attempt, blocks, KVDone(request_id=name, attempt=attempt, first_token=3))
+    def make_sender(
+        self, view: Callable[[int], memoryview], block_bytes: int, on_ended: Callable[[TransferEnded], None],
+        lease_s: float, num_streams: int,
+    ) -> KVSender:  # fmt: skip
+        identity = ("p", 5, "layout")
+        return KVSender(self.context, view, block_bytes, identity, on_ended, lease_s=lease_s, num_streams=num_streams)
 
     def grant(self, name: str = "a", first_block: int = 0, *, attempt: int = 0) -> None:
         self.reply(KVGrant(request_id=name, attempt=attempt, first_block=first_block))
+
+    def ack(self, name: str = "a", *, attempt: int = 0) -> None:
+        self.reply(KVAck(request_id=name, attempt=attempt))
 
     def reply(self, message: Message) -> None:
         self.router.send_multipart([self.peer, encode(message)])
@@ -75,11 +92,37 @@ class SenderRig:
         assert isinstance(message, KVFailed)
         return message
 
-    def wait(self, condition: Callable[[], object]) -> None:
+    def wait(
+        self, condition: Callable[[], object], meanwhile: Callable[[], object] = lambda: time.sleep(0.002)
+    ) -> None:
         end = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < end, "the condition did not come true"
-            time.sleep(0.002)
+            meanwhile()
+
+
+class SenderRig(DecodeSide):
+    """A sender alone; `memory` holds the blocks."""
+
+    def __init__(
+        self, *, num_blocks: int = 16, block_bytes: int = 64, lease_s: float = 30.0, num_streams: int = 1
+    ) -> None:
+        super().__init__()
+        self.memory = np.random.default_rng(0).integers(0, 255, (num_blocks, block_bytes), np.uint8)
+        self.ended: list[TransferEnded] = []
+        self.on_view: Callable[[int], None] = lambda index: None
+        self.sender = self.make_sender(self.view, block_bytes, self.ended.append, lease_s, num_streams)
+        self.sender.start()
+
+    def view(self, index: int) -> memoryview:
+        self.on_view(index)
+        return memoryview(self.memory[index])
+
+    def open(self, name: str = "a", blocks: int = 4, *, num_ready: int = 0, attempt: int = 0) -> None:
+        self.sender.open(name, attempt, self.target, list(range(blocks)), num_ready)
+
+    def finish(self, name: str = "a", blocks: int = 4, *, attempt: int = 0) -> None:
+        self.sender.progress(name, attempt, blocks, KVDone(request_id=name, attempt=attempt, first_token=3))
 
     def close(self) -> None:
         self.sender.stop()
@@ -103,3 +146,110 @@ def make_rig() -> Iterator[Callable[..., SenderRig]]:
 @pytest.fixture
 def rig(make_rig: Callable[..., SenderRig]) -> SenderRig:
     return make_rig()
+
+
+class EngineRig(DecodeSide):
+    """A prefill engine over a tiny real model. The test turns its loop; `sent` is what routers got."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        eos: tuple[int, ...],
+        *,
+        num_blocks: int = 32,
+        budget: int = 32,
+        lease_s: float = 30.0,
+        max_waiting: int = 64,
+    ) -> None:
+        super().__init__()
+        self.model, self.eos = model, eos
+        self.kv = KVCache(model.config, num_blocks, 16, "float32")
+        scheduler = PrefillScheduler(
+            BlockPool(num_blocks), block_size=16, max_num_batched_tokens=budget, max_num_seqs=4
+        )
+        sender = self.make_sender(
+            self.kv.block, self.kv.block_bytes, lambda event: self.engine.notify(event), lease_s, 1
+        )
+        self.sent: list[tuple[bytes, Message]] = []
+        self.engine = PrefillEngine(
+            self.sent.extend,
+            ("p", 5),
+            scheduler,
+            ModelRunner(model, self.kv),
+            Sampler(model.config.vocab_size),
+            sender,
+            eos_token_ids=eos,
+            max_model_len=1024,
+            max_waiting=max_waiting,
+        )
+        self.engine.metrics = WorkerMetrics("m", "p", lambda: self.engine.status)
+        sender.start()
+
+    def ask(
+        self, tokens: list[int], name: str = "a", *, router: bytes = ROUTER, attempt: int = 0, remote: bool = False,
+        num_output: int = 0, deadline_s: float = 60.0, prompt: bytes | None = None, **params: object,
+    ) -> None:  # fmt: skip
+        request = PrefillRequest(
+            request_id=name,
+            attempt=attempt,
+            prompt=pack_tokens(tokens) if prompt is None else prompt,
+            params=SamplingParams(**({"max_tokens": 8 if remote else 1, "temperature": 0.0} | params)),  # type: ignore[arg-type]
+            decode=self.target if remote else None,
+            num_output_tokens=num_output,
+            deadline_s=deadline_s,
+        )
+        self.tell(request, router)
+
+    def tell(self, message: Message, router: bytes = ROUTER) -> None:
+        self.engine.submit(RequestReceived(router, message))
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.engine._turn()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        self.wait(condition, self.turn)
+
+    def deltas(self, name: str = "a") -> list[TokenDelta]:
+        outputs = [message for _, message in self.sent if isinstance(message, TokenOutput)]
+        return [delta for output in outputs for delta in output.outputs if delta.request_id == name]
+
+    def failures(self, name: str = "a") -> list[RequestFailed]:
+        return [m for _, m in self.sent if isinstance(m, RequestFailed) and m.request_id == name]
+
+    def oracle(self, tokens: list[int], count: int = 1, **params: object) -> list[int]:
+        values = {"max_tokens": count, "temperature": 0.0} | params
+        return generate(self.model, tokens, SamplingParams(**values), self.eos)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        if self.engine._thread.ident is None:
+            self.engine.close()
+        else:
+            self.engine.stop()
+        self.router.close()
+        self.context.term()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[Decoder, tuple[int, ...]]:
+    files = resolve_model("tiny-random")
+    return load_model(files), files.eos_token_ids
+
+
+@pytest.fixture
+def make_engine(tiny: tuple[Decoder, tuple[int, ...]]) -> Iterator[Callable[..., EngineRig]]:
+    rigs: list[EngineRig] = []
+
+    def make(**options: float) -> EngineRig:
+        rigs.append(EngineRig(*tiny, **options))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+        rig.engine.check_integrity()
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., EngineRig]) -> EngineRig:
+    return make_engine()

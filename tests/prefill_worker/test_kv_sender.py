@@ -132,7 +132,9 @@ def test_waiting_renews_the_lease(rig: Rig) -> None:
     rig.wait(lambda: transfer.lease_until > before)
 
 
-def test_slow_computing_costs_no_lease_and_says_so(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_computing_costs_no_lease_and_says_so(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kv_sender, "ANNOUNCE_S", 0.05)
     rig = make_rig(lease_s=0.2)
     rig.open()

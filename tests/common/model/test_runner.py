@@ -11,6 +11,7 @@ from diptych.common.model.decoder import Decoder
 from diptych.common.model.kv_cache import KVCache
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.tiny import make_tiny_model
+from diptych.kernels import dispatch, torch_backend
 
 from .generation import Pool, load, prompt
 
@@ -129,3 +130,10 @@ def test_bfloat16_is_close(tiny_folder: Path) -> None:
     wide, narrow = Pool(load(tiny_folder)), Pool(load(tiny_folder, "bfloat16"))
     logits = [pool.runner.forward([SequenceChunk(one, 0, pool.table(100))])[0] for pool in (wide, narrow)]
     assert float(torch.nn.functional.cosine_similarity(*logits, dim=0)) > 0.99
+
+
+def test_the_torch_path_gives_the_same_tokens(
+    model: Decoder, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "backend", lambda kind: torch_backend)
+    assert Pool(model).greedy_batch(PROMPTS, 16, chunk=50) == alone

@@ -36,7 +36,7 @@ def logits() -> torch.Tensor:
 
 @pytest.mark.parametrize(("temperature", "seed"), [(1.0, 0), (0.5, -7), (2.0, 2**63 - 1)])
 def test_frequencies_follow_softmax(logits: torch.Tensor, temperature: float, seed: int) -> None:
-    """Chi-square over the tokens expected at least five times: mean = degrees of freedom, deviation = sqrt(2 * that)."""
+    """Chi-square over tokens expected five times or more: mean = degrees of freedom, deviation = sqrt(2 * mean)."""
     count = 20_000
     rows = [row(i, temperature=temperature, seed=seed) for i in range(count)]
     found = Counter(draw(logits, rows))
@@ -51,7 +51,9 @@ def test_seeds_are_independent_streams(logits: torch.Tensor) -> None:
     values = [uniform(seed, 17) for seed in range(10_000)] + [uniform(5, position) for position in range(10_000)]
     counts = Counter(int(value * 20) for value in values)
     assert sum((counts[i] - 1000) ** 2 / 1000 for i in range(20)) < 50
-    pairs = Counter((uniform(seed, 0) > 0.5, uniform(seed + 1, 0) > 0.5, uniform(seed, 1) > 0.5) for seed in range(8000))
+    pairs = Counter(
+        (uniform(seed, 0) > 0.5, uniform(seed + 1, 0) > 0.5, uniform(seed, 1) > 0.5) for seed in range(8000)
+    )
     assert all(850 < pairs[key] < 1150 for key in pairs) and len(pairs) == 8
 
 

@@ -1,0 +1,24 @@
+"""Keeps glibc from giving large buffers back to the kernel after every frame.
+
+libzmq allocates each incoming KV frame, and a frame is larger than malloc's default limit for mapped memory: every
+block then costs a system call and fresh page faults. `benchmarks/kv_wire.py` measures the difference (about a third).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+MMAP_THRESHOLD_BYTES = 32 * 1024 * 1024  # the largest that glibc accepts
+TRIM_THRESHOLD_BYTES = 256 * 1024 * 1024
+
+
+def keep_large_buffers() -> bool:
+    """Reuse freed buffers of up to 32 MiB. False where the C library has no such setting."""
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) and mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES))

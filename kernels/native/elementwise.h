@@ -1,0 +1,83 @@
+// What lies between the matrix products: norms, rotary embedding with the write to the cache, gated activations.
+#pragma once
+
+#include "attention.h"
+
+#include <cmath>
+
+namespace diptych {
+
+template <typename T> float inverse_norm(const T *x, int64_t width, float eps) {
+    f32x16 squares = {};
+    for (int64_t i = 0; i < width; i += LANES) {
+        const f32x16 v = load(x + i);
+        squares = v * v + squares;
+    }
+    return 1.f / std::sqrt(sum(squares) / float(width) + eps);
+}
+
+template <typename T>
+void normalise(const T *x, const T *delta, T *total, const float *weight, T *out, int64_t rows, int64_t width, float eps,
+               int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > 65536)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *from = x + row * width;
+        if (delta) {
+            for (int64_t i = 0; i < width; i += LANES)
+                store(total + row * width + i, load(from + i) + load(delta + row * width + i));
+            from = total + row * width;
+        }
+        const float scale = inverse_norm(from, width, eps);
+        for (int64_t i = 0; i < width; i += LANES) store(out + row * width + i, load(from + i) * scale * load(weight + i));
+    }
+}
+
+// One head: optional norm, then rotation of element i with element i + dim / 2.
+template <typename T>
+void turn(const T *x, T *out, const float *weight, float eps, const float *cosine, const float *sine, int64_t dim) {
+    const int64_t half = dim / 2;
+    const float scale = weight ? inverse_norm(x, dim, eps) : 1.f;
+    float lane[1024];
+    for (int64_t i = 0; i < dim; i += LANES) store(lane + i, weight ? load(x + i) * scale * load(weight + i) : load(x + i));
+    float turned[1024];
+    for (int64_t i = 0; i < half; i++) {
+        const float a = lane[i], b = lane[i + half], c = cosine[i], s = sine[i];
+        turned[i] = a * c - b * s;
+        turned[i + half] = b * c + a * s;
+    }
+    for (int64_t i = 0; i < dim; i += LANES) store(out + i, load(turned + i));
+}
+
+template <typename T>
+void rotate_and_write(const T *qkv, T *q, T *kv, const Shape &s, int64_t layer, const int64_t *slots, const float *cosine,
+                      const float *sine, const float *q_norm, const float *k_norm, float eps, int64_t tokens, int threads) {
+    const int64_t dim = s.head_dim, stride = (s.num_heads + 2 * s.num_kv_heads) * dim;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && tokens * stride > 32768)
+    for (int64_t t = 0; t < tokens; t++) {
+        const T *from = qkv + t * stride;
+        const float *c = cosine + t * dim / 2, *w = sine + t * dim / 2;
+        for (int64_t h = 0; h < s.num_heads; h++)
+            turn(from + h * dim, q + (t * s.num_heads + h) * dim, q_norm, eps, c, w, dim);
+        const int64_t block = slots[t] / s.block_size, slot = slots[t] % s.block_size;
+        for (int64_t h = 0; h < s.num_kv_heads; h++) {
+            T *to = kv + (((block * s.num_layers + layer) * s.num_kv_heads + h) * s.block_size + slot) * 2 * dim;
+            turn(from + (s.num_heads + h) * dim, to, k_norm, eps, c, w, dim);
+            std::memcpy(to + dim, from + (s.num_heads + s.num_kv_heads + h) * dim, dim * sizeof(T));
+        }
+    }
+}
+
+template <typename T> void gate(const T *gate_up, T *out, int64_t rows, int64_t width, bool gelu, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > 32768)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *g = gate_up + row * 2 * width, *u = g + width;
+        for (int64_t i = 0; i < width; i += LANES) {
+            const f32x16 x = load(g + i);
+            // 0.5 * (1 + tanh(y)) = 1 / (1 + e^-2y)
+            const f32x16 y = gelu ? 1.5957691216057308f * (x + 0.044715f * (x * x * x)) : x;
+            store(out + row * width + i, x / (1.f + exponential(-y)) * load(u + i));
+        }
+    }
+}
+
+} // namespace diptych

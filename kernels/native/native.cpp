@@ -1,0 +1,57 @@
+// The CPU's kernels: attention that reads blocks in place, and the element-wise steps between the matrix products.
+//
+// Every output row is computed by the same sequence of floating-point operations whatever else is in the batch, however a
+// prompt is cut into chunks and however many threads there are: keys are visited in tiles of 64 aligned to absolute positions.
+// Element types: 0 float32, 1 bfloat16; arithmetic is float32. Head sizes and widths are multiples of 16.
+
+#include "attention.h"
+#include "elementwise.h"
+
+using namespace diptych;
+
+extern "C" {
+
+void diptych_attend(int type, const void *q, int64_t q_stride, void *out, const void *kv, const int64_t *spans,
+                    const int32_t *tables, const int32_t *units, int64_t num_units, const int64_t *shape, int64_t layer,
+                    int64_t window, float scale, float softcap, int threads) {
+    Shape s;
+    std::memcpy(&s, shape, sizeof s);
+    const Span *span = reinterpret_cast<const Span *>(spans);
+    const Unit *unit = reinterpret_cast<const Unit *>(units);
+    if (type == 0)
+        attend(Attention<float>{(const float *)q, q_stride, (float *)out, (const float *)kv, span, tables, s, layer, window,
+                                scale, softcap}, unit, num_units, threads);
+    else
+        attend(Attention<bf16>{(const bf16 *)q, q_stride, (bf16 *)out, (const bf16 *)kv, span, tables, s, layer, window,
+                               scale, softcap}, unit, num_units, threads);
+}
+
+void diptych_rms_norm(int type, const void *x, const void *delta, void *total, const float *weight, void *out, int64_t rows,
+                      int64_t width, float eps, int threads) {
+    if (type == 0)
+        normalise((const float *)x, (const float *)delta, (float *)total, weight, (float *)out, rows, width, eps, threads);
+    else
+        normalise((const bf16 *)x, (const bf16 *)delta, (bf16 *)total, weight, (bf16 *)out, rows, width, eps, threads);
+}
+
+void diptych_rotate_and_write(int type, const void *qkv, void *q, void *kv, const int64_t *shape, int64_t layer,
+                              const int64_t *slots, const float *cosine, const float *sine, const float *q_norm,
+                              const float *k_norm, float eps, int64_t tokens, int threads) {
+    Shape s;
+    std::memcpy(&s, shape, sizeof s);
+    if (type == 0)
+        rotate_and_write((const float *)qkv, (float *)q, (float *)kv, s, layer, slots, cosine, sine, q_norm, k_norm, eps,
+                         tokens, threads);
+    else
+        rotate_and_write((const bf16 *)qkv, (bf16 *)q, (bf16 *)kv, s, layer, slots, cosine, sine, q_norm, k_norm, eps,
+                         tokens, threads);
+}
+
+void diptych_gated(int type, const void *gate_up, void *out, int64_t rows, int64_t width, int gelu, int threads) {
+    if (type == 0)
+        gate((const float *)gate_up, (float *)out, rows, width, gelu != 0, threads);
+    else
+        gate((const bf16 *)gate_up, (bf16 *)out, rows, width, gelu != 0, threads);
+}
+
+} // extern "C"
