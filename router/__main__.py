@@ -2,45 +2,67 @@
 
 from __future__ import annotations
 
-import asyncio
+import gc
+import logging
+import socket
 import sys
 from collections.abc import Sequence
 
-import uvicorn
-import uvloop
-from fastapi import FastAPI
-from starlette.responses import JSONResponse, Response
-
-from diptych.common.config import load
+from diptych.common.config import exit_refused, load
+from diptych.common.errors import ModelError
 from diptych.common.logging import setup_logging
-from diptych.common.model.files import resolve_model
 from diptych.common.settings import RouterConfig
-from diptych.router.api.generate import generate_routes
-from diptych.router.api.service import Service
-from diptych.router.dispatch.dispatcher import Dispatcher
-from diptych.router.metrics import RouterMetrics
-from diptych.router.text.pipeline import TextPipeline
+
+PROG = "diptych router"
+log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    config = load(RouterConfig, argv, prog="diptych router")
-    setup_logging("router", config.log_level, config.log_json)
-    files = resolve_model(config.model, progress=False)
-    uvloop.run(serve(config, files))
+    """Serve until SIGTERM; 0 after a clean end, 1 when the port is taken, 2 when a setting or the model is refused."""
+    config = load(RouterConfig, argv, prog=PROG)
+    setup_logging("router", config.log_level, json=config.log_json)
+    # Imported after the command line is understood: --help and refusals are instant.
+    import uvloop
+
+    from diptych.router.api.server import listen
+
+    try:
+        listener = listen(config.host, config.port)
+    except OSError as error:
+        print(f"{PROG}: cannot listen on {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    try:
+        uvloop.run(run(config, listener))
+    except ModelError as error:
+        exit_refused(error, PROG)
     return 0
 
 
-async def serve(config, files):
-    client = Dispatcher(config)
-    await client.start()
-    metrics = RouterMetrics(files.model_id, client.load)
-    service = Service(client, TextPipeline.from_files(files, threads=config.tokenizer_threads), files, config, metrics)
-    app = FastAPI()
-    app.include_router(generate_routes(service))
-    app.add_api_route("/ready", lambda: JSONResponse(str(service.ready), 200 if service.ready[0] else 503))
-    app.add_api_route("/metrics", lambda: Response(metrics.render()))
-    await uvicorn.Server(uvicorn.Config(app, host=config.host, port=config.port, log_level="warning", access_log=False)).serve()
-    await client.close()
+async def run(config: RouterConfig, listener: socket.socket) -> None:
+    """The router's life inside its event loop. Raises ModelError."""
+    from diptych.common.model.files import resolve_model
+    from diptych.router.api.app import build_app
+    from diptych.router.api.server import serve
+    from diptych.router.dispatch.dispatcher import Dispatcher
+    from diptych.router.metrics import RouterMetrics
+    from diptych.router.text.pipeline import TextPipeline
+
+    files = resolve_model(config.model, progress=False)
+    text = TextPipeline.from_files(files, threads=config.tokenizer_threads)
+    dispatcher = Dispatcher(config)
+    metrics = RouterMetrics(config.served_model_name or files.model_id, dispatcher.load)
+    app = build_app(dispatcher, text, files, config, metrics, lambda: dispatcher.fleet.failure)
+    gc.collect()
+    gc.freeze()  # what is here now stays: later collections need not look at it
+    try:
+        await dispatcher.start()
+        host, port = listener.getsockname()[:2]
+        log.info("listening", extra={"host": host, "port": port, "model": files.model_id})
+        await serve(app, listener, dispatcher.close)
+    finally:
+        await dispatcher.close()
+        text.close()
+
 
 if __name__ == "__main__":
     raise SystemExit(main(sys.argv[1:]))

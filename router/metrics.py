@@ -44,8 +44,10 @@ class _LoadCollector(Collector):
         queued = GaugeMetricFamily("diptych_worker_queued_tokens", "Prompt tokens waiting on a worker", labels=names)
         blocks = GaugeMetricFamily("diptych_worker_available_blocks", "KV blocks a worker could give", labels=names)
         cuts = CounterMetricFamily("diptych_worker_cuts", "Times the connection to a worker was lost", labels=names)
-        unsent = CounterMetricFamily("diptych_worker_unsent", "Messages a worker's queue had no room for", labels=names)
-        dropped = CounterMetricFamily("diptych_worker_frames_dropped", "Frames that were no valid message", labels=names)
+        unsent = CounterMetricFamily("diptych_worker_unsent", "Messages a full queue had no room for", labels=names)
+        dropped = CounterMetricFamily(
+            "diptych_worker_frames_dropped", "Frames that were no valid message", labels=names
+        )
         for worker in load.workers:
             values = [*self._labels.values(), worker.worker_id or worker.address, worker.role]
             state.add_metric([*values, worker.state], 1)

@@ -32,6 +32,10 @@ DIPTYCH_DECODE_MAX_NUM_SEQS) and a key in the TOML file (max_num_seqs at the top
 [decode_worker]); the two counts are DIPTYCH_SERVE_PREFILL and DIPTYCH_SERVE_DECODE, or keys under [serve].
 A flag wins over the environment, the environment over the file. docs/configuration.md lists everything."""
 
+SHARE = 2
+"""Threads per core over all workers: a single stream keeps one worker busy at a time, so each may use the whole small
+machine, and idle threads sleep at once (docs/performance.md)."""
+
 
 @dataclass(frozen=True)
 class ServePlan:
@@ -71,7 +75,7 @@ def build_parser() -> FlagParser:
 
 
 def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num_cores: int = 0) -> ServePlan:
-    """Merges all sources. `num_cores` (0: those of this process) are shared out among workers that name no number.
+    """Merges all sources. `num_cores` (0: those of this process) are shared out among workers that name no number of threads.
 
     Raises ConfigError.
     """
@@ -88,7 +92,8 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
         return cls(**values)
 
     counts = merge(ServeConfig, frozenset(), "")
-    threads = max(1, (num_cores or len(os.sched_getaffinity(0))) // (counts.prefill + counts.decode))
+    cores = num_cores or len(os.sched_getaffinity(0))
+    threads = max(1, min(cores, SHARE * cores // (counts.prefill + counts.decode)))
     prefill = merge(PrefillWorkerConfig, WORKER_OWN, "prefill-")
     decode = merge(DecodeWorkerConfig, WORKER_OWN, "decode-")
     return ServePlan(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from diptych.common.errors import InvalidRequest
 from diptych.router.api.choice import Choice, Piece
-from diptych.router.api.fields import ChatRequest
+from diptych.router.api.fields import ChatRequest, TokenizeRequest
 from diptych.router.api.logprobs import LogprobShapes
 from diptych.router.api.plan import Plan, Prompt, fit, make_plan
 from diptych.router.api.service import Service
@@ -20,14 +20,7 @@ async def plan_chat(service: Service, fields: ChatRequest, traceparent: str) -> 
     if fields.top_logprobs is not None and not fields.logprobs:
         raise InvalidRequest("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
     limit = service.max_model_len
-    continued = bool(fields.continue_final_message)
-    token_ids = await service.text.encode_chat(
-        [message.model_dump(exclude_none=True) for message in fields.messages],
-        add_generation_prompt=not continued if fields.add_generation_prompt is None else fields.add_generation_prompt,
-        continue_final_message=continued,
-        extra=fields.chat_template_kwargs,
-        limit=limit,
-    )
+    token_ids = await conversation_tokens(service, fields, limit=limit)
     if not token_ids:
         raise InvalidRequest("messages: the conversation makes an empty prompt", param="messages")
     wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
@@ -40,6 +33,22 @@ async def plan_chat(service: Service, fields: ChatRequest, traceparent: str) -> 
         num_logprobs=(fields.top_logprobs or 0) if fields.logprobs else -1,
         traceparent=traceparent,
     )
+
+
+async def conversation_tokens(service: Service, fields: ChatRequest | TokenizeRequest, *, limit: int = 0) -> list[int]:
+    """The messages rendered by the model's template, in tokens; `limit` is that of `TextPipeline.encode`."""
+    continued = bool(fields.continue_final_message)
+    generation_prompt = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
+    try:
+        return await service.text.encode_chat(
+            [message.as_dict() for message in fields.messages or ()],
+            add_generation_prompt=generation_prompt,
+            continue_final_message=continued,
+            extra=fields.chat_template_kwargs,
+            limit=limit,
+        )
+    except RecursionError as error:
+        raise InvalidRequest("messages: nested too deeply", param="messages") from error
 
 
 class ChatShape:

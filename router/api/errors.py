@@ -84,9 +84,7 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
         all_headers["www-authenticate"] = "Bearer"
     if error.status in (408, 413):  # the rest of the body was not read: this connection cannot be used again
         all_headers["connection"] = "close"
-    return Response(
-        orjson.dumps(error_object(error)), error.status, headers=all_headers, media_type="application/json"
-    )
+    return Response(orjson.dumps(error_object(error)), error.status, headers=all_headers, media_type="application/json")
 
 
 def as_request_error(error: Exception) -> RequestError:
@@ -122,13 +120,10 @@ def _resolve(kind: str, location: Sequence[str | int], body: Any) -> tuple[tuple
     """The part of pydantic's location that is a path in `body` (it also names union members), and the value there."""
     path: tuple[str | int, ...] = ()
     for part in location:
-        if isinstance(body, dict) and part in body:
+        inside_list = isinstance(body, list) and isinstance(part, int) and part < len(body)
+        if inside_list or (isinstance(body, dict) and part in body):
             body = body[part]
-        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
-            body = body[part]
-        else:
-            continue
-        path = (*path, part)
+            path = (*path, part)
     return ((*path, location[-1]), None) if kind == "missing" else (path, body)
 
 

@@ -105,8 +105,9 @@ class SamplingFields(Fields):
             raise unsupported("best_of", f"a value above 1 (got {self.best_of})")
         form = self.response_format
         if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
-            kind = form.get("type") if isinstance(form, dict) else form
-            raise unsupported("response_format", f"type {str(kind)[:80]!r} (only 'text')")
+            kind = form.get("type") if isinstance(form, dict) else None
+            shown = repr(kind[:80]) if isinstance(kind, str) else "this"
+            raise unsupported("response_format", f"type {shown} (only 'text')")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: only allowed with stream: true", param="stream_options")
 
@@ -134,6 +135,10 @@ class ToolCall(Fields):
     type: Literal["function"] = "function"
     function: FunctionCall
 
+    def as_dict(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
 
 class Message(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -141,6 +146,17 @@ class Message(Fields):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was sent, nulls left out, for chat templates. Client data inside is not copied, however deep it is."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if isinstance(self.content, list):
+            message["content"] = [{"type": part.type, "text": part.text} for part in self.content]
+        if self.tool_calls is not None:
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        message |= {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
 class ChatRequest(SamplingFields):
@@ -156,7 +172,9 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(None, description='only with tool_choice "none"')
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
+        None, description='only with tool_choice "none"'
+    )
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: Any = None

@@ -1,7 +1,8 @@
-"""The schema of the API. Bodies are read by hand (their size and errors are ours), so their models are added by hand."""
+"""The schema of the API. Bodies are read by hand (their size and errors are ours); here their models are added."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,9 +26,7 @@ STATUSES = {
 }
 
 
-def documented(
-    request: type[BaseModel] | None, response: type[BaseModel], *, streams: bool = False
-) -> dict[str, Any]:
+def documented(request: type[BaseModel] | None, response: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
     """Arguments of a route that takes `request` as its body and answers with `response`."""
     answers: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody, "description": text} for status, text in STATUSES.items()
@@ -39,12 +38,11 @@ def documented(
     if request is not None:
         schema = {"$ref": REF.format(model=request.__name__)}
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        extra["x-model"] = request
     return {"response_model": response, "responses": answers, "openapi_extra": extra}
 
 
-def install_openapi(app: FastAPI) -> None:
-    """Makes `/openapi.json` show request bodies too."""
+def install_openapi(app: FastAPI, requests: Sequence[type[BaseModel]]) -> None:
+    """Makes `/openapi.json` show the request bodies too."""
 
     def schema() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -54,19 +52,16 @@ def install_openapi(app: FastAPI) -> None:
                 description="OpenAI-compatible text generation over disaggregated prefill and decode workers.",
                 routes=app.routes,
             )
-            _add_bodies(document)
+            _add_bodies(document, requests)
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = schema  # type: ignore[method-assign]  # FastAPI's documented way to extend the schema
 
 
-def _add_bodies(document: dict[str, Any]) -> None:
+def _add_bodies(document: dict[str, Any], requests: Sequence[type[BaseModel]]) -> None:
     components = document.setdefault("components", {}).setdefault("schemas", {})
-    for path in document["paths"].values():
-        for operation in path.values():
-            model = operation.pop("x-model", None)
-            if model is not None:
-                schema = model.model_json_schema(ref_template=REF)
-                components.update(schema.pop("$defs", {}))
-                components[model.__name__] = schema
+    for model in requests:
+        schema = model.model_json_schema(ref_template=REF)
+        components.update(schema.pop("$defs", {}))
+        components[model.__name__] = schema

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,13 +33,17 @@ class ServingClient(GenerationClient, Protocol):
 
 @dataclass
 class Service:
-    """One served model. `draining` refuses new work; `num_active` counts HTTP requests that are being answered."""
+    """One served model. `draining` refuses new work; `num_active` counts HTTP requests that are being answered.
+
+    `failure` says why this process must be restarted, and "" while it is sound.
+    """
 
     client: ServingClient
     text: TextPipeline
     files: ModelFiles
     config: RouterConfig
     metrics: RouterMetrics
+    failure: Callable[[], str] = str
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_active: int = 0

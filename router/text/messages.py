@@ -26,7 +26,7 @@ def _message(message: Mapping[str, Any], index: int, knows_developer: bool) -> d
     if plain.get("role") == "developer" and not knows_developer:
         plain["role"] = "system"
     if "tool_calls" in plain:
-        plain["tool_calls"] = [_tool_call(call) for call in plain["tool_calls"]]
+        plain["tool_calls"] = _tool_calls(plain["tool_calls"], index)
     return plain
 
 
@@ -44,10 +44,12 @@ def content_text(content: Any, index: int) -> str:
 def _part_text(part: Any, index: int) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-    text = part.get(TEXT_PARTS.get(kind, "")) if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping):
+        raise _refused(index, f"has a part that is {type(part).__name__}: send objects of type 'text'")
+    kind = str(part.get("type", "text"))
+    text = part.get(TEXT_PARTS.get(kind, ""))
     if not isinstance(text, str):
-        raise _refused(index, f"has a part of type {str(kind)[:40]!r}: this model takes text only")
+        raise _refused(index, f"has a part of type {kind[:40]!r}: this model takes text only")
     return text
 
 
@@ -55,14 +57,23 @@ def _refused(index: int, reason: str) -> InvalidRequest:
     return InvalidRequest(f"messages[{index}].content {reason}", param=f"messages[{index}].content")
 
 
+def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or not all(
+        isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) for call in calls
+    ):
+        param = f"messages[{index}].tool_calls"
+        raise InvalidRequest(f"{param} is not a list of function calls", param=param)
+    return [_tool_call(call) for call in calls]
+
+
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Templates write arguments with `tojson`, so JSON text is parsed first; what is no JSON object stays text."""
-    function = dict(call.get("function") or {})
+    function = dict(call["function"])
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = None
         function["arguments"] = parsed if isinstance(parsed, dict) else arguments
     return {**call, "function": function}

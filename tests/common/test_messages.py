@@ -51,15 +51,15 @@ MESSAGES: list[Message] = [
     RouterHello(router_id="r", epoch=2**62),
     RouterHeartbeat(router_id="ü" * 256),
     PrefillRequest(
-        request_id="a", attempt=3, prompt=pack_tokens([1, 2**32 - 1]), params=PARAMS, decode=KVTarget("d", 7, "tcp://h:1")
+        request_id="a", attempt=3, prompt=pack_tokens([1, 2**32 - 1]), params=PARAMS, decode=KVTarget("d", 7, "tcp://h")
     ),
     PrefillRequest(request_id="a", attempt=0, prompt=b"", params=PARAMS, cache_salt="s", deadline_s=0.0),
     DecodeRequest(request_id="a", attempt=0, prompt=b"1234", params=PARAMS, prefill_worker="p", num_output_tokens=1),
     AbortRequest(request_id="a", attempt=1),
     ResetPrefixCache(request_id="a"),
     WorkerHello(
-        worker_id="w", role="decode", epoch=1, fingerprint="f", model="m", block_size=16, num_blocks=9, max_model_len=99,
-        max_num_seqs=4, kv_address="tcp://h:2",
+        worker_id="w", role="decode", epoch=1, fingerprint="f", model="m", block_size=16, num_blocks=9,
+        max_model_len=99, max_num_seqs=4, kv_address="tcp://h:2",
     ),
     WorkerHeartbeat(
         worker_id="w", epoch=1, step=2, ready=True, draining=False, num_running=1, num_waiting=2, num_transferring=3,

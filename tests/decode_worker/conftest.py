@@ -307,6 +307,10 @@ class EngineRig:
     def until(self, condition: Callable[[], object]) -> None:
         wait(condition, self.turn)
 
+    def wait(self, condition: Callable[[], object]) -> None:
+        """While the engine turns by itself."""
+        wait(condition)
+
     def later(self, seconds: float) -> None:
         """What the engine does when that much time has passed."""
         self.engine._expire_at = 0.0

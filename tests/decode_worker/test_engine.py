@@ -1,4 +1,4 @@
-"""The decode engine over a tiny real model, prompts prefilled locally: the right tokens, each once, nothing left behind."""
+"""The decode engine over a tiny real model, prompts prefilled locally: the right tokens, each once."""
 
 from __future__ import annotations
 
@@ -299,7 +299,6 @@ def test_a_dead_receiver_ends_the_engine(engine: Rig) -> None:
 def test_the_loop_runs_in_its_own_thread_until_stopped(engine: Rig) -> None:
     engine.engine.start()
     engine.ask(prompt(100))
-    while not engine.reason():
-        assert engine.engine.alive
+    engine.wait(engine.reason)
     assert engine.engine.stop() and not engine.engine.alive
     assert engine.engine.failure is None

@@ -20,7 +20,7 @@ Rig = Any
 
 
 class Pair:
-    """A prefill worker's sender and a decode worker's receiver that grants what `plan` says: name -> (blocks, first)."""
+    """A prefill worker's sender, and a decode worker's receiver that grants what `plan` says: (blocks, first)."""
 
     def __init__(self, rig: Rig, num_streams: int, lease_s: float = 30.0) -> None:
         self.rig = rig

@@ -282,6 +282,32 @@ def test_two_routers_share_the_workers(stack: Stack, http: httpx.Client, tmp_pat
             second.stop()
 
 
+def test_a_key_guards_the_api_and_not_the_probes(system_of: Any) -> None:
+    stack = system_of(router_flags=("--api-key", "s3cret", "--local-prefill-threshold", "0")).stack
+    with httpx.Client(base_url=stack.url, timeout=60, trust_env=False) as client:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}, {"x-api-key": ""}):
+            reply = client.post("/v1/completions", json={"model": MODEL, "prompt": "x"}, headers=headers)
+            assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
+        for headers in ({"authorization": "Bearer s3cret"}, {"x-api-key": "s3cret"}):
+            assert client.get("/v1/models", headers=headers).status_code == 200
+        assert [client.get(path).status_code for path in ("/health", "/ready", "/metrics")] == [200, 200, 200]
+
+
+def test_a_stopped_router_finishes_its_streams(system_of: Any) -> None:
+    stack = system_of(router_flags=("--max-retries", "2")).stack
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(base_url=stack.url, timeout=60, trust_env=False) as client,
+        client.stream("POST", "/v1/completions", json=body) as reply,
+    ):
+        lines = reply.iter_lines()
+        next(lines)
+        stack.router.terminate()
+        assert list(filter(None, lines))[-1] == "data: [DONE]"
+    wait_until(lambda: not stack.router.alive, "the router ends")
+    assert stack.router.returncode == 0, stack.router.log_tail()
+
+
 def is_ready(client: httpx.Client) -> bool:
     try:
         return client.get("/ready").status_code == 200

@@ -143,11 +143,12 @@ def test_first_token_ends_it(system_of: Any, tiny_oracle: Any, random_prompts: A
     )
 
 
-@pytest.mark.parametrize("model", ["smollm2-135m", "gemma3-270m"])
-@pytest.mark.parametrize("shape", [(1, 1), (0, 1)])
+@pytest.mark.parametrize(
+    ("model", "shape"), [("smollm2-135m", (1, 1)), ("smollm2-135m", (0, 1)), ("gemma3-270m", (1, 1))]
+)
 def test_real_models(system_of: Any, real_oracle: Any, random_prompts: Any, model: str, shape: tuple[int, int]) -> None:
     system = system_of(*shape, model=model, router_flags=ALL_REMOTE, worker_flags=("--kv-memory-gib", "0.5"))
-    prompts = random_prompts((1, 5, 16, 33, 100, 257, 600), vocab_size=VOCAB[model], seed=8)
+    prompts = random_prompts((1, 5, 16, 33, 100, 257, 400), vocab_size=VOCAB[model], seed=8)
     got = system.generate(prompts, max_tokens=NUM_TOKENS)
     assert got == [real_oracle(model).greedy(prompt, NUM_TOKENS) for prompt in prompts]
 

@@ -32,12 +32,12 @@ def plan_of(*argv: str, **environ: str) -> ServePlan:
 def test_the_default_is_one_of_each() -> None:
     plan = plan_of()
     assert [worker.worker_id for worker in (*plan.prefill, *plan.decode)] == ["prefill-0", "decode-0"]
-    assert plan.prefill[0].threads == plan.decode[0].threads == 4
+    assert plan.prefill[0].threads == plan.decode[0].threads == 8
 
 
 def test_no_prefill_worker_is_a_plan() -> None:
     plan = plan_of("--prefill", "0", "--decode", "2")
-    assert (plan.prefill, len(plan.decode), plan.decode[1].threads) == ((), 2, 4)
+    assert (plan.prefill, len(plan.decode), plan.decode[1].threads) == ((), 2, 8)
 
 
 def test_an_option_reaches_every_process_that_has_it() -> None:

@@ -28,7 +28,7 @@ def test_content_becomes_one_string(content: Any, text: str) -> None:
     [
         ([{"type": "image_url", "image_url": {"url": "x"}}], "'image_url': this model takes text only"),
         ([{"type": "text"}], "'text'"),
-        ([3], "'int'"),
+        ([3], "a part that is int"),
         ([{"type": ["list"], "text": "a"}], "list"),
         (7, "is int"),
     ],
@@ -67,3 +67,9 @@ def test_arguments_of_tool_calls_become_objects(arguments: Any, parsed: Any) -> 
     (message,) = template_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments if parsed is None else parsed}
     assert call["function"] == {"name": "f", "arguments": arguments}
+
+
+@pytest.mark.parametrize("calls", ["text", 3, [3], [{}], [{"function": "f"}]])
+def test_tool_calls_of_another_shape_are_refused(calls: Any) -> None:
+    with pytest.raises(InvalidRequest, match="not a list of function calls"):
+        template_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
