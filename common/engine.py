@@ -50,6 +50,7 @@ class EngineStatus:
     blocks: BlockCounts = BlockCounts(0, 0, 0)
     tokens_per_s: float = 0.0
     step_time_s: float = 0.0
+    num_dropped_frames: int = 0
 
 
 class Engine(ABC):

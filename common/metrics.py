@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from diptych.common.engine import EngineStatus
@@ -42,6 +42,11 @@ class _StatusCollector(Collector):
         for state, count in (("free", blocks.free), ("cached", blocks.cached), ("owned", blocks.owned)):
             family.add_metric([*self._labels.values(), state], count)
         yield family
+        dropped = CounterMetricFamily(
+            "diptych_frames_dropped", "KV frames that were not valid, or came too late", labels=list(self._labels)
+        )
+        dropped.add_metric(list(self._labels.values()), status.num_dropped_frames)
+        yield dropped
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=list(self._labels))
@@ -91,7 +96,6 @@ class WorkerMetrics:
             "diptych_kv_transfer_bytes_per_second", "Bytes of a transfer over its busy time, by the receiver", RATES
         )
         self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
-        self.dropped_frames = counter("diptych_frames_dropped", "Frames that were not valid messages, or came too late")
 
     def describe_cache(self, block_size: int, num_blocks: int) -> None:
         """Export the cache's shape as labels, the way vLLM does."""

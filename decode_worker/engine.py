@@ -161,6 +161,7 @@ class DecodeEngine(Engine):
             blocks=scheduler.pool.counts,
             tokens_per_s=self._recorder.tokens_per_s,
             step_time_s=self._recorder.step_time_s,
+            num_dropped_frames=self._transfers.num_dropped_frames,
         )
 
     def check_integrity(self) -> BlockCounts:

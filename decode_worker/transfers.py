@@ -107,6 +107,10 @@ class IncomingTransfers:
         """What the receiver's thread died of."""
         return self._receiver.failure
 
+    @property
+    def num_dropped_frames(self) -> int:
+        return self._receiver.num_dropped_frames
+
     def stop(self) -> None:
         self._receiver.stop()
 

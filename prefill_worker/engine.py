@@ -132,6 +132,7 @@ class PrefillEngine(Engine):
             blocks=scheduler.pool.counts,
             tokens_per_s=self._rate,
             step_time_s=self._step_time,
+            num_dropped_frames=self._sender.num_dropped_frames,
         )
 
     def check_integrity(self) -> BlockCounts:

@@ -1,6 +1,6 @@
 """One line a request, at its end: its life, in the order in which it happened.
 
-12:00:01.250 INFO    router  request  id=cmpl-7f status=200 prompt=1900 cached=1024 output=64 finish=length
+12:00:01.250 INFO    router  request  request_id=9d1c path=/v1/completions status=200 id=cmpl-7f prompt=1900 cached=1024 output=64 finish=length
     ttft_ms=93.1 queue_ms=2.1 prefill_ms=80.2 transfer_ms=9.7 exposed_ms=1.2 decode_ms=812 total_ms=907
     prefill_worker=prefill-0 decode_worker=decode-1 attempts=1
 """
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 class RequestLog:
     """What is known of one request to a generation endpoint. `end` counts it and writes its line, once.
 
-    `began` is perf_counter seconds; `client_id` the client's own `x-request-id`.
+    `began` is perf_counter seconds; `request_id` what `x-request-id` says, the client's own or ours.
     """
 
     metrics: RouterMetrics
     path: str
-    client_id: str
+    request_id: str
     began: float = field(default_factory=time.perf_counter)
     id: str = ""
     stream: bool = False
@@ -83,9 +83,9 @@ class RequestLog:
         return sum(cached.values())
 
     def _fields(self) -> dict[str, object]:
-        fields: dict[str, object] = {"id": self.id, "path": self.path, "status": self.status}
-        if self.client_id:
-            fields["client_id"] = self.client_id
+        fields: dict[str, object] = {"request_id": self.request_id, "path": self.path, "status": self.status}
+        if self.id:
+            fields["id"] = self.id
         if self.error is not None:
             fields |= {"error": type(self.error).__name__, "reason": self.error.message[:200]}
         if self.choices:

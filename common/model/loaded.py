@@ -10,6 +10,7 @@ import torch
 
 from diptych.common.errors import ConfigError
 from diptych.common.messages import PROTOCOL_VERSION
+from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.files import ModelFiles
 from diptych.common.model.fingerprint import layout_fingerprint
 from diptych.common.model.kv_cache import KVCache, block_bytes
@@ -59,10 +60,13 @@ class LoadedModel:
             block_size=config.block_size,
             protocol_version=PROTOCOL_VERSION,
         )
+        runner = ModelRunner(model, kv)
+        # The first step compiles kernels and touches every weight: the worker does it, not its first client.
+        runner.forward([SequenceChunk((0, 0), 0, (0,))])
         return cls(
             files.model_id,
             shape.vocab_size,
-            ModelRunner(model, kv),
+            runner,
             kv,
             dtype,
             fingerprint,

@@ -46,8 +46,9 @@ def _sources(prompt: str | list[int] | list[str] | list[list[int]]) -> list[tupl
         return [(prompt, "prompt")]
     if not prompt:
         raise InvalidRequest("prompt: must not be empty", param="prompt")
-    texts = [(part, f"prompt[{i}]") for i, part in enumerate(prompt) if not isinstance(part, int)]
-    return list(texts) or [([part for part in prompt if isinstance(part, int)], "prompt")]
+    if isinstance(prompt[0], int):
+        return [([part for part in prompt if isinstance(part, int)], "prompt")]
+    return [(part, f"prompt[{i}]") for i, part in enumerate(prompt) if isinstance(part, str | list)]
 
 
 async def _prompt(service: Service, fields: CompletionRequest, source: str | list[int], param: str) -> Prompt:

@@ -147,7 +147,6 @@ class Message(Fields):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
-
     def as_dict(self) -> dict[str, Any]:
         """What was sent, nulls left out, for chat templates. Client data inside is not copied, however deep it is."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}

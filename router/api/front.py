@@ -35,6 +35,7 @@ class Front:
         request_id = headers.get("x-request-id", "")
         if not SANE_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
         started = False
 
         async def send_with_id(message: Message) -> None:

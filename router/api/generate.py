@@ -50,7 +50,7 @@ async def _serve(
     plan: Callable[[Service, F, str], Awaitable[Plan]],
     shape: Callable[[Service, F], Shape],
 ) -> Response:
-    log = RequestLog(service.metrics, request.url.path, request.headers.get("x-request-id", "")[:128])
+    log = RequestLog(service.metrics, request.url.path, request.state.request_id)
     try:
         service.check_open()
         fields = await read_model(request, model, service.config.max_body_bytes)

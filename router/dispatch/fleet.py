@@ -170,7 +170,7 @@ class WorkerFleet:
         if worker.hello is None:
             self.connections[address].send(self._hello)
         if worker.ready and not was_ready:
-            log.info("worker %s is ready", worker.describe(self._clock()))
+            log.info("worker %s", worker.describe(self._clock()))
             self._listener.on_ready(address)
 
     def _lost(self, address: str, reason: str = "") -> None:

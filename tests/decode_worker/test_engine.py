@@ -223,8 +223,9 @@ def test_poison_fails_alone(engine: Rig, tokens: list[int], options: dict[str, A
 
 def test_odd_parameters_harm_nobody(engine: Rig) -> None:
     bias = ((2**40, 5.0), (-3, 5.0), (7, float("inf")), (8, float("nan")))
-    for number, params in enumerate(({"logit_bias": bias}, {"logit_bias": bias, "temperature": 1.0})):
-        engine.ask(prompt(20), f"odd{number}", stop_token_ids=(2**40, -1), min_tokens=3, **params)
+    for number, temperature in enumerate((0.0, 1.0)):
+        odd: dict[str, Any] = {"logit_bias": bias, "temperature": temperature, "stop_token_ids": (2**40, -1)}
+        engine.ask(prompt(20), f"odd{number}", min_tokens=3, **odd)
     engine.ask(prompt(20), "good")
     engine.until(lambda: engine.is_clean)
     assert engine.tokens("good") == engine.oracle(prompt(20))

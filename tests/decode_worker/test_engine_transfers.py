@@ -234,6 +234,7 @@ def test_frames_after_an_abort_do_not_touch_who_came_next(make_engine: Callable[
     engine.peer.done()
     engine.until(lambda: engine.is_clean and engine.receiver.num_dropped_frames == 2)
     assert engine.tokens("b") == engine.oracle(prompt(40, 1), 20)
+    assert engine.engine.status.num_dropped_frames == 2
 
 
 @pytest.mark.parametrize("state", PHASES)
@@ -361,6 +362,7 @@ def test_an_announcement_taken_back_is_forgotten(engine: Rig) -> None:
     engine.until(lambda: engine.engine._transfers._early)
     engine.peer.send(KVFailed(request_id="a", attempt=0, reason="aborted"))
     engine.until(lambda: not engine.engine._transfers._early)
+    assert not engine.peer.socket.poll(0)
 
 
 def test_announcements_nobody_asked_for_are_bounded(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

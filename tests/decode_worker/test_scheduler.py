@@ -133,12 +133,12 @@ def test_the_youngest_loses_its_blocks_and_is_recomputed_in_chunks() -> None:
     old, young = decoding(plan, "a", 10, 1.0), decoding(plan, "b", 9, 2.0)
     while not young.num_preemptions:
         output = run(plan)
-    assert list(output.preempted) == [young] and young.status is RequestStatus.PREEMPTED
-    assert old.status is RequestStatus.RUNNING and young.blocks == []
+    assert list(output.preempted) == [young] and plan.queue == [young]
+    assert plan.running == [old] and young.blocks == []
     plan.remove(old)
     sizes = [chunk.num_tokens for _ in range(4) for chunk in run(plan).chunks]
     assert max(sizes) <= 4
-    assert young.status is RequestStatus.RUNNING and young.num_preemptions == 1
+    assert plan.running == [young] and young.num_preemptions == 1
 
 
 def test_a_preempted_sequence_goes_before_younger_ones() -> None:

@@ -63,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.compute(sequence, first * SIZE, min(num_landed * SIZE, sequence.num_tokens))
         self.plan.prefill_locally(sequence, num_landed)
 
-    @precondition(lambda self: len(self.plan))
+    @precondition(lambda self: len(self.plan) > 0)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.plan.remove(self.pick(data, *RequestStatus))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -138,11 +139,12 @@ def test_tokens_equal_the_oracle(
 
 
 def test_sampled_tokens_equal_the_oracle_and_turns_share_their_prefix(make_service: Callable[..., Service]) -> None:
-    service, params = make_service(), {"temperature": 1.0, "seed": 4, "presence_penalty": 0.5}
+    service = make_service()
+    params: dict[str, Any] = {"temperature": 1.0, "seed": 4, "presence_penalty": 0.5}
     history = prompt(20)
     for turn in range(4):
         service.ask(history, f"turn{turn}", **params)
-        service.wait(lambda turn=turn: service.decode.reason(f"turn{turn}"))
+        service.wait(functools.partial(service.decode.reason, f"turn{turn}"))
         answer = service.decode.tokens(f"turn{turn}")
         assert answer == service.decode.oracle(history, 12, **params)
         history = history + answer + prompt(10, turn)
@@ -161,7 +163,6 @@ def test_an_abort_storm_leaves_nothing_behind(make_service: Callable[..., Servic
             if number != 3:
                 service.abort(f"r{wave}-{number}")
     service.wait(lambda: all(service.decode.reason(f"r{wave}-3") for wave in range(6)))
-    rng = random.Random(0)
     service.settle()
     assert not [
         m for _, m in service.sent + service.decode.sent if isinstance(m, RequestFailed) and "-3" in m.request_id

@@ -256,6 +256,25 @@ def test_without_a_decode_worker_the_router_is_not_ready(system_of: Any) -> None
         assert complete(client, prompt="x", max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
+@pytest.mark.parametrize("path", ("/v1/completions", "/v1/chat/completions"))
+def test_a_failure_after_the_start_is_an_event(system_of: Any, path: str) -> None:
+    stack = system_of(router_flags=("--queue-timeout-s", "1", "--worker-timeout-s", "1")).stack
+    decode = stack.workers("decode")[0]
+    prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": HELLO}
+    body = {"model": MODEL, "max_tokens": 3500, "ignore_eos": True, "stream": True, **prompt}
+    with (
+        httpx.Client(base_url=stack.url, timeout=60, trust_env=False) as client,
+        client.stream("POST", path, json=body) as reply,
+    ):
+        lines = reply.iter_lines()
+        assert next(lines).startswith("data: ")
+        decode.kill()  # the only one
+        last = json.loads(list(filter(None, lines))[-1].removeprefix("data: "))
+        assert set(last["error"]) == {"message", "type", "param", "code"} and "decode" in last["error"]["message"]
+        stack.restart(decode)
+        wait_until(lambda: is_ready(client), "the router is ready again")
+
+
 def test_two_routers_share_the_workers(stack: Stack, http: httpx.Client, tmp_path: Any) -> None:
     second = StackProcess("router-1", "router", stack.router.command, tmp_path / "router-1.log")
     port = free_port()

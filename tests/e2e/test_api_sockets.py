@@ -18,6 +18,7 @@ pytestmark = pytest.mark.e2e
 MODEL = "tiny-random"
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4  # one token a byte
 PATIENCE_S = 10.0
+JSON = {"content-type": "application/json"}
 
 
 def wait_until(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
@@ -212,3 +213,70 @@ def test_a_stop_string_ends_the_work_at_once(stack: Stack, http: httpx.Client) -
     complete(http, prompt=PROMPT, max_tokens=3500, stop=text[8:11])
     wait_until(lambda: not any(owned(stack).values()), "every block is given back")
     assert generated(decode) - before < 1000
+
+
+# ---------------------------------------------------------------- poison
+
+NASTY = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    1.5,
+    -0.0,
+    1e308,
+    "",
+    "x",
+    "\x00",
+    "🙂" * 40,
+    [],
+    [None],
+    [[]],
+    {},
+    {"a": {}},
+)
+HARMLESS = {"model": MODEL, "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "needed"),
+    [
+        ("/v1/completions", {**HARMLESS, "prompt": "x"}),
+        ("/v1/chat/completions", {**HARMLESS, "messages": [{"role": "user", "content": "x"}]}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [65]}),
+    ],
+)
+def test_no_value_of_any_field_is_a_server_error(http: httpx.Client, path: str, needed: dict[str, Any]) -> None:
+    document = http.get("/openapi.json").json()
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    fields = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
+    assert set(needed) <= set(fields)
+    for field in fields:
+        for value in NASTY:
+            reply = http.post(path, content=json.dumps({**needed, field: value}), headers=JSON)
+            assert reply.status_code in (200, 400, 404), (field, value, reply.text)
+            assert reply.status_code == 200 or reply.json()["error"]["message"], (field, value)
+    assert http.post(path, json=needed).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user"},
+        {"role": "robot", "content": "x"},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "user", "content": [{"type": "text"}]},
+        {"role": "user", "content": 5},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {}}]},
+        {"role": "tool", "content": "x", "tool_call_id": []},
+        "x",
+        None,
+    ],
+)
+def test_no_message_is_a_server_error(http: httpx.Client, message: Any) -> None:
+    reply = http.post("/v1/chat/completions", json={**HARMLESS, "messages": [message]})
+    assert reply.status_code in (200, 400), reply.text

@@ -74,7 +74,8 @@ def served(tmp_path: Path) -> Iterator[list[Served]]:
 
 
 def ask(url: str) -> str:
-    body = {"model": "tiny-random", "messages": [{"role": "user", "content": "x" * 200}], "max_tokens": 5}
+    messages = [{"role": "user", "content": "x" * 200}]
+    body = {"model": "tiny-random", "messages": messages, "max_tokens": 5, "temperature": 0}
     reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
     assert reply.status_code == 200, reply.text
     text: str = reply.json()["choices"][0]["message"]["content"]

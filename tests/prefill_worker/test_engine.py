@@ -22,6 +22,7 @@ from diptych.common.messages import (
     RouterHeartbeat,
 )
 from diptych.common.sampling_params import SamplingParams
+from diptych.prefill_worker.kv_sender import TransferEnded
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 
@@ -41,7 +42,7 @@ def held(rig: Rig, length: int = 40, name: str = "a") -> None:
 def is_clean(rig: Rig) -> bool:
     """Every command was applied, and nothing is left of any request."""
     idle = rig.engine._inbox.empty() and rig.engine.is_empty
-    return idle and rig.engine.check_integrity().owned == 0
+    return bool(idle and rig.engine.check_integrity().owned == 0)
 
 
 # ---------------------------------------------------------------- first tokens
@@ -79,9 +80,12 @@ def test_a_reset_cache_is_computed_anew(engine: Rig) -> None:
 def test_a_long_prompt_takes_several_steps(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     forward = engine.engine._runner.forward
-    monkeypatch.setattr(
-        engine.engine._runner, "forward", lambda chunks: sizes.append(len(chunks[0].token_ids)) or forward(chunks)
-    )
+
+    def recording(chunks: list[Any]) -> object:
+        sizes.append(len(chunks[0].token_ids))
+        return forward(chunks)
+
+    monkeypatch.setattr(engine.engine._runner, "forward", recording)
     engine.ask(prompt(100))
     engine.until(lambda: is_clean(engine))
     assert sizes == [32, 32, 32, 4]
@@ -189,6 +193,14 @@ def test_no_acknowledgement_ends_with_the_lease(make_engine: Callable[..., Rig])
     held(engine)
     engine.until(lambda: is_clean(engine))
     assert [(f.phase, f.retryable) for f in engine.failures()] == [("transfer", True)]
+
+
+def test_the_end_of_an_earlier_life_takes_the_sender_along(engine: Rig) -> None:
+    held(engine)
+    engine.read_open()
+    engine.engine.notify(TransferEnded("a", 0, "", 0, 0, 0.0, 0.0, 0.0))
+    engine.until(lambda: is_clean(engine))
+    assert engine.read_failed().reason == "acknowledged"  # nothing may be shipped from blocks that are released
 
 
 def test_a_refusal_fails_the_request(engine: Rig) -> None:

@@ -209,7 +209,7 @@ def test_senseless_grants_are_dropped(rig: Rig) -> None:
     rig.grant(first_block=5)
     rig.grant(first_block=2)
     rig.grant(first_block=0)
-    assert rig.read()[0].first_block == 2  # type: ignore[union-attr]
+    assert rig.read()[0].first_block == 2
     rig.wait(lambda: rig.sender.num_dropped_frames == 2)
 
 
@@ -263,5 +263,5 @@ def test_idle_connections_are_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch) 
     rig.sender.cancel("a", 0, "aborted")
     rig.wait(lambda: not rig.sender._connections)
     rig.open("b")
-    while rig.read()[0].request_id != "b":  # type: ignore[union-attr]
+    while rig.read()[0].request_id != "b":
         pass

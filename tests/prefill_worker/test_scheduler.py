@@ -146,7 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.cells[self.cell(chunk.sequence, position)] = tuple(chunk.sequence.token_ids[: position + 1])
             self.plan.advance(chunk, 0.0)
 
-    @precondition(lambda self: len(self.plan))
+    @precondition(lambda self: len(self.plan) > 0)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         """Acknowledged or aborted, in whatever state."""

@@ -1,0 +1,213 @@
+"""The real application on a real socket, in front of a scripted engine with the tiny model's tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from diptych.common.errors import RequestError
+from diptych.common.model.files import ModelFiles, resolve_model
+from diptych.common.sampling_params import TokenLogprobs
+from diptych.common.settings import RouterConfig
+from diptych.common.stop import finish_reason
+from diptych.router.api.app import build_app
+from diptych.router.api.server import listen
+from diptych.router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
+from diptych.router.dispatch.load import DispatchLoad, WorkerLoad
+from diptych.router.metrics import RouterMetrics
+from diptych.router.text.pipeline import TextPipeline
+
+MODEL = "tiny-random"
+EOS = 259
+TIMELINE = RequestTimeline("prefill-0", "decode-0", queue_s=0.001, prefill_s=0.02, transfer_s=0.003, decode_s=0.1)
+WORKER = WorkerLoad("tcp://127.0.0.1:1", "decode", "decode-0", "ready", 0, 0, 90, 100, 0, 0.0, 0.0, 0, 0, 0)
+
+
+@dataclass
+class Engine:
+    """A `GenerationClient` that says what a test tells it: `text`, over and over, `per_event` tokens at a time.
+
+    `error` is raised after `error_after` tokens; `hold_after` tokens wait for `go`.
+    """
+
+    text: str = "The quick brown fox. "
+    per_event: int = 1
+    error: RequestError | Exception | None = None
+    error_after: int = 0
+    hold_after: int = -1
+    eos_after: int = -1
+    cached: int = 0
+    is_ready: tuple[bool, str] = (True, "")
+    max_model_len: int = 0
+    logprob: float = -0.5
+    requests: list[GenerationRequest] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    num_resets: int = 0
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
+        self.requests.append(request)
+        done = False
+        try:
+            async for event in self._events(request):
+                done = bool(event.finish_reason)
+                yield event
+        finally:
+            if not done and self.error is None:
+                self.aborted.append(request.request_id)
+
+    async def _events(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
+        script = list(self.text.encode())
+        tokens: list[int] = []
+        reason, count = "", 0
+        while not reason:
+            if count == self.hold_after:
+                await self.go.wait()
+            if self.error is not None and count >= self.error_after:
+                raise self.error
+            token = EOS if count == self.eos_after else script[count % len(script)]
+            tokens.append(token)
+            count += 1
+            reason = finish_reason(
+                request.params, (EOS,), num_output_tokens=count, token_id=token, num_tokens=count, max_model_len=10**9
+            )
+            if reason or len(tokens) == self.per_event:
+                yield self._event(request, tokens, reason)
+                tokens = []
+                await asyncio.sleep(0)
+
+    def _event(self, request: GenerationRequest, tokens: list[int], reason: str) -> TokenEvent:
+        top = tuple((ord("a") + i, -1.0 - i) for i in range(max(0, request.params.logprobs)))
+        scores = tuple(TokenLogprobs(self.logprob, top) for _ in tokens) if request.params.logprobs >= 0 else ()
+        timeline = dataclasses.replace(TIMELINE) if reason else None
+        return TokenEvent(tuple(tokens), scores, reason, self.cached, timeline)
+
+    @property
+    def ready(self) -> tuple[bool, str]:
+        return self.is_ready
+
+    def load(self) -> DispatchLoad:
+        return DispatchLoad({"queue": 0, "decode": 2}, (WORKER,), {"decode": 3}, {"Unavailable": 1}, {"remote": 4}, 5)
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
+
+
+@dataclass
+class Running:
+    """The application while it listens."""
+
+    app: FastAPI
+    engine: Engine
+    url: str
+    http: httpx.AsyncClient
+
+    async def completion(self, **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"} | fields)
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "hi"}]
+        return await self.http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages} | fields)
+
+    async def events(self, path: str = "/v1/completions", **fields: Any) -> list[Any]:
+        """The payloads of a stream, "[DONE]" as text; the answer must be a well-formed event stream."""
+        ask = self.chat if "chat" in path else self.completion
+        reply = await ask(stream=True, **fields)
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+        blocks = reply.text.split("\n\n")
+        assert blocks.pop() == ""
+        payloads = [block.removeprefix("data: ") for block in blocks if not block.startswith(":")]
+        return [text if text == "[DONE]" else json.loads(text) for text in payloads]
+
+    async def metric(self, line: str) -> float:
+        """The value of the sample whose name and labels begin with `line`; 0 when there is none."""
+        text = (await self.http.get("/metrics")).text
+        return sum(float(row.rsplit(" ", 1)[1]) for row in text.splitlines() if row.startswith(line))
+
+
+@pytest.fixture(scope="session")
+def files() -> ModelFiles:
+    return resolve_model(MODEL)
+
+
+@pytest.fixture(scope="session")
+def text(files: ModelFiles) -> Iterator[TextPipeline]:
+    pipeline = TextPipeline.from_files(files, threads=2)
+    yield pipeline
+    pipeline.close()
+
+
+Start = Callable[..., Awaitable[Running]]
+
+
+@pytest.fixture
+async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
+    """Starts the application with settings of a test's own."""
+    started: list[tuple[uvicorn.Server, httpx.AsyncClient]] = []
+
+    async def run(engine: Engine | None = None, headers: dict[str, str] | None = None, **settings: Any) -> Running:
+        engine = engine or Engine()
+        config = RouterConfig(model=MODEL, **settings)
+        name = config.served_model_name or files.model_id
+        app = build_app(engine, text, files, config, RouterMetrics(name, engine.load))
+        listener = listen("127.0.0.1", 0)
+        server = await listening(app, listener)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        client = httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, verify=False, timeout=20)
+        started.append((server, client))
+        return Running(app, engine, url, client)
+
+    yield run
+    for server, client in started:
+        await client.aclose()
+        for sockets in server.servers:
+            sockets.close()
+        await until(lambda server=server: not server.server_state.connections and not server.server_state.tasks)
+
+
+async def listening(app: FastAPI, listener: socket.socket) -> uvicorn.Server:
+    """uvicorn without its main loop, whose ticks of 0.1 s would make up most of a test."""
+    config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False)
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[listener])
+    return server
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition; fail the test when it never comes true."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 (what it asks about tells nobody when it changes)
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def running(start: Start) -> Running:
+    return await start()
+
+
+class Tools:
+    """What tests use beside the application; a class, because test modules cannot import this one by name."""
+
+    Engine = Engine
+    MODEL = MODEL
+    EOS = EOS
+
+    until = staticmethod(until)
+
+
+@pytest.fixture
+def tools() -> type[Tools]:
+    return Tools

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from typing import Any
+
+import httpx
+import pytest
+
+from diptych.common.errors import Unavailable
+from diptych.common.settings import RouterConfig
+from diptych.router.api import server as server_module
+from diptych.router.api.app import build_app
+from diptych.router.api.server import listen, serve
+from diptych.router.metrics import RouterMetrics
+
+
+class Served:
+    """`serve` in the test's own loop, told to stop by a real signal."""
+
+    def __init__(self, engine: Any, files: Any, text: Any) -> None:
+        config = RouterConfig(model="tiny-random")
+        self.app = build_app(engine, text, files, config, RouterMetrics("tiny", engine.load))
+        self.engine, self.closed = engine, False
+        self.listener = listen("127.0.0.1", 0)
+        url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.http = httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=20)
+        self.task = asyncio.create_task(serve(self.app, self.listener, self.close))
+
+    async def close(self) -> None:
+        self.closed = True
+        self.engine.error = Unavailable("the router is shutting down")
+        self.engine.go.set()
+
+
+@pytest.fixture
+async def served(tools: Any, files: Any, text: Any) -> Any:
+    served = Served(tools.Engine(hold_after=2), files, text)
+    yield served
+    await served.http.aclose()
+
+
+async def ask(served: Served, tools: Any) -> asyncio.Task[httpx.Response]:
+    body = {"prompt": "a", "max_tokens": 5, "stream": True}
+    request = asyncio.create_task(served.http.post("/v1/completions", json=body))
+    await tools.until(lambda: served.engine.requests)
+    return request
+
+
+async def test_running_answers_finish(served: Served, tools: Any) -> None:
+    request = await ask(served, tools)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await tools.until(lambda: served.app.state.service.draining)
+    assert (await served.http.get("/ready")).status_code == 503
+    assert (await served.http.post("/v1/completions", json={"prompt": "a"})).status_code == 503
+    assert not served.closed
+    served.engine.go.set()
+    assert (await request).text.endswith("data: [DONE]\n\n")
+    await served.task
+    assert served.closed
+
+
+async def test_answers_that_take_too_long_end_with_an_error(served: Served, tools: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(server_module, "DRAIN_S", 0.05)
+    request = await ask(served, tools)
+    os.kill(os.getpid(), signal.SIGTERM)
+    last = (await request).text.removesuffix("\n\n").rpartition("data: ")[2]
+    assert json.loads(last)["error"]["code"] == "service_unavailable"
+    await served.task
+
+
+# ---------------------------------------------------------------- the process
+
+FLAGS = ["--model", "tiny-random", "--decode", "tcp://127.0.0.1:1"]
+COMMAND = [sys.executable, "-P", "-m", "diptych.router", *FLAGS]
+
+
+@pytest.mark.e2e
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run([*COMMAND, "--port", port], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == f"diptych router: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+@pytest.mark.e2e
+def test_a_model_that_is_not_there_is_one_line() -> None:
+    command = [*COMMAND, "--port", "0", "--model", "no-such-model"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no-such-model" in done.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_listens_without_workers_and_ends_in_order(number: signal.Signals) -> None:
+    with subprocess.Popen([*COMMAND, "--port", "0", "--log-json"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        first = json.loads(process.stderr.readline())
+        assert first["message"] == "listening"
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"http://127.0.0.1:{first['port']}/ready", timeout=30)
+        process.send_signal(number)
+        assert process.wait(30) == 0
+        assert "Traceback" not in process.stderr.read()

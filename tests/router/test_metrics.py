@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from diptych.router.dispatch.client import RequestTimeline
+from diptych.router.dispatch.load import DispatchLoad, WorkerLoad
+from diptych.router.metrics import RouterMetrics
+
+WORKER = WorkerLoad("tcp://127.0.0.1:1", "decode", "decode-0", "suspect", 3, 70, 90, 100, 2, 0.0, 0.0, 6, 7, 8)
+LOAD = DispatchLoad(
+    {"queue": 1, "decode": 4}, (WORKER,), {"decode": 2, "prefill": 1}, {"Overloaded": 3}, {"local": 9}, 5
+)
+
+
+def samples(metrics: RouterMetrics) -> dict[str, float]:
+    """Values by name and by those labels that tell samples apart."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            assert (sample.labels.pop("model_name"), sample.labels.pop("engine")) == ("tiny", "router")
+            found[" ".join([sample.name, *(value for _, value in sorted(sample.labels.items()))])] = sample.value
+    return found
+
+
+def test_the_dispatcher_is_read_at_scrape_time() -> None:
+    found = samples(RouterMetrics("tiny", lambda: LOAD))
+    assert (found["diptych_requests_in_flight queue"], found["diptych_requests_in_flight decode"]) == (1, 4)
+    assert (found["diptych_retries_total prefill"], found["diptych_takeovers_total"]) == (1, 2)
+    assert (found["diptych_failures_total Overloaded"], found["diptych_placements_total local"]) == (3, 9)
+    assert found["diptych_stale_deltas_total"] == 5
+    assert found["diptych_worker_state decode suspect decode-0"] == 1
+    worker = [found[f"diptych_worker_{name} decode decode-0"] for name in ("requests", "queued_tokens", "cuts_total")]
+    assert worker == [2, 70, 8]
+
+
+def test_a_finished_sequence() -> None:
+    metrics = RouterMetrics("tiny", lambda: LOAD)
+    metrics.observe_end((1.0, 1.5, 3.5), 5, RequestTimeline(queue_s=0.1, prefill_s=0.2, decode_s=2.0))
+    metrics.count_finished("stop")
+    found = samples(metrics)
+    assert found["vllm:e2e_request_latency_seconds_sum"] == 2.5
+    assert found["vllm:request_time_per_output_token_seconds_sum"] == 0.5
+    assert found["vllm:request_decode_time_seconds_sum"] == 2.0
+    assert found["vllm:request_success_total stop"] == 1
+
+
+def test_a_single_token_has_no_time_per_output_token() -> None:
+    metrics = RouterMetrics("tiny", lambda: LOAD)
+    metrics.observe_end((1.0, 1.5, 1.5), 1, None)
+    assert samples(metrics)["vllm:request_time_per_output_token_seconds_count"] == 0
+
+
+def test_tokens_that_come_together_share_the_gap() -> None:
+    metrics = RouterMetrics("tiny", lambda: LOAD)
+    metrics.observe_gap(0.4, 4)
+    found = samples(metrics)
+    assert (found["vllm:inter_token_latency_seconds_count"], found["vllm:inter_token_latency_seconds_sum"]) == (4, 0.4)
