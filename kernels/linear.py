@@ -23,6 +23,8 @@ class Linear:
         self.bias, self.dtype = bias, weight.dtype
         self._packed = _pack(weight)
         self._plain = weight if self._packed is None else weight.new_empty(0)
+        # One row alone takes oneDNN's other kernel in float32, and sums in another order, by threads, where W is wide.
+        self._lone_row_differs = weight.dtype == torch.float32 or self.in_features > self.out_features
 
     @property
     def packed(self) -> bool:
@@ -40,7 +42,7 @@ class Linear:
         """x [T, in] to [T, out]."""
         if self._packed is None:
             return functional.linear(x, self._plain, self.bias)
-        if x.shape[0] == 1 and self.dtype == torch.float32:  # one row alone would take oneDNN's other kernel
+        if x.shape[0] == 1 and self._lone_row_differs:
             return self._multiply(x.expand(2, -1).contiguous())[:1]
         return self._multiply(x)
 

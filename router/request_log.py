@@ -1,8 +1,8 @@
 """One line a request, at its end: its life, in the order in which it happened.
 
-12:00:01.250 INFO    router  request  request_id=9d1c path=/v1/completions status=200 id=cmpl-7f prompt=1900 cached=1024 output=64 finish=length
-    ttft_ms=93.1 queue_ms=2.1 prefill_ms=80.2 transfer_ms=9.7 exposed_ms=1.2 decode_ms=812 total_ms=907
-    prefill_worker=prefill-0 decode_worker=decode-1 attempts=1
+12:00:01.250 INFO    router  request  request_id=9d1c path=/v1/completions status=200 id=cmpl-7f prompt=1900
+    cached=1024 output=64 finish=length ttft_ms=93.1 queue_ms=2.1 prefill_ms=80.2 transfer_ms=9.7 exposed_ms=1.2
+    decode_ms=812 prefill_worker=prefill-0 decode_worker=decode-1 attempts=1 preemptions=0 total_ms=907
 """
 
 from __future__ import annotations

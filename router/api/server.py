@@ -66,6 +66,7 @@ async def serve(app: FastAPI, listener: socket.socket, close: Callable[[], Await
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
@@ -86,7 +87,7 @@ async def _drain(service: Service) -> None:
     service.draining = True
     loop = asyncio.get_running_loop()
     deadline = loop.time() + DRAIN_S
-    while service.num_active and loop.time() < deadline:
+    while service.num_active and loop.time() < deadline:  # noqa: ASYNC110 (a counter, looked at for three seconds)
         await asyncio.sleep(POLL_S)
     log.info("stopping", extra={"unfinished": service.num_active})
 

@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from typing import Any
 
 import httpx
@@ -104,10 +102,13 @@ def test_a_model_that_is_not_there_is_one_line() -> None:
 def test_it_listens_without_workers_and_ends_in_order(number: signal.Signals) -> None:
     with subprocess.Popen([*COMMAND, "--port", "0", "--log-json"], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        first = json.loads(process.stderr.readline())
-        assert first["message"] == "listening"
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"http://127.0.0.1:{first['port']}/ready", timeout=30)
-        process.send_signal(number)
-        assert process.wait(30) == 0
-        assert "Traceback" not in process.stderr.read()
+        try:
+            first = json.loads(process.stderr.readline())
+            reply = httpx.get(f"http://127.0.0.1:{first['port']}/ready", trust_env=False, timeout=30)
+            process.send_signal(number)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+        rest = process.stderr.read()
+    assert (first["message"], reply.status_code) == ("listening", 503)
+    assert "Traceback" not in rest
