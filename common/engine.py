@@ -19,6 +19,9 @@ from diptych.common.messages import Message
 
 log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.05
+IDLE_CHECK_S = 0.5
+"""How long a worker must have been idle before it checks its blocks: right away, the check would take the core on which
+the other pool computes the same request's next token."""
 INBOX_BOUND = 65_536
 MAX_FAILED_STEPS = 8
 """Steps in a row that may fail before the engine gives itself up and the worker becomes unhealthy."""
@@ -63,6 +66,7 @@ class Engine(ABC):
         self._stopping = False
         self._failed_steps = 0
         self._busy = False
+        self._worked_at = 0.0
         self.num_steps = 0
         self.status = EngineStatus()
         self.failure: BaseException | None = None
@@ -150,7 +154,7 @@ class Engine(ABC):
         now = time.monotonic()
         self.expire(now)
         if self.has_work:
-            self._busy = True
+            self._busy, self._worked_at = True, now
             try:
                 self.step(now)
                 self._failed_steps = 0
@@ -162,7 +166,7 @@ class Engine(ABC):
                 self.fail_step(error)
                 if self._failed_steps >= MAX_FAILED_STEPS:
                     raise
-        elif self._busy and self.is_empty:
+        elif self._busy and self.is_empty and now - self._worked_at >= IDLE_CHECK_S:
             self._busy = False
             self.check_integrity()
         self.num_steps += 1
@@ -178,7 +182,7 @@ class Engine(ABC):
         commands = [command, *(self._inbox.get_nowait() for _ in range(self._inbox.qsize()))]
         for command in commands:
             if command is not None:
-                self._busy = True
+                self._busy, self._worked_at = True, time.monotonic()
                 self.apply(command)
         self._flush()
 

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Annotated
 
+import msgpack
 import msgspec
 from msgspec import Meta
 
@@ -294,13 +295,11 @@ ToDecode = KVOpen | KVBlocks | KVDone | KVFailed
 ToPrefill = KVGrant | KVWait | KVAck | KVFailed
 AnyMessage = ToWorker | ToRouter | ToDecode | ToPrefill
 
-# Typed: fields are checked while they are read, so nesting is bounded and nothing is allocated for what is not there.
-_DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
-
 
 def encode(message: Message) -> bytes:
     """One message as bytes."""
-    return msgspec.msgpack.encode(message)
+    packed: bytes = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)))
+    return packed
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
@@ -308,6 +307,8 @@ def decode(data: bytes | memoryview) -> AnyMessage:
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"message of {len(data)} bytes exceeds the bound of {MAX_MESSAGE_BYTES}")
     try:
-        return _DECODER.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        # msgpack bounds what is unpacked by the size of `data`; no message has maps or extension types.
+        raw = msgpack.unpackb(data, max_map_len=0, max_ext_len=0)
+        return msgspec.convert(raw, AnyMessage)  # type: ignore[no-any-return]
+    except (msgspec.MsgspecError, msgpack.UnpackException, ValueError, TypeError, RecursionError) as error:
         raise WireError(f"not a message: {error}") from error

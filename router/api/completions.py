@@ -60,10 +60,10 @@ async def _prompt(service: Service, fields: CompletionRequest, source: str | lis
         echo = source
     else:
         token_ids = source
-        text.check_ids(token_ids, param=param)
-    if not token_ids:
-        token_ids = _begin_of_text(service, param)
+    token_ids = token_ids or _begin_of_text(service, param)
     max_tokens = fit(len(token_ids), fields.max_tokens, limit, default=DEFAULT_MAX_TOKENS, param=param)
+    if not isinstance(source, str):
+        text.check_ids(token_ids, param=param)  # after their number: a million are not looked at
     if fields.echo and not isinstance(source, str):
         echo = await text.decode(token_ids, skip_special_tokens=fields.skip_special_tokens is not False)
     return Prompt(token_ids, max_tokens, echo)

@@ -29,12 +29,13 @@ POLL_S = 0.02
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound, not yet listening socket. Raises OSError when the address is taken or not this machine's."""
+    """A listening socket: early clients wait. Raises OSError when the address is taken or not this machine's."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(BACKLOG)  # two that are only bound may share a port
         listener.setblocking(False)
     except OSError:
         listener.close()

@@ -349,7 +349,8 @@ def test_steps_that_only_raise_end_the_engine(engine: Rig, monkeypatch: pytest.M
     assert len(engine.sent) == MAX_FAILED_STEPS - 1  # the last turn's answer dies with the engine
 
 
-def test_broken_ownership_ends_the_engine(engine: Rig) -> None:
+def test_broken_ownership_ends_the_engine(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.common.engine.IDLE_CHECK_S", 0.0)
     engine.ask(prompt(20))
     engine.engine.scheduler.pool.allocate(1)
     with pytest.raises(BlockError, match="1 refs, 0 owners"):
