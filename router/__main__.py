@@ -42,11 +42,12 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
     """The router's life inside its event loop. Raises ModelError."""
     from diptych.common.model.files import resolve_model
     from diptych.router.api.app import build_app
-    from diptych.router.api.server import serve
+    from diptych.router.api.server import serve, stop_on_signals
     from diptych.router.dispatch.dispatcher import Dispatcher
     from diptych.router.metrics import RouterMetrics
     from diptych.router.text.pipeline import TextPipeline
 
+    stop = stop_on_signals()
     files = resolve_model(config.model, progress=False)
     text = TextPipeline.from_files(files, threads=config.tokenizer_threads)
     dispatcher = Dispatcher(config)
@@ -58,7 +59,7 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
         await dispatcher.start()
         host, port = listener.getsockname()[:2]
         log.info("listening", extra={"host": host, "port": port, "model": files.model_id})
-        await serve(app, listener, dispatcher.close)
+        await serve(app, listener, dispatcher.close, stop)
     finally:
         await dispatcher.close()
         text.close()

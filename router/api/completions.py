@@ -64,8 +64,8 @@ async def _prompt(service: Service, fields: CompletionRequest, source: str | lis
     max_tokens = fit(len(token_ids), fields.max_tokens, limit, default=DEFAULT_MAX_TOKENS, param=param)
     if not isinstance(source, str):
         text.check_ids(token_ids, param=param)  # after their number: a million are not looked at
-    if fields.echo and not isinstance(source, str):
-        echo = await text.decode(token_ids, skip_special_tokens=fields.skip_special_tokens is not False)
+        if fields.echo:
+            echo = await text.decode(token_ids, skip_special_tokens=fields.skip_special_tokens is not False)
     return Prompt(token_ids, max_tokens, echo)
 
 

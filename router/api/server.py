@@ -51,13 +51,20 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(app: FastAPI, listener: socket.socket, close: Callable[[], Awaitable[None]]) -> None:
-    """Serve on `listener` until SIGINT or SIGTERM. `close` ends the app's client once the time to drain is over."""
-    service: Service = app.state.service
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGINT or SIGTERM sets; the second signal ends the process at once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _on_signal, stop)
+    return stop
+
+
+async def serve(
+    app: FastAPI, listener: socket.socket, close: Callable[[], Awaitable[None]], stop: asyncio.Event
+) -> None:
+    """Serve on `listener` until `stop` is set. `close` ends the app's client once the time to drain is over."""
+    service: Service = app.state.service
     config = uvicorn.Config(
         app,
         loop="none",  # it runs already

@@ -1,6 +1,6 @@
 """The seam between the HTTP front and the dispatch core: what the front asks for and what it gets back.
 
-    front ── GenerationRequest ──> GenerationClient.generate ── TokenEvent, TokenEvent, ... (the last has finish_reason) ──> front
+    front ── GenerationRequest ──> GenerationClient.generate ── TokenEvent, ... (the last has finish_reason) ──> front
 
 The front owns text: it tokenises, detokenises, finds stop strings and speaks HTTP. The core owns tokens: it chooses
 workers, retries, and joins what they send into one ordered stream in which no token is missing or repeated.

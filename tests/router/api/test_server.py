@@ -16,7 +16,7 @@ from diptych.common.errors import Unavailable
 from diptych.common.settings import RouterConfig
 from diptych.router.api import server as server_module
 from diptych.router.api.app import build_app
-from diptych.router.api.server import listen, serve
+from diptych.router.api.server import listen, serve, stop_on_signals
 from diptych.router.metrics import RouterMetrics
 
 
@@ -30,7 +30,7 @@ class Served:
         self.listener = listen("127.0.0.1", 0)
         url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.http = httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=20)
-        self.task = asyncio.create_task(serve(self.app, self.listener, self.close))
+        self.task = asyncio.create_task(serve(self.app, self.listener, self.close, stop_on_signals()))
 
     async def close(self) -> None:
         self.closed = True
