@@ -95,7 +95,7 @@ def serve_blocks(pipe: Connection, shape: Shape, checksum: bool) -> None:
     pipe.send(receiver.address)
     while True:
         match events.get():
-            case TransferOpened(peer, opened):
+            case TransferOpened(peer, opened, _):
                 now = time.monotonic()
                 blocks = range(opened.num_blocks)
                 receiver.expect(Landing(opened.request_id, opened.attempt, peer, blocks, 0, now, now))

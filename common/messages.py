@@ -214,7 +214,7 @@ class RequestFailed(Message, frozen=True, tag=23):
 
 
 class KVOpen(Message, frozen=True, tag=40):
-    """P announces the KV of a prompt. P owns its blocks; D owns none yet."""
+    """P announces the KV of a prompt. P owns its blocks; D owns none yet. `sent_at` is P's clock, in seconds."""
 
     request_id: Name
     attempt: Count
@@ -223,6 +223,7 @@ class KVOpen(Message, frozen=True, tag=40):
     decode_epoch: Count
     fingerprint: Name
     num_blocks: Annotated[int, Meta(ge=1, le=2**31)]
+    sent_at: float = 0.0
 
 
 class KVBlocks(Message, frozen=True, tag=41):
@@ -241,7 +242,7 @@ class KVBlocks(Message, frozen=True, tag=41):
 class KVDone(Message, frozen=True, tag=42):
     """All granted blocks were sent and the first token is sampled. P still holds its blocks, until `KVAck`.
 
-    `age_s` is how long ago the prompt was computed when this was handed to the socket.
+    `computed_at` is when the prompt was computed, by P's clock: `KVOpen.sent_at` tells D how the clocks differ.
     """
 
     request_id: Name
@@ -250,7 +251,7 @@ class KVDone(Message, frozen=True, tag=42):
     logprobs: TokenLogprobs | None = None
     num_cached_tokens: Count = 0
     prefill_s: float = 0.0
-    age_s: float = 0.0
+    computed_at: float = 0.0
 
 
 # ---------------------------------------------------------------- decode worker -> prefill worker

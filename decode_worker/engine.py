@@ -255,6 +255,7 @@ class DecodeEngine(Engine):
             self._fail(sequence, "transfer", why, retryable=True)
         else:
             sequence.peer, sequence.opened_at, sequence.renewed_at = event.peer, now, now
+            sequence.clock_offset_s = event.received_at - message.sent_at
             if sequence.status is RequestStatus.EXPECTING:
                 self.scheduler.open(sequence)
             elif sequence.status is RequestStatus.TRANSFERRING:
@@ -277,7 +278,9 @@ class DecodeEngine(Engine):
             self._fail(sequence, "transfer", why, retryable=True)
             return
         sequence.transfer_s = max(landing.landed_at, landing.done_at) - landing.granted_at
-        sequence.exposed_transfer_s = done.age_s + max(0.0, landing.landed_at - landing.done_at)
+        # By this worker's clock, but for the latency of an idle wire.
+        computed_at = done.computed_at + sequence.clock_offset_s
+        sequence.exposed_transfer_s = max(0.0, max(landing.landed_at, landing.done_at) - computed_at)
         sequence.prefill_s, sequence.num_cached = done.prefill_s, done.num_cached_tokens
         sequence.joined_at = sequence.first_token_at = now
         self.scheduler.land(sequence)

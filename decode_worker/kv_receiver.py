@@ -37,10 +37,11 @@ MAX_PEERS_HWM = 64
 
 @dataclass(frozen=True, slots=True)
 class TransferOpened:
-    """A prefill worker announced KV; `peer` is where to answer."""
+    """A prefill worker announced KV; `peer` is where to answer, `received_at` this worker's clock."""
 
     peer: bytes
     message: KVOpen
+    received_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class KVReceiver:
             return
         match message:
             case KVOpen():
-                self._on_event(TransferOpened(peer, message))
+                self._on_event(TransferOpened(peer, message, time.monotonic()))
             case KVDone():
                 self._finish(message)
             case KVFailed(request_id=request_id, attempt=attempt, reason=reason):

@@ -60,6 +60,7 @@ class DecodeSequence:
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     exposed_transfer_s: float = 0.0
+    clock_offset_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.num_request_tokens = len(self.token_ids)

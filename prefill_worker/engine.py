@@ -212,6 +212,7 @@ class PrefillEngine(Engine):
                 logprobs=sampled.logprobs,
                 num_cached_tokens=sequence.num_cached,
                 prefill_s=prefill_s,
+                computed_at=sequence.computed_at,
             )
             self._sender.progress(sequence.request_id, sequence.attempt, num_ready, done)
         else:

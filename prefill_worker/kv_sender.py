@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-import msgspec
 import zmq
 
 from diptych.common.errors import WireError
@@ -282,8 +281,7 @@ class KVSender:
             self.num_bytes += len(indices) * self._block_bytes
             return bool(transfer.shippable(1)) or transfer.can_finish
         if transfer.can_finish and transfer.done is not None:
-            age_s = time.monotonic() - transfer.done_at
-            if try_send(streams[0], msgspec.structs.replace(transfer.done, age_s=age_s)):
+            if try_send(streams[0], transfer.done):
                 transfer.done_sent = True
             else:
                 blocked.add(streams[0])
@@ -354,6 +352,7 @@ class KVSender:
             decode_epoch=transfer.target.epoch,
             fingerprint=self._fingerprint,
             num_blocks=len(transfer.blocks),
+            sent_at=time.monotonic(),
         )
 
     def _drop(self, why: str) -> None:

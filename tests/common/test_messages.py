@@ -72,7 +72,7 @@ MESSAGES: list[Message] = [
     RequestFailed(worker_id="w", request_id="a", attempt=0, phase="grant", message="why", retryable=True),
     KVOpen(request_id="a", attempt=0, worker_id="p", epoch=1, decode_epoch=2, fingerprint="f", num_blocks=1),
     KVBlocks(request_id="a", attempt=0, first_block=5, checksums=(0, 2**64 - 1)),
-    KVDone(request_id="a", attempt=0, first_token=3, logprobs=LOGPROBS, num_cached_tokens=16, prefill_s=0.1, age_s=0.2),
+    KVDone(request_id="a", attempt=0, first_token=3, logprobs=LOGPROBS, prefill_s=0.1, computed_at=0.2),
     KVGrant(request_id="a", attempt=0, first_block=0),
     KVWait(request_id="a", attempt=0),
     KVAck(request_id="a", attempt=0),

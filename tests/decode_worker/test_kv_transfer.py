@@ -43,7 +43,7 @@ class Pair:
 
     def on_event(self, event: TransferOpened | TransferLanded | TransferFailed) -> None:
         match event:
-            case TransferOpened(peer, message):
+            case TransferOpened(peer, message, _):
                 blocks, first = self.plan[message.request_id]
                 self.rig.receiver.expect(Landing(message.request_id, 0, peer, tuple(blocks), first, 0.0, 0.0))
                 grant = KVGrant(request_id=message.request_id, attempt=0, first_block=first)

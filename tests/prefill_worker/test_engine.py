@@ -236,6 +236,7 @@ def test_an_abort_releases_everything_at_once(engine: Rig, num_turns: int) -> No
 
 def test_an_abort_tells_the_decode_worker(engine: Rig) -> None:
     held(engine)
+    engine.read_open()  # before that there is nothing to take back
     engine.tell(AbortRequest(request_id="a", attempt=0))
     engine.turn()
     assert engine.read_failed().reason == "aborted"
