@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from diptych.common.kv_wire import SEND_HWM
-from diptych.common.messages import KVAck, KVBlocks, KVDone, KVFailed, KVTarget, KVWait
+from diptych.common.messages import KVAck, KVBlocks, KVDone, KVFailed, KVOpen, KVTarget, KVWait
 from diptych.prefill_worker import kv_sender
 
 Rig = Any  # SenderRig of conftest, which test modules cannot import
