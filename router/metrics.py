@@ -146,8 +146,9 @@ class RouterMetrics:
         if timeline is not None:
             self.queue.observe(timeline.queue_s)
             self.prefill.observe(timeline.prefill_s)
-            self.decode.observe(timeline.decode_s)
-            self.exposed_transfer.observe(timeline.exposed_transfer_s)
+            self.decode.observe(timeline.decode_s or last - first)
+            if timeline.decode_s:  # else the consumer stopped early, and the decode worker's own account never came
+                self.exposed_transfer.observe(timeline.exposed_transfer_s)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())

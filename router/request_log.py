@@ -102,15 +102,15 @@ class RequestLog:
 
     def _phases(self) -> dict[str, object]:
         """Of the first choice that the workers told us about."""
-        line = next((choice.timeline for choice in self.choices if choice.timeline is not None), None)
-        if line is None:
+        choice = next((choice for choice in self.choices if choice.timeline is not None), None)
+        if choice is None or (line := choice.timeline) is None:
             return {}
         return {
             "queue_ms": line.queue_s * 1e3,
             "prefill_ms": line.prefill_s * 1e3,
             "transfer_ms": line.transfer_s * 1e3,
             "exposed_ms": line.exposed_transfer_s * 1e3,
-            "decode_ms": line.decode_s * 1e3,
+            "decode_ms": (line.decode_s or choice.last_at - choice.first_at) * 1e3,
             "prefill_worker": line.prefill_worker or "none",
             "decode_worker": line.decode_worker or "none",
             "attempts": line.num_attempts,

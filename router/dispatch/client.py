@@ -60,7 +60,8 @@ class TokenEvent:
 
     `logprobs` is empty, or as long as `token_ids` when `params.logprobs >= 0`. `finish_reason` is "" until the last
     event, then "stop" or "length"; a "stop" event's last token is the end token itself and is not text.
-    `num_cached_tokens` counts prompt tokens served from a prefix cache. `timeline` is set on the last event only.
+    `num_cached_tokens` counts prompt tokens served from a prefix cache. `timeline` is what is known
+    so far: a consumer that stops early has the workers and the prefill, the last event has everything.
     """
 
     token_ids: tuple[int, ...]

@@ -176,9 +176,7 @@ class Flight:
 
     def _take(self) -> TokenEvent:
         token_ids, logprobs = self.stream.take()
-        reason = self.stream.finish_reason
-        timeline = self.timeline() if reason else None
-        return TokenEvent(token_ids, logprobs, reason, self.num_cached_tokens, timeline)
+        return TokenEvent(token_ids, logprobs, self.stream.finish_reason, self.num_cached_tokens, self.timeline())
 
     def timeline(self) -> RequestTimeline:
         """Router's own wait plus what the last workers reported; decoding time is summed over all of them."""

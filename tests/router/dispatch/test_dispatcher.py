@@ -45,6 +45,7 @@ async def test_first_token_does_not_wait_for_the_decode_worker(cluster, tools):
     event = await anext(stream)
     assert event.token_ids == tuple(tools.expected(PROMPT, 1))
     assert dispatcher.load().stages["transfer"] == 1
+    assert (event.timeline.prefill_worker, event.timeline.prefill_s) == (cluster.prefill[0].worker_id, 0.5)
     await stream.aclose()
 
 
