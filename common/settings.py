@@ -140,6 +140,9 @@ class RouterConfig(CommonConfig):
     queue_timeout_s: float = setting(
         30.0, "seconds a request may wait for its first token's worker before 504", group="Deadlines", ge=0.05, le=86400
     )
+    drain_timeout_s: float = setting(
+        3.0, "seconds that running answers get to finish after SIGTERM", group="Deadlines", ge=0, le=86400
+    )
     request_timeout_s: float = setting(
         600.0, "seconds a whole request may take before 504", group="Deadlines", ge=0.05, le=86400
     )

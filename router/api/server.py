@@ -1,6 +1,6 @@
 """Runs the application until a signal, and ends it without cutting answers that are nearly done.
 
-SIGTERM ─> /ready 503, new requests 503 ─> running answers get up to DRAIN_S ─> what is left ends with an error event
+SIGTERM ─> /ready 503, new requests 503 ─> running answers get drain_timeout_s ─> what is left ends with an error event
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from diptych.router.api.service import Service
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-DRAIN_S = 3.0
 CLOSE_S = 1
 KEEP_ALIVE_S = 75
 """Longer than clients and balancers keep idle connections, so that it is they who close them, never under a request."""
@@ -94,7 +93,7 @@ async def _drain(service: Service) -> None:
     """Take nothing new; wait for what runs."""
     service.draining = True
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + DRAIN_S
+    deadline = loop.time() + service.config.drain_timeout_s
     while service.num_active and loop.time() < deadline:  # noqa: ASYNC110 (a counter, looked at for three seconds)
         await asyncio.sleep(POLL_S)
     log.info("stopping", extra={"unfinished": service.num_active})

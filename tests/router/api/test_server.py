@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -14,7 +15,6 @@ import pytest
 
 from diptych.common.errors import Unavailable
 from diptych.common.settings import RouterConfig
-from diptych.router.api import server as server_module
 from diptych.router.api.app import build_app
 from diptych.router.api.server import listen, serve, stop_on_signals
 from diptych.router.metrics import RouterMetrics
@@ -65,8 +65,9 @@ async def test_running_answers_finish(served: Served, tools: Any) -> None:
     assert served.closed
 
 
-async def test_answers_that_take_too_long_end_with_an_error(served: Served, tools: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(server_module, "DRAIN_S", 0.05)
+async def test_answers_that_take_too_long_end_with_an_error(served: Served, tools: Any) -> None:
+    service = served.app.state.service
+    service.config = dataclasses.replace(service.config, drain_timeout_s=0.05)
     request = await ask(served, tools)
     os.kill(os.getpid(), signal.SIGTERM)
     last = (await request).text.removesuffix("\n\n").rpartition("data: ")[2]
