@@ -3,12 +3,16 @@
     QuerySpan, KVLayout, plan_attention     once a step: what every layer's attention shares
     rotate_and_write                        q/k norm, rotary embedding, new keys and values into the cache
     paged_attention                         softmax(scale * q.k) v over the blocks of the cache
+    sample                                  from logits to tokens, without leaving the device
+    gather_blocks, scatter_blocks           KV blocks to and from a transfer buffer, in 8 bits if wanted
     rms_norm, add_rms_norm, gated           the element-wise steps between the matrix products
-    Linear                                  a matrix product with fixed weights
+    Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8- or 4-bit codes
+    record, Recorder, Program               a whole forward pass as one native call
 
 KV caches are `[num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head_dim]`, contiguous.
 
     native_backend   the CPU's: C++ that reads blocks in place, compiled at first use
+    triton_backend   the CUDA device's: the kernels of `gpu/`
     torch_backend    everywhere else, and where there is no compiler
     reference        slow and obvious, for tests
 
@@ -17,6 +21,7 @@ A backend for another device implements `Backend` and is named in `dispatch.back
 
 from __future__ import annotations
 
+from diptych.kernels.blocks import gather_blocks, scatter_blocks, wire_bytes
 from diptych.kernels.dispatch import (
     Backend,
     add_rms_norm,
@@ -27,20 +32,39 @@ from diptych.kernels.dispatch import (
     rms_norm,
     rotate_and_write,
 )
-from diptych.kernels.linear import Linear
+from diptych.kernels.linear import GatedLinear, Linear, Weight
+from diptych.kernels.native_backend import NativePlan, record
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
+from diptych.kernels.program import Program, Recorder
+from diptych.kernels.quantised import QuantisedWeight, quantise, stack
+from diptych.kernels.sampling import Draw, SamplingTensors, sample
 
 __all__ = [
     "AttentionPlan",
     "Backend",
+    "Draw",
+    "GatedLinear",
     "KVLayout",
     "Linear",
+    "NativePlan",
+    "Program",
+    "QuantisedWeight",
     "QuerySpan",
+    "Recorder",
+    "SamplingTensors",
+    "Weight",
     "add_rms_norm",
     "backend",
     "gated",
+    "gather_blocks",
     "paged_attention",
     "plan_attention",
+    "quantise",
+    "record",
     "rms_norm",
     "rotate_and_write",
+    "sample",
+    "scatter_blocks",
+    "stack",
+    "wire_bytes",
 ]

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from diptych.kernels import torch_backend
-from diptych.kernels.native_backend import native_backend
+from diptych.kernels.device import triton_backend
+from diptych.kernels.native_backend import NativePlan, native_backend
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
+from diptych.kernels.program import Recording
 
 
 class Backend(Protocol):
@@ -45,12 +47,23 @@ class Backend(Protocol):
     def gated(self, gate_up: Tensor, activation: str) -> Tensor: ...
 
 
+class FullAttention(Protocol):
+    """A backend whose attention knows sinks and caches of e4m3."""
+
+    def paged_attention(
+        self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, scale: float, window: int, softcap: float,
+        *, sinks: Tensor | None, k_scale: float, v_scale: float,
+    ) -> Tensor: ...  # fmt: skip
+
+
 @functools.cache
 def backend(kind: str) -> Backend:
-    """The backend of a device type ("cpu", "cuda", ...): native kernels where they can be had, else torch."""
+    """The backend of a device type: native kernels on "cpu", Triton's on "cuda", where they can be had, else torch."""
+    if kind == "program":
+        return cast(Backend, Recording())
     if kind == "cpu" and (native := native_backend()) is not None:
         return native
-    return cast(Backend, torch_backend)
+    return cast(Backend, triton_backend(kind) or torch_backend)
 
 
 def plan_attention(spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device) -> AttentionPlan:
@@ -59,15 +72,44 @@ def plan_attention(spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int,
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, *, scale: float, window: int = 0, softcap: float = 0.0
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Causal attention of q [T, num_heads, head_dim] over the blocks of `layer` in kv: [T, num_heads, head_dim].
 
     Scores are q.k * scale, then softcap * tanh(scores / softcap) when `softcap` > 0. Query head h reads KV head
-    h // (num_heads // num_kv_heads). `window` > 0 lets a query see that many tokens, itself included. Rows outside of
-    the plan's spans stay unwritten. The spans' own keys and values must have been written.
+    h // (num_heads // num_kv_heads). `window` > 0 lets a query see that many tokens, itself included. `sinks` (float32
+    [num_heads]) are one more logit a head in the softmax's denominator. A cache of float8_e4m3fn holds keys divided by
+    `k_scale` and values divided by `v_scale`. Rows outside of the plan's spans stay unwritten. The spans' own keys and
+    values must have been written.
     """
-    return backend(q.device.type).paged_attention(q, kv, layer, plan, scale, window, softcap)
+    chosen = backend(q.device.type)
+    if sinks is None and k_scale == v_scale == 1.0 and kv.dtype != torch.float8_e4m3fn:
+        return chosen.paged_attention(q, kv, layer, plan, scale, window, softcap)
+    if isinstance(plan, NativePlan):
+        chosen, plan = cast(Backend, torch_backend), _torch_plan(plan, kv)
+    full = cast(FullAttention, chosen)
+    return full.paged_attention(
+        q, kv, layer, plan, scale, window, softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale
+    )
+
+
+def _torch_plan(plan: NativePlan, kv: Tensor) -> AttentionPlan:
+    """For what the native kernels do not know."""
+    tables = plan.tables.tolist()
+    spans = [QuerySpan(row, rows, start, tables[first:]) for row, rows, start, first in plan.spans.tolist()]
+    num_blocks, num_layers, kv_heads, block_size, _, dim = kv.shape
+    layout = KVLayout(num_blocks, num_layers, kv_heads, block_size, dim)
+    return torch_backend.plan_attention(spans, layout, int(plan.shape[4]), kv.device)
 
 
 def rotate_and_write(

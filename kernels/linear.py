@@ -8,47 +8,106 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from diptych.kernels.dispatch import gated
+from diptych.kernels.native_backend import native_backend
+from diptych.kernels.packed import FORMATS, PackedWeight, pack_dense, pack_quantised, unpack
+from diptych.kernels.program import Slot
+from diptych.kernels.quantised import QuantisedWeight
+
 PACKED_FOR_ROWS = 32  # any number serves all batch sizes; this one picks oneDNN's blocked layout
+Weight = Tensor | QuantisedWeight
 
 
 class Linear:
-    """y = x W^T + b for W [out, in] in the model's dtype.
+    """y = x W^T + b for W [out, in] in the model's dtype, or in groups of 8- or 4-bit codes.
 
-    On a CPU with oneDNN the weights are packed: small batches run up to twice as fast, and a row's result is the same
-    in every batch. The packed copy is all that is kept; `weight` unpacks it.
+    On a CPU the weights are packed for our own kernels, or for oneDNN where those cannot be built: a row's result is
+    the same in every batch. The packed copy is all that is kept; `weight` unpacks it. Where quantised weights cannot
+    be multiplied they are made dense, in `dtype`.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> None:
+        self._setup(weight, bias, dtype, alternate=False)
+
+    def _setup(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype | None, *, alternate: bool) -> None:
         self.out_features, self.in_features = weight.shape
-        self.bias, self.dtype = bias, weight.dtype
-        self._packed = _pack(weight)
-        self._plain = weight if self._packed is None else weight.new_empty(0)
+        if isinstance(weight, Tensor):
+            self.dtype = weight.dtype
+        elif dtype is None:
+            raise ValueError("quantised weights need the dtype of what they multiply")
+        else:
+            self.dtype = dtype
+        self.native = _native(weight, bias, self.dtype, alternate)
+        self.bias = bias
+        self._dense: Tensor | None = None
+        self._onednn: Any = None
+        if self.native is None:
+            dense = weight if isinstance(weight, Tensor) else weight.dense(self.dtype)
+            self._onednn = _pack(dense)
+            self._dense = dense if self._onednn is None else None
         # One row alone takes oneDNN's other kernel in float32, and sums in another order, by threads, where W is wide.
-        self._lone_row_differs = weight.dtype == torch.float32 or self.in_features > self.out_features
+        self._lone_row_differs = self.dtype == torch.float32 or self.in_features > self.out_features
 
     @property
     def packed(self) -> bool:
-        return self._packed is not None
+        """Whether a row's result is the same in every batch."""
+        return self._dense is None
 
     @property
     def weight(self) -> Tensor:
-        """W as it was given; a copy when packed. For references, not for speed."""
-        if self._packed is None:
-            return self._plain
-        dense: Tensor = self._packed.to_dense()
+        """W in the model's dtype; a copy when packed. For references, not for speed."""
+        if self.native is not None:
+            return unpack(self.native, self.dtype)
+        if self._dense is not None:
+            return self._dense
+        dense: Tensor = self._onednn.to_dense()
         return dense.contiguous()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] to [T, out]."""
-        if self._packed is None:
-            return functional.linear(x, self._plain, self.bias)
-        if x.shape[0] == 1 and self._lone_row_differs:
-            return self._multiply(x.expand(2, -1).contiguous())[:1]
-        return self._multiply(x)
+    def __call__(self, x: Tensor, *, wide: bool = False) -> Tensor:
+        """x [T, in] to [T, out]; float32 when `wide`, else x's dtype."""
+        if isinstance(x, Slot):
+            return x.recorder.linear(x, self.native, self.out_features, "", wide)
+        if self.native is not None and (native := native_backend()) is not None:
+            return native.linear(x, self.native, "", wide)
+        y = self._multiply_dense(x)
+        return y.float() if wide else y
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+    def _multiply_dense(self, x: Tensor) -> Tensor:
+        if self._dense is not None:
+            return functional.linear(x, self._dense, self.bias)
+        if x.shape[0] == 1 and self._lone_row_differs:
+            return self._multiply_onednn(x.expand(2, -1).contiguous())[:1]
+        return self._multiply_onednn(x)
+
+    def _multiply_onednn(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._onednn, self.bias, "none", [], "")
         return product
+
+
+class GatedLinear(Linear):
+    """activation(x G^T) * x U^T for W = [G; U], [2 * n, in]: one pass where the kernels can."""
+
+    def __init__(self, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> None:
+        self._setup(weight, bias, dtype, alternate=True)
+
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        """x [T, in] to [T, n]. `activation` is "silu" or "gelu_tanh"."""
+        if isinstance(x, Slot):
+            return x.recorder.linear(x, self.native, self.out_features // 2, activation, False)
+        if self.native is not None and (native := native_backend()) is not None:
+            return native.linear(x, self.native, activation, False)
+        return gated(self._multiply_dense(x), activation)
+
+
+def _native(weight: Weight, bias: Tensor | None, dtype: torch.dtype, alternate: bool) -> PackedWeight | None:
+    native = native_backend()
+    if native is None or dtype not in FORMATS:
+        return None
+    if isinstance(weight, QuantisedWeight):
+        return pack_quantised(weight, bias, gated=alternate) if weight.codes.device.type == "cpu" else None
+    if weight.device.type != "cpu" or (weight.dtype == torch.bfloat16 and not native.multiplies_bfloat16):
+        return None
+    return pack_dense(weight, bias, gated=alternate)
 
 
 def _pack(weight: Tensor) -> Any:

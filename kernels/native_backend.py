@@ -6,7 +6,9 @@ A row's result does not depend on the rest of the batch, on chunking, or on the 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import functools
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,8 +19,12 @@ from torch import Tensor
 
 from diptych.kernels import torch_backend
 from diptych.kernels.native_build import load_native
+from diptych.kernels.packed import INT8, PackedWeight
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
+from diptych.kernels.program import EPILOGUES, NotRecordable, OpStruct, Program, Recorder, StepStruct
 
+log = logging.getLogger("diptych.kernels")
+INT8_DOTS, BFLOAT16_PAIRS = 1, 2
 TYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 LANES: Final = 16
 MAX_HEAD_DIM: Final = 1024
@@ -52,8 +58,48 @@ class NativeBackend:
         self._rotate.argtypes = [number, *(pointer,) * 4, integer, *(pointer,) * 5, real, integer, number]
         self._gated = library.diptych_gated
         self._gated.argtypes = [number, pointer, pointer, integer, integer, number, number]
-        for function in (self._attend, self._norm, self._rotate, self._gated):
+        self._quantise = library.diptych_quantise
+        self._quantise.argtypes = [number, pointer, integer, integer, integer, number, pointer, pointer, pointer]
+        self._linear = library.diptych_linear
+        self._linear.argtypes = [*(pointer,) * 4, integer, number, pointer, number, number]
+        self._run = library.diptych_run
+        self._run.argtypes = [number, pointer, integer, pointer, number]
+        for function in (
+            *(self._attend, self._norm, self._rotate, self._gated),
+            *(self._quantise, self._linear, self._run),
+        ):
             function.restype = None
+        features = int(library.diptych_features())
+        self.multiplies_bfloat16, self.multiplies_int8 = bool(features & BFLOAT16_PAIRS), bool(features & INT8_DOTS)
+
+    def run(self, dtype: torch.dtype, ops: ctypes.Array[OpStruct], step: StepStruct) -> None:
+        """One step of a recorded program."""
+        place = ctypes.addressof(step)
+        self._run(TYPES[dtype], ctypes.addressof(ops), len(ops), place, torch.get_num_threads())
+
+    def quantise(self, x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes uint8 [T, in] and scales and sums float32 [T, groups] of x [T, in], for 8- or 4-bit weights."""
+        rows, groups = x.shape[0], weight.in_features // weight.group
+        codes = torch.empty(x.shape, dtype=torch.uint8)
+        scale, total = torch.empty(rows, groups), torch.empty(rows, groups)
+        self._quantise(
+            *(TYPES[x.dtype], x.data_ptr(), rows, weight.in_features, weight.group, weight.format == INT8),
+            *(codes.data_ptr(), scale.data_ptr(), total.data_ptr()),
+        )
+        return codes, scale, total
+
+    def linear(self, x: Tensor, weight: PackedWeight, activation: str, wide: bool) -> Tensor:
+        """x [T, in] times packed weights: [T, out], or [T, out / 2] of gated ones; float32 when `wide`."""
+        x = x.contiguous()
+        rows, width = x.shape[0], weight.out_features // 2 if activation else weight.out_features
+        out = torch.empty((rows, width), dtype=torch.float32 if wide else x.dtype)
+        codes, scale, total = self.quantise(x, weight) if weight.coded else (x, None, None)
+        self._linear(
+            *(weight.address, codes.data_ptr(), 0 if scale is None else scale.data_ptr()),
+            *(0 if total is None else total.data_ptr(), rows, TYPES[out.dtype], out.data_ptr()),
+            *(EPILOGUES[activation], torch.get_num_threads()),
+        )
+        return out
 
     def plan_attention(
         self, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
@@ -180,7 +226,23 @@ class NativeBackend:
         return out
 
 
+@functools.cache
 def native_backend() -> NativeBackend | None:
     """None where the library cannot be built."""
     library = load_native()
     return None if library is None else NativeBackend(library)
+
+
+def record(dtype: torch.dtype, forward: Callable[[Recorder], Tensor]) -> Program | None:
+    """`forward`, which makes logits of a recorder's slots, as a program; None where it cannot be one."""
+    native = native_backend()
+    if native is None or dtype not in TYPES:
+        return None
+    try:
+        recorder = Recorder(native, dtype)
+        program = recorder.finish(forward(recorder))
+    except NotRecordable as reason:
+        log.warning("the model runs operation by operation, which is slower: %s", reason)
+        return None
+    log.info("a step is one native program of %d operations", program.num_ops)
+    return program

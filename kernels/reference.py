@@ -27,8 +27,12 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Same contract as `kernels.paged_attention`, from spans instead of a plan; float64 in, float64 out."""
+    kv = kv.to(q.dtype) if kv.dtype == torch.float8_e4m3fn else kv
     out = torch.full_like(q, float("nan"))
     group = q.shape[1] // kv.shape[2]
     for span in spans:
@@ -38,10 +42,13 @@ def paged_attention(
             position = span.start + i
             first = max(0, position - window + 1) if window else 0
             seen_k, seen_v = keys[first : position + 1], values[first : position + 1]
-            scores = torch.einsum("hd,lhd->hl", q[span.row + i], seen_k) * scale
+            scores = torch.einsum("hd,lhd->hl", q[span.row + i], seen_k) * (scale * k_scale)
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
-            out[span.row + i] = torch.einsum("hl,lhd->hd", torch.softmax(scores, dim=-1), seen_v)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.to(q.dtype)[:, None]), dim=1)
+            weights = torch.softmax(scores, dim=-1)[:, : len(seen_k)]
+            out[span.row + i] = torch.einsum("hl,lhd->hd", weights, seen_v) * v_scale
     return out
 
 

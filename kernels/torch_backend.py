@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -141,7 +142,16 @@ def _prefill_span(span: QuerySpan, layout: KVLayout, window: int, device: torch.
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, scale: float, window: int, softcap: float
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    plan: AttentionPlan,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     if not isinstance(plan, TorchPlan):
         raise TypeError(f"a {type(plan).__name__} was made by another backend")
@@ -149,46 +159,81 @@ def paged_attention(
     num_blocks, num_layers, heads, size, _, dim = kv.shape
     flat = kv.view(num_blocks * num_layers * heads, size * 2 * dim)[layer * heads :]
     decodes, prefills = plan.window(window)
+    rule = SoftmaxRule(scale * k_scale, softcap, sinks, v_scale)
     for group in decodes:
-        _decode(q, flat, group, scale, softcap, out)
+        _decode(q, flat, group, rule, out)
     for span in prefills:
-        _prefill(q, flat, span, scale, softcap, out)
+        _prefill(q, flat, span, rule, out)
     return out
 
 
-def _decode(q: Tensor, flat: Tensor, group: DecodeGroup, scale: float, softcap: float, out: Tensor) -> None:
+class SoftmaxRule(NamedTuple):
+    """How products of queries and keys become weights of values, and what multiplies the values."""
+
+    scale: float
+    softcap: float
+    sinks: Tensor | None
+    v_scale: float
+
+
+def _gather(flat: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of the flat cache; those of e4m3, which torch cannot compute with, as `dtype`."""
+    if flat.dtype != torch.float8_e4m3fn:
+        return flat.index_select(0, rows)
+    return flat.view(torch.uint8).index_select(0, rows).view(flat.dtype).to(dtype)
+
+
+def _decode(q: Tensor, flat: Tensor, group: DecodeGroup, rule: SoftmaxRule, out: Tensor) -> None:
     batch, heads, dim = group.rows.shape[0], group.num_kv_heads, q.shape[2]
-    both = flat.index_select(0, group.gather).view(batch, heads, -1, 2, dim)  # [B, Hkv, L, 2, D]
+    both = _gather(flat, group.gather, q.dtype).view(batch, heads, -1, 2, dim)  # [B, Hkv, L, 2, D]
     if group.padding is not None:
         both.transpose(1, 2)[group.padding] = 0.0  # slots of nobody may hold anything, and 0 * NaN is NaN
     query = q.index_select(0, group.rows).view(batch, heads, -1, dim)  # [B, Hkv, G, D]
-    result = _attend(query, both[..., 0, :], both[..., 1, :], group.mask, False, scale, softcap)
+    sinks = None if rule.sinks is None else rule.sinks.view(heads, -1, 1)
+    result = _attend(query, both[..., 0, :], both[..., 1, :], group.mask, False, rule, sinks)
     out.index_copy_(0, group.rows, result.reshape(batch, -1, dim))
 
 
-def _prefill(q: Tensor, flat: Tensor, span: PrefillSpan, scale: float, softcap: float, out: Tensor) -> None:
+def _prefill(q: Tensor, flat: Tensor, span: PrefillSpan, rule: SoftmaxRule, out: Tensor) -> None:
     heads, dim = span.num_kv_heads, q.shape[2]
     group = q.shape[1] // heads
-    both = flat.index_select(0, span.gather).view(heads, 1, -1, 2, dim)[:, :, span.skip : span.skip + span.length]
+    both = _gather(flat, span.gather, q.dtype).view(heads, 1, -1, 2, dim)[:, :, span.skip : span.skip + span.length]
     both = both.expand(heads, group, span.length, 2, dim)  # a view: the queries of a group share their keys
     rows = slice(span.row, span.row + span.count)
     query = q[rows].view(span.count, heads, group, dim).permute(1, 2, 0, 3)  # [Hkv, G, count, D]
-    result = _attend(query, both[..., 0, :], both[..., 1, :], span.mask, span.mask is None, scale, softcap)
+    sinks = None if rule.sinks is None else rule.sinks.view(heads, group, 1, 1)
+    result = _attend(query, both[..., 0, :], both[..., 1, :], span.mask, span.mask is None, rule, sinks)
     out[rows] = result.permute(2, 0, 1, 3).reshape(span.count, heads * group, dim)
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    rule: SoftmaxRule,
+    sinks: Tensor | None,
 ) -> Tensor:
-    if not softcap:
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale)
-    scores = softcap * torch.tanh((query @ key.transpose(-1, -2)).float() * (scale / softcap))
+    """sinks broadcast to one more column of the scores."""
+    if not rule.softcap and sinks is None:
+        result = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=rule.scale
+        )
+        return result if rule.v_scale == 1.0 else result * rule.v_scale
+    scores = (query @ key.transpose(-1, -2)).float() * (rule.scale / (rule.softcap or 1.0))
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores)
     if causal:
         count = query.shape[-2]
         mask = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    return torch.softmax(scores, dim=-1).to(value.dtype) @ value
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[-2]]
+    result = weights.to(value.dtype) @ value
+    return result if rule.v_scale == 1.0 else result * rule.v_scale
 
 
 def rotate_and_write(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,15 +15,17 @@ from diptych.common.model.config import ModelConfig, RopeConfig
 from diptych.common.model.kv_cache import KVCache
 from diptych.common.model.rope import RopeTable
 from diptych.common.model.weights import LayerWeights, ModelWeights
-from diptych.kernels import gated, paged_attention, rotate_and_write
+from diptych.kernels import AttentionPlan, NativePlan, Program, Recorder, paged_attention, record, rotate_and_write
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: the batch, the cache, and cos / sin [T, head_dim / 2] of each kind of rotary embedding."""
+    """One forward pass: see `ForwardBatch`; the cache; cos / sin [T, head_dim / 2] of each rotary embedding."""
 
-    batch: ForwardBatch
-    kv: KVCache
+    slots: Tensor
+    sampled: Tensor | None
+    plan: AttentionPlan
+    kv: Tensor
     ropes: dict[RopeConfig, tuple[Tensor, Tensor]]
 
 
@@ -37,15 +40,37 @@ class Decoder(ABC):
             rope: RopeTable(rope, config.head_dim, config.max_model_len, self.device, weights.rope_factors)
             for rope in set(config.layer_ropes)
         }
+        self._program: Program | Literal[False] | None = None
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Write the KV of the batch's tokens into their slots; logits float32 [num sampled, vocab_size]."""
+        if self._program is None and isinstance(batch.plan, NativePlan):
+            self._program = record(self.dtype, lambda recorder: self._record(recorder, kv.tensor)) or False
+        if self._program and isinstance(batch.plan, NativePlan):
+            index = (batch.token_ids, batch.positions, batch.slots, batch.sampled)
+            return self._capped(self._program.run(*index, kv.tensor, batch.plan))
         ropes = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
-        step = Step(batch, kv, ropes)
+        step = Step(batch.slots, batch.sampled, batch.plan, kv.tensor, ropes)
         hidden = functional.embedding(batch.token_ids, self.weights.embedding)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
-        return self._logits(self.layers(hidden, step))
+        return self._capped(self.weights.lm_head(self.layers(hidden, step), wide=True))
+
+    @property
+    def program(self) -> Program | None:
+        """What steps run as, once the first has been run; None where they run operation by operation."""
+        return self._program or None
+
+    def run_by_operation(self) -> None:
+        """Run steps operation by operation from now on, as on devices without programs."""
+        self._program = False
+
+    def _record(self, recorder: Recorder, kv: Tensor) -> Tensor:
+        """What `forward` does, with slots for tensors: the logits' slot."""
+        ropes = {rope: recorder.rope(table.cos, table.sin) for rope, table in self._ropes.items()}
+        step = Step(recorder.open, recorder.open, AttentionPlan(), kv, ropes)
+        hidden = recorder.embed(self.weights.embedding, float(self._embedding_scale))
+        return self.weights.lm_head(self.layers(hidden, step), wide=True)
 
     @abstractmethod
     def layers(self, hidden: Tensor, step: Step) -> Tensor:
@@ -53,13 +78,13 @@ class Decoder(ABC):
 
     def attention(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
         """Projections, rotary embedding, KV write and attention of one layer: [T or sampled, hidden_size]."""
-        config, kv = self.config, step.kv.tensor
+        config, kv = self.config, step.kv
         q = rotate_and_write(
             weights.qkv(normed),
             *step.ropes[config.layer_ropes[index]],
             kv,
             index,
-            step.batch.slots,
+            step.slots,
             q_norm=weights.q_norm,
             k_norm=weights.k_norm,
             eps=config.rms_norm_eps,
@@ -68,7 +93,7 @@ class Decoder(ABC):
             q,
             kv,
             index,
-            step.batch.plan,
+            step.plan,
             scale=config.attention_scale,
             window=config.layer_windows[index],
             softcap=config.attention_softcap,
@@ -77,16 +102,14 @@ class Decoder(ABC):
 
     def mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
         """Gated MLP of normed rows."""
-        return weights.down(gated(weights.gate_up(normed), self.config.activation))
+        return weights.down(weights.gate_up.activated(normed, self.config.activation))
 
     def wanted(self, index: int, rows: Tensor, step: Step) -> Tensor:
         """After the last layer's attention only the sampled rows matter."""
-        if index + 1 < self.config.num_layers or step.batch.sampled is None:
+        if index + 1 < self.config.num_layers or step.sampled is None:
             return rows
-        return rows.index_select(0, step.batch.sampled)
+        return rows.index_select(0, step.sampled)
 
-    def _logits(self, normed: Tensor) -> Tensor:
-        logits = self.weights.lm_head(normed).float()
-        if self.config.final_softcap:
-            logits = torch.tanh(logits / self.config.final_softcap) * self.config.final_softcap
-        return logits
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.final_softcap
+        return torch.tanh(logits / cap) * cap if cap else logits

@@ -14,6 +14,7 @@ def layout_fingerprint(
     num_kv_heads: int,
     head_dim: int,
     dtype: str,
+    quantization: str,
     block_size: int,
     protocol_version: int,
 ) -> str:
@@ -25,6 +26,7 @@ def layout_fingerprint(
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "dtype": dtype,
+        "quantization": quantization,
         "block_size": block_size,
         "protocol_version": protocol_version,
         "order": "block,layer,kv_head,slot,kv,dim",

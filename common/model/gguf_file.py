@@ -13,6 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from diptych.common.errors import ModelError
+from diptych.common.model.gguf_codes import Codes, read_codes
 from diptych.common.model.gguf_metadata import GGUFTensor, read_gguf_head
 
 VALUES_AT_ONCE: Final = 1 << 20  # dequantised at a time, so that temporaries stay small
@@ -40,11 +41,8 @@ class GGUFFile:
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """One tensor dequantised, a float32 copy of its `shape`. ModelError when missing or of an unknown type."""
-        tensor = self._tensor(name)
-        kind = GGMLQuantizationType(tensor.type)
-        raw = np.frombuffer(self._map, dtype=np.uint8, count=_num_bytes(tensor), offset=tensor.offset)
-        columns, rows = tensor.shape[0], math.prod(tensor.shape[1:])
-        raw = raw.reshape(rows, -1)
+        tensor, raw = self._tensor(name), self._raw(name)
+        kind, columns, rows = GGMLQuantizationType(tensor.type), tensor.shape[0], raw.shape[0]
         out = np.empty((rows, columns), dtype=np.float32)
         step = max(1, VALUES_AT_ONCE // columns)
         try:
@@ -56,6 +54,22 @@ class GGUFFile:
                 "use a file quantised to Q8_0, Q4_K_M or F16"
             ) from error
         return out.reshape(tensor.shape[::-1])
+
+    def codes(self, name: str) -> Codes | None:
+        """A matrix as it is stored, where it is stored in a format of which kernels can use the codes."""
+        tensor = self._tensor(name)
+        return read_codes(self._raw(name), GGMLQuantizationType(tensor.type)) if len(tensor.shape) == 2 else None
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether a tensor has fewer than 16 bits a weight."""
+        packed, size = GGML_QUANT_SIZES[GGMLQuantizationType(self._tensor(name).type)]
+        return size < 2 * packed
+
+    def _raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of each row."""
+        tensor = self._tensor(name)
+        raw = np.frombuffer(self._map, dtype=np.uint8, count=_num_bytes(tensor), offset=tensor.offset)
+        return raw.reshape(math.prod(tensor.shape[1:]), -1)
 
     def _tensor(self, name: str) -> GGUFTensor:
         tensor = self._tensors.get(name)

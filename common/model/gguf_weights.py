@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from diptych.common.model.config import ModelConfig
+from diptych.common.model.gguf_codes import GROUP
 from diptych.common.model.gguf_file import GGUFFile
+from diptych.kernels import QuantisedWeight
 
 TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -48,10 +50,28 @@ class GGUFWeights:
 
     def read(self, name: str) -> Tensor:
         tensor = torch.from_numpy(self.file.read(self._stored(name)))
-        if self.config.model_type == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = self.config.num_heads if "q_proj" in name else self.config.num_kv_heads
-            return _from_interleaved(tensor, heads)
-        return tensor
+        heads = self._interleaved_heads(name)
+        return tensor[_from_interleaved(tensor.shape[0], heads)] if heads else tensor
+
+    def read_quantised(self, name: str) -> QuantisedWeight | None:
+        codes = self.file.codes(self._stored(name))
+        if codes is None:
+            return None
+        offset = None if codes.offset is None else torch.from_numpy(codes.offset)
+        weight = QuantisedWeight(
+            codes.bits, GROUP, torch.from_numpy(codes.codes), torch.from_numpy(codes.scale), offset
+        )
+        heads = self._interleaved_heads(name)
+        return weight.rows(_from_interleaved(weight.shape[0], heads)) if heads else weight
+
+    def is_quantised(self, name: str) -> bool:
+        return self.file.is_quantised(self._stored(name))
+
+    def _interleaved_heads(self, name: str) -> int:
+        """How many heads llama.cpp has reordered the rows of; 0 for none."""
+        if self.config.model_type != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
+            return 0
+        return self.config.num_heads if "q_proj" in name else self.config.num_kv_heads
 
     def _stored(self, name: str) -> str:
         if name in TOP:
@@ -62,7 +82,6 @@ class GGUFWeights:
         return f"blk.{index}.{norms.get(part) or LAYER[part]}.{suffix}"
 
 
-def _from_interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Rows of each head from llama.cpp's order (pairs adjacent) to that of rotated halves."""
-    rows, columns = weight.shape
-    return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+def _from_interleaved(rows: int, heads: int) -> Tensor:
+    """The rows of each head, int64 [rows], from llama.cpp's order (pairs adjacent) to that of rotated halves."""
+    return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)

@@ -15,6 +15,7 @@ from diptych.common.model.gguf_file import GGUFFile
 from diptych.common.model.gguf_weights import GGUFWeights
 from diptych.common.model.kv_cache import torch_dtype
 from diptych.common.model.llama import Llama
+from diptych.common.model.quantization import Quantization
 from diptych.common.model.safetensors_weights import SafetensorsWeights
 from diptych.common.model.weights import Assembler, WeightSource
 
@@ -24,15 +25,22 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "gemma3": Gemma3}
 
 
-def load_model(files: ModelFiles, *, dtype: str = "float32", device: str = "cpu") -> Decoder:
+def load_model(
+    files: ModelFiles, *, dtype: str = "float32", device: str = "cpu", quantization: str = "none"
+) -> Decoder:
     """Load a model in `dtype` ("float32" or "bfloat16"; files of another dtype are converted) on `device`.
+
+    `quantization` is one of `Quantization`.
 
     ModelError, with what to do, when a file is missing, damaged or truncated, a tensor is missing or has a wrong shape,
     or architecture or dtype are not supported.
     """
     kind, place = torch_dtype(dtype), torch_device(device)
     config, source = open_model(files)
-    return FAMILIES[config.family](config, Assembler(config, source, kind, place).assemble())
+    if place.type != "cpu" and quantization != "none":
+        raise ModelError(f"quantization {quantization!r} runs on the CPU only: use none on {device}")
+    assembler = Assembler(config, source, kind, place, Quantization(quantization))
+    return FAMILIES[config.family](config, assembler.assemble())
 
 
 def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:

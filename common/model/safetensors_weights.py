@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diptych.common.errors import ModelError
+from diptych.kernels import QuantisedWeight
 
 
 class SafetensorsWeights:
@@ -41,6 +42,12 @@ class SafetensorsWeights:
 
     def has(self, name: str) -> bool:
         return name in self._files
+
+    def read_quantised(self, name: str) -> QuantisedWeight | None:
+        return None  # the formats taken here hold floats
+
+    def is_quantised(self, name: str) -> bool:
+        return False
 
     def read(self, name: str) -> Tensor:
         if name not in self._files:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from diptych.common.errors import ModelError
 from diptych.common.model.config import ModelConfig
-from diptych.kernels import Linear
+from diptych.common.model.quantization import Quantization
+from diptych.kernels import GatedLinear, Linear, QuantisedWeight, Weight, quantise, stack
+
+L = TypeVar("L", bound=Linear)
 
 
 class WeightSource(Protocol):
@@ -21,6 +24,12 @@ class WeightSource(Protocol):
         """The tensor, of any float dtype. ModelError when it is missing."""
 
     def has(self, name: str) -> bool: ...
+
+    def read_quantised(self, name: str) -> QuantisedWeight | None:
+        """The tensor's own 8- or 4-bit codes, where the file holds such."""
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether the file holds the tensor in fewer bits than 16."""
 
     @property
     def label(self) -> str:
@@ -42,7 +51,7 @@ class LayerWeights:
     qkv: Linear
     output: Linear
     mlp_norm: Tensor
-    gate_up: Linear
+    gate_up: GatedLinear
     down: Linear
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -62,21 +71,31 @@ class ModelWeights:
 
 
 class Assembler:
-    """Reads a source into `ModelWeights`, checking every shape."""
+    """Reads a source into `ModelWeights`, checking every shape, and quantises the matrices if asked to."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization = Quantization.NONE,
+    ) -> None:
         self.config, self.source, self.dtype, self.device = config, source, dtype, device
+        self.quantization = quantization
 
     def assemble(self) -> ModelWeights:
         config = self.config
         embedding = self.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        head = embedding
-        if not config.tie_embeddings:
-            head = self.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
+        name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+        if self.quantization is Quantization.NONE and config.tie_embeddings:
+            head: Weight = embedding
+        else:
+            head = self.weight({name: config.vocab_size}, config.hidden_size, self.quantization.head)
         norm = self.norm("model.norm.weight", config.hidden_size)
         layers = tuple(self.layer(f"model.layers.{i}.") for i in range(config.num_layers))
         factors = self.source.read("rope_factors").float() if self.source.has("rope_factors") else None
-        return ModelWeights(embedding, layers, norm, Linear(head), factors)
+        return ModelWeights(embedding, layers, norm, Linear(head, dtype=self.dtype), factors)
 
     def layer(self, prefix: str) -> LayerWeights:
         config, hidden = self.config, self.config.hidden_size
@@ -86,43 +105,61 @@ class Assembler:
         gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
         sandwich = config.sandwich_norm
         mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-        output = self.matrix(f"{prefix}self_attn.o_proj.weight", hidden, q)
-        down = self.matrix(f"{prefix}mlp.down_proj.weight", hidden, inner)
-        output_bias = self.bias(prefix, {"self_attn.o_proj": hidden}) if config.output_bias else None
-        down_bias = self.bias(prefix, {"mlp.down_proj": hidden}) if config.mlp_bias else None
         return LayerWeights(
             input_norm=self.norm(f"{prefix}input_layernorm.weight", hidden),
-            qkv=self.fused(prefix, projections, hidden, config.qkv_bias),
-            output=Linear(output, output_bias),
+            qkv=self.linear(Linear, prefix, projections, hidden, config.qkv_bias),
+            output=self.linear(Linear, prefix, {"self_attn.o_proj": hidden}, q, config.output_bias),
             mlp_norm=self.norm(f"{prefix}{mlp_norm}.weight", hidden),
-            gate_up=self.fused(prefix, gates, hidden, config.mlp_bias),
-            down=Linear(down, down_bias),
+            gate_up=self.linear(GatedLinear, prefix, gates, hidden, config.mlp_bias),
+            down=self.linear(Linear, prefix, {"mlp.down_proj": hidden}, inner, config.mlp_bias),
             q_norm=self.norm(f"{prefix}self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
             k_norm=self.norm(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
             post_attention_norm=self.norm(f"{prefix}post_attention_layernorm.weight", hidden) if sandwich else None,
             post_mlp_norm=self.norm(f"{prefix}post_feedforward_layernorm.weight", hidden) if sandwich else None,
         )
 
+    def linear(self, kind: type[L], prefix: str, parts: Mapping[str, int], columns: int, biased: bool) -> L:
+        """One product of matrices stacked by rows."""
+        names = {f"{prefix}{part}.weight": rows for part, rows in parts.items()}
+        bias = self.bias({f"{prefix}{part}.bias": rows for part, rows in parts.items()}) if biased else None
+        return kind(self.weight(names, columns, self.quantization), bias, dtype=self.dtype)
+
+    def weight(self, parts: Mapping[str, int], columns: int, quantization: Quantization) -> Weight:
+        """Matrices stacked by rows: as the file holds them, dense, or quantised."""
+        held = [self._held(name, rows, columns) for name, rows in parts.items()] if quantization.keeps_held else []
+        if held and all(part is not None and quantization.takes(part.bits) for part in held):
+            whole = [part for part in held if part is not None]
+            if all(whole[0].matches(part) for part in whole):
+                return stack(whole)
+        dense = torch.empty(sum(parts.values()), columns, dtype=self._dense_dtype(quantization), device=self.device)
+        self._stack(dense, parts)
+        bits = quantization.bits(all(self.source.is_quantised(name) for name in parts))
+        if not bits:
+            return dense.to(self.dtype)
+        return quantise(dense, bits) or dense.to(self.dtype)
+
     def matrix(self, name: str, *shape: int) -> Tensor:
         return self._checked(name, shape).to(device=self.device, dtype=self.dtype).contiguous()
 
-    def fused(self, prefix: str, parts: Mapping[str, int], columns: int, biased: bool) -> Linear:
-        """Matrices stacked by rows, converted one by one into their place."""
-        out = torch.empty(sum(parts.values()), columns, dtype=self.dtype, device=self.device)
-        self._stack(out, [f"{prefix}{part}.weight" for part in parts], list(parts.values()))
-        return Linear(out, self.bias(prefix, parts) if biased else None)
-
-    def bias(self, prefix: str, parts: Mapping[str, int]) -> Tensor:
-        out = torch.empty(sum(parts.values()), dtype=self.dtype, device=self.device)
-        return self._stack(out, [f"{prefix}{part}.bias" for part in parts], list(parts.values()))
+    def bias(self, parts: Mapping[str, int]) -> Tensor:
+        return self._stack(torch.empty(sum(parts.values()), dtype=self.dtype, device=self.device), parts)
 
     def norm(self, name: str, size: int) -> Tensor:
         weight = self._checked(name, (size,)).float()
         return (weight + (self.source.norm_offset if self.config.family == "gemma3" else 0.0)).to(self.device)
 
-    def _stack(self, out: Tensor, names: Sequence[str], rows: Sequence[int]) -> Tensor:
+    def _dense_dtype(self, quantization: Quantization) -> torch.dtype:
+        """Codes are made from the file's own values, not from rounded ones."""
+        return self.dtype if quantization is Quantization.NONE else torch.float32
+
+    def _held(self, name: str, rows: int, columns: int) -> QuantisedWeight | None:
+        held = self.source.read_quantised(name)
+        return held if held is not None and held.shape == (rows, columns) else None
+
+    def _stack(self, out: Tensor, parts: Mapping[str, int]) -> Tensor:
+        """Converted one by one into their place."""
         at = 0
-        for name, count in zip(names, rows, strict=True):
+        for name, count in parts.items():
             out[at : at + count] = self._checked(name, (count, *out.shape[1:]))
             at += count
         return out

@@ -221,13 +221,20 @@ template <typename T> struct Attention {
     }
 };
 
+// Which implementation serves an element type.
+template <typename T> struct Kernel {
+    typedef Attention<T> type;
+    typedef Scratch scratch;
+};
+
+template <typename T> void attend_unit(const Attention<T> &attention, const Unit &unit) {
+    static thread_local typename Kernel<T>::scratch scratch;
+    typename Kernel<T>::type(attention).run(unit, scratch);
+}
+
 template <typename T> void attend(const Attention<T> &attention, const Unit *units, int64_t num_units, int threads) {
-#pragma omp parallel num_threads(threads) if (threads > 1 && num_units > 1)
-    {
-        thread_local Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_units; i++) attention.run(units[i], scratch);
-    }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && num_units > 1)
+    for (int64_t i = 0; i < num_units; i++) attend_unit(attention, units[i]);
 }
 
 } // namespace diptych

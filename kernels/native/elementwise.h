@@ -7,6 +7,12 @@
 
 namespace diptych {
 
+// gate * sigmoid(gate) or gelu_tanh(gate), times up.
+inline f32x16 gate_lanes(f32x16 x, f32x16 up, bool gelu) {
+    const f32x16 y = gelu ? 1.5957691216057308f * (x + 0.044715f * (x * x * x)) : x; // 0.5 * (1 + tanh(y)) = 1 / (1 + e^-2y)
+    return x / (1.f + exponential(-y)) * up;
+}
+
 template <typename T> float inverse_norm(const T *x, int64_t width, float eps) {
     f32x16 squares = {};
     for (int64_t i = 0; i < width; i += LANES) {
@@ -71,12 +77,8 @@ template <typename T> void gate(const T *gate_up, T *out, int64_t rows, int64_t 
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > 32768)
     for (int64_t row = 0; row < rows; row++) {
         const T *g = gate_up + row * 2 * width, *u = g + width;
-        for (int64_t i = 0; i < width; i += LANES) {
-            const f32x16 x = load(g + i);
-            // 0.5 * (1 + tanh(y)) = 1 / (1 + e^-2y)
-            const f32x16 y = gelu ? 1.5957691216057308f * (x + 0.044715f * (x * x * x)) : x;
-            store(out + row * width + i, x / (1.f + exponential(-y)) * load(u + i));
-        }
+        for (int64_t i = 0; i < width; i += LANES)
+            store(out + row * width + i, gate_lanes(load(g + i), load(u + i), gelu));
     }
 }
 

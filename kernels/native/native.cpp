@@ -4,8 +4,10 @@
 // prompt is cut into chunks and however many threads there are: keys are visited in tiles of 64 aligned to absolute positions.
 // Element types: 0 float32, 1 bfloat16; arithmetic is float32. Head sizes and widths are multiples of 16.
 
-#include "attention.h"
+#include "attention_bf16.h"
 #include "elementwise.h"
+#include "linear.h"
+#include "program.h"
 
 using namespace diptych;
 
@@ -52,6 +54,51 @@ void diptych_gated(int type, const void *gate_up, void *out, int64_t rows, int64
         gate((const float *)gate_up, (float *)out, rows, width, gelu != 0, threads);
     else
         gate((const bf16 *)gate_up, (bf16 *)out, rows, width, gelu != 0, threads);
+}
+
+// Which vector units the library was compiled for: 1 for int8 dot products, 2 for bfloat16 pairs.
+int diptych_features() {
+    int features = 0;
+#if defined(DIPTYCH_VNNI)
+    features |= 1;
+#endif
+#if defined(DIPTYCH_BF16)
+    features |= 2;
+#endif
+    return features;
+}
+
+void diptych_quantise(int type, const void *x, int64_t rows, int64_t k, int64_t group, int offset, void *codes, float *scale,
+                      float *sum) {
+    for (int64_t row = 0; row < rows; row++) {
+        uint8_t *to = static_cast<uint8_t *>(codes) + row * k;
+        const int64_t at = row * (k / group);
+        if (type == 0)
+            quantise_row((const float *)x + row * k, k, group, offset != 0, to, scale + at, sum + at);
+        else
+            quantise_row((const bf16 *)x + row * k, k, group, offset != 0, to, scale + at, sum + at);
+    }
+}
+
+// Columns of `weights` are shared out; out_type as type.
+void diptych_linear(const void *weights, const void *x, const float *scale, const float *sum, int64_t rows, int out_type, void *out,
+                    int epilogue, int threads) {
+    const Weights &w = *static_cast<const Weights *>(weights);
+    const Inputs inputs{x, scale, sum};
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (int64_t panel = 0; panel < w.panels(); panel++)
+        if (out_type == 0)
+            multiply(w, panel, panel + 1, inputs, 0, rows, Epilogue(epilogue), (float *)out);
+        else
+            multiply(w, panel, panel + 1, inputs, 0, rows, Epilogue(epilogue), (bf16 *)out);
+}
+
+void diptych_run(int type, const void *ops, int64_t num_ops, const void *step, int threads) {
+    const Step &s = *static_cast<const Step *>(step);
+    if (type == 0)
+        Program<float>(static_cast<const Op *>(ops), num_ops, s, threads).run();
+    else
+        Program<bf16>(static_cast<const Op *>(ops), num_ops, s, threads).run();
 }
 
 } // extern "C"

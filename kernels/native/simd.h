@@ -55,6 +55,11 @@ inline void hold(f32x16 &v) {
 #endif
 }
 
+#if defined(__AVX512BF16__)
+inline void store(bf16 *p, f32x16 v) { // to nearest, ties to even; NaN stays NaN, subnormals become zero
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), (__m256i)_mm512_cvtneps_pbh((__m512)v));
+}
+#else
 inline void store(bf16 *p, f32x16 v) { // to nearest, ties to even; NaN stays NaN
     u32x16 w;
     std::memcpy(&w, &v, sizeof v);
@@ -64,15 +69,18 @@ inline void store(bf16 *p, f32x16 v) { // to nearest, ties to even; NaN stays Na
     const u16x16 h = __builtin_convertvector(chosen, u16x16);
     std::memcpy(p, &h, sizeof h);
 }
+#endif
 
+#if defined(__AVX512F__)
+inline float sum(f32x16 v) { return _mm512_reduce_add_ps((__m512)v); }
+inline float largest(f32x16 v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
 inline float sum(f32x16 v) {
-    float total = 0.f;
     float lanes[LANES];
     std::memcpy(lanes, &v, sizeof v);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-    total = lanes[0];
-    return total;
+    return lanes[0];
 }
 
 inline float largest(f32x16 v) {
@@ -82,6 +90,7 @@ inline float largest(f32x16 v) {
     for (int i = 1; i < LANES; i++) best = lanes[i] > best ? lanes[i] : best;
     return best;
 }
+#endif
 
 // e^x to about one unit in the last place (Cephes' expf), for x clamped to [-87, 88].
 inline f32x16 exponential(f32x16 x) {

@@ -2,22 +2,46 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from diptych.kernels import Linear
+from diptych.kernels import GatedLinear, Linear, QuantisedWeight, quantise, reference, stack
+from diptych.kernels.native_backend import NativeBackend, native_backend
 
 DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 0.01, "atol": 0.1}}
+
+
+@pytest.fixture
+def native() -> NativeBackend:
+    return native_backend() or pytest.skip("no C++ compiler here")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(960, 576), (61, 160), (7, 5)])
+@pytest.mark.parametrize(("rows", "columns"), [(960, 576), (61, 160), (7, 5), (49, 62)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_product(dtype: torch.dtype, rows: int, columns: int, biased: bool) -> None:
     weight, bias = torch.randn(rows, columns).to(dtype), torch.randn(rows).to(dtype) if biased else None
     x = torch.randn(9, columns).to(dtype)
     expected = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    tolerance = {"rtol": 0.01, "atol": 0.1} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
-    torch.testing.assert_close(Linear(weight, bias)(x).double(), expected, **tolerance)
+    torch.testing.assert_close(Linear(weight, bias)(x).double(), expected, **TOLERANCE[dtype])
+    wide = Linear(weight, bias)(x, wide=True)
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(wide.double(), expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("width", [96, 40])  # whole panels of gates and ups, and not
+def test_gated_product(dtype: torch.dtype, activation: str, width: int) -> None:
+    weight, bias = torch.randn(2 * width, 64).to(dtype), torch.randn(2 * width).to(dtype)
+    x = torch.randn(13, 64).to(dtype)
+    linear = GatedLinear(weight, bias)
+    assert torch.equal(linear.weight, weight)
+    expected = reference.gated(functional.linear(x.double(), weight.double(), bias.double()), activation)
+    got = linear.activated(x, activation).double()
+    tolerance = {"rtol": 0.05, "atol": 0.5} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-3}
+    torch.testing.assert_close(got, expected, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -26,10 +50,19 @@ def test_weight_unpacks_exactly(dtype: torch.dtype) -> None:
     assert torch.equal(Linear(weight.clone()).weight, weight)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("cls", [Linear, GatedLinear])
+def test_quantised_weight_unpacks_exactly(bits: int, cls: type[Linear]) -> None:
+    weight = quantised(torch.randn(160, 128), bits)
+    assert torch.equal(cls(weight, dtype=torch.float32).weight, weight.dense(torch.float32))
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(960, 576), (576, 1536), (2048, 640)])
-def test_a_row_is_the_same_in_every_batch(dtype: torch.dtype, rows: int, columns: int) -> None:
-    linear = Linear(torch.randn(rows, columns).to(dtype))
+def test_a_row_is_the_same_in_every_batch(bits: int, dtype: torch.dtype, rows: int, columns: int) -> None:
+    dense = torch.randn(rows, columns)
+    linear = Linear(dense.to(dtype)) if bits == 16 else Linear(quantised(dense, bits), dtype=dtype)
     if not linear.packed:
         pytest.skip("this torch has no oneDNN")
     x = torch.randn(300, columns).to(dtype)
@@ -38,6 +71,95 @@ def test_a_row_is_the_same_in_every_batch(dtype: torch.dtype, rows: int, columns
         assert torch.equal(linear(x[:count].contiguous()), everything[:count]), count
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_threads_do_not_matter(native: NativeBackend, threads: int, bits: int) -> None:
+    dense, before = torch.randn(992, 192), torch.get_num_threads()
+    linear = Linear(dense) if bits == 16 else Linear(quantised(dense, bits), dtype=torch.float32)
+    x = torch.randn(37, 192)
+    expected = linear(x)
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(linear(x), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_rows(dtype: torch.dtype) -> None:
     assert Linear(torch.randn(32, 16).to(dtype))(torch.empty(0, 16, dtype=dtype)).shape == (0, 32)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantised_product_is_that_of_quantised_inputs(native: NativeBackend, bits: int, dtype: torch.dtype) -> None:
+    weight, x = quantised(torch.randn(70, 192), bits), torch.randn(11, 192).to(dtype)
+    linear = Linear(weight, dtype=dtype)
+    assert linear.native is not None
+    codes, scale, total = native.quantise(x, linear.native)
+    numbers = codes.float() - 128 if bits == 8 else codes.view(torch.int8).float()
+    grouped = numbers.view(11, -1, weight.group) * scale.unsqueeze(-1)
+    torch.testing.assert_close(grouped.sum(-1), total, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(grouped.view(11, 192), x.float(), rtol=0, atol=float(x.abs().max()) / 250)
+    expected = grouped.view(11, 192).double() @ weight.dense(torch.float32).double().T
+    torch.testing.assert_close(linear(x, wide=True).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_extremes_are_quantised(native: NativeBackend) -> None:
+    """Zeros, a lone outlier, subnormal and huge rows: codes in range, zeros stay zeros."""
+    x = torch.zeros(5, 64)
+    x[1, 3], x[2], x[3], x[4, ::2] = 1e30, 1e-40, -5.0, 2.0
+    linear = Linear(quantised(torch.randn(32, 64), 8), dtype=torch.float32)
+    assert linear.native is not None
+    codes, scale, _ = native.quantise(x, linear.native)
+    assert (codes[0] == 128).all()
+    assert codes[1, 3] == 255
+    assert (codes[1, :3] == 128).all()
+    assert (codes[3] == 1).all()
+    assert torch.isfinite(scale).all()
+    assert torch.equal(linear(x)[0], torch.zeros(32))
+
+
+@pytest.mark.parametrize(("bits", "limit"), [(8, 0.008), (4, 0.1)])
+def test_rounding_error_of_weights(bits: int, limit: float) -> None:
+    weight = torch.randn(64, 256)
+    error = (quantised(weight, bits).dense(torch.float32) - weight).norm() / weight.norm()
+    assert error < limit
+
+
+def test_constant_groups_are_exact() -> None:
+    weight = torch.full((32, 64), 0.5)
+    for bits in (8, 4):
+        torch.testing.assert_close(quantised(weight, bits).dense(torch.float32), weight, rtol=1e-3, atol=0)
+
+
+def test_columns_that_do_not_group_are_left_alone() -> None:
+    assert quantise(torch.randn(32, 48), 8) is None
+    assert quantise(torch.randn(32, 48), 4) is None
+
+
+def test_stacked_parts_are_as_one() -> None:
+    weight = torch.randn(96, 128)
+    parts = [quantised(weight[:32], 4), quantised(weight[32:], 4)]
+    assert parts[0].matches(parts[1])
+    assert torch.equal(stack(parts).dense(torch.float32), quantised(weight, 4).dense(torch.float32))
+    assert not parts[0].matches(quantised(weight, 8))
+
+
+def test_quantised_weights_without_kernels_are_made_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.kernels.linear.native_backend", lambda: None)
+    weight, x = quantised(torch.randn(64, 128), 8), torch.randn(3, 128)
+    linear = Linear(weight, dtype=torch.float32)
+    assert linear.native is None
+    torch.testing.assert_close(linear(x), x @ weight.dense(torch.float32).T, rtol=1e-4, atol=1e-4)
+
+
+def test_quantised_weights_need_a_dtype() -> None:
+    with pytest.raises(ValueError, match="dtype"):
+        Linear(quantised(torch.randn(32, 64), 8))
+
+
+def quantised(weight: Tensor, bits: int) -> QuantisedWeight:
+    made = quantise(weight, bits)
+    assert made is not None
+    return made

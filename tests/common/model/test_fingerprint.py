@@ -14,6 +14,7 @@ FIELDS = {
     "num_kv_heads": 3,
     "head_dim": 64,
     "dtype": "bfloat16",
+    "quantization": "none",
     "block_size": 16,
     "protocol_version": 1,
 }

@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "missing head": (lambda f: change_weights(f, lambda w: w.pop("lm_head.weight")), "no tensor lm_head.weight"),
     "wrong shape": (
         lambda f: set_config(f, intermediate_size=96),
-        r"is \[64, 160\], the configuration wants \[64, 96\]",
+        r"is \[160, 64\], the configuration wants \[96, 64\]",
     ),
     "wrong vocabulary": (lambda f: set_config(f, vocab_size=99), r"embed_tokens.*is \[261, 64\].*wants \[99, 64\]"),
     "integers": (lambda f: change_weights(f, lambda w: w.update({DOWN: w[DOWN].to(torch.int8)})), "dtype torch.int8"),

@@ -1,0 +1,40 @@
+"""What `--quantization` means: how many bits each matrix of a model gets."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Quantization(StrEnum):
+    """Embeddings and norms are never quantised; the output head never below 8 bits.
+
+    none   every weight in the model's dtype
+    int8   8 bits, in groups of 64 (or as the file holds them)
+    int4   4 bits, in groups of 32 (or as the file holds them)
+    auto   what a GGUF file holds in 4 or 8 bits stays so, its other quantised tensors get 8; float weights stay
+    """
+
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+    AUTO = "auto"
+
+    @property
+    def head(self) -> Quantization:
+        """What applies to the output head."""
+        return Quantization.INT8 if self is Quantization.INT4 else self
+
+    @property
+    def keeps_held(self) -> bool:
+        """Whether a file's own codes are looked at."""
+        return self is not Quantization.NONE
+
+    def takes(self, bits: int) -> bool:
+        """Whether codes of so many bits are used as they are."""
+        return {Quantization.INT8: bits == 8, Quantization.INT4: bits == 4}.get(self, True)
+
+    def bits(self, quantised_in_file: bool) -> int:
+        """For a matrix whose own codes are not used; 0 for none."""
+        if self is Quantization.AUTO:
+            return 8 if quantised_in_file else 0
+        return {Quantization.INT8: 8, Quantization.INT4: 4}.get(self, 0)

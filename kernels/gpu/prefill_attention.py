@@ -1,0 +1,158 @@
+"""Causal attention of several query rows a sequence over its blocks, those of a cached prefix included.
+
+FlashAttention-2 (arXiv 2307.08691) in base 2. A tile of queries is tokens x query heads of one KV head, so a group
+reads its keys once. Tiles of keys begin at multiples of their size, counted from the sequence's first token, and those
+that a row does not see leave it as it is. So a row's result does not depend, bit for bit, on the rest of the batch, nor
+on how a prompt is cut into chunks of two rows or more; a chunk of one row is `decode_attention`'s, which sums up in
+another order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from diptych.kernels.gpu.key_tile import attend_tile, with_sink
+from diptych.kernels.gpu.plan import GPUPlan
+from diptych.kernels.gpu.rounding import rounded
+from diptych.kernels.gpu.scores import Scores, capability
+
+
+class PrefillConfig(NamedTuple):
+    """rows: tokens x heads of a query tile; tile: keys a step; stages: of the pipelined loop over tiles."""
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
+def prefill_config(head_dim: int, dtype: torch.dtype, chip: tuple[int, int]) -> PrefillConfig:
+    """For queries of `dtype` on a chip of that compute capability.
+
+    128 rows are the least that keep the second level cache from being the limit: half as many read keys and values
+    twice as often. Two groups of four warps of 64 rows each are what Hopper's matrix instructions want.
+    """
+    if dtype == torch.float32:  # exact products, on the ordinary cores with all operands in registers: for tests
+        return PrefillConfig(rows=16, tile=16, warps=8, stages=2)
+    if chip < (9, 0):  # a warp keeps its share of the keys in registers: larger tiles spill
+        return PrefillConfig(rows=64 if head_dim > 128 else 128, tile=32, warps=8, stages=3)
+    if head_dim > 128:
+        return PrefillConfig(rows=128, tile=32, warps=8, stages=3)
+    return PrefillConfig(rows=128, tile=64, warps=8, stages=5)
+
+
+@triton.jit(do_not_specialize=["layer", "table_width", "window"])
+def attend_query_tiles(
+    q, kv, block_tables, spans, tiles, sinks, out,
+    layer, table_width, window, scale, softcap, v_scale, stride_q_row, stride_q_head,
+    NUM_LAYERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8_BITS: tl.constexpr,
+):  # fmt: skip
+    """One program a (tile of queries, KV head): keys that some rows do not see, those that all do, and the diagonal."""
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    HEAD_STRIDE: tl.constexpr = BLOCK_SIZE * 2 * HEAD_DIM
+    BLOCK_STRIDE: tl.constexpr = NUM_LAYERS * NUM_KV_HEADS * HEAD_STRIDE
+    i_tile, i_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
+    i_span, i_token = tl.load(tiles + i_tile * 2), tl.load(tiles + i_tile * 2 + 1)
+    p_span = spans + i_span * 3
+    i_row, num_rows, position = tl.load(p_span).to(tl.int64), tl.load(p_span + 1), tl.load(p_span + 2)
+    p_table = block_tables + i_span.to(tl.int64) * table_width
+    p_kv = kv + (layer * NUM_KV_HEADS + i_head).to(tl.int64) * HEAD_STRIDE
+
+    o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    o_token = i_token + o_m // GROUP  # [BLOCK_M]
+    o_head = i_head * GROUP + o_m % GROUP
+    m_m = (o_m < TOKENS * GROUP) & (o_token < num_rows)
+    m_q = m_m[:, None] & (o_d < HEAD_DIM)[None, :]
+    p_q = q + (i_row + o_token)[:, None] * stride_q_row + o_head[:, None] * stride_q_head + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_q, other=0.0)
+
+    first, last = position + i_token, position + tl.minimum(i_token + TOKENS, num_rows) - 1  # the tile's tokens
+    high = tl.minimum(position + o_token, last)[:, None] + 1  # [BLOCK_M, 1]: a row sees keys low .. high - 1
+    low = high - high
+    begin = 0
+    start = 0
+    whole = 0  # tiles of keys from here to `diagonal` are seen by all rows
+    if WINDOW:
+        low = tl.maximum(high - window, 0)
+        begin = tl.maximum(first + 1 - window, 0)
+        start = begin // BLOCK_N * BLOCK_N
+        whole = (tl.maximum(last + 1 - window, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    diagonal = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, whole)
+    end = last + 1
+
+    b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_l = tl.zeros([BLOCK_M], tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if WINDOW:
+        for i_n in tl.range(start, tl.minimum(whole, end), BLOCK_N, num_stages=1):
+            b_m, b_l, b_acc = attend_tile(
+                b_q, b_m, b_l, b_acc, p_kv, p_table, i_n, begin, end, low, high, scale, softcap,
+                BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS, True,
+            )  # fmt: skip
+    for i_n in tl.range(whole, diagonal, BLOCK_N, num_stages=STAGES):
+        b_m, b_l, b_acc = attend_tile(
+            b_q, b_m, b_l, b_acc, p_kv, p_table, i_n, begin, end, low, high, scale, softcap,
+            BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS, False,
+        )  # fmt: skip
+    for i_n in tl.range(diagonal, end, BLOCK_N, num_stages=1):
+        b_m, b_l, b_acc = attend_tile(
+            b_q, b_m, b_l, b_acc, p_kv, p_table, i_n, begin, end, low, high, scale, softcap,
+            BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS, True,
+        )  # fmt: skip
+
+    if SINKS:
+        b_sink = tl.load(sinks + o_head, mask=m_m, other=float("-inf"))
+        b_l, b_acc = with_sink(b_m, b_l, b_acc, b_sink)
+    b_out = b_acc / b_l[:, None] * v_scale
+    p_out = out + ((i_row + o_token) * (NUM_KV_HEADS * GROUP) + o_head)[:, None] * HEAD_DIM + o_d[None, :]
+    tl.store(p_out, rounded(b_out, out.dtype.element_ty), mask=m_q)
+
+
+def prefill_attention(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor) -> None:
+    """Rows of the plan's spans of several rows into out [T, num_heads, head_dim], contiguous. One launch."""
+    _, num_layers, kv_heads, block_size, _, dim = kv.shape
+    group = q.shape[1] // kv_heads
+    config = prefill_config(dim, q.dtype, capability(q.device))
+    rows = max(config.rows, triton.next_power_of_2(group))
+    tiles = plan.query_tiles(rows // group)
+    if not len(tiles):
+        return
+    attend_query_tiles[(len(tiles) * kv_heads,)](
+        q,
+        scores.storage(kv),
+        plan.block_tables,
+        plan.spans,
+        tiles,
+        scores.sinks,
+        out,
+        layer,
+        plan.width,
+        scores.window,
+        scores.scale,
+        scores.softcap,
+        scores.v_scale,
+        q.stride(0),
+        q.stride(1),
+        NUM_LAYERS=num_layers,
+        NUM_KV_HEADS=kv_heads,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_M=rows,
+        BLOCK_N=config.tile,
+        STAGES=config.stages,
+        WINDOW=scores.window > 0,
+        SOFTCAP=scores.softcap > 0,
+        SINKS=scores.sinks is not None,
+        FP8_BITS=scores.fp8_bits,
+        num_warps=config.warps,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,104 @@
+"""What the programs of decode attention share out among themselves: splits of sequences, listed by the device.
+
+A sequence is cut at multiples of its split length, which depends on nothing but the number of keys that it sees. So the
+order in which its parts are summed up is its own, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLIT_TOKENS = 512  # of a sequence of up to MAX_SPLITS - 1 times as many tokens; longer ones have longer splits
+MAX_SPLITS = 64
+ITEM_FIELDS = 4  # span, first key, end of keys, place of the partial result (-1: the only split writes the output)
+SPAN_BLOCK = 1024  # spans that a program looks at in one go
+
+
+def max_splits(tokens: int) -> int:
+    """Upper bound of the splits of a sequence of up to `tokens` tokens."""
+    return max(1, min(MAX_SPLITS, -(-tokens // SPLIT_TOKENS)))
+
+
+class DecodeWork:
+    """items int32 [S * max_splits, 4], of which total[0] count; counts int32 [S]: splits of each span."""
+
+    def __init__(self, num_spans: int, max_splits: int, window: int, device: torch.device) -> None:
+        self.window, self.max_splits = window, max_splits
+        self.items = torch.empty((num_spans * max_splits, ITEM_FIELDS), dtype=torch.int32, device=device)
+        self.total = torch.zeros(1, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(num_spans, dtype=torch.int32, device=device)
+
+    def build(self, spans: Tensor) -> None:
+        """One launch, from int32 spans [S, 3] on the device."""
+        num_spans = spans.shape[0]
+        if num_spans:
+            list_splits[(num_spans,)](
+                spans,
+                self.items,
+                self.total,
+                self.counts,
+                num_spans,
+                self.window,
+                self.max_splits,
+                SPLIT=SPLIT_TOKENS,
+                MAX_SPLITS=MAX_SPLITS,
+                BLOCK=min(SPAN_BLOCK, triton.next_power_of_2(num_spans)),
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
+
+
+@triton.jit
+def _splits(spans, o_span, num_spans, window, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Of each span: its first visible key, their end, the split length, the first split, the number of splits."""
+    m_span = o_span < num_spans
+    b_rows = tl.load(spans + o_span * 3 + 1, mask=m_span, other=0)
+    b_end = tl.load(spans + o_span * 3 + 2, mask=m_span, other=0) + 1
+    b_begin = tl.where(window > 0, tl.maximum(b_end - window, 0), 0)
+    b_seen = b_end - b_begin
+    b_length = tl.full(b_seen.shape, SPLIT, tl.int32)
+    for i in tl.static_range(12):  # splits of up to 512 << 12 tokens: sequences of two million
+        b_length = tl.where(b_seen > (MAX_SPLITS - 1) * (SPLIT << i), SPLIT << (i + 1), b_length)
+    b_first = b_begin // b_length
+    b_count = tl.where(b_rows == 1, (b_end + b_length - 1) // b_length - b_first, 0)
+    return b_begin, b_end, b_length, b_first, b_count
+
+
+@triton.jit(do_not_specialize=["num_spans", "window", "max_splits"])
+def list_splits(
+    spans, items, total, counts, num_spans, window, max_splits,
+    SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a span. Whole splits come first and the cut ones, at the end of their sequence, behind them all."""
+    i_span = tl.program_id(0)
+    n_full = 0  # whole splits of all spans
+    n_full_before = 0  # ... of those before this one
+    n_cut = 0
+    n_cut_before = 0
+    for start in range(0, num_spans, BLOCK):
+        o_span = start + tl.arange(0, BLOCK)
+        _, b_end, b_length, _, b_count = _splits(spans, o_span, num_spans, window, SPLIT, MAX_SPLITS)
+        b_cut = ((b_count > 0) & (b_end % b_length != 0)).to(tl.int32)
+        b_full = b_count - b_cut
+        n_full += tl.sum(b_full)
+        n_full_before += tl.sum(tl.where(o_span < i_span, b_full, 0))
+        n_cut += tl.sum(b_cut)
+        n_cut_before += tl.sum(tl.where(o_span < i_span, b_cut, 0))
+    if i_span == 0:
+        tl.store(total, n_full + n_cut)
+    o_own = i_span + tl.arange(0, 1)  # [1]
+    b_begin, b_end, b_length, b_first, b_count = _splits(spans, o_own, num_spans, window, SPLIT, MAX_SPLITS)
+    tl.store(counts + o_own, b_count)
+    o_split = tl.arange(0, MAX_SPLITS)
+    b_from = tl.maximum((b_first + o_split) * b_length, b_begin)
+    b_to = tl.minimum((b_first + o_split + 1) * b_length, b_end)
+    is_cut = b_to % b_length != 0
+    p_item = items + tl.where(is_cut, n_full + n_cut_before, n_full_before + o_split) * 4
+    m_split = o_split < b_count
+    tl.store(p_item, i_span + tl.zeros_like(o_split), mask=m_split)
+    tl.store(p_item + 1, b_from, mask=m_split)
+    tl.store(p_item + 2, b_to, mask=m_split)
+    tl.store(p_item + 3, tl.where(b_count == 1, -1, i_span * max_splits + o_split), mask=m_split)

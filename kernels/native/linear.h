@@ -1,0 +1,326 @@
+// Matrix products with packed weights: y[rows][n] = x[rows][k] W^T, in tiles of a few rows by one panel of 32 outputs.
+//
+// A panel holds its weights in the order in which they are used: 32 outputs side by side for every input (float32), 2 inputs
+// (bfloat16) or 4 (int8). An output is one chain of additions over k, the same in every tile, so a row's result depends on that
+// row alone.
+#pragma once
+
+#include "elementwise.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace diptych {
+
+constexpr int PANEL = 2 * LANES;    // outputs of a panel
+constexpr int ROWS_AT_ONCE = 240;   // rows that share one pass over a panel while it is in the cache
+constexpr int PREFETCH_BYTES = 2048; // ahead of a panel that streams from memory
+
+enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
+
+// Weights of one matrix. Panels lie one behind the other; the last one is padded with zeros.
+//   FLOAT32:  [panel][k][32].
+//   BFLOAT16: [panel][k / 2][32][2].
+//   INT8: [panel][k / 4][32][4] int8 q; w = scale * q, scale float16 [panel][k / group][32]; offset int32 of the same shape,
+//         -128 * sum(q), undoes what the inputs' codes are above their signed values.
+//   INT4: [panel][k / 8][32][4] bytes, the first quad in the low halves; w = scale * q + offset, q 0 .. 15, offset float16.
+struct Weights {
+    const void *codes, *scale, *offset;
+    const float *bias; // [n] or null
+    int64_t n, k, group, format;
+
+    int64_t panels() const { return (n + PANEL - 1) / PANEL; }
+};
+
+// Rows as the product wants them: float32 or bf16 [rows][k]; for INT8 uint8 codes, x = scale * (code - 128), for INT4 int8 codes,
+// x = scale * code, a scale for each group of k, and for INT4 the sum of the group's values.
+struct Inputs {
+    const void *codes;
+    const float *scale, *sum; // [rows][k / group]
+};
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define DIPTYCH_VNNI 1
+#endif
+#if defined(__AVX512BF16__)
+#define DIPTYCH_BF16 1
+#endif
+
+inline f32x16 load_half(const uint16_t *p) { // float16
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+#else
+    f32x16 v;
+    for (int i = 0; i < LANES; i++) {
+        const uint32_t h = p[i], sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31u, fraction = h & 0x3ffu;
+        float x;
+        uint32_t bits = sign | ((exponent + 112u) << 23) | (fraction << 13);
+        if (exponent == 0) {
+            x = std::ldexp(float(fraction), -24);
+            v[i] = sign ? -x : x;
+            continue;
+        }
+        if (exponent == 31) bits = sign | 0x7f800000u | (fraction << 13);
+        std::memcpy(&x, &bits, sizeof x);
+        v[i] = x;
+    }
+    return v;
+#endif
+}
+
+typedef int32_t acc32 __attribute__((vector_size(64)));
+
+// acc[i] += sum over 4 of u[i * 4 + j] * s[i * 4 + j], u unsigned and s signed bytes.
+inline acc32 dot_bytes(acc32 acc, acc32 u, acc32 s) {
+#if defined(DIPTYCH_VNNI)
+    return (acc32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
+#else
+    uint8_t a[64];
+    int8_t b[64];
+    std::memcpy(a, &u, 64);
+    std::memcpy(b, &s, 64);
+    int32_t total[LANES];
+    for (int i = 0; i < LANES; i++) {
+        total[i] = 0;
+        for (int j = 0; j < 4; j++) total[i] += int32_t(a[i * 4 + j]) * int32_t(b[i * 4 + j]);
+    }
+    acc32 t;
+    std::memcpy(&t, total, 64);
+    return acc + t;
+#endif
+}
+
+inline acc32 splat_word(const void *p) { // four bytes into every lane
+    int32_t w;
+    std::memcpy(&w, p, 4);
+    return acc32{w, w, w, w, w, w, w, w, w, w, w, w, w, w, w, w};
+}
+
+inline acc32 load_bytes(const void *p) {
+    acc32 v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+#if defined(DIPTYCH_BF16)
+inline f32x16 dot_pairs(f32x16 acc, acc32 x, acc32 w) {
+    return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)w);
+}
+#else
+inline f32x16 dot_pairs(f32x16 acc, acc32 x, acc32 w) {
+    u32x16 a, b;
+    std::memcpy(&a, &x, 64);
+    std::memcpy(&b, &w, 64);
+    f32x16 a0, a1, b0, b1;
+    const u32x16 alow = a << 16, ahigh = a & 0xffff0000u, blow = b << 16, bhigh = b & 0xffff0000u;
+    std::memcpy(&a0, &alow, 64);
+    std::memcpy(&a1, &ahigh, 64);
+    std::memcpy(&b0, &blow, 64);
+    std::memcpy(&b1, &bhigh, 64);
+    return acc + a0 * b0 + a1 * b1;
+}
+#endif
+
+template <int R> inline void fetch_ahead(const char *weights) { // few rows wait for memory, many do not
+    if (R > 4) return;
+    __builtin_prefetch(weights + PREFETCH_BYTES);
+    __builtin_prefetch(weights + PREFETCH_BYTES + 64);
+}
+
+// R rows by 32 outputs, to out[R][2].
+template <int R> inline void multiply_float32(const Weights &w, int64_t panel, const Inputs &x, int64_t row, f32x16 (&out)[R][2]) {
+    const float *weights = static_cast<const float *>(w.codes) + panel * w.k * PANEL;
+    const float *rows = static_cast<const float *>(x.codes) + row * w.k;
+    f32x16 acc[R][2] = {};
+    for (int64_t i = 0; i < w.k; i++, weights += PANEL, rows++) {
+        const f32x16 low = load(weights), high = load(weights + LANES);
+        fetch_ahead<R>(reinterpret_cast<const char *>(weights));
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const f32x16 a = splat(rows[r * w.k]);
+            acc[r][0] = a * low + acc[r][0];
+            acc[r][1] = a * high + acc[r][1];
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
+}
+
+template <int R> inline void multiply_bfloat16(const Weights &w, int64_t panel, const Inputs &x, int64_t row, f32x16 (&out)[R][2]) {
+    const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL * 2;
+    const char *rows = static_cast<const char *>(x.codes) + row * w.k * 2;
+    const int64_t stride = w.k * 2;
+    f32x16 acc[R][2] = {};
+    for (int64_t pair = 0; pair < w.k / 2; pair++, weights += 128, rows += 4) {
+        const acc32 low = load_bytes(weights), high = load_bytes(weights + 64);
+        fetch_ahead<R>(weights);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const acc32 a = splat_word(rows + r * stride);
+            acc[r][0] = dot_pairs(acc[r][0], a, low);
+            acc[r][1] = dot_pairs(acc[r][1], a, high);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
+}
+
+template <int R> inline void multiply_int8(const Weights &w, int64_t panel, const Inputs &x, int64_t row, f32x16 (&out)[R][2]) {
+    const int64_t groups = w.k / w.group, quads = w.group / 4;
+    const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL;
+    const uint16_t *scale = static_cast<const uint16_t *>(w.scale) + panel * groups * PANEL;
+    const int32_t *offset = static_cast<const int32_t *>(w.offset) + panel * groups * PANEL;
+    const char *rows = static_cast<const char *>(x.codes) + row * w.k;
+    const float *factor = x.scale + row * groups;
+    f32x16 total[R][2] = {};
+    for (int64_t g = 0; g < groups; g++, scale += PANEL, offset += PANEL) {
+        acc32 acc[R][2];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) acc[r][0] = load_bytes(offset), acc[r][1] = load_bytes(offset + LANES);
+        for (int64_t quad = 0; quad < quads; quad++, weights += 128, rows += 4) {
+            const acc32 low = load_bytes(weights), high = load_bytes(weights + 64);
+            fetch_ahead<R>(weights);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                const acc32 a = splat_word(rows + r * w.k);
+                acc[r][0] = dot_bytes(acc[r][0], a, low);
+                acc[r][1] = dot_bytes(acc[r][1], a, high);
+            }
+        }
+        const f32x16 slow = load_half(scale), shigh = load_half(scale + LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const f32x16 f = splat(factor[r * groups + g]);
+            total[r][0] += __builtin_convertvector(acc[r][0], f32x16) * f * slow;
+            total[r][1] += __builtin_convertvector(acc[r][1], f32x16) * f * shigh;
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) out[r][0] = total[r][0], out[r][1] = total[r][1];
+}
+
+template <int R> inline void multiply_int4(const Weights &w, int64_t panel, const Inputs &x, int64_t row, f32x16 (&out)[R][2]) {
+    const int64_t groups = w.k / w.group, octets = w.group / 8;
+    const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL / 2;
+    const uint16_t *scale = static_cast<const uint16_t *>(w.scale) + panel * groups * PANEL;
+    const uint16_t *offset = static_cast<const uint16_t *>(w.offset) + panel * groups * PANEL;
+    const char *rows = static_cast<const char *>(x.codes) + row * w.k;
+    const float *factor = x.scale + row * groups, *sum = x.sum + row * groups;
+    const acc32 low_half = splat_word("\x0f\x0f\x0f\x0f");
+    f32x16 total[R][2] = {};
+    for (int64_t g = 0; g < groups; g++, scale += PANEL, offset += PANEL) {
+        acc32 acc[R][2] = {};
+        for (int64_t octet = 0; octet < octets; octet++, weights += 128, rows += 8) {
+            const acc32 both = load_bytes(weights), both2 = load_bytes(weights + 64);
+            fetch_ahead<R>(weights);
+            const acc32 low = both & low_half, high = both2 & low_half;
+            const acc32 low2 = (both >> 4) & low_half, high2 = (both2 >> 4) & low_half;
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                const acc32 a = splat_word(rows + r * w.k), b = splat_word(rows + r * w.k + 4);
+                acc[r][0] = dot_bytes(dot_bytes(acc[r][0], low, a), low2, b);
+                acc[r][1] = dot_bytes(dot_bytes(acc[r][1], high, a), high2, b);
+            }
+        }
+        const f32x16 slow = load_half(scale), shigh = load_half(scale + LANES);
+        const f32x16 olow = load_half(offset), ohigh = load_half(offset + LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const f32x16 f = splat(factor[r * groups + g]), s = splat(sum[r * groups + g]);
+            total[r][0] += __builtin_convertvector(acc[r][0], f32x16) * f * slow + s * olow;
+            total[r][1] += __builtin_convertvector(acc[r][1], f32x16) * f * shigh + s * ohigh;
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) out[r][0] = total[r][0], out[r][1] = total[r][1];
+}
+
+// Codes and scales of one row, for INT8 or INT4 weights: x to the nearest of 127 steps on either side of zero in each group.
+template <typename T>
+void quantise_row(const T *x, int64_t k, int64_t group, bool offset, uint8_t *codes, float *scale, float *sum) {
+    for (int64_t g = 0; g < k / group; g++, x += group, codes += group) {
+        f32x16 top = {};
+        for (int64_t i = 0; i < group; i += LANES) {
+            const f32x16 v = load(x + i), negative = -v;
+            const f32x16 size = v > negative ? v : negative;
+            top = size > top ? size : top;
+        }
+        const float peak = largest(top), step = peak / 127.f, inverse = peak > 0.f ? 127.f / peak : 0.f;
+        i32x16 total = {};
+        for (int64_t i = 0; i < group; i += LANES) {
+            const f32x16 magic = splat(12582912.f); // 1.5 * 2^23: adding it rounds to an integer, ties to even
+            const f32x16 rounded = (load(x + i) * inverse + magic) - magic;
+            const i32x16 code = __builtin_convertvector(rounded, i32x16);
+            total += code;
+            typedef int8_t i8x16 __attribute__((vector_size(16)));
+            const i8x16 bytes = __builtin_convertvector(offset ? code + 128 : code, i8x16);
+            std::memcpy(codes + i, &bytes, sizeof bytes);
+        }
+        scale[g] = step;
+        int32_t each[LANES], all = 0;
+        std::memcpy(each, &total, sizeof total);
+        for (int i = 0; i < LANES; i++) all += each[i];
+        sum[g] = step * float(all);
+    }
+}
+
+enum class Epilogue : int { PLAIN = 0, SILU = 1, GELU = 2 };
+
+template <typename Out> inline void store_some(Out *to, f32x16 v, int64_t count) {
+    if (count >= LANES) return store(to, v);
+    Out lanes[LANES];
+    store(lanes, v);
+    for (int64_t i = 0; i < count; i++) to[i] = lanes[i];
+}
+
+// Rows [row, row + R) of one panel: product, bias, and the epilogue. With a gate, a panel is 16 gates and their 16 ups.
+template <int R, typename Out>
+void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Epilogue epilogue, Out *out) {
+    f32x16 y[R][2];
+    switch (w.format) {
+    case FLOAT32: multiply_float32<R>(w, panel, x, row, y); break;
+    case BFLOAT16: multiply_bfloat16<R>(w, panel, x, row, y); break;
+    case INT8: multiply_int8<R>(w, panel, x, row, y); break;
+    default: multiply_int4<R>(w, panel, x, row, y);
+    }
+    if (w.bias)
+        for (int r = 0; r < R; r++) y[r][0] += load(w.bias + panel * PANEL), y[r][1] += load(w.bias + panel * PANEL + LANES);
+    if (epilogue != Epilogue::PLAIN) {
+        const int64_t width = w.n / 2, at = panel * LANES;
+        for (int r = 0; r < R; r++) {
+            // Rounded first, as they are where gate and up are stored between the two steps.
+            Out gate[LANES], up[LANES];
+            store(gate, y[r][0]);
+            store(up, y[r][1]);
+            store_some(out + (row + r) * width + at, gate_lanes(load(gate), load(up), epilogue == Epilogue::GELU), width - at);
+        }
+        return;
+    }
+    const int64_t at = panel * PANEL;
+    for (int r = 0; r < R; r++) {
+        store_some(out + (row + r) * w.n + at, y[r][0], w.n - at);
+        if (w.n - at > LANES) store_some(out + (row + r) * w.n + at + LANES, y[r][1], w.n - at - LANES);
+    }
+}
+
+template <int R, typename Out>
+void finish_rows(const Weights &w, int64_t panel, const Inputs &x, int64_t row, int64_t end, Epilogue epilogue, Out *out) {
+    for (; row + R <= end; row += R) finish_tile<R>(w, panel, x, row, epilogue, out);
+    if constexpr (R > 1) {
+        if (row < end) finish_rows<(R + 1) / 2>(w, panel, x, row, end, epilogue, out);
+    }
+}
+
+// Rows [row, end) of panels [first, last).
+template <typename Out>
+void multiply(const Weights &w, int64_t first, int64_t last, const Inputs &x, int64_t row, int64_t end, Epilogue epilogue,
+              Out *out) {
+    for (int64_t panel = first; panel < last; panel++) {
+        if (w.format <= BFLOAT16)
+            finish_rows<12>(w, panel, x, row, end, epilogue, out);
+        else
+            finish_rows<6>(w, panel, x, row, end, epilogue, out);
+    }
+}
+
+} // namespace diptych

@@ -1,0 +1,160 @@
+"""Weights in the order in which the CPU's matrix product reads them: see `native/linear.h`."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from diptych.kernels.quantised import QuantisedWeight
+
+PANEL: Final = 32
+GATE: Final = 16  # gates, and their ups, in a panel of a gated product
+FLOAT32, BFLOAT16, INT8, INT4 = range(4)
+FORMATS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+PAIR: Final = {FLOAT32: 1, BFLOAT16: 2}
+READ_AHEAD: Final = 4096  # bytes behind the last panel that a prefetch may name
+
+
+class WeightsStruct(ctypes.Structure):
+    """`struct Weights`."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("offset", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("format", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """One matrix, its bias, and whether gate and up rows alternate in its panels."""
+
+    format: int
+    out_features: int
+    in_features: int
+    group: int
+    gated: bool
+    codes: Tensor
+    scale: Tensor | None = None
+    offset: Tensor | None = None
+    bias: Tensor | None = None
+    struct: WeightsStruct = field(init=False)
+
+    def __post_init__(self) -> None:
+        pointers = (0 if t is None else t.data_ptr() for t in (self.codes, self.scale, self.offset, self.bias))
+        sizes = (self.out_features, self.in_features, self.group, self.format)
+        object.__setattr__(self, "struct", WeightsStruct(*pointers, *sizes))
+
+    @property
+    def coded(self) -> bool:
+        """Whether the inputs must be quantised too."""
+        return self.format >= INT8
+
+    @property
+    def address(self) -> int:
+        """Of `struct Weights`, for as long as this lives."""
+        return ctypes.addressof(self.struct)
+
+
+def pack_dense(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedWeight | None:
+    """W [out, in], float32 or bfloat16; None where its sizes do not fit."""
+    kind = FORMATS[weight.dtype]
+    pair = PAIR[kind]
+    if weight.shape[1] % pair or (gated and weight.shape[0] % (2 * GATE)):
+        return None
+    panels = _panels(weight, gated).view(-1, PANEL, weight.shape[1] // pair, pair).permute(0, 2, 1, 3)
+    rows, columns = weight.shape
+    return PackedWeight(kind, rows, columns, columns, gated, _flat(panels), bias=_bias(bias, gated))
+
+
+def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, *, gated: bool) -> PackedWeight | None:
+    """Of 8 or 4 bits; None where its sizes do not fit."""
+    rows, columns = weight.shape
+    if gated and rows % (2 * GATE):
+        return None
+    codes = _panels(weight.codes, gated)
+    groups = columns // weight.group
+    scale = _by_group(_panels(weight.scale, gated), groups)
+    if weight.bits == 8:
+        sums = codes.view(-1, groups, weight.group).sum(-1, dtype=torch.int32) * -128
+        offset = _by_group(sums, groups)
+        panels = codes.view(-1, PANEL, columns // 4, 4).permute(0, 2, 1, 3)
+        return PackedWeight(INT8, rows, columns, weight.group, gated, _flat(panels), scale, offset, _bias(bias, gated))
+    if weight.offset is None:
+        raise ValueError("4-bit weights have an offset for each group")
+    offset = _by_group(_panels(weight.offset, gated), groups)
+    quads = codes.view(torch.uint8).view(-1, PANEL, columns // 8, 2, 4)
+    halves = (quads[..., 0, :] | (quads[..., 1, :] << 4)).permute(0, 2, 1, 3)
+    return PackedWeight(INT4, rows, columns, weight.group, gated, _flat(halves), scale, offset, _bias(bias, gated))
+
+
+def unpack(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """W [out, in] as it was given, or as its codes stand for."""
+    columns, groups = packed.in_features, packed.in_features // packed.group
+    if packed.format in (FLOAT32, BFLOAT16):
+        pair = PAIR[packed.format]
+        kind = torch.float32 if packed.format == FLOAT32 else torch.bfloat16
+        panels = _values(packed.codes, kind).view(-1, columns // pair, PANEL, pair).permute(0, 2, 1, 3)
+        return _rows(panels.reshape(-1, columns), packed).to(dtype)
+    if packed.scale is None or packed.offset is None:
+        raise ValueError("quantised weights have scales and offsets")
+    if packed.format == INT8:
+        quads = _values(packed.codes, torch.int8).view(-1, columns // 4, PANEL, 4).permute(0, 2, 1, 3)
+        codes = quads.reshape(-1, groups, packed.group).float()
+    else:
+        octets = _values(packed.codes, torch.uint8).view(-1, columns // 8, PANEL, 4).permute(0, 2, 1, 3)
+        codes = torch.stack((octets & 15, octets >> 4), dim=-2).reshape(-1, groups, packed.group).float()
+    weight = codes * packed.scale.view(-1, groups, PANEL).transpose(1, 2).reshape(-1, groups, 1).float()
+    if packed.format == INT4:
+        weight += packed.offset.view(-1, groups, PANEL).transpose(1, 2).reshape(-1, groups, 1).float()
+    return _rows(weight.reshape(-1, columns), packed).to(dtype)
+
+
+def _panels(rows: Tensor, gated: bool) -> Tensor:
+    """Rows in the panels' order, padded with zeros to whole panels."""
+    if gated:
+        rows = rows.view(2, -1, GATE, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
+    missing = -rows.shape[0] % PANEL
+    if not missing:
+        return rows.contiguous()
+    return torch.cat((rows, rows.new_zeros((missing, rows.shape[1]))))
+
+
+def _rows(panels: Tensor, packed: PackedWeight) -> Tensor:
+    """The inverse of `_panels`."""
+    rows = panels[: packed.out_features]
+    if packed.gated:
+        rows = rows.view(-1, 2, GATE, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
+    return rows.contiguous()
+
+
+def _by_group(values: Tensor, groups: int) -> Tensor:
+    """[rows, groups] to [panel][group][32]."""
+    return values.view(-1, PANEL, groups).transpose(1, 2).contiguous()
+
+
+def _bias(bias: Tensor | None, gated: bool) -> Tensor | None:
+    return None if bias is None else _panels(bias.float().unsqueeze(1), gated).flatten().contiguous()
+
+
+def _flat(panels: Tensor) -> Tensor:
+    """Contiguous bytes, aligned to a cache line, with room behind them for what a prefetch names."""
+    size = panels.numel() * panels.element_size()
+    raw = torch.empty(size + READ_AHEAD, dtype=torch.uint8)
+    start = -raw.data_ptr() % 64
+    place = raw[start : start + size]
+    place.view(panels.dtype).view(panels.shape).copy_(panels)
+    return place
+
+
+def _values(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.view(dtype)

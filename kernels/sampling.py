@@ -1,0 +1,134 @@
+"""From logits to tokens without leaving the device: what to draw with, and the draw itself in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diptych.kernels.device import triton_backend
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Draw(NamedTuple):
+    """How one row samples. `temperature` 0 takes the largest logit, the lowest id of equals. `position` counts the
+    tokens before the new one; the noise is a function of (seed, position) only. 0 turns `top_k` off, 1 `top_p`."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """The draws of n rows on the device, [n] each. `searches`: whether any row has a top_k or a top_p.
+
+    temperature, min_p float32; top_p float64; top_k int32; seed, position int64. They may be written in place between
+    two calls, `position` say, as long as `searches` stays true to them.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    position: Tensor
+    searches: bool
+
+    @classmethod
+    def pack(cls, draws: Sequence[Draw], device: torch.device) -> SamplingTensors:
+        """Copies `draws` to the device. ValueError for a negative temperature or a top_p of 0 or less."""
+        for draw in draws:
+            if draw.temperature < 0 or draw.top_p <= 0:
+                raise ValueError(f"temperature {draw.temperature} and top_p {draw.top_p}: at least 0, and more than 0")
+        count = len(draws)
+        host = torch.empty(count * 36, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        _columns(host, count, draws)
+        there = host.to(device, non_blocking=True)
+        wide, narrow = there[: 24 * count], there[24 * count :]
+        seed, position, top_p = wide.view(torch.int64).view(3, count)
+        temperature, min_p, top_k = narrow.view(torch.float32).view(3, count)
+        searches = any(draw.top_k > 0 or draw.top_p < 1.0 for draw in draws)
+        return cls(temperature, top_k.view(torch.int32), top_p.view(torch.float64), min_p, seed, position, searches)
+
+    def __len__(self) -> int:
+        return self.temperature.shape[0]
+
+    def select(self, rows: Tensor) -> SamplingTensors:
+        """The draws of rows int64 [m]."""
+        columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.position)
+        temperature, top_k, top_p, min_p, seed, position = (column[rows] for column in columns)
+        return SamplingTensors(temperature, top_k, top_p, min_p, seed, position, self.searches)
+
+
+def _columns(memory: Tensor, count: int, draws: Sequence[Draw]) -> None:
+    """Writes the numbers of `draws` into bytes [36 * count]: one copy takes them all to the device."""
+    wide, narrow = memory.numpy()[: 24 * count], memory.numpy()[24 * count :]
+    columns = list(zip(*draws, strict=True)) or [()] * len(Draw._fields)
+    temperature, top_k, top_p, min_p, seed, position = columns
+    wide.view(np.int64).reshape(3, count)[:2] = seed, position
+    wide.view(np.float64).reshape(3, count)[2] = top_p
+    narrow.view(np.float32).reshape(3, count)[:2] = temperature, min_p
+    narrow.view(np.int32).reshape(3, count)[2] = [min(k, 2**31 - 1) for k in top_k]  # as good as any larger one
+
+
+def sample(logits: Tensor, rows: SamplingTensors) -> Tensor:
+    """Token ids int64 [n] of logits float32 [n, vocab], on their device; on a GPU nothing waits for them.
+
+    A row is divided by its temperature, then min_p, top_k and top_p drop tokens, in this order, by a threshold on
+    probability: tokens of equal probability stay or go together. The token is the inverse of what is left of the
+    cumulative distribution, in the order of ids, at the row's noise. A row depends on nothing but itself.
+    """
+    if (backend := triton_backend(logits.device.type)) is not None:
+        tokens: Tensor = backend.sample(logits, rows)
+        return tokens
+    return sample_by_sorting(logits, rows)
+
+
+def sample_by_sorting(logits: Tensor, rows: SamplingTensors) -> Tensor:
+    """As `sample`, on any device, in float64."""
+    tokens = torch.argmax(logits, dim=-1)
+    drawn = torch.nonzero(rows.temperature > 0).flatten()
+    if not len(drawn):
+        return tokens
+    rows, logits = rows.select(drawn), logits[drawn]
+    vocab = logits.shape[1]
+    probs = torch.softmax((logits / rows.temperature[:, None]).double(), dim=-1)
+    probs = _keep(probs, probs.amax(-1) * rows.min_p)
+    ordered = probs.sort(dim=-1, descending=True).values
+    last = torch.where((rows.top_k > 0) & (rows.top_k < vocab), rows.top_k, vocab).long() - 1
+    probs = _keep(probs, ordered.gather(1, last[:, None])[:, 0])
+    ordered = probs.sort(dim=-1, descending=True).values
+    mass = ordered.cumsum(-1)
+    last = torch.searchsorted(mass, (rows.top_p * mass[:, -1])[:, None]).clamp(max=vocab - 1)
+    probs = torch.where(rows.top_p[:, None] < 1.0, _keep(probs, ordered.gather(1, last)[:, 0]), probs)
+    mass = probs.cumsum(-1)
+    noise = torch.from_numpy(uniform(rows.seed.cpu().numpy(), rows.position.cpu().numpy())).to(mass.device)
+    tokens[drawn] = torch.searchsorted(mass, (mass[:, -1] * noise)[:, None], right=True)[:, 0]
+    return tokens
+
+
+def _keep(probs: Tensor, threshold: Tensor) -> Tensor:
+    return torch.where(probs >= threshold[:, None], probs, 0.0)
+
+
+def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Noise of each (seed, position), int64 [n]: 53 bits in [0, 1). splitmix64 (Steele, Lea, Flood 2014): the seed is
+    mixed into a stream's key, the position counts within the stream."""
+    key = _mix(seed.astype(np.uint64) + _GOLDEN)
+    word = _mix(key + (position + 1).astype(np.uint64) * _GOLDEN)
+    return np.asarray((word >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(z ^ (z >> np.uint64(31)))

@@ -1,0 +1,143 @@
+"""Attention as models use it, compiled for chips that need not be there: what the assembler made of it.
+
+Keys and values are converted before they are multiplied, a float8 cache's too, so its products are those of bfloat16.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from diptych.kernels.gpu.decode_attention import REDUCE_CHUNK, decode_config
+from diptych.kernels.gpu.prefill_attention import prefill_config
+from diptych.kernels.gpu.work_list import MAX_SPLITS, SPLIT_TOKENS
+
+from .compiled import MULTIPROCESSOR_REGISTERS, SHARED_BYTES_LIMIT, Compiled, Job, compile_kernels
+
+pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600)]
+PACKAGE = "diptych.kernels.gpu"
+POINTERS = {
+    **{"q": "*bf16", "out": "*bf16", "sinks": "*fp32", "partial": "*fp32", "lse": "*fp32"},
+    **dict.fromkeys(("block_tables", "spans", "items", "total", "counts", "tiles"), "*i32"),
+}
+INTEGERS = ("layer", "table_width", "window", "num_spans", "max_splits", "stride_q_row", "stride_q_head")
+NUMBERS = ("scale", "softcap", "v_scale")
+SIGNATURE = {**POINTERS, **dict.fromkeys(INTEGERS, "i32"), **dict.fromkeys(NUMBERS, "fp32")}
+ALIGNED = ("stride_q_row", "stride_q_head")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model's attention; features: those of window, softcap and sinks that it uses."""
+
+    layers: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    cache: str = "bf16"
+    features: str = ""
+
+    def constexprs(self) -> dict[str, Any]:
+        return {
+            "NUM_LAYERS": self.layers,
+            "NUM_KV_HEADS": self.kv_heads,
+            "GROUP": self.group,
+            "BLOCK_SIZE": 64,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_D": self.head_dim,
+            "WINDOW": "window" in self.features,
+            "SOFTCAP": "softcap" in self.features,
+            "SINKS": "sinks" in self.features,
+            "FP8_BITS": self.cache == "u8",
+            **({} if "sinks" in self.features else {"sinks": None}),
+        }
+
+    def job(self, kernel: str, capability: int, warps: int, **constexprs: Any) -> Job:
+        signature = {**SIGNATURE, "kv": f"*{self.cache}"}
+        known = self.constexprs() | constexprs
+        return Job(f"{PACKAGE}.{kernel}", signature, known, capability, warps, aligned=ALIGNED)
+
+
+LLAMA = Shape(32, 8, 4, 128)
+LLAMA_FLOAT8 = Shape(32, 8, 4, 128, cache="fp8e4nv")
+LLAMA_FLOAT8_BITS = Shape(32, 8, 4, 128, cache="u8")
+SMOLLM2 = Shape(30, 3, 3, 64)
+GPT_OSS = Shape(36, 8, 8, 64, features="window sinks")
+GEMMA3 = Shape(26, 1, 4, 256, features="window")
+DECODE = [
+    (LLAMA, 80), (LLAMA, 90), (LLAMA_FLOAT8, 90), (LLAMA_FLOAT8_BITS, 80), (SMOLLM2, 90), (GPT_OSS, 90), (GEMMA3, 90),
+]  # fmt: skip
+PREFILL = [(LLAMA, 80), (LLAMA, 90), (LLAMA_FLOAT8, 90), (SMOLLM2, 90), (GEMMA3, 90)]
+
+
+def decode_job(shape: Shape, capability: int) -> Job:
+    config = decode_config(shape.head_dim, torch.bfloat16, 2 if shape.cache == "bf16" else 1, divmod(capability, 10))
+    tiles = {"BLOCK_G": 16, "BLOCK_N": config.tile, "STAGES": config.stages}
+    return shape.job("decode_attention:attend_splits", capability, config.warps, **tiles)
+
+
+def prefill_job(shape: Shape, capability: int) -> Job:
+    config = prefill_config(shape.head_dim, torch.bfloat16, divmod(capability, 10))
+    tiles = {"BLOCK_M": config.rows, "BLOCK_N": config.tile, "STAGES": config.stages}
+    return shape.job("prefill_attention:attend_query_tiles", capability, config.warps, **tiles)
+
+
+REDUCE = Job(
+    f"{PACKAGE}.decode_attention:reduce_splits",
+    SIGNATURE,
+    {"NUM_HEADS": 32, "HEAD_DIM": 128, "BLOCK_D": 128, "CHUNK": REDUCE_CHUNK, "SINKS": False, "sinks": None},
+    num_warps=2,
+)
+LIST = Job(
+    f"{PACKAGE}.work_list:list_splits", SIGNATURE, {"SPLIT": SPLIT_TOKENS, "MAX_SPLITS": MAX_SPLITS, "BLOCK": 256}
+)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[Any, Compiled]:
+    jobs = {("decode", *case): decode_job(*case) for case in DECODE}
+    jobs |= {("prefill", *case): prefill_job(*case) for case in PREFILL}
+    jobs |= {"reduce": REDUCE, "list": LIST}
+    return dict(zip(jobs, compile_kernels(list(jobs.values())), strict=True))
+
+
+@pytest.mark.parametrize(("shape", "capability"), DECODE)
+def test_decode_attention_fits_as_often_as_it_is_started(
+    compiled: dict[Any, Compiled], shape: Shape, capability: int
+) -> None:
+    found = compiled["decode", shape, capability]
+    config = decode_config(shape.head_dim, torch.bfloat16, 2 if shape.cache == "bf16" else 1, divmod(capability, 10))
+    assert found.spills == 0
+    registers = -(-found.registers // 8) * 8 * 32 * config.warps
+    assert registers * config.programs <= MULTIPROCESSOR_REGISTERS
+    assert (found.shared_bytes + 1024) * config.programs <= SHARED_BYTES_LIMIT[capability] + 1024
+    assert "HMMA" in found.sass
+    assert re.search(r"LDGSTS\.E\S*\.128", found.sass), "keys and values are not copied 16 bytes at a time"
+
+
+@pytest.mark.parametrize(("shape", "capability"), PREFILL)
+def test_prefill_attention_multiplies_on_tensor_cores(
+    compiled: dict[Any, Compiled], shape: Shape, capability: int
+) -> None:
+    found = compiled["prefill", shape, capability]
+    assert found.spills == 0
+    assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability]
+    assert ("HGMMA" if capability >= 90 else "HMMA") in found.sass
+
+
+@pytest.mark.parametrize("kernel", ["reduce", "list"])
+def test_the_small_kernels_need_little(compiled: dict[Any, Compiled], kernel: str) -> None:
+    found = compiled[kernel]
+    assert found.spills == 0 and found.registers <= 64 and found.shared_bytes <= 2048
+
+
+@pytest.mark.parametrize("kernel", [("decode", LLAMA, 90), ("prefill", LLAMA, 90), ("decode", SMOLLM2, 90)])
+def test_blocks_are_addressed_with_64_bits(compiled: dict[Any, Compiled], kernel: tuple[str, Shape, int]) -> None:
+    shape = kernel[1]
+    stride = shape.layers * shape.kv_heads * 64 * 2 * shape.head_dim
+    products = re.findall(rf"arith\.muli %\S+, %c{stride}_(i\d+)", compiled[kernel].ttir)
+    assert products and set(products) == {"i64"}

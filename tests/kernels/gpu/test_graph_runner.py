@@ -1,0 +1,138 @@
+"""Recorded decode steps: on a GPU as CUDA graphs, in the interpreter as functions over the same static memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from diptych.common.errors import BlockError, ContextLengthExceeded, InvalidRequest
+from diptych.common.model.batch import SequenceChunk
+from diptych.common.model.decoder import Decoder
+from diptych.common.model.graph_capture import GraphRecorder, PlainRecorder
+from diptych.common.model.graph_runner import FROM_HOST, GraphRunner
+from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.load import load_model
+from diptych.common.model.oracle import generate
+from diptych.common.model.runner import ModelRunner
+from diptych.common.model.sampler import Sampler, SamplingRow
+from diptych.common.model.step_launcher import StepLauncher
+from diptych.common.model.tiny import make_tiny_model
+from diptych.common.sampling_params import SamplingParams
+from diptych.kernels import triton_backend
+
+from ...common.model.generation import files_of, prompt
+from .conftest import ON_GPU
+
+pytestmark = [pytest.mark.gpu] if ON_GPU else [pytest.mark.interpret]
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+SIZE, NUM_BLOCKS, MAX_SEQS = 16, 12, 4
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.kernels.dispatch.backend", lambda kind: triton_backend)
+    monkeypatch.setattr("diptych.kernels.linear.native_backend", lambda: None)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Decoder:
+    """Gemma, whose layers see the past through windows of two sizes: a plan has work lists for both."""
+    folder = make_tiny_model(tmp_path / "model", architecture="gemma3")
+    return load_model(files_of(folder), device=str(DEVICE))
+
+
+@pytest.fixture
+def runner(model: Decoder) -> Iterator[GraphRunner]:
+    kv = KVCache(model.config, NUM_BLOCKS, SIZE, "float32", DEVICE)
+    kv.tensor.fill_(float("nan"))  # nothing may be read that was not written
+    recorder = GraphRecorder(DEVICE) if ON_GPU else PlainRecorder()
+    yield GraphRunner(model, kv, recorder, max_num_seqs=MAX_SEQS, max_model_len=64)
+
+
+def test_steps_fed_by_each_other_give_the_oracles_tokens(runner: GraphRunner, model: Decoder) -> None:
+    """Three sequences in a step of four, one of which crosses into its next block; the host is told no token."""
+    prompts = [prompt(count, seed=count) for count in (3, 15, 20)]
+    tables = [(0, 1), (5, 7), (9, 3)]
+    sampler, row = Sampler(model.config.vocab_size), SamplingRow(GREEDY, 0)
+    launcher = StepLauncher(runner, sampler)
+    chunks = [SequenceChunk(tokens, 0, table) for tokens, table in zip(prompts, tables, strict=True)]
+    assert not runner.replays(chunks)
+    first = [token.token_id for token in sampler.sample(runner.forward(chunks), [row] * 3)]
+    found, sources, flights = [[token] for token in first], [FROM_HOST] * 3, []
+    for step in range(2):
+        chunks = [SequenceChunk((first[i] if step == 0 else 0,), len(prompts[i]) + step, tables[i]) for i in range(3)]
+        assert launcher.takes(chunks, [row] * 3)
+        flights.append(launcher.launch(chunks, sources, [row] * 3))
+        sources = [0, 1, 2]
+    for flight in flights:
+        for tokens, token_id in zip(found, flight.read(), strict=True):
+            tokens.append(token_id)
+    if not ON_GPU:
+        assert found == [generate(model, tokens, GREEDY) for tokens in prompts]
+    assert runner.profile.num_tokens == 3
+    untouched = [block for block in range(NUM_BLOCKS) if block not in {0, 5, 7, 9, 3}]
+    assert runner.kv.tensor[untouched].isnan().all()
+
+
+def test_forward_replays_what_was_recorded(runner: GraphRunner, model: Decoder) -> None:
+    plain = ModelRunner(model, runner.kv)
+    plain.forward([SequenceChunk(prompt(10), 0, (2, 4))])
+    chunks = [SequenceChunk((7,), 10, (2, 4))]
+    expected = plain.forward(chunks).clone()
+    for _ in range(2):  # the same step again: the same numbers over the same cells
+        torch.testing.assert_close(runner.forward(chunks), expected)
+
+
+def test_a_row_whose_logits_are_no_numbers_feeds_a_token_all_the_same(runner: GraphRunner, model: Decoder) -> None:
+    """Its id is no token; the step that is launched before the host has seen it must stay inside of the weights."""
+    plain = ModelRunner(model, runner.kv)
+    plain.forward([SequenceChunk(prompt(10), 0, (2, 4))])
+    expected = plain.forward([SequenceChunk((model.config.vocab_size - 1,), 10, (2, 4))]).clone()
+    with torch.inference_mode():
+        runner.sampled[0] = 2**31 - 1
+    logits = runner.launch([SequenceChunk((0,), 10, (2, 4))], [0])
+    torch.testing.assert_close(logits, expected)
+
+
+def test_only_recorded_steps_are_replayed(runner: GraphRunner) -> None:
+    one = SequenceChunk((1,), 5, (2, 4))
+    assert runner.max_num_seqs == MAX_SEQS
+    assert runner.replays([one] * MAX_SEQS)
+    assert not runner.replays([one] * (MAX_SEQS + 1))
+    assert not runner.replays([])
+    assert not runner.replays([one, SequenceChunk((1, 2), 5, (2, 4))])
+    assert not runner.replays([one, SequenceChunk((1,), 5, (2, 4), sample=False)])
+    assert not runner.replays([SequenceChunk((1,), 64, range(5))])
+
+
+def test_bad_chunks_are_refused_before_anything_runs(runner: GraphRunner, model: Decoder) -> None:
+    runner.kv.tensor.zero_()
+    good = SequenceChunk((1,), 3, (0, 1))
+    for bad, error in (
+        (SequenceChunk((1,), 16, (2,)), BlockError),
+        (SequenceChunk((1,), 3, (NUM_BLOCKS,)), BlockError),
+        (SequenceChunk((model.config.vocab_size,), 3, (2,)), InvalidRequest),
+        (SequenceChunk((1,), model.config.max_model_len, range(NUM_BLOCKS)), ContextLengthExceeded),
+    ):
+        with pytest.raises(error):
+            runner.launch([good, bad], [FROM_HOST] * 2)
+    with pytest.raises(InvalidRequest, match="5 sequences do not fit a step of 4"):
+        runner.launch([good] * 5, [FROM_HOST] * 5)
+    assert not runner.kv.tensor.any()
+
+
+@pytest.mark.gpu
+def test_a_graph_reads_what_its_memory_holds_now() -> None:
+    memory, out = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+
+    def double() -> None:
+        out.copy_(memory * 2)
+
+    replay = GraphRecorder(torch.device("cuda")).record(double)
+    memory.fill_(3.0)
+    replay()
+    assert out.tolist() == [6.0] * 4

@@ -1,0 +1,68 @@
+"""The whole model through the Triton backend, and how it is chosen."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+
+from diptych.common.model.oracle import generate
+from diptych.common.model.tiny import make_tiny_model
+from diptych.common.sampling_params import SamplingParams
+from diptych.kernels import device as device_module
+from diptych.kernels import torch_backend, triton_backend
+from diptych.kernels.dispatch import backend
+
+from ...common.model.generation import Pool, load, prompt
+from .conftest import ON_GPU
+
+OPERATIONS = ("add_rms_norm", "gated", "paged_attention", "plan_attention", "rms_norm", "rotate_and_write")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Every operation of the model goes to Triton's backend and is counted."""
+    counted: Counter[str] = Counter()
+
+    def counting(name: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            counted[name] += 1
+            return getattr(triton_backend, name)(*arguments, **named)
+
+        return call
+
+    chosen = SimpleNamespace(**{name: counting(name) for name in OPERATIONS})
+    monkeypatch.setattr("diptych.kernels.dispatch.backend", lambda kind: chosen)
+    monkeypatch.setattr("diptych.kernels.linear.native_backend", lambda: None)
+    return counted
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_the_oracles_tokens(tmp_path: Path, calls: Counter[str], architecture: Literal["llama", "gemma3"]) -> None:
+    """Prefill in chunks, decode steps of a lone sequence and of mixed batches; Gemma's window is 32 tokens."""
+    model = load(make_tiny_model(tmp_path / "model", architecture=architecture))
+    prompts = [prompt(37, seed=1), prompt(5, seed=2)]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    expected = [generate(model, tokens, params) for tokens in prompts]
+    assert Pool(model).greedy_batch(prompts, 4, chunk=24) == expected
+    assert set(calls) == set(OPERATIONS)
+
+
+def test_cuda_takes_triton() -> None:
+    assert backend("cuda") is triton_backend and backend("xpu") is torch_backend
+
+
+def test_without_triton_it_is_torch_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "diptych.kernels.triton_backend", None)
+    with caplog.at_level(logging.WARNING):
+        found: ModuleType | None = device_module.triton_backend.__wrapped__("cuda")
+    assert found is None and "plain torch" in caplog.text

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from diptych.kernels import gather_blocks, scatter_blocks, wire_bytes
+
+SHAPE = (7, 2, 3, 16, 2, 80)
+IDS = torch.tensor([5, 0, 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_there_and_back(dtype: torch.dtype) -> None:
+    kv, other = torch.randn(SHAPE).to(dtype), torch.zeros(SHAPE).to(dtype)
+    buffer = gather_blocks(kv, IDS)
+    assert bytes(buffer[1].tolist()) == bytes(kv[0].flatten().view(torch.uint8).tolist())
+    scatter_blocks(buffer, other, IDS.flip(0))
+    assert torch.equal(other[IDS.flip(0)].float(), kv[IDS].float()) and not other[[1, 2, 4, 6]].float().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_quantised_numbers_are_near(dtype: torch.dtype) -> None:
+    """Half a step of 3 bits of mantissa, or of the least number, 2^-9, with the head's scale."""
+    sizes = 10.0 ** torch.randint(-3, 3, (*SHAPE[:3], 1, 2, 1))
+    kv = (torch.randn(SHAPE) * sizes).to(dtype)
+    buffer = gather_blocks(kv, IDS, quantised=True)
+    assert buffer.shape == (3, wire_bytes(kv, quantised=True)) == (3, 2 * 3 * (16 * 2 * 80 + 2 * 4))
+    back = torch.zeros_like(kv)
+    scatter_blocks(buffer, back, IDS, quantised=True)
+    x, y = kv[IDS].double(), back[IDS].double()
+    step = x.abs().amax((3, 5), keepdim=True) / 448 * 2**-10
+    assert ((x - y).abs() <= torch.maximum(x.abs() * 2**-4, step) * (1.001 + 2 * torch.finfo(dtype).eps * 16)).all()
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-38, 3e38, -3e38])
+def test_extreme_blocks(value: float) -> None:
+    kv, back = torch.full(SHAPE, value), torch.full(SHAPE, float("nan"))
+    scatter_blocks(gather_blocks(kv, IDS, quantised=True), back, IDS, quantised=True)
+    torch.testing.assert_close(back[IDS], kv[IDS], rtol=1e-6, atol=1e-30)
+
+
+def test_rows_are_aligned() -> None:
+    kv = torch.zeros(2, 1, 1, 16, 2, 24)
+    assert wire_bytes(kv) == math.prod(kv.shape[1:]) * 4
+    buffer = gather_blocks(kv, IDS[1:2], quantised=True)
+    assert buffer.shape[1] == 16 * 2 * 24 + 16 and not buffer[:, -8:].any()
+
+
+def test_a_buffer_of_the_callers() -> None:
+    kv = torch.randn(SHAPE)
+    out = torch.empty(3, wire_bytes(kv), dtype=torch.uint8)
+    assert gather_blocks(kv, IDS, out=out) is out
+    assert torch.equal(out, gather_blocks(kv, IDS))
+
+
+def test_what_does_not_fit() -> None:
+    kv = torch.zeros(SHAPE)
+    with pytest.raises(ValueError, match="expected contiguous uint8"):
+        gather_blocks(kv, IDS, out=torch.empty(2, wire_bytes(kv), dtype=torch.uint8))
+    with pytest.raises(ValueError, match="expected contiguous uint8"):
+        scatter_blocks(torch.empty(3, wire_bytes(kv) - 4, dtype=torch.uint8), kv, IDS)
+    with pytest.raises(ValueError, match="not quantised"):
+        gather_blocks(kv.to(torch.float8_e4m3fn), IDS, quantised=True)

@@ -1,0 +1,104 @@
+"""A recorded forward pass against the same operations one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from diptych.common.model.batch import SequenceChunk
+from diptych.common.model.decoder import Decoder
+from diptych.common.model.files import resolve_model
+from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.load import load_model
+from diptych.common.model.runner import ModelRunner
+from diptych.common.model.tiny import make_tiny_model
+from diptych.kernels import Linear, record
+from diptych.kernels.native_backend import native_backend
+from diptych.kernels.program import NotRecordable, Recorder
+
+KINDS = [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"), ("bfloat16", "int4")]
+
+
+@pytest.fixture(params=["llama", "gemma3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if native_backend() is None:
+        pytest.skip("no C++ compiler here")
+    return make_tiny_model(tmp_path / "model", architecture=request.param)
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def steps(model: Decoder, dtype: str) -> Tensor:
+    """Logits of a prefill of two prompts, a chunk after it, a decode step, and a mixed step without sampling one."""
+    runner = ModelRunner(model, KVCache(model.config, 24, 16, dtype))
+    first, second = list(range(8)), list(range(10, 14))
+    results = [
+        runner.forward([SequenceChunk(range(5, 75), 0, first), SequenceChunk((9, 8, 7), 0, second)]),
+        runner.forward([SequenceChunk(range(40), 70, first, sample=False), SequenceChunk((4,), 3, second)]),
+        runner.forward([SequenceChunk((3,), 110, first), SequenceChunk((4,), 4, second)]),
+    ]
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_bit_for_bit_as_the_operations_one_by_one(folder: Path, dtype: str, quantization: str) -> None:
+    model = load_model(resolve_model(str(folder)), dtype=dtype, quantization=quantization)
+    replayed = steps(model, dtype)
+    assert model.program is not None
+    single = load_model(resolve_model(str(folder)), dtype=dtype, quantization=quantization)
+    single.run_by_operation()
+    assert torch.equal(steps(single, dtype), replayed)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_do_not_matter(folder: Path, threads: int) -> None:
+    model = load_model(resolve_model(str(folder)), dtype="float32")
+    expected = steps(model, "float32")
+    torch.set_num_threads(threads)
+    assert torch.equal(steps(model, "float32"), expected)
+
+
+def test_buffers_are_used_again(folder: Path) -> None:
+    """A layer more takes operations, not memory."""
+    model = load_model(resolve_model(str(folder)), dtype="float32")
+    steps(model, "float32")
+    program = model.program
+    assert program is not None
+    assert program.num_ops > 8 * model.config.num_layers
+    assert program.num_buffers < 16
+
+
+def test_what_cannot_be_recorded_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    if native_backend() is None:
+        pytest.skip("no C++ compiler here")
+    norm = torch.ones(24)
+
+    def forward(recorder: Recorder) -> Tensor:
+        return recorder.rms_norm(recorder.embed(torch.randn(8, 24), 1.0), norm, 1e-6)
+
+    with caplog.at_level("WARNING"):
+        assert record(torch.float32, forward) is None
+    assert "24 is no multiple of 16" in caplog.text
+    assert record(torch.float64, forward) is None
+
+
+def test_tensors_do_not_mix_with_slots() -> None:
+    native = native_backend()
+    if native is None:
+        pytest.skip("no C++ compiler here")
+    recorder = Recorder(native, torch.float32)
+    hidden = recorder.embed(torch.randn(8, 32), 1.0)
+    with pytest.raises(NotRecordable, match="not of this step"):
+        recorder.add_rms_norm(hidden, torch.randn(4, 32), torch.ones(32), 1e-6)
+    with pytest.raises(NotRecordable, match="not packed"):
+        recorder.linear(hidden, None, 32, "", False)
+    assert Linear(torch.randn(32, 32))(torch.randn(2, 32)).shape == (2, 32)
