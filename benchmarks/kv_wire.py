@@ -1,9 +1,10 @@
-"""GB/s of KV blocks over loopback TCP through the workers' own sender and receiver, against raw TCP in the same run.
+"""GB/s of KV blocks through the workers' own sender and receiver, over loopback TCP and through shared memory.
 
-Two processes. Every path moves the same number of bytes, the paths take turns, and medians are reported: raw TCP with
-128 KiB writes (what iperf3 does) and with 1 MiB writes; then KVSender to KVReceiver, handshake and acknowledgement
-included, over one and several sockets, and over one socket with the checksum switched off on both sides, which the
-workers never do.
+Two processes. Every path moves the same number of bytes, the paths take turns, and medians are reported. The floors, in
+the same run: raw TCP with 128 KiB writes (what iperf3 does) and with 1 MiB writes, and a copy from memory to memory in
+one process. Then KVSender to KVReceiver, handshake and acknowledgement included: over one and several sockets, through
+shared memory, and both with the checksum switched off on both sides, which the workers never do. A ratio to a floor is
+the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from diptych.benchmarks.plot import save
 from diptych.benchmarks.report import open_console, write_json
 from diptych.common import kv_wire
 from diptych.common.allocator import keep_large_buffers
-from diptych.common.messages import KVDone, KVGrant, KVTarget
+from diptych.common.messages import KVDone, KVGrant, KVMemory, KVTarget
+from diptych.common.shared_memory import SharedMemory
 from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.landing import Landing
 from diptych.prefill_worker.kv_sender import KVSender, TransferEnded
@@ -45,6 +47,7 @@ PROGRAM = "python -m diptych.benchmarks.kv_wire"
 # 16 tokens of SmolLM2-135M in bfloat16: 30 layers x 3 KV heads x 16 slots x (K and V) x 64 values x 2 bytes
 BLOCK_BYTES = 30 * 3 * 16 * 2 * 64 * 2
 RAW_WRITES = {"raw TCP, 128 KiB writes": 128 * 1024, "raw TCP, 1 MiB writes": 1024 * 1024}
+COPY = "copy in memory"
 NUM_STREAMS = (1, 2, 4)
 TIMEOUT_S = 60.0
 SEND_CORE, RECEIVE_CORE = 0, 1
@@ -95,20 +98,30 @@ def serve_blocks(pipe: Connection, shape: Shape, checksum: bool) -> None:
     pipe.send(receiver.address)
     while True:
         match events.get():
-            case TransferOpened(peer, opened, _):
-                now = time.monotonic()
-                blocks = range(opened.num_blocks)
-                receiver.expect(Landing(opened.request_id, opened.attempt, peer, blocks, 0, now, now))
-                grant = KVGrant(request_id=opened.request_id, attempt=opened.attempt, first_block=0)
-                receiver.send(peer, grant)
+            case TransferOpened(peer, opened, now, memory):
+                name, attempt, blocks = opened.request_id, opened.attempt, range(opened.num_blocks)
+                if opened.memory is not None and memory is None:
+                    raise RuntimeError("the sender's memory cannot be read here")
+                receiver.expect(Landing(name, attempt, peer, blocks, 0, now, now, memory=memory))
+                shared = memory is not None
+                receiver.send(peer, KVGrant(request_id=name, attempt=attempt, first_block=0, shared=shared))
             case TransferFailed(reason=reason):
                 raise RuntimeError(reason)
 
 
 class BlockPath:
-    """A KVSender connected to a receiving process; `run` moves all blocks once."""
+    """A KVSender connected to a receiving process, which reads `memory` if any; `run` moves all blocks once."""
 
-    def __init__(self, address: str, shape: Shape, cache: NDArray[np.uint8], num_streams: int, checksum: bool) -> None:
+    def __init__(
+        self,
+        address: str,
+        shape: Shape,
+        cache: NDArray[np.uint8],
+        *,
+        num_streams: int = 1,
+        checksum: bool = True,
+        memory: KVMemory | None = None,
+    ) -> None:
         self._shape, self._checksum, self._count = shape, checksum, 0
         self._target = KVTarget("receiver", 1, address)
         self._ended: SimpleQueue[TransferEnded] = SimpleQueue()
@@ -121,6 +134,7 @@ class BlockPath:
             self._ended.put,
             lease_s=TIMEOUT_S,
             num_streams=num_streams,
+            memory=memory,
         )
         self._sender.start()
 
@@ -175,22 +189,38 @@ class Peers:
             process.join()
 
 
+def copy_in_memory(source: NDArray[np.uint8], target: NDArray[np.uint8]) -> float:
+    """Seconds to copy all blocks from one array to another: what no transfer through memory can beat on one core."""
+    begin = time.perf_counter()
+    for block, place in zip(source, target, strict=True):
+        np.copyto(place, block)
+    return time.perf_counter() - begin
+
+
 def measure(shape: Shape, repeats: int) -> dict[str, list[float]]:
     """GB/s by path, one sample a repeat. A first round that warms buffers and connections up is not counted."""
     shape.pin(SEND_CORE)
-    cache = np.random.default_rng(0).integers(0, 256, (shape.num_blocks, shape.block_bytes), np.uint8)
-    flat = cache.reshape(-1).data
+    shared = SharedMemory(shape.num_bytes)
+    flat = memoryview(shared.pages)[: shape.num_bytes]
+    cache = np.frombuffer(flat, np.uint8).reshape(shape.num_blocks, shape.block_bytes)
+    cache[:] = np.random.default_rng(0).integers(0, 256, cache.shape, np.uint8)
+    target = np.ones_like(cache)
     with Peers() as peers:
         port = peers.start(serve_raw, shape)
         paths: dict[str, Callable[[], float]] = {
             name: lambda size=size: raw_tcp.send(port, flat, shape.num_bytes, size)  # type: ignore[misc]
             for name, size in RAW_WRITES.items()
         }
-        addresses = {checksum: peers.start(serve_blocks, shape, checksum) for checksum in (True, False)}
+        paths[COPY] = lambda: copy_in_memory(cache, target)
+        checked, unchecked = (peers.start(serve_blocks, shape, checksum) for checksum in (True, False))
         blocks = {
-            f"KV, {n} socket{'s' * (n > 1)}": BlockPath(addresses[True], shape, cache, n, True) for n in NUM_STREAMS
+            f"KV, {n} socket{'s' * (n > 1)}": BlockPath(checked, shape, cache, num_streams=n) for n in NUM_STREAMS
         }
-        blocks["KV, 1 socket, no checksum"] = BlockPath(addresses[False], shape, cache, 1, False)
+        blocks["KV, shared memory"] = BlockPath(checked, shape, cache, memory=shared.offer)
+        blocks["KV, 1 socket, no checksum"] = BlockPath(unchecked, shape, cache, checksum=False)
+        blocks["KV, shared memory, no checksum"] = BlockPath(
+            unchecked, shape, cache, checksum=False, memory=shared.offer
+        )
         paths.update({name: path.run for name, path in blocks.items()})
         rates: dict[str, list[float]] = {name: [] for name in paths}
         for repeat in track(range(repeats + 1), "rounds"):
@@ -214,18 +244,22 @@ def checksum_rate(shape: Shape, rounds: int = 3) -> float:
 
 
 def compare(rates: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """One row a path: median GB/s and its ratio to each of the raw medians."""
-    medians = {name: statistics.median(samples) for name, samples in rates.items()}
-    small, large = (medians[name] for name in RAW_WRITES)
+    """One row a path: median GB/s, and the median over the rounds of its ratio to each floor."""
+    floors = dict(
+        zip(("of_raw_128k", "of_raw_1m", "of_copy"), (rates[name] for name in (*RAW_WRITES, COPY)), strict=True)
+    )
+
+    def ratio(samples: list[float], floor: list[float]) -> float:
+        return round(statistics.median(a / b for a, b in zip(samples, floor, strict=True)), 3)
+
     return [
         {
             "path": name,
-            "gb_per_s": round(rate, 3),
-            "of_raw_128k": round(rate / small, 3),
-            "of_raw_1m": round(rate / large, 3),
-            "samples": [round(sample, 3) for sample in rates[name]],
+            "gb_per_s": round(statistics.median(samples), 3),
+            **{key: ratio(samples, floor) for key, floor in floors.items()},
+            "samples": [round(sample, 3) for sample in samples],
         }
-        for name, rate in medians.items()
+        for name, samples in rates.items()
     ]
 
 
@@ -236,12 +270,12 @@ def print_rows(console: Console, rows: Sequence[dict[str, Any]], shape: Shape) -
         title_justify="left",
     )
     table.add_column("path")
-    for name in ("GB/s", "of raw 128 KiB", "of raw 1 MiB", "min", "max"):
+    for name in ("GB/s", "of raw 128 KiB", "of raw 1 MiB", "of a copy", "min", "max"):
         table.add_column(name, justify="right")
     for row in rows:
-        rate, small, large = row["gb_per_s"], row["of_raw_128k"], row["of_raw_1m"]
-        low, high = min(row["samples"]), max(row["samples"])
-        table.add_row(row["path"], f"{rate:.2f}", f"{small:.0%}", f"{large:.0%}", f"{low:.2f}", f"{high:.2f}")
+        ratios = (f"{row[name]:.0%}" for name in ("of_raw_128k", "of_raw_1m", "of_copy"))
+        rates = (f"{rate:.2f}" for rate in (min(row["samples"]), max(row["samples"])))
+        table.add_row(row["path"], f"{row['gb_per_s']:.2f}", *ratios, *rates)
     console.print(table)
 
 
@@ -285,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown = {"block_bytes": shape.block_bytes, "num_bytes": shape.num_bytes, "checksum_gb_per_s": hashing}
         write_json(options.output, {"conditions": found | shown, "rows": rows})
     if options.plot:
-        plot(options.plot, rows, f"KV over loopback TCP, blocks of {shape.block_bytes:,} bytes")
+        plot(options.plot, rows, f"KV on one machine, blocks of {shape.block_bytes:,} bytes")
     return 0
 
 

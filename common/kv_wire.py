@@ -2,6 +2,7 @@
 
 One multipart message carries a `KVBlocks` header and one raw frame a block. Sending takes no copy: the frames point
 into the KV cache, whose memory outlives every socket. Receiving lands each frame in the block reserved for it.
+Between workers that share memory the header travels alone and names the blocks: the receiver copies them itself.
 """
 
 from __future__ import annotations
@@ -60,11 +61,17 @@ def try_send(socket: zmq.Socket[bytes], message: Message) -> bool:
 
 
 def try_send_blocks(
-    socket: zmq.Socket[bytes], request_id: str, attempt: int, first_block: int, blocks: Sequence[memoryview]
+    socket: zmq.Socket[bytes],
+    request_id: str,
+    attempt: int,
+    first_block: int,
+    blocks: Sequence[memoryview],
+    sources: Sequence[int] = (),
 ) -> bool:
     """Ship `blocks` as one message without copying them; False when the socket's queue is full.
 
-    ZeroMQ accepts or refuses a multipart message at its first part, so a message is never half queued.
+    With `sources`, their numbers in shared memory, only these travel. ZeroMQ accepts or refuses a multipart message at
+    its first part, so a message is never half queued.
     """
     if not events(socket) & zmq.POLLOUT:
         return False
@@ -73,7 +80,10 @@ def try_send_blocks(
         attempt=attempt,
         first_block=first_block,
         checksums=tuple(checksum(block) for block in blocks),
+        sources=tuple(sources),
     )
+    if sources:
+        return try_send(socket, header)
     try:
         socket.send(encode(header), zmq.NOBLOCK | zmq.SNDMORE)
     except zmq.Again:
@@ -113,6 +123,30 @@ def receive_blocks(
     if extra:
         problem = problem or f"{extra} frames beyond the {len(header.checksums)} announced"
     return landed, problem
+
+
+def copy_blocks(
+    header: KVBlocks, read: Callable[[int, memoryview], bool], destination: Callable[[int], memoryview | None]
+) -> tuple[list[int], str]:
+    """Copy the blocks that `header` names: the block indices that are here intact, and what was wrong (or "").
+
+    `read` copies a block of the sender's into the memory it is given, False when there is none of that number.
+    The checksum is of the copy: a block that the sender took back and used again meanwhile does not pass for good.
+    """
+    landed: list[int] = []
+    if len(header.sources) != len(header.checksums):
+        return landed, f"{len(header.checksums)} checksums for {len(header.sources)} blocks"
+    for offset, (source, expected) in enumerate(zip(header.sources, header.checksums, strict=True)):
+        index = header.first_block + offset
+        target = destination(index)
+        if target is None:
+            continue
+        if not read(source, target):
+            return landed, f"block {index} is to be copied from block {source}, which cannot be read"
+        if checksum(target) != expected:
+            return landed, f"block {index} is corrupt, or its sender took it back while it was copied"
+        landed.append(index)
+    return landed, ""
 
 
 def discard_part(socket: zmq.Socket[bytes]) -> None:

@@ -21,10 +21,15 @@ from diptych.common.sampling_params import SamplingParams, TokenLogprobs
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_BLOCKS_PER_FRAME = 256
+NONCE_BYTES = 16
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+"""A duration or the reading of a monotonic clock; infinity and NaN would spread through all that is added to them."""
+Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
+Reason = Annotated[str, Meta(pattern=r"^(|stop|length|abort)\Z")]
 TokenBytes = Annotated[bytes, Meta(max_length=4 * 4 * 1024 * 1024)]
 
 
@@ -83,7 +88,7 @@ class PrefillRequest(Message, frozen=True, tag=3):
     decode: KVTarget | None = None
     num_output_tokens: Count = 0
     cache_salt: Text = ""
-    deadline_s: Annotated[float, Meta(ge=0.0)] = 600.0
+    deadline_s: Seconds = 600.0
     traceparent: Text = ""
 
 
@@ -100,7 +105,7 @@ class DecodeRequest(Message, frozen=True, tag=4):
     prefill_worker: Annotated[str, Meta(max_length=256)] = ""
     num_output_tokens: Count = 0
     cache_salt: Text = ""
-    deadline_s: Annotated[float, Meta(ge=0.0)] = 600.0
+    deadline_s: Seconds = 600.0
     traceparent: Text = ""
 
 
@@ -154,20 +159,20 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     num_free_blocks: Count
     num_cached_blocks: Count
     num_owned_blocks: Count
-    tokens_per_s: float = 0.0
-    step_time_s: float = 0.0
+    tokens_per_s: Finite = 0.0
+    step_time_s: Finite = 0.0
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True):
     """Durations of one request on one worker, in seconds; a phase that did not happen is 0."""
 
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    grant_wait_s: float = 0.0
-    transfer_s: float = 0.0
-    exposed_transfer_s: float = 0.0
-    decode_s: float = 0.0
-    num_preemptions: int = 0
+    queue_s: Finite = 0.0
+    prefill_s: Finite = 0.0
+    grant_wait_s: Finite = 0.0
+    transfer_s: Finite = 0.0
+    exposed_transfer_s: Finite = 0.0
+    decode_s: Finite = 0.0
+    num_preemptions: Count = 0
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -182,8 +187,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     attempt: Count
     index: Count
     token_ids: tuple[int, ...]
-    finish_reason: str = ""
-    num_cached_tokens: int = 0
+    finish_reason: Reason = ""
+    num_cached_tokens: Count = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     timeline: Timeline | None = None
 
@@ -213,8 +218,24 @@ class RequestFailed(Message, frozen=True, tag=23):
 # ---------------------------------------------------------------- prefill worker -> decode worker
 
 
+class KVMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Where a process of the same host finds P's blocks: file descriptor `fd` of process `pid`.
+
+    The object holds `num_bytes` of blocks and then `nonce`, which nobody else can know: D trusts nothing before it has
+    read the same there.
+    """
+
+    pid: Annotated[int, Meta(ge=1, lt=2**31)]
+    fd: Annotated[int, Meta(ge=0, lt=2**31)]
+    num_bytes: Annotated[int, Meta(ge=1, le=2**50)]
+    nonce: Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
 class KVOpen(Message, frozen=True, tag=40):
-    """P announces the KV of a prompt. P owns its blocks; D owns none yet. `sent_at` is P's clock, in seconds."""
+    """P announces the KV of a prompt. P owns its blocks; D owns none yet. `sent_at` is P's clock, in seconds.
+
+    `memory` is P's offer to let D copy the blocks itself, which works on the same host only.
+    """
 
     request_id: Name
     attempt: Count
@@ -223,20 +244,23 @@ class KVOpen(Message, frozen=True, tag=40):
     decode_epoch: Count
     fingerprint: Name
     num_blocks: Annotated[int, Meta(ge=1, le=2**31)]
-    sent_at: float = 0.0
+    sent_at: Seconds = 0.0
+    memory: KVMemory | None = None
 
 
 class KVBlocks(Message, frozen=True, tag=41):
     """Header of the raw frames that follow it in the same multipart message, one frame a block.
 
     Blocks `first_block .. first_block + len(checksums) - 1` of the prompt; each checksum is xxh3-64 of one frame.
-    Each side goes on owning its own copy.
+    Each side goes on owning its own copy. With `sources`, one for each checksum, no frames follow: they are the numbers
+    of P's blocks in the shared memory, which P holds until `KVAck`.
     """
 
     request_id: Name
     attempt: Count
     first_block: Count
     checksums: Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_BLOCKS_PER_FRAME)]
+    sources: Annotated[tuple[Count, ...], Meta(max_length=MAX_BLOCKS_PER_FRAME)] = ()
 
 
 class KVDone(Message, frozen=True, tag=42):
@@ -250,8 +274,8 @@ class KVDone(Message, frozen=True, tag=42):
     first_token: Count
     logprobs: TokenLogprobs | None = None
     num_cached_tokens: Count = 0
-    prefill_s: float = 0.0
-    computed_at: float = 0.0
+    prefill_s: Finite = 0.0
+    computed_at: Seconds = 0.0
 
 
 # ---------------------------------------------------------------- decode worker -> prefill worker
@@ -260,12 +284,14 @@ class KVDone(Message, frozen=True, tag=42):
 class KVGrant(Message, frozen=True, tag=43):
     """D owns blocks for the whole prompt and holds blocks before `first_block` already: ship from there on.
 
-    `first_block` equal to the prompt's number of blocks means that nothing needs shipping.
+    `first_block` equal to the prompt's number of blocks means that nothing needs shipping. `shared`: D can read the
+    memory that P offered, so names of blocks do instead of frames.
     """
 
     request_id: Name
     attempt: Count
     first_block: Count
+    shared: bool = False
 
 
 class KVWait(Message, frozen=True, tag=44):

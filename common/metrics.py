@@ -95,6 +95,12 @@ class WorkerMetrics:
         self.transfer_rate = histogram(
             "diptych_kv_transfer_bytes_per_second", "Bytes of a transfer over its busy time, by the receiver", RATES
         )
+        self.transfers = Counter(
+            "diptych_kv_transfers",
+            "Prompts whose KV was handed over, by transport: shm or tcp",
+            [*self._labels, "transport"],
+            registry=self.registry,
+        )
         self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
 
     def describe_cache(self, block_size: int, num_blocks: int) -> None:
@@ -112,6 +118,9 @@ class WorkerMetrics:
 
     def count_failed(self, phase: str) -> None:
         self.failed.labels(*self._labels.values(), phase).inc()
+
+    def count_transfer(self, *, shared: bool) -> None:
+        self.transfers.labels(*self._labels.values(), "shm" if shared else "tcp").inc()
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())

@@ -2,7 +2,7 @@
 
 The engine owns the blocks and lends them with `expect`; after `release` returned, this thread writes to none of them.
 Whatever it cannot match to a landing (unknown request, old attempt, a block landed before) is read off the socket and
-dropped, so a late frame can do no harm.
+dropped, so a late frame can do no harm. Blocks of a prefill worker whose memory can be read are copied from there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -18,7 +18,7 @@ import zmq
 
 from diptych.common.control import bind
 from diptych.common.errors import WireError
-from diptych.common.kv_wire import MAX_FRAME_BYTES, discard_rest, events, receive_blocks
+from diptych.common.kv_wire import MAX_FRAME_BYTES, copy_blocks, discard_rest, events, receive_blocks
 from diptych.common.messages import (
     KVAck,
     KVBlocks,
@@ -29,7 +29,9 @@ from diptych.common.messages import (
     decode,
     encode,
 )
+from diptych.common.shared_memory import PeerMemory
 from diptych.decode_worker.landing import Landing
+from diptych.decode_worker.peer_memories import PeerMemories
 
 log = logging.getLogger(__name__)
 MAX_PEERS_HWM = 64
@@ -37,11 +39,15 @@ MAX_PEERS_HWM = 64
 
 @dataclass(frozen=True, slots=True)
 class TransferOpened:
-    """A prefill worker announced KV; `peer` is where to answer, `received_at` this worker's clock."""
+    """A prefill worker announced KV; `peer` is where to answer, `received_at` this worker's clock.
+
+    `memory` is the prefill worker's, if this worker can read it.
+    """
 
     peer: bytes
     message: KVOpen
     received_at: float
+    memory: PeerMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,14 @@ class KVReceiver:
         port: int,
         block_view: Callable[[int], memoryview],
         on_event: Callable[[TransferOpened | TransferLanded | TransferFailed], None],
+        *,
+        share: bool = True,
+        commit: Callable[[Sequence[int]], None] = lambda blocks: None,
     ) -> None:
+        """`share`: read the memory of prefill workers that offer it, where that works.
+
+        `commit` hears of blocks whose bytes are in their views and verified, before they count as landed.
+        """
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.RCVHWM, MAX_PEERS_HWM)
@@ -79,9 +92,10 @@ class KVReceiver:
         self._socket.set(zmq.RCVBUF, 4 * 1024 * 1024)
         self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self.address = bind(self._socket, host, port)
-        self._block_view, self._on_event = block_view, on_event
+        self._block_view, self._on_event, self._commit = block_view, on_event, commit
         self._landings: dict[tuple[str, int], Landing] = {}
         self._lock = threading.Lock()
+        self._memories = PeerMemories(share)
         self._outbox: SimpleQueue[tuple[bytes, Message] | None] = SimpleQueue()
         wake = f"inproc://kv-receiver-{id(self)}"
         self._wake_in = context.socket(zmq.PULL)
@@ -145,9 +159,11 @@ class KVReceiver:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_in, zmq.POLLIN)
+        self._memories.watch(poller)
         try:
             while True:
                 ready = dict(poller.poll(1000))
+                self._memories.drop_dead(ready)
                 if self._wake_in in ready:
                     while events(self._wake_in) & zmq.POLLIN:
                         self._wake_in.recv()
@@ -159,6 +175,7 @@ class KVReceiver:
             log.exception("KV receiver died")
             self.failure = error
         finally:
+            self._memories.close()
             self._socket.close()
             self._wake_in.close()
 
@@ -196,7 +213,8 @@ class KVReceiver:
             return
         match message:
             case KVOpen():
-                self._on_event(TransferOpened(peer, message, time.monotonic()))
+                received_at = time.monotonic()
+                self._on_event(TransferOpened(peer, message, received_at, self._memories.of(message)))
             case KVDone():
                 self._finish(message)
             case KVFailed(request_id=request_id, attempt=attempt, reason=reason):
@@ -213,7 +231,12 @@ class KVReceiver:
                 wanted = landing is not None and landing.wants(index)
                 return self._block_view(landing.blocks[index]) if wanted and landing is not None else None
 
-            landed, problem = receive_blocks(self._socket, header, destination)
+            if header.sources:
+                landed, problem = self._copy(header, landing, destination)
+            else:
+                landed, problem = receive_blocks(self._socket, header, destination)
+            if landing is not None:
+                self._commit([landing.blocks[index] for index in landed])
             now = time.monotonic()
             if landing is not None:
                 landing.landed.update(landed)
@@ -229,6 +252,18 @@ class KVReceiver:
             self._fail(landing, problem)
         elif landing.complete:
             self._complete(landing)
+
+    def _copy(
+        self, header: KVBlocks, landing: Landing | None, destination: Callable[[int], memoryview | None]
+    ) -> tuple[list[int], str]:
+        extra = discard_rest(self._socket)
+        if extra:
+            return [], f"{extra} frames behind blocks that are to be copied"
+        if landing is None:
+            return [], ""
+        if landing.memory is None:
+            return [], "blocks are to be copied from memory that this worker cannot read"
+        return copy_blocks(header, landing.memory.read, destination)
 
     def _finish(self, done: KVDone) -> None:
         with self._lock:

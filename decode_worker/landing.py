@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diptych.common.messages import KVDone
+from diptych.common.shared_memory import PeerMemory
 
 
 @dataclass(slots=True, eq=False)
 class Landing:
     """Blocks `first_block ..` of the prompt are to come into `blocks[first_block ..]`; those before are here already.
 
-    A block is landed once its frame arrived whole and its checksum matched. A second frame for it is ignored.
+    A block is landed once its frame arrived whole, or it was copied from `memory`, and its checksum matched. A second
+    frame for it is ignored. `memory` is the prefill worker's, if this worker can read it.
     """
 
     request_id: str
@@ -27,6 +29,7 @@ class Landing:
     done_at: float = 0.0
     landed_at: float = 0.0
     busy_s: float = 0.0
+    memory: PeerMemory | None = None
 
     @property
     def key(self) -> tuple[str, int]:

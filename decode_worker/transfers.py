@@ -26,16 +26,20 @@ class _EarlyOpen:
 class IncomingTransfers:
     """Speaks to prefill workers for the engine. Blocks stay the scheduler's; a landing only lends them."""
 
-    def __init__(self, receiver: KVReceiver, *, epoch: int, fingerprint: str) -> None:
+    def __init__(self, receiver: KVReceiver, *, epoch: int, fingerprint: str, require_shared: bool = False) -> None:
         self._receiver, self._epoch, self._fingerprint = receiver, epoch, fingerprint
+        self._require_shared = require_shared
         self._early: OrderedDict[tuple[str, int], _EarlyOpen] = OrderedDict()
 
-    def mismatch(self, message: KVOpen) -> str:
+    def mismatch(self, event: TransferOpened) -> str:
         """Why this worker and the sender must not be paired, or ""."""
+        message = event.message
         if message.decode_epoch != self._epoch:
             return f"meant for boot epoch {message.decode_epoch} of this address, this is {self._epoch}"
         if message.fingerprint != self._fingerprint:
             return f"KV layout {message.fingerprint} differs from this worker's {self._fingerprint}"
+        if self._require_shared and event.memory is None:
+            return f"the memory of {message.worker_id} cannot be read here, and kv_transport is shm"
         return ""
 
     def keep_early(self, event: TransferOpened, now: float) -> None:
@@ -64,12 +68,12 @@ class IncomingTransfers:
     def grant(self, sequence: DecodeSequence, first_block: int, now: float) -> None:
         """Lend the sequence's blocks and let the prefill worker ship from `first_block` on."""
         sequence.granted_at = now
-        self._receiver.expect(
-            Landing(sequence.request_id, sequence.attempt, sequence.peer, tuple(sequence.blocks), first_block, now, now)
-        )
+        request_id, attempt, memory = sequence.request_id, sequence.attempt, sequence.memory
+        blocks = tuple(sequence.blocks)
+        self._receiver.expect(Landing(request_id, attempt, sequence.peer, blocks, first_block, now, now, memory=memory))
         self._tell(
             sequence.peer,
-            KVGrant(request_id=sequence.request_id, attempt=sequence.attempt, first_block=first_block),
+            KVGrant(request_id=request_id, attempt=attempt, first_block=first_block, shared=memory is not None),
         )
 
     def renew(self, sequence: DecodeSequence, now: float) -> None:

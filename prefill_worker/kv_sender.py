@@ -1,5 +1,7 @@
 """Ships KV blocks to decode workers from a thread of its own, so that transfer hides behind the next chunk's compute.
 
+A decode worker that can read this worker's memory gets the blocks' numbers and copies them; the others get frames.
+
 The engine owns the blocks; this thread reads them from `open` until `cancel` returned or it reported the end. A block
 freed while ZeroMQ still points at it can only spoil a frame whose checksum then fails: none is checksummed after that.
 """
@@ -17,7 +19,7 @@ import zmq
 
 from diptych.common.errors import WireError
 from diptych.common.kv_wire import blocks_per_message, dealer, events, try_send, try_send_blocks
-from diptych.common.messages import KVAck, KVDone, KVFailed, KVGrant, KVOpen, KVTarget, KVWait, decode
+from diptych.common.messages import KVAck, KVDone, KVFailed, KVGrant, KVMemory, KVOpen, KVTarget, KVWait, decode
 from diptych.prefill_worker.transfer import OutgoingTransfer
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class TransferEnded:
     grant_wait_s: float
     transfer_s: float
     exposed_s: float
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class _Connection:
         self.streams = [dealer(context, address) for _ in range(num_streams)]
         self.used_at = time.monotonic()
         self.num_transfers = 0
+        self.shared: bool | None = None  # as the last grant said
 
 
 class KVSender:
@@ -78,10 +82,14 @@ class KVSender:
         *,
         lease_s: float,
         num_streams: int,
+        memory: KVMemory | None = None,
+        require_shared: bool = False,
     ) -> None:
+        """`memory` is offered to every decode worker; with `require_shared` one that cannot read it gets nothing."""
         self._context, self._block_view, self._on_ended = context, block_view, on_ended
         self._worker_id, self._epoch, self._fingerprint = hello
         self._lease_s, self._num_streams = lease_s, num_streams
+        self._memory, self._require_shared = memory, require_shared
         self._batch = blocks_per_message(block_bytes)
         self._commands: SimpleQueue[OutgoingTransfer | _Progress | _Cancel | None] = SimpleQueue()
         address = f"inproc://kv-sender-{id(self)}"
@@ -236,13 +244,31 @@ class KVSender:
         now = time.monotonic()
         transfer.lease_until = now + self._lease_s
         match message:
-            case KVGrant(first_block=first_block):
-                if not transfer.grant(first_block, now):
-                    self._drop(f"grant from block {first_block} of {len(transfer.blocks)} for {transfer.request_id}")
+            case KVGrant():
+                self._on_grant(transfer, message, now)
             case KVAck():
                 self._end(transfer, "")
             case KVFailed(reason=reason):
                 self._end(transfer, f"the decode worker gave up: {reason}")
+
+    def _on_grant(self, transfer: OutgoingTransfer, grant: KVGrant, now: float) -> None:
+        if grant.shared and self._memory is None:
+            self._drop(f"grant for shared memory that was not offered for {transfer.request_id}")
+        elif self._require_shared and not grant.shared:
+            why = f"decode worker {transfer.target.worker_id} cannot read this worker's memory, and kv_transport is shm"
+            self._tell_failed(transfer, why)
+            self._end(transfer, why)
+        elif not transfer.grant(grant.first_block, now, shared=grant.shared):
+            self._drop(f"grant from block {grant.first_block} of {len(transfer.blocks)} for {transfer.request_id}")
+        else:
+            connection = self._connections[transfer.target.address]
+            if connection.shared is not grant.shared:
+                connection.shared = grant.shared
+                log.info(
+                    "KV to %s goes %s",
+                    transfer.target.worker_id,
+                    "through shared memory" if grant.shared else "over TCP",
+                )
 
     def _ship(self) -> None:
         """Give every transfer a message at a time until all are drained or their sockets are full."""
@@ -268,11 +294,16 @@ class KVSender:
         indices = transfer.shippable(self._batch)
         if indices:
             stream = streams[transfer.stream % len(streams)]
-            views = [self._block_view(transfer.blocks[index]) for index in indices]
+            if not events(stream) & zmq.POLLOUT:  # looked at first: a view may cost a copy off a device
+                blocked.add(stream)
+                return False
+            blocks = [transfer.blocks[index] for index in indices]
+            views = [self._block_view(block) for block in blocks]
+            sources = blocks if transfer.shared else ()
             with self._lock:
                 if transfer.revoked:
                     return False
-                sent = try_send_blocks(stream, transfer.request_id, transfer.attempt, indices.start, views)
+                sent = try_send_blocks(stream, *transfer.key, indices.start, views, sources)
             if not sent:
                 blocked.add(stream)
                 return False
@@ -330,6 +361,7 @@ class KVSender:
                 granted_at - transfer.opened_at,
                 now - granted_at,
                 now - transfer.done_at if transfer.done_at else 0.0,
+                transfer.shared,
             )
         )
 
@@ -353,6 +385,7 @@ class KVSender:
             fingerprint=self._fingerprint,
             num_blocks=len(transfer.blocks),
             sent_at=time.monotonic(),
+            memory=self._memory,
         )
 
     def _drop(self, why: str) -> None:

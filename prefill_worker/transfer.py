@@ -15,7 +15,7 @@ from diptych.common.messages import KVDone, KVTarget
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
     """`num_ready` of `blocks` are computed; `next_block` is the first not shipped (None until granted);
-    the receiver had those before `first_block`."""
+    the receiver had those before `first_block`. `shared`: it copies the blocks itself, given their numbers."""
 
     request_id: str
     attempt: int
@@ -30,6 +30,7 @@ class OutgoingTransfer:
     done: KVDone | None = None
     done_at: float = 0.0
     done_sent: bool = False
+    shared: bool = False
     stream: int = 0
     announced_at: float = 0.0
     revoked: bool = False
@@ -38,11 +39,12 @@ class OutgoingTransfer:
     def key(self) -> tuple[str, int]:
         return (self.request_id, self.attempt)
 
-    def grant(self, first_block: int, now: float) -> bool:
+    def grant(self, first_block: int, now: float, *, shared: bool = False) -> bool:
         """The decode worker wants blocks from `first_block` on. False for a grant that makes no sense."""
         if self.next_block is not None or not 0 <= first_block <= len(self.blocks):
             return False
         self.first_block = self.next_block = first_block
+        self.shared = shared
         self.granted_at = self.announced_at = now
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 from typing import TYPE_CHECKING
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import BlockError, ModelError
+from diptych.common.shared_memory import NotShared, SharedMemory
 
 if TYPE_CHECKING:
     from diptych.common.model.config import ModelConfig
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -33,7 +36,8 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype | str) 
 class KVCache:
     """`.tensor` is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head_dim], contiguous, zero at first.
 
-    In host memory the system maps pages as they are touched: blocks that were never written cost nothing.
+    In host memory the system maps pages as they are touched: blocks that were never written cost nothing. `.shared` is
+    the memory that other processes may be let read, None unless asked for, and on a device or a system without it.
     """
 
     def __init__(
@@ -43,6 +47,8 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype | str,
         device: torch.device | str = "cpu",
+        *,
+        share: bool = False,
     ) -> None:
         self.config, self.num_blocks, self.block_size = config, num_blocks, block_size
         self.dtype = torch_dtype(dtype) if isinstance(dtype, str) else dtype
@@ -54,18 +60,25 @@ class KVCache:
             )
         shape = (num_blocks, config.num_layers, config.num_kv_heads, block_size, 2, config.head_dim)
         self._host: memoryview | None = None
+        self.shared: SharedMemory | None = None
         try:
-            self.tensor = self._in_host_memory(shape) if self.device.type == "cpu" else self._on_device(shape)
+            self.tensor = self._in_host_memory(shape, share) if self.device.type == "cpu" else self._on_device(shape)
         except (OSError, RuntimeError, OverflowError) as error:
             raise ModelError(
                 f"no memory for a KV cache of {num_blocks} blocks ({num_blocks * self.block_bytes / 2**30:.2f} GiB) "
                 f"on {device}: lower kv_memory_gib or num_blocks ({error})"
             ) from error
 
-    def _in_host_memory(self, shape: tuple[int, ...]) -> Tensor:
-        pages = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._host = memoryview(pages)
-        return torch.frombuffer(pages, dtype=self.dtype).view(shape)
+    def _in_host_memory(self, shape: tuple[int, ...], share: bool) -> Tensor:
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        if share:
+            try:
+                self.shared = SharedMemory(num_bytes)
+            except NotShared as error:
+                log.warning("KV memory cannot be shared with this host's decode workers: %s", error)
+        pages = self.shared.pages if self.shared else mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._host = memoryview(pages)[:num_bytes]
+        return torch.frombuffer(self._host, dtype=self.dtype).view(shape)
 
     def _on_device(self, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -76,6 +89,11 @@ class KVCache:
             raise BlockError(f"blocks on {self.device} are not in host memory: copy them first")
         self._check(index)
         return self._host[index * self.block_bytes : (index + 1) * self.block_bytes]
+
+    def block_tensor(self, index: int) -> Tensor:
+        """One whole block on its device, no copy: `tensor` less its first dimension. BlockError out of range."""
+        self._check(index)
+        return self.tensor[index]
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one whole block onto another, on the device. BlockError when one is out of range."""

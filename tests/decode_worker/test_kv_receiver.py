@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import zmq
+from msgspec import structs
 
 from diptych.common.messages import KVAck, KVBlocks, KVFailed, KVGrant, KVWait
 from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
@@ -219,6 +220,85 @@ def test_announcements_carry_where_to_answer(rig: Rig, peer: Peer) -> None:
     assert isinstance(event, TransferOpened) and event.message.num_blocks == 3
     rig.receiver.send(event.peer, KVFailed(request_id="a", attempt=0, reason="no"))
     assert isinstance(peer.read(), KVFailed)
+
+
+def test_blocks_of_shared_memory_are_copied_where_they_were_expected(rig: Rig, peer: Peer) -> None:
+    peer.share()
+    rig.expect(peer, range(8, 12), first=1)
+    peer.name(0, [40, 5])  # block 0 is here already
+    peer.name(2, [63, 0])
+    peer.done()
+    assert isinstance(peer.read(), KVAck)
+    assert isinstance(rig.event(), TransferLanded)
+    assert [bytes(rig.memory[block]) for block in range(9, 12)] == [peer.blocks[i] for i in (5, 63, 0)]
+    assert not rig.memory[:9].any() and not rig.memory[12:].any()
+
+
+@pytest.mark.parametrize(
+    ("sources", "sums", "reason"),
+    [
+        pytest.param([0, 1, 64], (), "block 2 is to be copied from block 64", id="behind the last block"),
+        pytest.param([2**62], (), "cannot be read", id="far away"),
+        pytest.param([0, 1, 2], [b"x"], "1 checksums for 3 blocks", id="too many names"),
+        pytest.param([0], [b"x", b"y"], "2 checksums for 1 blocks", id="too few names"),
+        pytest.param([0, 1, 3], [bytes([n + 1]) * 64 for n in range(3)], "block 2 is corrupt", id="another block"),
+    ],
+)
+def test_wrong_names_fail_that_transfer_only(
+    rig: Rig, peer: Peer, sources: list[int], sums: list[bytes], reason: str
+) -> None:
+    peer.share()
+    rig.expect(peer)
+    peer.name(0, sources, sums=sums)
+    assert reason in fails(rig, peer)
+
+
+def test_a_block_that_changed_meanwhile_is_not_taken_for_good(rig: Rig, peer: Peer) -> None:
+    memory = peer.share()
+    rig.expect(peer)
+    memory.pages[64] ^= 1
+    peer.name(0, [0, 1])
+    assert "block 1 is corrupt, or its sender took it back" in fails(rig, peer)
+
+
+def test_names_without_shared_memory_fail(rig: Rig, peer: Peer) -> None:
+    rig.expect(peer)
+    peer.name(0, [0])
+    assert "this worker cannot read" in fails(rig, peer)
+
+
+def test_frames_behind_names_fail(rig: Rig, peer: Peer) -> None:
+    peer.share()
+    rig.expect(peer)
+    peer.send(KVBlocks(request_id="a", attempt=0, first_block=0, checksums=(1,), sources=(0,)), b"x" * 64, b"y")
+    assert "2 frames behind blocks" in fails(rig, peer)
+
+
+def test_names_that_come_too_late_do_no_harm(rig: Rig, peer: Peer) -> None:
+    peer.share()
+    rig.expect(peer)
+    assert rig.receiver.release("a", 0).landed == set()
+    peer.name(0, [0, 1])
+    rig.sync()
+    assert not rig.memory.any() and not rig.events
+    assert rig.receiver.num_dropped_frames == 1
+
+
+def test_memory_of_a_dead_prefill_worker_fails_its_transfers(rig: Rig, peer: Peer) -> None:
+    peer.share()
+    landing = rig.expect(peer)
+    landing.memory.close()
+    peer.name(0, [0])
+    assert "cannot be read" in fails(rig, peer)
+
+
+def test_an_offer_that_does_not_hold_means_frames(rig: Rig, peer: Peer) -> None:
+    peer.share()
+    peer.offer = structs.replace(peer.offer, nonce=b"?" * 16)
+    assert rig.expect(peer).memory is None
+    peer.ship(0, 4)
+    peer.done()
+    assert isinstance(rig.event(), TransferLanded)
 
 
 def test_a_receiver_that_never_started_can_be_closed() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from diptych.common.messages import KVDone, KVGrant, KVTarget
+from diptych.common.shared_memory import SharedMemory
 from diptych.decode_worker.kv_receiver import TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.landing import Landing
 from diptych.prefill_worker.kv_sender import KVSender, TransferEnded
@@ -22,9 +23,12 @@ Rig = Any
 class Pair:
     """A prefill worker's sender, and a decode worker's receiver that grants what `plan` says: (blocks, first)."""
 
-    def __init__(self, rig: Rig, num_streams: int, lease_s: float = 30.0) -> None:
+    def __init__(self, rig: Rig, num_streams: int, lease_s: float = 30.0, *, shared: bool = False) -> None:
         self.rig = rig
-        self.source = np.random.default_rng(1).integers(0, 255, (NUM_BLOCKS, rig.block_bytes), np.uint8)
+        self.shared = SharedMemory(NUM_BLOCKS * rig.block_bytes)
+        pages = memoryview(self.shared.pages)[: NUM_BLOCKS * rig.block_bytes]
+        self.source = np.frombuffer(pages, np.uint8).reshape(NUM_BLOCKS, rig.block_bytes)
+        self.source[:] = np.random.default_rng(1).integers(0, 255, self.source.shape, np.uint8)
         self.plan: dict[str, tuple[list[int], int]] = {}
         self.landed: dict[str, Landing] = {}
         self.ended: dict[str, TransferEnded] = {}
@@ -38,15 +42,18 @@ class Pair:
             lambda event: self.ended.update({event.request_id: event}),
             lease_s=lease_s,
             num_streams=num_streams,
+            memory=self.shared.offer if shared else None,
         )
         self.sender.start()
 
     def on_event(self, event: TransferOpened | TransferLanded | TransferFailed) -> None:
         match event:
-            case TransferOpened(peer, message, _):
+            case TransferOpened(peer, message, _, memory):
                 blocks, first = self.plan[message.request_id]
-                self.rig.receiver.expect(Landing(message.request_id, 0, peer, tuple(blocks), first, 0.0, 0.0))
-                grant = KVGrant(request_id=message.request_id, attempt=0, first_block=first)
+                landing = Landing(message.request_id, 0, peer, tuple(blocks), first, 0.0, 0.0, memory=memory)
+                self.rig.receiver.expect(landing)
+                shared = memory is not None
+                grant = KVGrant(request_id=message.request_id, attempt=0, first_block=first, shared=shared)
                 self.rig.receiver.send(peer, grant)
             case TransferLanded(landing):
                 self.landed[landing.request_id] = landing
@@ -69,17 +76,19 @@ class Pair:
         pytest.fail("the condition did not come true")
 
 
-@pytest.fixture
-def make_pair(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Pair]]:
+@pytest.fixture(params=["tcp", "shm"])
+def make_pair(make_rig: Callable[..., Rig], request: pytest.FixtureRequest) -> Iterator[Callable[..., Pair]]:
     pairs: list[Pair] = []
 
     def make(block_bytes: int = 64, num_streams: int = 1, lease_s: float = 30.0) -> Pair:
-        pairs.append(Pair(make_rig(num_blocks=NUM_BLOCKS, block_bytes=block_bytes), num_streams, lease_s))
+        rig = make_rig(num_blocks=NUM_BLOCKS, block_bytes=block_bytes)
+        pairs.append(Pair(rig, num_streams, lease_s, shared=request.param == "shm"))
         return pairs[-1]
 
     yield make
     for pair in pairs:
         pair.sender.stop()
+        assert {event.shared for event in pair.ended.values() if not event.reason} <= {request.param == "shm"}
 
 
 @pytest.mark.parametrize("num_streams", [1, 3])

@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from diptych.common.kv_wire import SEND_HWM
-from diptych.common.messages import KVAck, KVBlocks, KVDone, KVFailed, KVOpen, KVTarget, KVWait
+from diptych.common.messages import KVAck, KVBlocks, KVDone, KVFailed, KVMemory, KVOpen, KVTarget, KVWait
 from diptych.prefill_worker import kv_sender
 
 Rig = Any  # SenderRig of conftest, which test modules cannot import
@@ -223,6 +223,52 @@ def test_survives_garbage(rig: Rig, garbage: list[bytes]) -> None:
     rig.finish()
     rig.grant()
     assert isinstance(rig.read()[0], KVBlocks)
+
+
+OFFER = KVMemory(pid=1, fd=2, num_bytes=1024, nonce=b"n" * 16)
+
+
+def test_who_shares_memory_gets_names_instead_of_frames(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(memory=OFFER)
+    rig.sender.open("a", 0, rig.target, [9, 3, 5], 3)
+    assert rig.read_open().memory == OFFER
+    rig.finish(blocks=3)
+    rig.grant(first_block=1, shared=True)
+    header, frames = rig.read()
+    assert (header.first_block, header.sources, frames) == (1, (3, 5), [])
+    assert header.checksums == tuple(xxhash.xxh3_64_intdigest(rig.memory[block]) for block in (3, 5))
+    assert isinstance(rig.read()[0], KVDone)
+    rig.reply(KVAck(request_id="a", attempt=0))
+    rig.wait(lambda: rig.ended)
+    assert rig.ended[0].shared and rig.sender.num_bytes == 2 * 64
+
+
+def test_who_cannot_share_gets_frames(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(memory=OFFER)
+    rig.open(num_ready=4)
+    rig.read_open()
+    rig.grant()
+    header, frames = rig.read()
+    assert not header.sources and len(frames) == 4
+
+
+def test_who_cannot_share_gets_nothing_where_that_is_required(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(memory=OFFER, require_shared=True)
+    rig.open(num_ready=4)
+    rig.read_open()
+    rig.grant()
+    assert "kv_transport is shm" in rig.read_failed().reason
+    rig.wait(lambda: rig.ended)
+    assert "cannot read this worker's memory" in rig.ended[0].reason and rig.sender.num_bytes == 0
+
+
+def test_a_grant_for_memory_that_was_not_offered_is_dropped(rig: Rig) -> None:
+    rig.open(num_ready=4)
+    assert rig.read_open().memory is None
+    rig.grant(shared=True)
+    rig.grant()
+    assert len(rig.read()[1]) == 4
+    rig.wait(lambda: rig.sender.num_dropped_frames == 1)
 
 
 def test_many_transfers_share_a_connection(make_rig: Callable[..., Rig]) -> None:

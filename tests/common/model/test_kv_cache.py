@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from diptych.common.errors import BlockError, ModelError
 from diptych.common.model.config import ModelConfig, from_hf
 from diptych.common.model.kv_cache import KVCache, block_bytes, torch_dtype
+from diptych.common.shared_memory import PeerMemory
 
 
 @pytest.fixture
@@ -40,6 +42,17 @@ def test_copy_block(config: ModelConfig) -> None:
     assert torch.equal(kv.tensor[1], kv.tensor[0])
 
 
+def test_a_shared_cache_is_read_block_by_block_by_others(config: ModelConfig) -> None:
+    kv = KVCache(config, 3, 16, "float32", share=True)
+    kv.tensor[1].normal_()
+    assert kv.shared is not None and kv.shared.offer.num_bytes == 3 * kv.block_bytes
+    peer, copy = PeerMemory(kv.shared.offer), bytearray(kv.block_bytes)
+    assert peer.read(1, memoryview(copy)) and bytes(copy) == bytes(kv.block(1))
+    assert not peer.read(3, memoryview(copy))
+    peer.close()
+    assert KVCache(config, 3, 16, "float32").shared is None
+
+
 @pytest.mark.parametrize("index", [-1, 3, 2**40])
 def test_blocks_out_of_range(config: ModelConfig, index: int) -> None:
     kv = KVCache(config, 3, 16, "float32")
@@ -49,16 +62,27 @@ def test_blocks_out_of_range(config: ModelConfig, index: int) -> None:
         kv.copy_block(0, index)
 
 
-def test_untouched_blocks_take_no_memory(config: ModelConfig) -> None:
+@pytest.mark.parametrize("share", [False, True])
+def test_untouched_blocks_take_no_memory(config: ModelConfig, share: bool) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    kv = KVCache(config, 2**30 // block_bytes(config, 16, "float32"), 16, "float32")
+    kv = KVCache(config, 2**30 // block_bytes(config, 16, "float32"), 16, "float32", share=share)
     kv.tensor[-1].normal_()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
 
 
-def test_no_room_says_what_to_lower(config: ModelConfig) -> None:
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("num_blocks", [2**30, 2**45])
+def test_no_room_says_what_to_lower(config: ModelConfig, num_blocks: int, share: bool) -> None:
     with pytest.raises(ModelError, match="lower kv_memory_gib"):
-        KVCache(config, 2**45, 16, "float32")
+        KVCache(config, num_blocks, 16, "float32", share=share)
+
+
+def test_a_system_without_such_memory_has_private_memory(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    assert KVCache(config, 3, 16, "float32", share=True).shared is None
+    assert "cannot be shared" in caplog.text
 
 
 def test_no_blocks(config: ModelConfig) -> None:
