@@ -11,12 +11,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NEWER := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve fetch bench test test-all lint format docs clean
+.PHONY: help serve fetch bench compare test test-all lint format docs clean
 
 help:
 	@echo "make serve      a service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
 	@echo "make fetch      download MODEL only"
 	@echo "make bench      load generator (ARGS='--help')"
+	@echo "make compare    Diptych beside another engine (ARGS='--peer openvino --peer-env DIR'; --help)"
 	@echo "make test       lint and every quick test"
 	@echo "make test-all   lint and every test that this machine can run"
 	@echo "make lint       ruff and mypy;  make format  rewrites as ruff wants it;  make docs  rewrites docs/configuration.md"
@@ -55,6 +56,9 @@ fetch: $(VENV)/.serve
 
 bench: $(VENV)/.bench
 	@exec $(BIN)/diptych bench $(ARGS)
+
+compare: $(VENV)/.serve $(VENV)/.bench
+	@exec $(BIN)/python -P -m diptych.benchmarks.compare $(ARGS)
 
 # ------------------------------------------------------------------ check
 
