@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from diptych.common.block_pool import BlockCounts
+from diptych.common.core_share import CoreShare
 from diptych.common.errors import BlockError
 from diptych.common.messages import Message
 
@@ -70,10 +71,17 @@ class Engine(ABC):
         self.num_steps = 0
         self.status = EngineStatus()
         self.failure: BaseException | None = None
+        self._cores = CoreShare("", 0)
+        self._set_threads: Callable[[int], None] | None = None
+        self._num_threads = 0
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def share_cores(self, cores: CoreShare, set_threads: Callable[[int], None]) -> None:
+        """Before `start`: each step asks `cores` how many threads it may use, and tells `set_threads` a new number."""
+        self._cores, self._set_threads = cores, set_threads
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the loop after the current step; False when that step took longer than `timeout_s`."""
@@ -147,6 +155,7 @@ class Engine(ABC):
             log.exception("engine died")
             self.failure = error
         finally:
+            self._cores.close()
             self.close()
 
     def _turn(self) -> None:
@@ -155,6 +164,7 @@ class Engine(ABC):
         self.expire(now)
         if self.has_work:
             self._busy, self._worked_at = True, now
+            self._take_cores()
             try:
                 self.step(now)
                 self._failed_steps = 0
@@ -166,12 +176,22 @@ class Engine(ABC):
                 self.fail_step(error)
                 if self._failed_steps >= MAX_FAILED_STEPS:
                     raise
-        elif self._busy and self.is_empty and now - self._worked_at >= IDLE_CHECK_S:
+        else:
+            self._cores.end()
+        if self._busy and not self.has_work and self.is_empty and now - self._worked_at >= IDLE_CHECK_S:
             self._busy = False
             self.check_integrity()
         self.num_steps += 1
         self.status = self.snapshot()
         self._flush()
+
+    def _take_cores(self) -> None:
+        if self._set_threads is None:
+            return
+        num_threads = self._cores.begin()
+        if num_threads != self._num_threads:
+            self._num_threads = num_threads
+            self._set_threads(num_threads)
 
     def _take_commands(self) -> None:
         """Apply what is there now, and no more: a flood of commands must not keep the loop from its steps."""

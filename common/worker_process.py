@@ -24,6 +24,7 @@ import zmq.asyncio
 from diptych.common import __version__
 from diptych.common.allocator import keep_large_buffers
 from diptych.common.control import ControlServer, bind_control
+from diptych.common.core_share import CoreShare
 from diptych.common.engine import Engine, EngineStatus, RequestReceived, RouterLost
 from diptych.common.errors import DiptychError, ModelError
 from diptych.common.messages import AnyMessage, Message, WorkerHeartbeat, WorkerHello
@@ -146,6 +147,8 @@ class WorkerProcess:
         engine = self.build_engine(files, loaded, control.send_threadsafe)
         self.metrics.describe_cache(self.config.block_size, loaded.kv.num_blocks)
         self.loaded = loaded
+        if self.config.core_share:
+            engine.share_cores(CoreShare(self.config.core_share, loaded.num_threads), loaded.set_num_threads)
         engine.start()
         self.engine = engine
         control.broadcast_hello()

@@ -22,7 +22,18 @@ W = TypeVar("W", bound=WorkerConfig)
 # Set by the supervisor itself, for each process.
 ROUTER_OWN = frozenset({"config", "prefill", "decode"})
 WORKER_OWN = frozenset(
-    {"config", "host", "port", "kv_port", "http_port", "advertise_host", "allow_remote", "address_file", "worker_id"}
+    {
+        "config",
+        "host",
+        "port",
+        "kv_port",
+        "http_port",
+        "advertise_host",
+        "allow_remote",
+        "address_file",
+        "worker_id",
+        "core_share",
+    }
 )
 
 EPILOG = """\
@@ -31,10 +42,6 @@ Every option but --prefill and --decode is also an environment variable (DIPTYCH
 DIPTYCH_DECODE_MAX_NUM_SEQS) and a key in the TOML file (max_num_seqs at the top, or under [router], [prefill_worker],
 [decode_worker]); the two counts are DIPTYCH_SERVE_PREFILL and DIPTYCH_SERVE_DECODE, or keys under [serve].
 A flag wins over the environment, the environment over the file. docs/configuration.md lists everything."""
-
-SHARE = 2
-"""Threads per core over all workers: a single stream keeps one worker busy at a time, so each may use the whole small
-machine, and idle threads sleep at once (docs/performance.md)."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def build_parser() -> FlagParser:
 
 
 def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num_cores: int = 0) -> ServePlan:
-    """Merges all sources. `num_cores` (0: those of this process) are shared by workers that name no threads.
+    """Merges all sources. Workers that name no threads may use `num_cores` each (0: those of this process), by turns.
 
     Raises ConfigError.
     """
@@ -93,17 +100,16 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
 
     counts = merge(ServeConfig, frozenset(), "")
     cores = num_cores or len(os.sched_getaffinity(0))
-    threads = max(1, min(cores, SHARE * cores // (counts.prefill + counts.decode)))
     prefill = merge(PrefillWorkerConfig, WORKER_OWN, "prefill-")
     decode = merge(DecodeWorkerConfig, WORKER_OWN, "decode-")
     return ServePlan(
         router=merge(RouterConfig, ROUTER_OWN, ""),
-        prefill=tuple(_worker(prefill, f"prefill-{i}", threads) for i in range(counts.prefill)),
-        decode=tuple(_worker(decode, f"decode-{i}", threads) for i in range(counts.decode)),
+        prefill=tuple(_worker(prefill, f"prefill-{i}", cores) for i in range(counts.prefill)),
+        decode=tuple(_worker(decode, f"decode-{i}", cores) for i in range(counts.decode)),
     )
 
 
 def _worker(config: W, name: str, threads: int) -> W:
-    """A pinned worker uses the cores it is pinned to, another its share of the machine's."""
+    """A pinned worker uses the cores it is pinned to, another may use all while it computes alone."""
     own = threads if config.threads == 0 and not config.cores else config.threads
     return dataclasses.replace(config, worker_id=name, threads=own)
