@@ -1,0 +1,164 @@
+"""What quantised weights and bfloat16 cost in accuracy, against the same model in float32.
+
+Perplexity of a fixed text, and greedy agreement: along the float32 model's own greedy answers to fixed prompts, at how
+many positions another variant, given the same tokens before, would have chosen the same next token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from rich.progress import Progress, TaskID
+from rich.table import Table
+from torch import Tensor
+
+from diptych.benchmarks.conditions import conditions
+from diptych.benchmarks.report import open_console, write_json
+from diptych.common.model.batch import SequenceChunk
+from diptych.common.model.files import ModelFiles, resolve_model
+from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.load import load_model
+from diptych.common.model.runner import ModelRunner
+from diptych.common.model.tokenizer import Tokenizer
+
+PROGRAM: Final = "python -m diptych.benchmarks.accuracy"
+PASSAGE: Final = Path(__file__).with_name("data") / "passage.txt"
+VARIANTS: Final = ("float32", "bfloat16", "bfloat16+int8", "bfloat16+auto", "bfloat16+int4")
+BLOCK_SIZE: Final = 64
+ROWS_AT_ONCE: Final = 128
+PROMPTS: Final = (
+    "The three most important inventions of the nineteenth century were",
+    "To bake a loaf of bread you need",
+    "def is_prime(n):\n    ",
+    "Dear Sir or Madam, I am writing to",
+    "The capital of Australia is not Sydney but",
+    "Once upon a time, in a village by the sea, there lived",
+    "The difference between weather and climate is",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "In computer networks, a router is a device that",
+    "My grandmother always said that",
+    "The human heart pumps",
+    "A poem about autumn:\n",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A dtype and how weights are kept: "bfloat16+int8"."""
+
+    dtype: str
+    quantization: str
+
+    @classmethod
+    def parse(cls, name: str) -> Variant:
+        dtype, _, quantization = name.partition("+")
+        return cls(dtype, quantization or "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Of one variant, against float32: agreement 0 .. 1; divergence in nats, the mean of KL(float32 || variant)."""
+
+    name: str
+    perplexity: float
+    agreement: float
+    divergence: float
+
+
+class Model:
+    """One variant, and a sequence at a time."""
+
+    def __init__(self, files: ModelFiles, variant: Variant, max_len: int) -> None:
+        decoder = load_model(files, dtype=variant.dtype, quantization=variant.quantization)
+        num_blocks = -(-max_len // BLOCK_SIZE)
+        self._table = tuple(range(num_blocks))
+        self._runner = ModelRunner(decoder, KVCache(decoder.config, num_blocks, BLOCK_SIZE, variant.dtype))
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """After every token: float32 [T, vocab]. Each token is a chunk of its own, many of them in a step."""
+        parts = []
+        for first in range(0, len(token_ids), ROWS_AT_ONCE):
+            rows = range(first, min(first + ROWS_AT_ONCE, len(token_ids)))
+            parts.append(self._runner.forward([SequenceChunk((token_ids[i],), i, self._table) for i in rows]))
+        return torch.cat(parts)
+
+    def continue_greedily(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """`count` more tokens."""
+        logits, out = self.logits(token_ids), list(token_ids)
+        for _ in range(count):
+            out.append(int(logits[-1].argmax()))
+            logits = self._runner.forward([SequenceChunk((out[-1],), len(out) - 1, self._table)])
+        return out
+
+
+def perplexity(logits: Tensor, token_ids: Sequence[int]) -> float:
+    """exp of the mean negative log-likelihood of every token but the first."""
+    logprobs = torch.log_softmax(logits[:-1].double(), -1)
+    return math.exp(-float(logprobs.gather(1, torch.tensor(token_ids[1:]).unsqueeze(1)).mean()))
+
+
+def compare(reference: Tensor, logits: Tensor) -> tuple[int, float]:
+    """At how many positions the choice is the same, and the summed divergence."""
+    same = int((reference.argmax(-1) == logits.argmax(-1)).sum())
+    expected, found = torch.log_softmax(reference, -1), torch.log_softmax(logits, -1)
+    return same, float((expected.exp() * (expected - found)).sum())
+
+
+def measure(files: ModelFiles, names: Sequence[str], count: int, progress: Progress, task: TaskID) -> list[Accuracy]:
+    """Every variant on the passage and on the answers of the float32 model."""
+    tokenizer = Tokenizer.from_file(files.tokenizer)
+    passage = tokenizer.encode(PASSAGE.read_text("utf-8"))
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    longest = max(len(passage), max(len(prompt) for prompt in prompts) + count)
+    oracle = Model(files, Variant("float32", "none"), longest)
+    answers = [oracle.continue_greedily(prompt, count) for prompt in prompts]
+    starts = [len(prompt) - 1 for prompt in prompts]
+    expected = [oracle.logits(answer)[start:-1] for answer, start in zip(answers, starts, strict=True)]
+    results = []
+    for name in names:
+        model = Model(files, Variant.parse(name), longest)
+        same, divergence, total = 0, 0.0, 0
+        for answer, start, reference in zip(answers, starts, expected, strict=True):
+            agreed, diverged = compare(reference, model.logits(answer)[start:-1])
+            same, divergence, total = same + agreed, divergence + diverged, total + len(reference)
+        results.append(Accuracy(name, perplexity(model.logits(passage), passage), same / total, divergence / total))
+        progress.advance(task)
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default="smollm2-135m", help="built-in name, folder or GGUF file")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="dtype or dtype+quantization, with commas")
+    parser.add_argument("--tokens", type=int, default=96, help="length of each greedy answer")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
+    options = parser.parse_args(arguments)
+    files, names, console = resolve_model(options.model), options.variants.split(","), open_console()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("variants", total=len(names))
+        with torch.inference_mode():
+            results = measure(files, names, options.tokens, progress, task)
+    table = Table(
+        title=f"{files.model_id}: accuracy against float32, {len(PROMPTS)} answers of {options.tokens} tokens"
+    )
+    for column in ("variant", "perplexity", "greedy agreement", "KL divergence, nats"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for row in results:
+        table.add_row(row.name, f"{row.perplexity:.3f}", f"{row.agreement:.2%}", f"{row.divergence:.5f}")
+    console.print(table)
+    if options.json:
+        rows = [{name: getattr(row, name) for name in Accuracy.__slots__} for row in results]
+        write_json(options.json, {"conditions": conditions(PROGRAM, arguments, model=files.model_id), "results": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
