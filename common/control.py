@@ -17,6 +17,7 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
+from diptych.common.drop_log import DropLog
 from diptych.common.errors import WireError
 from diptych.common.messages import (
     PROTOCOL_VERSION,
@@ -32,6 +33,8 @@ from diptych.common.messages import (
 
 log = logging.getLogger(__name__)
 CONTROL_HWM = 100_000
+BURST = 64
+"""Messages handled in a row before heartbeats get a turn; a ready receive does not yield by itself."""
 
 
 @dataclass(slots=True)
@@ -67,12 +70,16 @@ class ControlServer:
         self._heartbeat_s, self._router_timeout_s = heartbeat_s, router_timeout_s
         self._routers: dict[bytes, RouterPeer] = {}
         self._loop = asyncio.get_running_loop()
-        self.num_dropped_frames = 0
+        self._drops = DropLog(log, "a control frame")
         self.num_unsent = 0
 
     @property
     def num_routers(self) -> int:
         return len(self._routers)
+
+    @property
+    def num_dropped_frames(self) -> int:
+        return self._drops.num_dropped
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -113,25 +120,28 @@ class ControlServer:
             self.send(router, message)
 
     async def _receive(self) -> None:
+        num_in_a_row = 0
         while True:
-            parts = await self._socket.recv_multipart()
-            if len(parts) != 2:
-                self._drop(f"{len(parts)} parts instead of 2")
-                continue
-            try:
-                message = decode(parts[1])
-            except WireError as error:
-                self._drop(str(error))
-                continue
-            self._dispatch(parts[0], message)
+            self._take(await self._socket.recv_multipart(), time.monotonic())
+            num_in_a_row += 1
+            if num_in_a_row >= BURST:
+                num_in_a_row = 0
+                await asyncio.sleep(0)
 
-    def _dispatch(self, router: bytes, message: AnyMessage) -> None:
-        now = time.monotonic()
+    def _take(self, parts: list[bytes], now: float) -> None:
+        try:
+            if len(parts) != 2:
+                raise WireError(f"{len(parts)} parts instead of 2")
+            self._dispatch(parts[0], decode(parts[1]), now)
+        except WireError as error:
+            self._drops.add(str(error), now)
+
+    def _dispatch(self, router: bytes, message: AnyMessage, now: float) -> None:
         peer = self._routers.get(router)
         if isinstance(message, RouterHello):
             self._greet(router, peer, message, now)
         elif peer is None:
-            self._drop(f"{type(message).__name__} before RouterHello")
+            raise WireError(f"{type(message).__name__} before RouterHello")
         else:
             peer.last_heard = now
             if not isinstance(message, RouterHeartbeat):
@@ -158,17 +168,15 @@ class ControlServer:
     async def _beat(self) -> None:
         while True:
             self.broadcast_heartbeat()
-            deadline = time.monotonic() - self._router_timeout_s
+            now = time.monotonic()
+            self._drops.flush(now)
+            deadline = now - self._router_timeout_s
             for router, peer in list(self._routers.items()):
                 if peer.last_heard < deadline:
                     log.warning("router %s silent for %.1f s: its requests end", peer.router_id, self._router_timeout_s)
                     del self._routers[router]
                     self._on_router_lost(router)
             await asyncio.sleep(self._heartbeat_s)
-
-    def _drop(self, why: str) -> None:
-        self.num_dropped_frames += 1
-        log.warning("dropped a control frame: %s", why)
 
 
 def bind_control(context: zmq.asyncio.Context, host: str, port: int) -> tuple[zmq.asyncio.Socket, str]:

@@ -9,18 +9,22 @@ import signal
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from diptych.common.errors import DiptychError
+from diptych.common.settings import WorkerConfig
 from diptych.router.child import Child, WorkerChild
 from diptych.router.probe import ready_reason
 from diptych.router.serve_plan import ServePlan
 
+W = TypeVar("W", bound=WorkerConfig)
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 4.0
 POLL_S = 0.05
 REPORT_EVERY_S = 10.0
+ECHO_S = 0.5
+"""A signal this soon after the first is the same one: `make`, told to end with its group, tells its children again."""
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 HEALTHY_AFTER_S = 60.0
 
@@ -43,25 +47,34 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _sharing(config: W, runtime: Path) -> W:
+    """Workers that are not pinned to cores take turns with all of them."""
+    return config if config.cores else dataclasses.replace(config, core_share=str(runtime / "cores"))
+
+
 class Supervisor:
     """Owns every child process. `run` returns when `stop` was called and nothing is left running."""
 
     def __init__(self, plan: ServePlan, runtime: Path) -> None:
         self.plan = plan
-        prefill = [WorkerChild("diptych.prefill_worker", config, runtime) for config in plan.prefill]
-        decode = [WorkerChild("diptych.decode_worker", config, runtime) for config in plan.decode]
+        prefill = [WorkerChild("diptych.prefill_worker", _sharing(config, runtime), runtime) for config in plan.prefill]
+        decode = [WorkerChild("diptych.decode_worker", _sharing(config, runtime), runtime) for config in plan.decode]
         self.prefill: Sequence[WorkerChild] = prefill
         self.decode: Sequence[WorkerChild] = decode
         self.router = Child("router", "diptych.router", plan.router)
         self.stopping = asyncio.Event()
+        self._stopped_at = 0.0
 
     @property
     def children(self) -> tuple[Child, ...]:
         return (self.router, *self.prefill, *self.decode)
 
     def stop(self) -> None:
-        """Ends the service; a second call does not wait any longer."""
-        if self.stopping.is_set():
+        """Ends the service; a second call, unless it is an echo of the first, does not wait any longer."""
+        now = time.monotonic()
+        if not self.stopping.is_set():
+            self._stopped_at = now
+        elif now - self._stopped_at >= ECHO_S:
             self._signal_all(signal.SIGKILL)
         self.stopping.set()
 

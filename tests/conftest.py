@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,9 +36,11 @@ def has_cuda() -> bool:
 
 
 @pytest.fixture(autouse=True)
-def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_settings_from_outside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where models are kept, and for whole systems the device: DIPTYCH_DEVICE=cuda runs them on a GPU."""
+    kept = {"DIPTYCH_CACHE", "DIPTYCH_DEVICE"} if request.node.get_closest_marker("e2e") else {"DIPTYCH_CACHE"}
     for name in list(os.environ):
-        if name.startswith("DIPTYCH_") and name != "DIPTYCH_CACHE":
+        if name.startswith("DIPTYCH_") and name not in kept:
             monkeypatch.delenv(name)
 
 
@@ -45,3 +48,13 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def repository() -> Path:
     """The folder with pyproject.toml."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[Any, tuple[int, ...]]:
+    """The tiny random model in float32, and its end tokens."""
+    from diptych.common.model.files import resolve_model
+    from diptych.common.model.load import load_model
+
+    files = resolve_model("tiny-random")
+    return load_model(files), files.eos_token_ids

@@ -8,7 +8,7 @@ from diptych.common.errors import InvalidRequest
 from diptych.router.api.choice import Choice, Piece
 from diptych.router.api.fields import ChatRequest, TokenizeRequest
 from diptych.router.api.logprobs import LogprobShapes
-from diptych.router.api.plan import Plan, Prompt, fit, make_plan
+from diptych.router.api.plan import Plan, Prompt, check_num_sequences, fit, make_plan
 from diptych.router.api.service import Service
 from diptych.router.api.shape import Object
 
@@ -19,6 +19,7 @@ async def plan_chat(service: Service, fields: ChatRequest, traceparent: str) -> 
     fields.refuse_unsupported()
     if fields.top_logprobs is not None and not fields.logprobs:
         raise InvalidRequest("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
+    check_num_sequences(service, 1, fields.n or 1)
     limit = service.max_model_len
     token_ids = await conversation_tokens(service, fields, limit=limit)
     if not token_ids:

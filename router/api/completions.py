@@ -8,12 +8,11 @@ from diptych.common.errors import InvalidRequest
 from diptych.router.api.choice import Choice, Piece
 from diptych.router.api.fields import CompletionRequest
 from diptych.router.api.logprobs import LogprobShapes
-from diptych.router.api.plan import Plan, Prompt, fit, make_plan
+from diptych.router.api.plan import Plan, Prompt, check_num_sequences, fit, make_plan
 from diptych.router.api.service import Service
 from diptych.router.api.shape import Object
 
 DEFAULT_MAX_TOKENS = 16
-MAX_SEQUENCES = 1024
 
 
 async def plan_completion(service: Service, fields: CompletionRequest, traceparent: str) -> Plan:
@@ -21,13 +20,7 @@ async def plan_completion(service: Service, fields: CompletionRequest, tracepare
     service.check_model(fields.model)
     fields.refuse_unsupported()
     sources = _sources(fields.prompt)
-    most = min(MAX_SEQUENCES, service.config.max_inflight)
-    if len(sources) * (fields.n or 1) > most:
-        raise InvalidRequest(
-            f"prompt: {len(sources):,} prompts with {fields.n or 1} choices each are more than the {most:,} sequences "
-            "that one request may have",
-            param="prompt",
-        )
+    check_num_sequences(service, len(sources), fields.n or 1)
     prompts = [await _prompt(service, fields, source, param) for source, param in sources]
     return make_plan(
         service,

@@ -20,6 +20,7 @@ from diptych.router.text.stop import StopScanner
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MASK64 = 2**64 - 1
+MAX_SEQUENCES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,19 @@ def derive_seed(seed: int, index: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
     return (z ^ (z >> 31)) >> 1
+
+
+def check_num_sequences(service: Service, num_prompts: int, n: int) -> None:
+    """Raises InvalidRequest for a request that would not fit even alone: a 503 would have its client try for ever."""
+    most = min(MAX_SEQUENCES, service.config.max_inflight)
+    if num_prompts * n <= most:
+        return
+    param = "n" if num_prompts == 1 else "prompt"
+    raise InvalidRequest(
+        f"{param}: {num_prompts:,} prompts with {n} choices each are more than the {most:,} sequences that one request "
+        "may have",
+        param=param,
+    )
 
 
 def fit(

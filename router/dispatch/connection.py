@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from diptych.common.drop_log import DropLog
 from diptych.common.errors import WireError
 from diptych.common.messages import (
     MAX_MESSAGE_BYTES,
@@ -47,7 +49,6 @@ class ConnectionEvents:
 
 @dataclass(slots=True)
 class ConnectionCounters:
-    num_dropped_frames: int = 0
     num_unsent: int = 0
     num_cuts: int = 0
 
@@ -65,9 +66,13 @@ class Connection:
     events: ConnectionEvents
     hwm: int
     counters: ConnectionCounters = field(default_factory=ConnectionCounters)
+    drops: DropLog = field(init=False)
     _unsent_aborts: deque[AbortRequest] = field(default_factory=lambda: deque(maxlen=MAX_UNSENT_ABORTS))
     _socket: zmq.asyncio.Socket | None = None
     _monitor: zmq.asyncio.Socket | None = None
+
+    def __post_init__(self) -> None:
+        self.drops = DropLog(log, f"a frame from {self.address}")
 
     def open(self, context: zmq.asyncio.Context) -> None:
         socket = context.socket(zmq.DEALER)
@@ -162,7 +167,6 @@ class Connection:
             if not isinstance(message, WorkerHello | WorkerHeartbeat | TokenOutput | RequestFailed):
                 raise WireError(f"a {type(message).__name__} is not for routers")
         except WireError as error:
-            self.counters.num_dropped_frames += 1
-            log.warning("dropped a frame from %s: %s", self.address, error)
+            self.drops.add(str(error), time.monotonic())
             return None
         return message

@@ -287,7 +287,7 @@ class Dispatcher:
         return max(0.0, flight.deadline - self._clock())
 
     def _worker_load(self, address: str) -> WorkerLoad:
-        worker, counters = self.fleet.registry.workers[address], self.fleet.connections[address].counters
+        worker, connection = self.fleet.registry.workers[address], self.fleet.connections[address]
         return WorkerLoad(
             address=address,
             role=worker.role,
@@ -300,9 +300,9 @@ class Dispatcher:
             num_booked_requests=worker.booked.num_requests,
             tokens_per_s=worker.beat.tokens_per_s if worker.beat else 0.0,
             step_time_s=worker.beat.step_time_s if worker.beat else 0.0,
-            num_dropped_frames=counters.num_dropped_frames,
-            num_unsent=counters.num_unsent,
-            num_cuts=counters.num_cuts,
+            num_dropped_frames=connection.drops.num_dropped,
+            num_unsent=connection.counters.num_unsent,
+            num_cuts=connection.counters.num_cuts,
         )
 
 

@@ -126,6 +126,7 @@ class WorkerFleet:
             for worker in self.registry.sweep(now):
                 self._lost(worker.address)
             for address, connection in self.connections.items():
+                connection.drops.flush(time.monotonic())
                 if self.registry.needs_hello(address):
                     connection.send(self._hello)
                 else:

@@ -135,6 +135,8 @@ class TextPipeline:
 
     def check_ids(self, token_ids: Sequence[int], *, param: str = "tokens") -> None:
         """Raises InvalidRequest when an id is not in the model's vocabulary."""
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):  # a million in milliseconds
+            return
         for bad in (token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size):
             raise InvalidRequest(
                 f"token id {bad} is not in the vocabulary: ids go from 0 to {self.vocab_size - 1}", param=param

@@ -22,6 +22,7 @@ from diptych.common.messages import (
     KVDone,
     KVFailed,
     KVGrant,
+    KVMemory,
     KVOpen,
     KVTarget,
     KVWait,
@@ -46,6 +47,7 @@ from diptych.common.sampling_params import SamplingParams, TokenLogprobs
 PARAMS = SamplingParams(
     max_tokens=9, min_tokens=2, temperature=0.5, seed=-(2**63), logit_bias=((3, -1.5),), logprobs=2, stop_token_ids=(7,)
 )
+UNBIASED = (1, 0, 1.0, 1.0, 0, 0.0, 0, 0.0, 0.0, 1.0)  # the fields of SamplingParams before logit_bias
 LOGPROBS = TokenLogprobs(-0.25, ((5, -0.25), (6, -9999.0)))
 MESSAGES: list[Message] = [
     RouterHello(router_id="r", epoch=2**62),
@@ -71,9 +73,15 @@ MESSAGES: list[Message] = [
     ),
     RequestFailed(worker_id="w", request_id="a", attempt=0, phase="grant", message="why", retryable=True),
     KVOpen(request_id="a", attempt=0, worker_id="p", epoch=1, decode_epoch=2, fingerprint="f", num_blocks=1),
+    KVOpen(
+        request_id="a", attempt=0, worker_id="p", epoch=1, decode_epoch=2, fingerprint="f", num_blocks=1,
+        memory=KVMemory(7, 8, 2**40, b"n" * 16),
+    ),
     KVBlocks(request_id="a", attempt=0, first_block=5, checksums=(0, 2**64 - 1)),
+    KVBlocks(request_id="a", attempt=0, first_block=5, checksums=(0, 1), sources=(2**40, 3)),
     KVDone(request_id="a", attempt=0, first_token=3, logprobs=LOGPROBS, prefill_s=0.1, computed_at=0.2),
     KVGrant(request_id="a", attempt=0, first_block=0),
+    KVGrant(request_id="a", attempt=0, first_block=0, shared=True),
     KVWait(request_id="a", attempt=0),
     KVAck(request_id="a", attempt=0),
     KVFailed(request_id="a", attempt=0, reason="x" * 4096),
@@ -129,6 +137,21 @@ def test_every_truncation_is_refused(message: Message) -> None:
         pytest.param(raw(1, "r" * 257, 1), id="name too long"),
         pytest.param(raw(46, "a", 0, "x" * 4097), id="text too long"),
         pytest.param(raw(4, "a", 0, b"", [5], "", 0, "", float("nan")), id="deadline that is not a number"),
+        pytest.param(raw(4, "a", 0, b"", [5], "", 0, "", float("inf")), id="deadline without end"),
+        pytest.param(raw(3, "a", 0, b"", [5], None, 0, "", float("inf")), id="deadline without end for prefill"),
+        *(
+            pytest.param(raw(4, "a", 0, b"", [*UNBIASED, [[7, bias]]]), id=f"bias {bias}")
+            for bias in (float("inf"), float("-inf"), float("nan"), 100.5)
+        ),
+        *(
+            pytest.param(raw(22, "w", 1, [["a", 0, 0, [5], "", 0, [], [0.0, value]]]), id=f"prefill time {value}")
+            for value in (float("inf"), float("nan"))
+        ),
+        pytest.param(raw(22, "w", 1, [["a", 0, 0, [5], "tired"]]), id="unknown finish reason"),
+        pytest.param(raw(22, "w", 1, [["a", 0, 0, [5], "stop\n"]]), id="finish reason and more"),
+        pytest.param(raw(21, "w", 1, 1, True, False, *[0] * 7, float("nan")), id="throughput that is not a number"),
+        pytest.param(raw(40, "a", 0, "p", 1, 2, "f", 1, float("inf")), id="clock without end"),
+        pytest.param(raw(42, "a", 0, 3, None, 0, 0.0, float("nan")), id="clock that is not a number"),
         pytest.param(raw(4, "a", 0, b"", [0]), id="max_tokens of zero"),
         pytest.param(raw(4, "a", 0, b"", [1, 0, float("nan")]), id="temperature that is not a number"),
         pytest.param(raw(41, "a", 0, 0, []), id="no blocks"),
@@ -170,8 +193,20 @@ def test_wrong_fields_never_raise_anything_else(tag: int, fields: list[object]) 
         decode(raw(tag, *fields))
 
 
+def test_the_hostile_bytes_are_a_field_away_from_a_message() -> None:
+    """What `test_hostile_bytes_are_refused` spoils is taken when it is whole."""
+    bias = raw(4, "a", 0, b"", [*UNBIASED, [[7, -100.0]]], "", 0, "", 86400.0)
+    output = raw(22, "w", 1, [["a", 0, 0, [5], "stop", 0, [], [0.0, 0.5]]])
+    beat = raw(21, "w", 1, 1, True, False, *[0] * 7, 0.5)
+    opened, done = raw(40, "a", 0, "p", 1, 2, "f", 1, 1e8), raw(42, "a", 0, 3, None, 0, 0.0, 1e8)
+    assert [type(decode(data)) for data in (bias, output, beat, opened, done)] == [
+        DecodeRequest, TokenOutput, WorkerHeartbeat, KVOpen, KVDone,
+    ]  # fmt: skip
+
+
 def test_a_later_version_may_append_fields() -> None:
-    assert decode(raw(43, "a", 0, 5, "what we do not know yet")) == KVGrant(request_id="a", attempt=0, first_block=5)
+    grant = KVGrant(request_id="a", attempt=0, first_block=5)
+    assert decode(raw(43, "a", 0, 5, False, "what we do not know yet")) == grant
 
 
 def test_memoryview_is_decoded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +59,13 @@ class System:
         """The sum of a metric's samples over the workers of a role."""
         return sum(value for worker in self.stack.workers(role) for value in samples(worker, name))
 
+    def transfers(self, transport: str) -> float:
+        """Prompts that decode workers got through shared memory ("shm") or over TCP ("tcp")."""
+        label = f'transport="{transport}"'
+        return sum(
+            value for worker in self.stack.workers("decode") for value in samples(worker, "diptych_kv_transfers", label)
+        )
+
     def requests_of(self, worker: StackProcess) -> float:
         """Requests that ended well on one worker."""
         return sum(samples(worker, "vllm:request_success"))
@@ -73,12 +81,12 @@ class System:
         pytest.fail(f"blocks are still owned {SETTLE_S:g} s after the last request: {state}")
 
 
-def samples(worker: StackProcess, name: str) -> list[float]:
+def samples(worker: StackProcess, name: str, label: str = "") -> list[float]:
     text = httpx.get(f"{worker.http_url}/metrics", timeout=10.0, trust_env=False).text
     return [
         float(line.rsplit(" ", 1)[1])
         for line in text.splitlines()
-        if line.startswith((f"{name}{{", f"{name} ", f"{name}_total{{"))
+        if line.startswith((f"{name}{{", f"{name} ", f"{name}_total{{")) and label in line
     ]
 
 
@@ -124,6 +132,13 @@ def systems(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systems]:
     stop_all()
 
 
+@pytest.fixture(autouse=True)
+def a_gpu_shares_no_host_memory(request: pytest.FixtureRequest) -> None:
+    call = getattr(request.node, "callspec", None)
+    if call is not None and call.params.get("transport") == "shm" and os.environ.get("DIPTYCH_DEVICE", "cpu") != "cpu":
+        pytest.skip("blocks of a GPU travel over sockets only")
+
+
 @pytest.fixture
 def system_of(systems: Systems) -> Iterator[Systems]:
     """Like `systems`; after the test no worker of a system it used may own a block, and all must be healthy."""
@@ -137,6 +152,19 @@ def system_of(systems: Systems) -> Iterator[Systems]:
     for system in used:
         if system.stack.router.alive:  # a later system of the same test ended the earlier ones
             system.settle()
+
+
+@pytest.fixture
+def stack(system_of: Any) -> Stack:
+    """One prefill and one decode worker; every prompt goes through both."""
+    found: Stack = system_of(router_flags=("--local-prefill-threshold", "0")).stack
+    return found
+
+
+@pytest.fixture
+def http(stack: Stack) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=stack.url, timeout=60, trust_env=False) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,38 +15,17 @@ from diptych.benchmarks.stack import Stack, StackProcess, free_port
 from diptych.common.model.files import resolve_model
 from diptych.common.model.tokenizer import Tokenizer
 
+from .asking import MODEL, PROMPT, complete, owned, wait_until
+
 pytestmark = pytest.mark.e2e
 
-MODEL = "tiny-random"
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "extra_body": {"ignore_eos": True}}
-PROMPT = "The quick brown fox jumps over the lazy dog. " * 4  # one token a byte
-PATIENCE_S = 10.0
-
-
-def wait_until(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not true():
-        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what}"
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def stack(system_of: Any) -> Stack:
-    """One prefill and one decode worker; every prompt goes through both."""
-    found: Stack = system_of(router_flags=("--local-prefill-threshold", "0")).stack
-    return found
 
 
 @pytest.fixture
 def sdk(stack: Stack) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def http(stack: Stack) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.url, timeout=60, trust_env=False) as client:
         yield client
 
 
@@ -67,13 +45,6 @@ def events_of(client: httpx.Client, body: dict[str, Any], path: str = "/v1/compl
 
 def text_of(events: list[dict[str, Any]]) -> str:
     return "".join(choice["text"] for event in events for choice in event["choices"])
-
-
-def complete(client: httpx.Client, **body: Any) -> dict[str, Any]:
-    reply = client.post("/v1/completions", json={"model": MODEL, "temperature": 0, "ignore_eos": True, **body})
-    assert reply.status_code == 200, reply.text
-    answer: dict[str, Any] = reply.json()
-    return answer
 
 
 # ---------------------------------------------------------------- the openai SDK
@@ -199,13 +170,6 @@ def test_one_token_and_the_whole_context(http: httpx.Client) -> None:
 
 
 # ---------------------------------------------------------------- operations
-
-
-def owned(stack: Stack) -> dict[str, int]:
-    return {
-        worker.name: httpx.get(f"{worker.http_url}/health", trust_env=False).json()["blocks"]["owned"]
-        for worker in stack.workers()
-    }
 
 
 def test_metrics_have_their_names(stack: Stack, http: httpx.Client) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -13,39 +11,11 @@ import pytest
 
 from diptych.benchmarks.stack import Stack, StackProcess
 
+from .asking import MODEL, PROMPT, complete, owned, wait_until
+
 pytestmark = pytest.mark.e2e
 
-MODEL = "tiny-random"
-PROMPT = "The quick brown fox jumps over the lazy dog. " * 4  # one token a byte
-PATIENCE_S = 10.0
 JSON = {"content-type": "application/json"}
-
-
-def wait_until(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not true():
-        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what}"
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def stack(system_of: Any) -> Stack:
-    """One prefill and one decode worker; every prompt goes through both."""
-    found: Stack = system_of(router_flags=("--local-prefill-threshold", "0")).stack
-    return found
-
-
-@pytest.fixture
-def http(stack: Stack) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.url, timeout=60, trust_env=False) as client:
-        yield client
-
-
-def complete(client: httpx.Client, **body: Any) -> dict[str, Any]:
-    reply = client.post("/v1/completions", json={"model": MODEL, "temperature": 0, "ignore_eos": True, **body})
-    assert reply.status_code == 200, reply.text
-    answer: dict[str, Any] = reply.json()
-    return answer
 
 
 # ---------------------------------------------------------------- errors
@@ -170,13 +140,6 @@ def test_hostile_request_ids_are_harmless(http: httpx.Client) -> None:
 
 
 # ---------------------------------------------------------------- clients that leave
-
-
-def owned(stack: Stack) -> dict[str, int]:
-    return {
-        worker.name: httpx.get(f"{worker.http_url}/health", trust_env=False).json()["blocks"]["owned"]
-        for worker in stack.workers()
-    }
 
 
 def generated(worker: StackProcess) -> float:

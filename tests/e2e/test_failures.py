@@ -27,10 +27,13 @@ def run_with(system: Any, prompts: list[list[int]], disturb: Callable[[], None],
     return result[0]
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])
-def test_a_killed_worker_costs_no_token(system_of: Any, random_prompts: Any, role: str, params: dict[str, Any]) -> None:
-    system = system_of(2, 2, router_flags=ALL_REMOTE)
+def test_a_killed_worker_costs_no_token(
+    system_of: Any, random_prompts: Any, role: str, params: dict[str, Any], transport: str
+) -> None:
+    system = system_of(2, 2, router_flags=ALL_REMOTE, worker_flags=("--kv-transport", transport))
     prompts = random_prompts((30, 200, 700, 1500) * 4, vocab_size=256, seed=1)
     expected = system.generate(prompts, max_tokens=NUM_TOKENS, **params)
     victim = system.stack.workers(role)[0]

@@ -40,9 +40,12 @@ async def _load(url: str, prompts: list[list[int]]) -> tuple[int, int]:
     return counts["finished"], counts["aborted"]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (0, 1)])
-def test_nothing_leaks_when_a_third_is_aborted(system_of: Any, random_prompts: Any, shape: tuple[int, int]) -> None:
-    system = system_of(*shape, decode_flags=("--num-blocks", "200"))
+@pytest.mark.parametrize(("shape", "transport"), [((1, 1), "shm"), ((2, 2), "shm"), ((2, 2), "tcp"), ((0, 1), "auto")])
+def test_nothing_leaks_when_a_third_is_aborted(
+    system_of: Any, random_prompts: Any, shape: tuple[int, int], transport: str
+) -> None:
+    flags = ("--kv-transport", transport)
+    system = system_of(*shape, decode_flags=("--num-blocks", "200"), worker_flags=flags)
     source = random.Random(2)
     prompts = random_prompts([source.randrange(1, 900) for _ in range(NUM_REQUESTS)], vocab_size=256, seed=3)
     finished, aborted = asyncio.run(_load(system.stack.url, prompts))

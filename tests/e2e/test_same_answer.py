@@ -61,10 +61,15 @@ def test_one_by_one(system_of: Any, tiny_case: Case) -> None:
     tiny_case.check(system.generate(tiny_case.prompts, max_tokens=NUM_TOKENS, at_once=1))
 
 
-@pytest.mark.parametrize("flags", [(), ("--kv-streams", "3")])
-def test_two_by_two(system_of: Any, tiny_case: Case, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "transport"),
+    [((), "shm"), (("--kv-streams", "3"), "shm"), (("--kv-streams", "3", "--kv-transport", "tcp"), "tcp")],
+)
+def test_two_by_two(system_of: Any, tiny_case: Case, flags: tuple[str, ...], transport: str) -> None:
     system = system_of(2, 2, prefill_flags=flags, router_flags=ALL_REMOTE)
     tiny_case.check(system.generate(tiny_case.prompts, max_tokens=NUM_TOKENS, at_once=32))
+    assert system.transfers(transport) > 0
+    assert system.transfers("tcp" if transport == "shm" else "shm") == 0
     for worker in system.stack.workers():
         assert system.requests_of(worker) > 0, f"{worker.name} got nothing"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -10,30 +9,24 @@ import pytest
 import zmq
 
 from diptych.common.block_pool import BlockPool
-from diptych.common.engine import RequestReceived
 from diptych.common.messages import (
     AnyMessage,
     KVAck,
     KVDone,
     KVFailed,
     KVGrant,
+    KVMemory,
     KVOpen,
     KVTarget,
     Message,
     PrefillRequest,
-    RequestFailed,
-    TokenDelta,
-    TokenOutput,
     decode,
     encode,
     pack_tokens,
 )
 from diptych.common.metrics import WorkerMetrics
 from diptych.common.model.decoder import Decoder
-from diptych.common.model.files import resolve_model
 from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.load import load_model
-from diptych.common.model.oracle import generate
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
 from diptych.common.sampling_params import SamplingParams
@@ -41,8 +34,7 @@ from diptych.prefill_worker.engine import PrefillEngine
 from diptych.prefill_worker.kv_sender import KVSender, TransferEnded
 from diptych.prefill_worker.scheduler import PrefillScheduler
 
-WAIT_S = 20.0
-ROUTER = b"router"
+from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, wait
 
 
 class DecodeSide:
@@ -60,13 +52,22 @@ class DecodeSide:
 
     def make_sender(
         self, view: Callable[[int], memoryview], block_bytes: int, on_ended: Callable[[TransferEnded], None],
-        lease_s: float, num_streams: int,
+        lease_s: float, num_streams: int, memory: KVMemory | None = None, require_shared: bool = False,
     ) -> KVSender:  # fmt: skip
-        identity = ("p", 5, "layout")
-        return KVSender(self.context, view, block_bytes, identity, on_ended, lease_s=lease_s, num_streams=num_streams)
+        return KVSender(
+            self.context,
+            view,
+            block_bytes,
+            ("p", 5, "layout"),
+            on_ended,
+            lease_s=lease_s,
+            num_streams=num_streams,
+            memory=memory,
+            require_shared=require_shared,
+        )
 
-    def grant(self, name: str = "a", first_block: int = 0, *, attempt: int = 0) -> None:
-        self.reply(KVGrant(request_id=name, attempt=attempt, first_block=first_block))
+    def grant(self, name: str = "a", first_block: int = 0, *, attempt: int = 0, shared: bool = False) -> None:
+        self.reply(KVGrant(request_id=name, attempt=attempt, first_block=first_block, shared=shared))
 
     def ack(self, name: str = "a", *, attempt: int = 0) -> None:
         self.reply(KVAck(request_id=name, attempt=attempt))
@@ -92,26 +93,29 @@ class DecodeSide:
         assert isinstance(message, KVFailed)
         return message
 
-    def wait(
-        self, condition: Callable[[], object], meanwhile: Callable[[], object] = lambda: time.sleep(0.002)
-    ) -> None:
-        end = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < end, "the condition did not come true"
-            meanwhile()
+    wait = staticmethod(wait)
 
 
 class SenderRig(DecodeSide):
     """A sender alone; `memory` holds the blocks."""
 
     def __init__(
-        self, *, num_blocks: int = 16, block_bytes: int = 64, lease_s: float = 30.0, num_streams: int = 1
+        self,
+        *,
+        num_blocks: int = 16,
+        block_bytes: int = 64,
+        lease_s: float = 30.0,
+        num_streams: int = 1,
+        memory: KVMemory | None = None,
+        require_shared: bool = False,
     ) -> None:
         super().__init__()
         self.memory = np.random.default_rng(0).integers(0, 255, (num_blocks, block_bytes), np.uint8)
         self.ended: list[TransferEnded] = []
         self.on_view: Callable[[int], None] = lambda index: None
-        self.sender = self.make_sender(self.view, block_bytes, self.ended.append, lease_s, num_streams)
+        self.sender = self.make_sender(
+            self.view, block_bytes, self.ended.append, lease_s, num_streams, memory, require_shared
+        )
         self.sender.start()
 
     def view(self, index: int) -> memoryview:
@@ -132,15 +136,7 @@ class SenderRig(DecodeSide):
 
 @pytest.fixture
 def make_rig() -> Iterator[Callable[..., SenderRig]]:
-    rigs: list[SenderRig] = []
-
-    def make(**options: float) -> SenderRig:
-        rigs.append(SenderRig(**options))  # type: ignore[arg-type]
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
+    yield from made(SenderRig)
 
 
 @pytest.fixture
@@ -148,7 +144,7 @@ def rig(make_rig: Callable[..., SenderRig]) -> SenderRig:
     return make_rig()
 
 
-class EngineRig(DecodeSide):
+class EngineRig(DecodeSide, RouterSide):
     """A prefill engine over a tiny real model. The test turns its loop; `sent` is what routers got."""
 
     def __init__(
@@ -200,54 +196,19 @@ class EngineRig(DecodeSide):
         )
         self.tell(request, router)
 
-    def tell(self, message: Message, router: bytes = ROUTER) -> None:
-        self.engine.submit(RequestReceived(router, message))
-
-    def turn(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.engine._turn()
-
-    def until(self, condition: Callable[[], object]) -> None:
-        self.wait(condition, self.turn)
-
-    def deltas(self, name: str = "a") -> list[TokenDelta]:
-        outputs = [message for _, message in self.sent if isinstance(message, TokenOutput)]
-        return [delta for output in outputs for delta in output.outputs if delta.request_id == name]
-
-    def failures(self, name: str = "a") -> list[RequestFailed]:
-        return [m for _, m in self.sent if isinstance(m, RequestFailed) and m.request_id == name]
-
     def oracle(self, tokens: list[int], count: int = 1, **params: object) -> list[int]:
-        values = {"max_tokens": count, "temperature": 0.0} | params
-        return generate(self.model, tokens, SamplingParams(**values), self.eos)  # type: ignore[arg-type]
+        return super().oracle(tokens, count, **params)
 
     def close(self) -> None:
-        if self.engine._thread.ident is None:
-            self.engine.close()
-        else:
-            self.engine.stop()
+        self.stop_engine()
         self.router.close()
         self.context.term()
-
-
-@pytest.fixture(scope="session")
-def tiny() -> tuple[Decoder, tuple[int, ...]]:
-    files = resolve_model("tiny-random")
-    return load_model(files), files.eos_token_ids
+        self.engine.check_integrity()
 
 
 @pytest.fixture
 def make_engine(tiny: tuple[Decoder, tuple[int, ...]]) -> Iterator[Callable[..., EngineRig]]:
-    rigs: list[EngineRig] = []
-
-    def make(**options: float) -> EngineRig:
-        rigs.append(EngineRig(*tiny, **options))  # type: ignore[arg-type]
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
-        rig.engine.check_integrity()
+    yield from made(EngineRig, *tiny)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +23,9 @@ from diptych.common.messages import (
 from diptych.common.sampling_params import SamplingParams
 from diptych.prefill_worker.kv_sender import TransferEnded
 
+from ..engine_rig import prompt
+
 Rig = Any  # EngineRig of conftest, which test modules cannot import
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(length)]
 
 
 def held(rig: Rig, length: int = 40, name: str = "a") -> None:
@@ -39,12 +35,6 @@ def held(rig: Rig, length: int = 40, name: str = "a") -> None:
     assert rig.engine.scheduler.held
 
 
-def is_clean(rig: Rig) -> bool:
-    """Every command was applied, and nothing is left of any request."""
-    idle = rig.engine._inbox.empty() and rig.engine.is_empty
-    return bool(idle and rig.engine.check_integrity().owned == 0)
-
-
 # ---------------------------------------------------------------- first tokens
 
 
@@ -52,7 +42,7 @@ def test_first_tokens_equal_the_oracle_whatever_the_batch_and_chunks(engine: Rig
     prompts = {f"r{length}": prompt(length, length) for length in (1, 15, 16, 17, 31, 33, 100)}
     for name, tokens in prompts.items():
         engine.ask(tokens, name)
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     for name, tokens in prompts.items():
         (delta,) = engine.deltas(name)
         assert (delta.index, list(delta.token_ids), delta.finish_reason) == (0, engine.oracle(tokens), "length")
@@ -62,7 +52,7 @@ def test_a_cached_prefix_changes_nothing_but_the_count(engine: Rig) -> None:
     tokens = prompt(70)
     for name, cached in (("a", 0), ("b", 64)):
         engine.ask(tokens, name)
-        engine.until(lambda: is_clean(engine))
+        engine.until(lambda: engine.is_clean)
         (delta,) = engine.deltas(name)
         assert (list(delta.token_ids), delta.num_cached_tokens) == (engine.oracle(tokens), cached)
 
@@ -70,7 +60,7 @@ def test_a_cached_prefix_changes_nothing_but_the_count(engine: Rig) -> None:
 def test_a_reset_cache_is_computed_anew(engine: Rig) -> None:
     engine.ask(prompt(70))
     engine.tell(ResetPrefixCache(request_id="x"))
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     engine.tell(ResetPrefixCache(request_id="x"))
     engine.ask(prompt(70), "b")
     engine.until(lambda: engine.deltas("b"))
@@ -87,7 +77,7 @@ def test_a_long_prompt_takes_several_steps(engine: Rig, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(engine.engine._runner, "forward", recording)
     engine.ask(prompt(100))
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert sizes == [32, 32, 32, 4]
 
 
@@ -96,14 +86,14 @@ def test_a_resumed_request_goes_on_where_it_was(engine: Rig, params: dict[str, o
     tokens = prompt(20)
     full = engine.oracle(tokens, 6, **params)
     engine.ask(tokens + full[:4], num_output=4, max_tokens=6, **params)
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     (delta,) = engine.deltas()
     assert (delta.index, delta.token_ids) == (4, (full[4],))
 
 
 def test_logprobs_come_with_the_token(engine: Rig) -> None:
     engine.ask(prompt(20), logprobs=3)
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     (delta,) = engine.deltas()
     assert delta.logprobs[0].top[0] == (delta.token_ids[0], delta.logprobs[0].logprob)
     assert len(delta.logprobs[0].top) == 3
@@ -113,14 +103,14 @@ def test_one_token_needs_no_decode_worker(engine: Rig) -> None:
     engine.ask(prompt(20), max_tokens=1)
     engine.turn(2)
     assert engine.deltas()[0].finish_reason == "length"
-    assert is_clean(engine)
+    assert engine.is_clean
     assert not engine.router.poll(0)
 
 
 def test_the_first_token_may_be_the_end(engine: Rig) -> None:
     tokens = prompt(20)
     engine.ask(tokens, max_tokens=9, stop_token_ids=tuple(engine.oracle(tokens)))
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert engine.deltas()[0].finish_reason == "stop"
 
 
@@ -128,7 +118,7 @@ def test_a_banned_end_token_does_not_come_first(engine: Rig) -> None:
     tokens = prompt(20)
     stop = tuple(engine.oracle(tokens))
     engine.ask(tokens, stop_token_ids=stop, min_tokens=1)
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert engine.deltas()[0].token_ids[0] not in stop
 
 
@@ -146,7 +136,7 @@ def test_ships_what_it_computed(engine: Rig) -> None:
     done, _ = engine.read()
     assert isinstance(done, KVDone) and (done.first_token,) == engine.deltas()[0].token_ids
     engine.ack()
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert not engine.failures()
 
 
@@ -164,7 +154,7 @@ def test_the_announcement_goes_out_before_the_prompt_is_computed(engine: Rig) ->
         assert engine.deltas() or len(shipped) < 7
     assert shipped == list(range(7))
     engine.tell(AbortRequest(request_id="a", attempt=0))
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
 
 
 def test_a_request_that_ends_at_once_is_not_a_failure_for_its_decode_worker(engine: Rig) -> None:
@@ -176,7 +166,7 @@ def test_a_request_that_ends_at_once_is_not_a_failure_for_its_decode_worker(engi
     engine.grant(first_block=2)
     assert isinstance(engine.read()[0], KVDone)
     engine.ack()
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
 
 
 def test_an_acknowledgement_stops_the_computing(engine: Rig) -> None:
@@ -184,14 +174,14 @@ def test_an_acknowledgement_stops_the_computing(engine: Rig) -> None:
     engine.turn()
     engine.read_open()
     engine.ack()
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert not engine.deltas() and not engine.failures()
 
 
 def test_no_acknowledgement_ends_with_the_lease(make_engine: Callable[..., Rig]) -> None:
     engine = make_engine(lease_s=0.05)
     held(engine)
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert [(f.phase, f.retryable) for f in engine.failures()] == [("transfer", True)]
 
 
@@ -199,7 +189,7 @@ def test_the_end_of_an_earlier_life_takes_the_sender_along(engine: Rig) -> None:
     held(engine)
     engine.read_open()
     engine.engine.notify(TransferEnded("a", 0, "", 0, 0, 0.0, 0.0, 0.0))
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert engine.read_failed().reason == "acknowledged"  # nothing may be shipped from blocks that are released
 
 
@@ -207,7 +197,7 @@ def test_a_refusal_fails_the_request(engine: Rig) -> None:
     held(engine)
     engine.read_open()
     engine.reply(KVFailed(request_id="a", attempt=0, reason="layout differs"))
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert "layout differs" in engine.failures()[0].message
 
 
@@ -231,7 +221,7 @@ def test_an_abort_releases_everything_at_once(engine: Rig, num_turns: int) -> No
     engine.turn(num_turns)
     engine.tell(AbortRequest(request_id="a", attempt=0))
     engine.turn()
-    assert is_clean(engine) and not engine.failures()
+    assert engine.is_clean and not engine.failures()
 
 
 def test_an_abort_tells_the_decode_worker(engine: Rig) -> None:
@@ -253,21 +243,21 @@ def test_a_lost_router_takes_its_requests_along(engine: Rig) -> None:
     engine.ask(prompt(40), "mine", remote=True, router=b"lost")
     engine.ask(prompt(40), "other")
     engine.engine.notify(RouterLost(b"lost"))
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert engine.deltas("other") and not engine.deltas("mine")
 
 
 def test_a_duplicate_is_ignored(engine: Rig) -> None:
     for _ in range(3):
         engine.ask(prompt(40))
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert len(engine.deltas()) == 1 and not engine.failures()
 
 
 def test_another_routers_request_id_is_refused(engine: Rig) -> None:
     engine.ask(prompt(40))
     engine.ask(prompt(40), router=b"stranger", attempt=5)
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert engine.deltas()[0].attempt == 0
     assert [router for router, message in engine.sent if message in engine.failures()] == [b"stranger"]
 
@@ -281,7 +271,7 @@ def test_a_new_attempt_replaces_the_old_one(engine: Rig) -> None:
     assert engine.read_open().attempt == 1
     assert engine.deltas()[1].attempt == 1
     engine.tell(AbortRequest(request_id="a", attempt=1))
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +289,7 @@ def test_a_new_attempt_replaces_the_old_one(engine: Rig) -> None:
 def test_poison_fails_alone(engine: Rig, tokens: list[int], options: dict[str, Any], reason: str) -> None:
     engine.ask(prompt(20), "good")
     engine.ask(tokens, "bad", **options)
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert engine.deltas("good") and not engine.failures("good")
     (failed,) = engine.failures("bad")
     assert reason in failed.message and (failed.phase, failed.retryable) == ("queue", False)
@@ -308,7 +298,7 @@ def test_poison_fails_alone(engine: Rig, tokens: list[int], options: dict[str, A
 def test_logits_that_are_no_numbers_fail_alone(engine: Rig) -> None:
     engine.ask(prompt(20), "good", temperature=1.0)
     engine.ask(prompt(20), "bad", temperature=1.0, logit_bias=((7, float("inf")),))
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert engine.deltas("good") and not engine.deltas("bad")
     assert "not finite" in engine.failures("bad")[0].message
 
@@ -326,7 +316,7 @@ def test_a_full_queue_is_refused_for_another_worker_to_take(make_engine: Callabl
         engine.ask(prompt(20), name)
     engine.turn()
     assert [(f.phase, f.retryable) for f in engine.failures("c")] == [("queue", True)]
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
 
 
 def test_a_step_that_raises_fails_its_requests_only(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +327,7 @@ def test_a_step_that_raises_fails_its_requests_only(engine: Rig, monkeypatch: py
     assert [(f.phase, f.retryable) for f in engine.failures("bad")] == [("prefill", True)]
     assert "ZeroDivisionError" in engine.failures("bad")[0].message
     engine.ask(prompt(40), "good")
-    engine.until(lambda: is_clean(engine))
+    engine.until(lambda: engine.is_clean)
     assert engine.deltas("good")
 
 
@@ -370,7 +360,7 @@ def test_a_deadline_names_its_phase(engine: Rig, num_turns: int, phase: str) -> 
     engine.engine.expire(engine.engine.scheduler.find("a").deadline + 1)
     engine.engine._flush()
     assert [(f.phase, f.retryable) for f in engine.failures()] == [(phase, False)]
-    assert is_clean(engine)
+    assert engine.is_clean
 
 
 def test_a_dead_sender_ends_the_engine(engine: Rig) -> None:

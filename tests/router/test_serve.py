@@ -227,6 +227,25 @@ async def test_stopping_while_starting_ends_at_once(records: Path) -> None:
     assert not any(child.alive for child in supervisor.children)
 
 
+async def test_a_signal_that_comes_twice_at_once_is_one(records: Path) -> None:
+    supervisor = pretended(records)
+    await supervisor.start()
+    supervisor.stop()
+    supervisor.stop()  # `make serve` told to end with its process group tells its child again
+    await supervisor.run()
+    assert [await child.wait() for child in supervisor.children] == [-signal.SIGTERM] * 3
+
+
+async def test_a_second_signal_does_not_wait(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "ECHO_S", 0.0)
+    supervisor = pretended(records, "--decode-max-waiting", "9")  # its decode worker ignores SIGTERM
+    await supervisor.start()
+    supervisor.stop()
+    supervisor.stop()
+    await supervisor.run()
+    assert await supervisor.decode[0].wait() == -signal.SIGKILL
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parent-death signals are Linux's")
 def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     program = (

@@ -180,3 +180,37 @@ def test_wrong_shape(logits: torch.Tensor) -> None:
 
 def test_no_rows() -> None:
     assert Sampler(7).sample(torch.empty(0, 7), []) == []
+
+
+def test_launched_rows_get_the_same_tokens(logits: torch.Tensor) -> None:
+    filters: list[dict[str, Any]] = [
+        {},
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"min_p": 0.1, "top_k": 20},
+        {"temperature": 0.0},
+    ]
+    rows = [row(i, seed=i % 5, **filters[i % len(filters)]) for i in range(200)]
+    sampler = Sampler(VOCAB)
+    many = logits + torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(4))
+    assert sampler.can_launch(rows)
+    assert sampler.launch(many, rows).tolist() == [token.token_id for token in sampler.sample(many, rows)]
+    greedy = [row(temperature=0.0)] * 3
+    assert sampler.launch(many[:3], greedy).tolist() == many[:3].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"logprobs": 0}, {"presence_penalty": 0.1}, {"logit_bias": ((1, 1.0),)}, {"banned": (3,)}]
+)
+def test_what_needs_the_host_is_not_launched(fields: dict[str, Any]) -> None:
+    assert Sampler(VOCAB).can_launch([row()])
+    assert not Sampler(VOCAB).can_launch([row(), row(**fields)])
+
+
+@pytest.mark.gpu
+def test_a_gpu_samples_the_same_tokens(logits: torch.Tensor) -> None:
+    fields: list[dict[str, Any]] = [{}, {"top_k": 7, "top_p": 0.9}, {"temperature": 0}, {"presence_penalty": 1.0}]
+    rows = [row(i, seed=i, output=(3, 5), **fields[i % len(fields)]) for i in range(80)]
+    many = logits + torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(4))
+    expected, found = (Sampler(VOCAB).sample(where, rows) for where in (many, many.cuda()))
+    assert found == expected

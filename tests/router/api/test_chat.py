@@ -29,6 +29,14 @@ async def test_the_answer_may_be_as_long_as_fits(start: Any, tools: Any) -> None
     assert request.params.max_tokens == 4096 - len(request.prompt_token_ids)
 
 
+async def test_more_choices_than_ever_fit_are_the_requests_fault(start: Any) -> None:
+    running = await start(max_inflight=4)
+    for ask in (running.chat, running.completion):
+        assert (await ask(n=4, max_tokens=1)).status_code == 200
+        reply = await ask(n=5)  # a 503 would have its client try again for ever
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
+
+
 @pytest.mark.parametrize(
     "fields", [{"max_tokens": 3}, {"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 9}]
 )

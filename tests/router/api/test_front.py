@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +36,18 @@ async def test_the_key_opens(start: Any, headers: dict[str, str]) -> None:
     running = await start(api_key=KEY, headers={"accept": "*/*"})
     raw = {name: value.encode() for name, value in headers.items()}
     assert (await running.http.get("/v1/models", headers=raw)).status_code == 200
+
+
+async def test_the_chat_page_learns_that_it_needs_a_key(start: Any, repository: Path) -> None:
+    running = await start(api_key="right")
+    page = (await running.http.get("/")).text
+    assert page == (repository / "router/static/index.html").read_text(encoding="utf-8")
+    paths = set(re.findall(r'\bask\("([^"]+)"', page))
+    assert paths == {"/v1/models", "/v1/chat/completions"}
+    for path in paths:  # what the page shows its form for, whatever it asks first
+        method, body = ("GET", None) if path == "/v1/models" else ("POST", {"messages": []})
+        reply = await running.http.request(method, path, json=body)
+        assert reply.status_code == 401 and set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
 
 async def test_a_request_id_comes_back(running: Any) -> None:

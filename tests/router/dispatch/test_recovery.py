@@ -261,7 +261,7 @@ async def test_malformed_frames_are_counted_and_dropped(cluster, tools):
     for frames in ([b"\xff\xff"], [b""], [b"a", b"b"], [encode(AbortRequest(request_id="x", attempt=0))]):
         worker.socket.send_multipart([router, *frames])
     assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
-    await tools.until(lambda: dispatcher.fleet.connections[worker.address].counters.num_dropped_frames == 4)
+    await tools.until(lambda: dispatcher.fleet.connections[worker.address].drops.num_dropped == 4)
     assert dispatcher.ready == (True, "")
 
 

@@ -1,0 +1,94 @@
+"""What tests of both engines share: a router's part, the loop's turns, and the true tokens of the tiny model."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from diptych.common.engine import RequestReceived
+from diptych.common.messages import Message, RequestFailed, TokenDelta, TokenOutput
+from diptych.common.model.decoder import Decoder
+from diptych.common.model.oracle import generate
+from diptych.common.sampling_params import SamplingParams
+
+WAIT_S = 20.0
+ROUTER = b"router"
+Rig = TypeVar("Rig")
+
+
+def wait(condition: Callable[[], object], meanwhile: Callable[[], object] = lambda: time.sleep(0.002)) -> None:
+    """Wait for a condition; fail the test when it never comes true."""
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        meanwhile()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def made(cls: type[Rig], *arguments: object) -> Iterator[Callable[..., Rig]]:
+    """The life of a fixture that makes rigs with options of a test's own, and closes them all."""
+    rigs: list[Any] = []
+
+    def make(**options: object) -> Rig:
+        rigs.append(cls(*arguments, **options))
+        rig: Rig = rigs[-1]
+        return rig
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+class RouterSide:
+    """Over an `engine` whose loop the test turns; `sent` is what routers got."""
+
+    engine: Any
+    model: Decoder
+    eos: tuple[int, ...]
+    sent: list[tuple[bytes, Message]]
+
+    def tell(self, message: Message, router: bytes = ROUTER) -> None:
+        self.engine.submit(RequestReceived(router, message))
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.engine._turn()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        wait(condition, self.turn)
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        """While the engine turns by itself."""
+        wait(condition)
+
+    def deltas(self, name: str = "a", *, attempt: int | None = None) -> list[TokenDelta]:
+        """What was reported of a request, under one attempt or any."""
+        outputs = [message for _, message in self.sent if isinstance(message, TokenOutput)]
+        deltas = [delta for output in outputs for delta in output.outputs if delta.request_id == name]
+        return [delta for delta in deltas if attempt in (None, delta.attempt)]
+
+    def failures(self, name: str = "a") -> list[RequestFailed]:
+        return [m for _, m in self.sent if isinstance(m, RequestFailed) and m.request_id == name]
+
+    @property
+    def is_clean(self) -> bool:
+        """Every command was applied, and nothing is left of any request."""
+        idle = self.engine._inbox.empty() and self.engine.is_empty
+        return bool(idle and self.engine.check_integrity().owned == 0)
+
+    def oracle(self, tokens: list[int], count: int = 8, **params: object) -> list[int]:
+        values = {"max_tokens": count, "temperature": 0.0} | params
+        return generate(self.model, tokens, SamplingParams(**values), self.eos)  # type: ignore[arg-type]
+
+    def stop_engine(self) -> None:
+        """Ends the engine's thread, or the engine itself where it has none."""
+        if self.engine._thread.ident is None:
+            self.engine.close()
+        else:
+            self.engine.stop()
