@@ -215,7 +215,12 @@ class WorkerConfig(CommonConfig):
         group="Model",
         choices=("auto", "float32", "bfloat16"),
     )
-    quantization: str = setting("none", "how weights are kept in memory", group="Model", choices=("none",))
+    quantization: str = setting(
+        "none",
+        "how weights are kept in memory on a CPU: none (the dtype), int8, int4, or auto (as a GGUF file holds them)",
+        group="Model",
+        choices=("none", "int8", "int4", "auto"),
+    )
     max_model_len: int = setting(
         0,
         "longest prompt plus answer in tokens; 0: what the model was trained for",
@@ -234,6 +239,12 @@ class WorkerConfig(CommonConfig):
     threads: int = setting(
         0, "CPU threads for computing; 0: one for each core this process may use", group="Device", ge=0, le=1024
     )
+    core_share: str = setting(
+        "",
+        "file through which workers of one machine tell each other that they compute: whoever computes alone uses all "
+        "its threads, others a part; `diptych serve` sets it",
+        group="Device",
+    )
     cores: str = setting(
         "",
         "CPU cores to stay on, such as 0-3,8; empty: all",
@@ -251,6 +262,13 @@ class WorkerConfig(CommonConfig):
     )
     enable_prefix_caching: bool = setting(
         True, "keep finished blocks and reuse them for equal prefixes", group="KV cache"
+    )
+    kv_transport: str = setting(
+        "auto",
+        "how KV blocks travel; auto: through shared memory between workers of one host and user, else over TCP; "
+        "shm: refuse a worker that cannot share",
+        group="Transfer",
+        choices=("auto", "tcp", "shm"),
     )
     max_waiting: int = setting(
         1024, "requests that may wait here; more are refused", group="Scheduling", ge=1, le=1_000_000
@@ -274,7 +292,14 @@ class WorkerConfig(CommonConfig):
             raise ConfigError(
                 "router_timeout_s", self.router_timeout_s, f"at least two heartbeats (2 x {self.heartbeat_s:g})"
             )
+        if self.kv_transport == "shm" and self.device != "cpu":
+            raise ConfigError("kv_transport", "shm", f"auto or tcp on {self.device}: its blocks are not in host memory")
         parse_cores(self.cores)
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether this worker's KV cache is for others to read."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -298,6 +323,10 @@ class PrefillWorkerConfig(WorkerConfig):
         30.0, "seconds that KV is kept for a decode worker that says nothing", group="Transfer", ge=0.05, le=3600
     )
 
+    @property
+    def shares_kv(self) -> bool:
+        return self.kv_transport != "tcp"
+
 
 @dataclass(frozen=True)
 class DecodeWorkerConfig(WorkerConfig):
@@ -307,6 +336,9 @@ class DecodeWorkerConfig(WorkerConfig):
     env_prefix: ClassVar[str] = "DECODE"
     about: ClassVar[str] = "Receives the KV cache of prompts and generates tokens; computes short prompts itself."
 
+    cuda_graphs: bool = setting(
+        True, "record decode steps as CUDA graphs at start and launch each as a whole; only on cuda", group="Device"
+    )
     kv_port: int = setting(0, "port that KV blocks arrive on; 0 picks a free one", group="Sockets", ge=0, le=65535)
     max_num_seqs: int = setting(64, "requests generated side by side", group="Scheduling", ge=1, le=4096)
     local_prefill_chunk: int = setting(

@@ -16,14 +16,14 @@ from diptych.common.messages import (
     ResetPrefixCache,
     unpack_tokens,
 )
-from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.runner import ModelRunner
-from diptych.common.model.sampler import Sampler, SamplingRow
+from diptych.common.model.sampler import Sampler
 from diptych.common.sampling_params import SampledToken
-from diptych.common.stop import banned_tokens, finish_reason
+from diptych.decode_worker.flight import Flight, Launcher, StepsInFlight, model_chunk
 from diptych.decode_worker.kv_receiver import TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.recorder import Recorder
 from diptych.decode_worker.reports import Reports
+from diptych.decode_worker.rules import DecodeRules, phase_of
 from diptych.decode_worker.scheduler import DecodeChunk, DecodeScheduler, SchedulerOutput
 from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
 from diptych.decode_worker.transfers import IncomingTransfers
@@ -50,12 +50,16 @@ class DecodeEngine(Engine):
         max_waiting: int,
         grant_timeout_s: float,
         transfer_timeout_s: float,
+        launcher: Launcher | None = None,
     ) -> None:
+        """With a `launcher`, steps that it takes are launched before the tokens of the step before are known."""
         super().__init__(send)
         self.scheduler, self._runner, self._sampler, self._transfers = scheduler, runner, sampler, transfers
         self._recorder, self._reports = recorder, Reports(identity, self.emit)
-        self._eos = tuple(eos_token_ids)
-        self._max_model_len = min(max_model_len, scheduler.pool.num_blocks * scheduler.block_size)
+        longest = min(max_model_len, scheduler.pool.num_blocks * scheduler.block_size)
+        self._rules = DecodeRules(eos_token_ids, vocab_size=sampler.vocab_size, max_model_len=longest)
+        self._ahead = StepsInFlight(scheduler, launcher)
+        self._landed_at = 0.0
         self._max_waiting = max_waiting
         self._grant_timeout_s, self._transfer_timeout_s = grant_timeout_s, transfer_timeout_s
         self._in_step: Sequence[DecodeChunk] = ()
@@ -63,11 +67,11 @@ class DecodeEngine(Engine):
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._ahead.flight is not None
 
     @property
     def is_empty(self) -> bool:
-        return len(self.scheduler) == 0
+        return len(self.scheduler) == 0 and self._ahead.flight is None
 
     def apply(self, command: object) -> None:
         match command:
@@ -99,29 +103,52 @@ class DecodeEngine(Engine):
                 raise TypeError(f"unknown command {command!r}")
 
     def step(self, now: float) -> None:
+        if self._ahead.flight is not None and self.scheduler.lacks_blocks:
+            self._land(self._ahead.flight)  # whoever loses its blocks must not be in flight
         output = self.scheduler.schedule(now)
         self._on_scheduled(output, now)
-        self._in_step = output.chunks
-        if not output.chunks:
+        chunks = [chunk for chunk in output.chunks if not self._rules.ends_in_flight(chunk.sequence)]
+        self._in_step = chunks
+        rows = [self._rules.row(chunk.sequence) for chunk in chunks if chunk.sample] if self._ahead.possible else []
+        if self._ahead.takes(chunks, rows):
+            before = self._ahead.launch(chunks, rows, now)
+            if before is not None:
+                self._land(before)
+        else:
+            if self._ahead.flight is not None:
+                self._land(self._ahead.flight)
+            self._compute([chunk for chunk in chunks if self._knows(chunk.sequence)], now)
+        self._in_step = ()
+
+    def _compute(self, chunks: Sequence[DecodeChunk], now: float) -> None:
+        """A step from begin to end."""
+        if not chunks:
             return
-        logits = self._runner.forward(
-            [
-                SequenceChunk(
-                    c.sequence.token_ids[c.start : c.start + c.num_tokens], c.start, c.sequence.blocks, c.sample
-                )
-                for c in output.chunks
-            ]
-        )
-        ending = [chunk.sequence for chunk in output.chunks if chunk.sample]
-        sampled = self._sampler.sample(logits, [self._row(sequence) for sequence in ending]) if ending else []
+        logits = self._runner.forward([model_chunk(chunk) for chunk in chunks])
+        ending = [chunk.sequence for chunk in chunks if chunk.sample]
+        sampled = self._sampler.sample(logits, [self._rules.row(sequence) for sequence in ending]) if ending else []
+        self._runner.wait()  # whoever ends now gives its blocks to others
         done_at = time.monotonic()
-        for chunk in output.chunks:
+        for chunk in chunks:
             self.scheduler.advance(chunk)
         for sequence, token in zip(ending, sampled, strict=True):
             self._on_token(sequence, token, done_at)
-        self._in_step = ()
         self._reports.flush()
-        self._recorder.stepped(output, len(ending), done_at - now)
+        self._recorder.stepped(chunks, len(ending), done_at - now)
+
+    def _land(self, flight: Flight) -> None:
+        """Take in the tokens of a step in flight, waiting for it if need be."""
+        self._in_step = (*flight.chunks, *self._in_step)
+        landed = self._ahead.land(flight)
+        done_at = time.monotonic()
+        for chunk, token_id in landed:
+            self._on_token(chunk.sequence, SampledToken(token_id), done_at)
+        self._reports.flush()
+        self._recorder.stepped(flight.chunks, len(landed), done_at - max(flight.launched_at, self._landed_at))
+        self._landed_at = done_at
+
+    def _knows(self, sequence: DecodeSequence) -> bool:
+        return self.scheduler.find(sequence.request_id) is sequence
 
     def expire(self, now: float) -> None:
         if self._transfers.failure is not None:
@@ -137,7 +164,7 @@ class DecodeEngine(Engine):
                 self._fail(sequence, "transfer", f"no KV for {self._transfer_timeout_s:g} s, {missing}", retryable=True)
         for sequence in self.scheduler:
             if sequence.deadline < now:
-                phase = _phase(sequence)
+                phase = phase_of(sequence)
                 self._fail(sequence, phase, f"the request's time was over in {phase}", retryable=False)
             elif sequence.status is RequestStatus.OPENED:
                 if sequence.opened_at < now - self._grant_timeout_s:
@@ -148,7 +175,9 @@ class DecodeEngine(Engine):
 
     def fail_step(self, error: Exception) -> None:
         for chunk in self._in_step:
-            self._fail(chunk.sequence, "decode", f"the step failed: {type(error).__name__}: {error}", retryable=True)
+            if self._knows(chunk.sequence):
+                why = f"the step failed: {type(error).__name__}: {error}"
+                self._fail(chunk.sequence, "decode", why, retryable=True)
         self._in_step = ()
 
     def snapshot(self) -> EngineStatus:
@@ -188,7 +217,7 @@ class DecodeEngine(Engine):
         except WireError as error:
             self._refuse(router, request, str(error))
             return
-        problem = self._problem(request, token_ids)
+        problem = self._rules.problem(request, token_ids)
         if problem:
             self._refuse(router, request, problem)
             return
@@ -222,21 +251,10 @@ class DecodeEngine(Engine):
         if early is not None:
             self._on_opened(early)
 
-    def _problem(self, request: DecodeRequest, token_ids: list[int]) -> str:
-        if not token_ids:
-            return "the prompt is empty"
-        if len(token_ids) >= self._max_model_len:
-            return f"the prompt has {len(token_ids)} tokens, this worker takes fewer than {self._max_model_len}"
-        if max(token_ids) >= self._sampler.vocab_size:
-            return f"token id {max(token_ids)} is outside of the vocabulary of {self._sampler.vocab_size}"
-        if request.num_output_tokens >= len(token_ids):
-            return f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output"
-        return ""
-
     def _on_opened(self, event: TransferOpened) -> None:
         message, now = event.message, time.monotonic()
         sequence = self.scheduler.find(message.request_id)
-        problem = self._transfers.mismatch(message)
+        problem = self._transfers.mismatch(event)
         if problem:
             self._transfers.refuse(event.peer, message, problem)
         elif sequence is None or sequence.attempt < message.attempt:
@@ -255,6 +273,7 @@ class DecodeEngine(Engine):
             self._fail(sequence, "transfer", why, retryable=True)
         else:
             sequence.peer, sequence.opened_at, sequence.renewed_at = event.peer, now, now
+            sequence.memory = event.memory
             sequence.clock_offset_s = event.received_at - message.sent_at
             if sequence.status is RequestStatus.EXPECTING:
                 self.scheduler.open(sequence)
@@ -273,8 +292,8 @@ class DecodeEngine(Engine):
             return  # aborted or superseded while the event was on its way
         done, now = landing.done, time.monotonic()
         sequence.peer = b""
-        if done.first_token >= self._sampler.vocab_size:
-            why = f"first token {done.first_token} is outside of the vocabulary of {self._sampler.vocab_size}"
+        if done.first_token >= self._rules.vocab_size:
+            why = f"first token {done.first_token} is outside of the vocabulary of {self._rules.vocab_size}"
             self._fail(sequence, "transfer", why, retryable=True)
             return
         sequence.transfer_s = max(landing.landed_at, landing.done_at) - landing.granted_at
@@ -287,7 +306,7 @@ class DecodeEngine(Engine):
         self._recorder.landed(sequence, landing)
         sampled = SampledToken(done.first_token, done.logprobs)
         sequence.append(sampled)
-        reason = self._finish_reason(sequence, sampled.token_id)
+        reason = self._rules.finish_reason(sequence, sampled.token_id)
         if reason:
             self._finish(sequence, reason, now)
             self._reports.flush()
@@ -299,7 +318,7 @@ class DecodeEngine(Engine):
         self._recorder.scheduled(output, now)
 
     def _on_token(self, sequence: DecodeSequence, sampled: SampledToken, now: float) -> None:
-        if sampled.token_id >= self._sampler.vocab_size:  # its next step would fail the whole batch
+        if sampled.token_id >= self._rules.vocab_size:  # its next step would fail the whole batch
             self._fail(sequence, "decode", "its logits are not finite numbers: nothing can be sampled", retryable=False)
             return
         if not sequence.first_token_at:
@@ -307,7 +326,7 @@ class DecodeEngine(Engine):
             sequence.prefill_s = now - sequence.admitted_at
             self._recorder.prefilled(sequence)
         sequence.append(sampled)
-        reason = self._finish_reason(sequence, sampled.token_id)
+        reason = self._rules.finish_reason(sequence, sampled.token_id)
         if reason:
             self._finish(sequence, reason, now)
         else:
@@ -317,26 +336,6 @@ class DecodeEngine(Engine):
         self._reports.finish(sequence, reason, now)
         self._recorder.finished(sequence, reason, now)
         self.scheduler.remove(sequence)
-
-    def _row(self, sequence: DecodeSequence) -> SamplingRow:
-        num_prompt = sequence.num_prompt_tokens
-        return SamplingRow(
-            sequence.params,
-            position=sequence.num_tokens,
-            output_token_ids=sequence.token_ids[num_prompt:],
-            prompt_token_ids=sequence.token_ids[:num_prompt] if sequence.params.repetition_penalty != 1.0 else (),
-            banned=banned_tokens(sequence.params, self._eos, sequence.num_output_tokens),
-        )
-
-    def _finish_reason(self, sequence: DecodeSequence, token_id: int) -> str:
-        return finish_reason(
-            sequence.params,
-            self._eos,
-            num_output_tokens=sequence.num_output_tokens,
-            token_id=token_id,
-            num_tokens=sequence.num_tokens,
-            max_model_len=self._max_model_len,
-        )
 
     def _drop(self, sequence: DecodeSequence, reason: str) -> None:
         """Forget a request without a word to its router."""
@@ -360,15 +359,3 @@ class DecodeEngine(Engine):
     ) -> None:
         self._reports.fail(router, request_id, attempt, phase, why, retryable=retryable)
         self._recorder.failed(phase)
-
-
-def _phase(sequence: DecodeSequence) -> str:
-    match sequence.status:
-        case RequestStatus.EXPECTING | RequestStatus.WAITING:
-            return "queue"
-        case RequestStatus.OPENED:
-            return "grant"
-        case RequestStatus.TRANSFERRING:
-            return "transfer"
-        case _:
-            return "decode" if sequence.has_first_token else "prefill"

@@ -6,10 +6,13 @@ from diptych.common.block_pool import BlockPool
 from diptych.common.engine import Engine
 from diptych.common.model.files import ModelFiles
 from diptych.common.model.loaded import LoadedModel
+from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
+from diptych.common.model.staging import IncomingBlocks, incoming_blocks
 from diptych.common.settings import DecodeWorkerConfig
 from diptych.common.worker_process import Send, WorkerProcess
 from diptych.decode_worker.engine import DecodeEngine
+from diptych.decode_worker.flight import Launcher
 from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.recorder import Recorder
 from diptych.decode_worker.scheduler import DecodeScheduler
@@ -25,10 +28,17 @@ class DecodeWorker(WorkerProcess):
         super().__init__(config)
         self.settings = config
         self._receiver: KVReceiver | None = None
+        self._blocks: IncomingBlocks  # set when the model is loaded, before the receiver starts
 
     def bind_kv(self) -> str:
         self._receiver = KVReceiver(
-            self.blocking_context, self.settings.host, self.settings.kv_port, self._block, self._on_transfer
+            self.blocking_context,
+            self.settings.host,
+            self.settings.kv_port,
+            lambda index: self._blocks.view(index),
+            self._on_transfer,
+            share=self.settings.kv_transport != "tcp" and self.settings.device == "cpu",
+            commit=lambda blocks: self._blocks.commit(blocks),
         )
         return self._receiver.address
 
@@ -39,7 +49,8 @@ class DecodeWorker(WorkerProcess):
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, send: Send) -> Engine:
         settings, identity, receiver = self.settings, self.identity, self._receiver
         assert receiver is not None  # bound before the model is loaded
-        self.loaded = loaded
+        self.loaded, self._blocks = loaded, incoming_blocks(loaded.kv)
+        sampler = Sampler(loaded.vocab_size)
         pool = BlockPool(loaded.kv.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
         engine = DecodeEngine(
             send,
@@ -52,22 +63,35 @@ class DecodeWorker(WorkerProcess):
                 watermark=settings.watermark,
             ),
             loaded.runner,
-            Sampler(loaded.vocab_size),
-            IncomingTransfers(receiver, epoch=identity.epoch, fingerprint=loaded.fingerprint),
+            sampler,
+            IncomingTransfers(
+                receiver,
+                epoch=identity.epoch,
+                fingerprint=loaded.fingerprint,
+                require_shared=settings.kv_transport == "shm",
+            ),
             Recorder(self.metrics, block_size=settings.block_size, block_bytes=loaded.kv.block_bytes),
             eos_token_ids=files.eos_token_ids,
             max_model_len=loaded.max_model_len,
             max_waiting=settings.max_waiting,
             grant_timeout_s=settings.grant_timeout_s,
             transfer_timeout_s=settings.transfer_timeout_s,
+            launcher=step_launcher(loaded.runner, sampler),
         )
         self._engine = engine
         receiver.start()
         return engine
 
-    def _block(self, index: int) -> memoryview:
-        assert self.loaded is not None  # the receiver starts after the model is loaded
-        return self.loaded.kv.block(index)
-
     def _on_transfer(self, event: TransferOpened | TransferLanded | TransferFailed) -> None:
         self._engine.notify(event)
+
+
+def step_launcher(runner: ModelRunner, sampler: Sampler) -> Launcher | None:
+    """What launches steps ahead, for a runner of recorded steps."""
+    if type(runner) is ModelRunner:
+        return None
+    # Imported here: they need Triton, which a machine without a GPU may lack.
+    from diptych.common.model.graph_runner import GraphRunner
+    from diptych.common.model.step_launcher import StepLauncher
+
+    return StepLauncher(runner, sampler) if isinstance(runner, GraphRunner) else None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from diptych.common.metrics import WorkerMetrics
 from diptych.decode_worker.landing import Landing
-from diptych.decode_worker.scheduler import SchedulerOutput
+from diptych.decode_worker.scheduler import DecodeChunk, SchedulerOutput
 from diptych.decode_worker.sequence import DecodeSequence
 
 RATE_SMOOTHING = 0.2
@@ -23,8 +25,8 @@ class Recorder:
         if output.preempted:
             self._metrics.preemptions.inc(len(output.preempted))
 
-    def stepped(self, output: SchedulerOutput, num_sampled: int, step_s: float) -> None:
-        num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
+    def stepped(self, chunks: Sequence[DecodeChunk], num_sampled: int, step_s: float) -> None:
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
         self.step_time_s += RATE_SMOOTHING * (step_s - self.step_time_s)
         self.tokens_per_s += RATE_SMOOTHING * (num_tokens / max(step_s, 1e-6) - self.tokens_per_s)
         self._metrics.steps.inc()
@@ -37,6 +39,7 @@ class Recorder:
         self._metrics.exposed_seconds.observe(sequence.exposed_transfer_s)
         self._metrics.transfer_bytes.inc(num_bytes)
         self._metrics.skipped_blocks.inc(landing.first_block)
+        self._metrics.count_transfer(shared=landing.memory is not None)
         self._count_prompt(sequence, landing.first_block * self._block_size)
         if num_bytes:
             self._metrics.transfer_rate.observe(num_bytes / max(landing.busy_s, 1e-6))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from diptych.common.block_pool import BlockCounts, BlockPool
+from diptych.common.errors import BlockError
 from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
 
 
@@ -24,7 +25,7 @@ class DecodeChunk:
 
     @property
     def sample(self) -> bool:
-        return self.start + self.num_tokens == self.sequence.num_tokens
+        return self.start + self.num_tokens == self.sequence.num_planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,11 @@ class SchedulerOutput:
 
 
 class DecodeScheduler:
-    """Owns the block pool and every request of the worker. `queue` holds, by age, all that waits for blocks."""
+    """Owns the block pool and every request of the worker. `queue` holds, by age, all that waits for blocks.
+
+    A step may be scheduled while the one before it is in flight: its sequences count one pending token each. One that
+    is removed meanwhile lingers: it is known no more, but keeps its blocks until no step in flight writes to them.
+    """
 
     def __init__(
         self,
@@ -54,6 +59,7 @@ class DecodeScheduler:
         self.running: list[DecodeSequence] = []
         self.queue: list[DecodeSequence] = []
         self._by_id: dict[str, DecodeSequence] = {}
+        self._lingering: list[DecodeSequence] = []
         self.num_transferring = 0
 
     def __len__(self) -> int:
@@ -65,6 +71,11 @@ class DecodeScheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.running) or self._next_fits()
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether the next step would preempt somebody."""
+        return sum(self._num_missing(sequence) for sequence in self.running) > self.pool.num_available
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -127,8 +138,24 @@ class DecodeScheduler:
         chunk.sequence.num_computed = chunk.start + chunk.num_tokens
         self._publish(chunk.sequence)
 
+    def launched(self, chunk: DecodeChunk) -> None:
+        """A step that samples after `chunk` is in flight."""
+        chunk.sequence.num_computed = chunk.start + chunk.num_tokens
+        chunk.sequence.num_pending += 1
+
+    def completed(self, sequence: DecodeSequence) -> bool:
+        """A step in flight that sampled for `sequence` has ended; False when nobody wants its token any more."""
+        sequence.num_pending -= 1
+        if self.find(sequence.request_id) is sequence:
+            self._publish(sequence)
+            return True
+        if not sequence.num_pending:
+            self._lingering.remove(sequence)
+            self._release(sequence)
+        return False
+
     def remove(self, sequence: DecodeSequence) -> None:
-        """Forget a request in whatever state and release its blocks."""
+        """Forget a request in whatever state and release its blocks, once no step in flight writes to them."""
         if self._by_id.get(sequence.request_id) is not sequence:
             return
         del self._by_id[sequence.request_id]
@@ -141,12 +168,22 @@ class DecodeScheduler:
                 self.queue.remove(sequence)
             case RequestStatus.EXPECTING:
                 pass
+        if sequence.num_pending:
+            self._lingering.append(sequence)
+        else:
+            self._release(sequence)
+
+    def check_integrity(self) -> BlockCounts:
+        """Every owned block belongs to a request that lives or lingers. Raises BlockError otherwise."""
+        return self.pool.check_integrity(sequence.blocks for sequence in (*self._by_id.values(), *self._lingering))
+
+    def _release(self, sequence: DecodeSequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
 
-    def check_integrity(self) -> BlockCounts:
-        """Every owned block belongs to a live request. Raises BlockError otherwise."""
-        return self.pool.check_integrity(sequence.blocks for sequence in self._by_id.values())
+    def _num_missing(self, sequence: DecodeSequence) -> int:
+        """Blocks that its next tokens need and it does not have."""
+        return max(0, -(-sequence.num_planned // self.block_size) - len(sequence.blocks))
 
     def _enqueue(self, sequence: DecodeSequence) -> None:
         index = len(self.queue)
@@ -159,8 +196,8 @@ class DecodeScheduler:
         preempted: list[DecodeSequence] = []
         for sequence in sorted(self.running, key=lambda s: s.accepted_at):
             while sequence.status is RequestStatus.RUNNING:
-                missing = -(-sequence.num_tokens // self.block_size) - len(sequence.blocks)
-                if missing <= 0:
+                missing = self._num_missing(sequence)
+                if not missing:
                     break
                 if missing <= self.pool.num_available:
                     sequence.blocks += self.pool.allocate(missing)
@@ -171,6 +208,8 @@ class DecodeScheduler:
         return preempted
 
     def _preempt(self, sequence: DecodeSequence) -> None:
+        if sequence.num_pending:
+            raise BlockError(f"request {sequence.request_id} cannot lose blocks that a step in flight writes to")
         self.running.remove(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.num_computed, sequence.num_published = [], 0, 0
@@ -220,7 +259,7 @@ class DecodeScheduler:
         return granted
 
     def _publish(self, sequence: DecodeSequence) -> None:
-        num_full = sequence.num_computed // self.block_size
+        num_full = (sequence.num_computed - sequence.num_pending) // self.block_size
         if num_full > sequence.num_published:
             hashes = sequence.hasher.extend(sequence.token_ids[: num_full * self.block_size])
             for index in range(sequence.num_published, num_full):

@@ -8,6 +8,7 @@ from enum import Enum
 from diptych.common.block_hash import BlockHasher
 from diptych.common.messages import DecodeRequest
 from diptych.common.sampling_params import SampledToken, SamplingParams, TokenLogprobs
+from diptych.common.shared_memory import PeerMemory
 
 
 class RequestStatus(Enum):
@@ -29,6 +30,9 @@ class RequestStatus(Enum):
 class DecodeSequence:
     """`token_ids` is prompt + output; the KV of the first `num_computed` of them is in `blocks`.
 
+    `num_pending` more tokens are being sampled by steps in flight, whose KV counts as computed: nobody but a later step
+    reads it.
+
     Output token i (from `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those reported
     under the present attempt. Times are engine clock, in seconds.
     """
@@ -43,6 +47,7 @@ class DecodeSequence:
     blocks: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_computed: int = 0
+    num_pending: int = 0
     num_published: int = 0
     num_cached: int = 0
     num_landed_blocks: int = 0
@@ -53,6 +58,7 @@ class DecodeSequence:
     joined_at: float = 0.0
     first_token_at: float = 0.0
     peer: bytes = b""
+    memory: PeerMemory | None = None
     opened_at: float = 0.0
     renewed_at: float = 0.0
     granted_at: float = 0.0
@@ -84,13 +90,18 @@ class DecodeSequence:
         return len(self.token_ids)
 
     @property
+    def num_planned(self) -> int:
+        """Tokens once the steps in flight have ended."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
-        return len(self.token_ids) - self.num_computed
+        return self.num_planned - self.num_computed
 
     @property
     def has_first_token(self) -> bool:

@@ -37,7 +37,7 @@ from diptych.kernels.native_backend import NativePlan, record
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
 from diptych.kernels.program import Program, Recorder
 from diptych.kernels.quantised import QuantisedWeight, quantise, stack
-from diptych.kernels.sampling import Draw, SamplingTensors, sample
+from diptych.kernels.sampling import Draw, SamplingTensors, argmax, sample
 
 __all__ = [
     "AttentionPlan",
@@ -54,6 +54,7 @@ __all__ = [
     "SamplingTensors",
     "Weight",
     "add_rms_norm",
+    "argmax",
     "backend",
     "gated",
     "gather_blocks",

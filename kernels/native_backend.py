@@ -62,15 +62,24 @@ class NativeBackend:
         self._quantise.argtypes = [number, pointer, integer, integer, integer, number, pointer, pointer, pointer]
         self._linear = library.diptych_linear
         self._linear.argtypes = [*(pointer,) * 4, integer, number, pointer, number, number]
+        self._argmax = library.diptych_argmax
+        self._argmax.argtypes = [pointer, integer, integer, pointer, number]
         self._run = library.diptych_run
         self._run.argtypes = [number, pointer, integer, pointer, number]
         for function in (
             *(self._attend, self._norm, self._rotate, self._gated),
-            *(self._quantise, self._linear, self._run),
+            *(self._quantise, self._linear, self._argmax, self._run),
         ):
             function.restype = None
         features = int(library.diptych_features())
         self.multiplies_bfloat16, self.multiplies_int8 = bool(features & BFLOAT16_PAIRS), bool(features & INT8_DOTS)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The first of the largest in each row of float32 [n, width]: int64 [n]."""
+        logits = logits.contiguous()
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._argmax(logits.data_ptr(), *logits.shape, out.data_ptr(), torch.get_num_threads())
+        return out
 
     def run(self, dtype: torch.dtype, ops: ctypes.Array[OpStruct], step: StepStruct) -> None:
         """One step of a recorded program."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import threading
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -269,6 +270,7 @@ class Program:
     ) -> None:
         self._native, self._dtype, self._ops, self._row_bytes = native, dtype, ops, row_bytes
         self._result, self._width, self._kept = result, width, kept
+        self._lock = threading.Lock()  # two engines of one process may share a model, and so these buffers
         self._capacity = 0
         self._memory: list[Tensor] = []
         self._buffers = (ctypes.c_void_p * len(row_bytes))()
@@ -281,16 +283,29 @@ class Program:
         num_rows = token_ids.shape[0]
         num_sampled = num_rows if sampled is None else sampled.shape[0]
         out = torch.empty((num_sampled, self._width), dtype=torch.float32)
-        self._reserve(num_rows)
-        self._buffers[self._result] = out.data_ptr()
-        step = StepStruct(
-            *(num_rows, num_sampled, token_ids.data_ptr(), positions.data_ptr(), slots.data_ptr()),
+        with self._lock:
+            self._reserve(num_rows)
+            self._buffers[self._result] = out.data_ptr()
+            step = self._step(num_sampled, token_ids, positions, slots, sampled, kv, plan)
+            self._native.run(self._dtype, self._ops, step)
+        return out
+
+    def _step(
+        self,
+        num_sampled: int,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        sampled: Tensor | None,
+        kv: Tensor,
+        plan: NativePlan,
+    ) -> StepStruct:
+        return StepStruct(
+            *(token_ids.shape[0], num_sampled, token_ids.data_ptr(), positions.data_ptr(), slots.data_ptr()),
             *(0 if sampled is None else sampled.data_ptr(), kv.data_ptr(), plan.shape.ctypes.data),
             *(plan.spans.ctypes.data, plan.tables.ctypes.data, plan.units.ctypes.data, plan.units.shape[0]),
             ctypes.addressof(self._buffers),
         )
-        self._native.run(self._dtype, self._ops, step)
-        return out
 
     def _reserve(self, num_rows: int) -> None:
         if num_rows <= self._capacity:

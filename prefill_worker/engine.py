@@ -103,6 +103,7 @@ class PrefillEngine(Engine):
         )
         finished = [chunk.sequence for chunk in output.chunks if chunk.sample]
         sampled = self._sampler.sample(logits, [self._row(sequence) for sequence in finished]) if finished else []
+        self._runner.wait()  # the sender may read the blocks once it hears of them
         tokens = dict(zip((sequence.request_id for sequence in finished), sampled, strict=True))
         done_at = time.monotonic()
         for chunk in output.chunks:
@@ -237,6 +238,7 @@ class PrefillEngine(Engine):
             self.metrics.exposed_seconds.observe(event.exposed_s)
             self.metrics.transfer_bytes.inc(event.num_shipped * self._runner.kv.block_bytes)
             self.metrics.skipped_blocks.inc(event.num_skipped)
+            self.metrics.count_transfer(shared=event.shared)
             self.metrics.count_finished("transferred")
         self._drop(sequence, "acknowledged")  # even if it was still computing: the decode worker needs nothing more
 

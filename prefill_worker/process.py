@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from diptych.common.block_pool import BlockPool
 from diptych.common.engine import Engine
+from diptych.common.errors import ConfigError
 from diptych.common.model.files import ModelFiles
 from diptych.common.model.loaded import LoadedModel
 from diptych.common.model.sampler import Sampler
+from diptych.common.model.staging import outgoing_blocks
 from diptych.common.settings import PrefillWorkerConfig
 from diptych.common.worker_process import Send, WorkerProcess
 from diptych.prefill_worker.engine import PrefillEngine
@@ -25,6 +27,8 @@ class PrefillWorker(WorkerProcess):
 
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, send: Send) -> Engine:
         settings, identity = self.settings, self.identity
+        if settings.kv_transport == "shm" and loaded.kv.shared is None:
+            raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
         pool = BlockPool(loaded.kv.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
         scheduler = PrefillScheduler(
             pool,
@@ -38,12 +42,14 @@ class PrefillWorker(WorkerProcess):
 
         sender = KVSender(
             self.blocking_context,
-            loaded.kv.block,
+            outgoing_blocks(loaded.kv).view,
             loaded.kv.block_bytes,
             (identity.worker_id, identity.epoch, loaded.fingerprint),
             on_ended,
             lease_s=settings.kv_lease_s,
             num_streams=settings.kv_streams,
+            memory=loaded.kv.shared.offer if loaded.kv.shared else None,
+            require_shared=settings.kv_transport == "shm",
         )
         engine = PrefillEngine(
             send,

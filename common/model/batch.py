@@ -55,7 +55,7 @@ class ForwardBatch:
         sampled: list[int] = []
         token_ids: list[int] = []
         for chunk in chunks:
-            _check(chunk, config, kv)
+            check_chunk(chunk, config, kv)
             spans.append(QuerySpan(len(token_ids), len(chunk.token_ids), chunk.start, chunk.block_table))
             token_ids.extend(chunk.token_ids)
             if chunk.sample:
@@ -76,7 +76,8 @@ class ForwardBatch:
         )
 
 
-def _check(chunk: SequenceChunk, config: ModelConfig, kv: KVCache) -> None:
+def check_chunk(chunk: SequenceChunk, config: ModelConfig, kv: KVCache) -> None:
+    """Raises BlockError or ContextLengthExceeded for a chunk whose KV has no place to go."""
     length = chunk.start + len(chunk.token_ids)
     needed = -(-length // kv.block_size)
     if not chunk.token_ids or chunk.start < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from diptych.common.model.files import ModelFiles
 from diptych.common.model.fingerprint import layout_fingerprint
 from diptych.common.model.kv_cache import KVCache, block_bytes
 from diptych.common.model.load import load_model
-from diptych.common.model.runner import ModelRunner
-from diptych.common.settings import WorkerConfig
+from diptych.common.model.runner import Model, ModelRunner
+from diptych.common.settings import DecodeWorkerConfig, WorkerConfig
+from diptych.kernels.device import triton_backend
 
 GIB = 2**30
 
@@ -34,14 +36,28 @@ class LoadedModel:
     max_model_len: int
     num_threads: int
 
+    @staticmethod
+    def set_num_threads(num_threads: int) -> None:
+        """How many threads the calling thread's steps are computed by from now on."""
+        torch.set_num_threads(num_threads)
+
     @classmethod
     def load(cls, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         """Load weights and allocate the cache. Raises ModelError or ConfigError."""
+        dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
+        return cls.of(
+            lambda: load_model(files, dtype=dtype, device=config.device, quantization=config.quantization),
+            files,
+            config,
+        )
+
+    @classmethod
+    def of(cls, load: Callable[[], Model], files: ModelFiles, config: WorkerConfig) -> LoadedModel:
+        """Around the model that `load` makes, whose tokenizer and name are those of `files`. Raises as `load`."""
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
-        dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
-        model = load_model(files, dtype=dtype, device=config.device)
-        shape = model.config
+        model = load()
+        shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
         per_block = block_bytes(shape, config.block_size, dtype)
         num_blocks = config.num_blocks or int(config.kv_memory_gib * GIB / per_block)
         if num_blocks < 2:
@@ -49,7 +65,7 @@ class LoadedModel:
         longest = min(shape.max_model_len, num_blocks * config.block_size)
         if config.max_model_len > longest:
             raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
-        kv = KVCache(shape, num_blocks, config.block_size, dtype, config.device)
+        kv = KVCache(shape, num_blocks, config.block_size, dtype, config.device, share=config.shares_kv)
         fingerprint = layout_fingerprint(
             files.model_id,
             files.weights_hash,
@@ -57,10 +73,11 @@ class LoadedModel:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             dtype=dtype,
+            quantization=config.quantization,
             block_size=config.block_size,
             protocol_version=PROTOCOL_VERSION,
         )
-        runner = ModelRunner(model, kv)
+        runner = decode_graphs(model, kv, config) or ModelRunner(model, kv)
         # The first step compiles kernels and touches every weight: the worker does it, not its first client.
         runner.forward([SequenceChunk((0, 0), 0, (0,))])
         return cls(
@@ -73,6 +90,21 @@ class LoadedModel:
             config.max_model_len or longest,
             num_threads,
         )
+
+
+def decode_graphs(model: Model, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:
+    """A runner of recorded decode steps, where there are a CUDA device, Triton and somebody who decodes."""
+    if not isinstance(config, DecodeWorkerConfig) or not config.cuda_graphs or kv.device.type != "cuda":
+        return None
+    if triton_backend(kv.device.type) is None:
+        return None
+    # Imported here: it needs Triton, which a machine without a GPU may lack.
+    from diptych.common.model.graph_capture import GraphRecorder
+    from diptych.common.model.graph_runner import GraphRunner
+
+    longest = config.max_model_len or model.config.max_model_len
+    recorder = GraphRecorder(kv.device)
+    return GraphRunner(model, kv, recorder, max_num_seqs=config.max_num_seqs, max_model_len=longest)
 
 
 def native_dtype(device: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +44,11 @@ class StepProfile:
     forward_s: float = 0.0
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes `device` the current one of this thread, which kernels are launched on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 class ModelRunner:
     """Owns no state but the model and the KV cache: the same chunks on the same blocks give the same logits."""
 
@@ -55,14 +61,20 @@ class ModelRunner:
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         """Run every chunk: logits float32 [number of chunks with `sample`, in order, vocab_size].
 
-        A chunk's KV is in its blocks when this returns. BlockError when a block table is too short or names a block
-        out of range, InvalidRequest when a token id or position is out of range; before anything is written.
+        A chunk's KV is in its blocks when this returned and, on a GPU, `wait` did. BlockError when a block table is too
+        short or names a block out of range, InvalidRequest when a token id or position is out of range; before anything
+        is written.
         """
         began = time.perf_counter()
-        with torch.inference_mode():
+        with on_device(self.kv.device), torch.inference_mode():
             batch = ForwardBatch.build(chunks, self.model.config, self.kv)
             prepared = time.perf_counter()
             logits = self.model.forward(batch, self.kv)
-        done = time.perf_counter()
+        done = time.perf_counter()  # of the launches, where the device runs by itself
         self.profile = StepProfile(batch.num_tokens, len(chunks), prepared - began, done - prepared)
         return logits
+
+    def wait(self) -> None:
+        """Until all that was launched here has run: from then on others may read and write the blocks of its chunks."""
+        if self.kv.device.type == "cuda":
+            torch.cuda.current_stream(self.kv.device).synchronize()

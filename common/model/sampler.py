@@ -9,12 +9,14 @@ order at one uniform number, which is a counter-based function of (seed, positio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+from diptych.common.model.runner import on_device
 from diptych.common.sampling_params import SampledToken, SamplingParams, TokenLogprobs
+from diptych.kernels import Draw, SamplingTensors, argmax, sample
 
 LOGPROB_FLOOR = -9999.0
 FEW = 128  # best tokens that top_p looks at before it sorts
@@ -46,11 +48,39 @@ class Sampler:
         """One token per row of `logits`, float32 [n, vocab_size], which is not modified."""
         if logits.shape != (len(rows), self.vocab_size):
             raise ValueError(f"logits are {list(logits.shape)}, expected [{len(rows)}, {self.vocab_size}]")
+        if not rows:
+            return []
+        with on_device(logits.device), torch.inference_mode():
+            logits = logits.float()
+            if logits.device.type == "cuda":
+                return self._sample_on_device(logits, rows)
+            plain = [row.params.greedy and not _adjusts(row) for row in rows]
+            best = argmax(logits).tolist() if any(plain) else []
+            return [self._finish(logits[i], row, best[i] if plain[i] else None) for i, row in enumerate(rows)]
+
+    def can_launch(self, rows: Sequence[SamplingRow]) -> bool:
+        """Whether `launch` serves these rows: nothing about them needs their earlier tokens or log-probabilities."""
+        return all(row.params.logprobs < 0 and not _adjusts(row) for row in rows)
+
+    def launch(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """The same tokens as `sample` gives, int64 [n] on the logits' device, without waiting for them.
+
+        Only for rows that it `can_launch`.
+        """
         with torch.inference_mode():
             logits = logits.float()
-            plain = [row.params.greedy and not _adjusts(row) for row in rows]
-            best = torch.argmax(logits, dim=-1).tolist() if any(plain) else []
-            return [self._finish(logits[i], row, best[i] if plain[i] else None) for i, row in enumerate(rows)]
+            if all(row.params.greedy for row in rows):
+                return torch.argmax(logits, dim=-1)
+            return sample(logits, _to_device([_draw_of(row) for row in rows], logits.device))
+
+    def _sample_on_device(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        """All rows that need nothing but a draw in one launch, the others one by one."""
+        drawn = [i for i, row in enumerate(rows) if not _adjusts(row)]
+        chosen: dict[int, int] = {}
+        if drawn:
+            some = logits if len(drawn) == len(rows) else logits[drawn]
+            chosen = dict(zip(drawn, self.launch(some, [rows[i] for i in drawn]).tolist(), strict=True))
+        return [self._finish(logits[i], row, chosen.get(i)) for i, row in enumerate(rows)]
 
     def _finish(self, logits: Tensor, row: SamplingRow, token_id: int | None) -> SampledToken:
         if token_id is None:
@@ -64,6 +94,22 @@ class Sampler:
         if row.params.greedy:
             return int(torch.argmax(adjusted))
         return _draw(_filtered(adjusted, row.params), uniform(row.params.seed, row.position))
+
+
+def _draw_of(row: SamplingRow) -> Draw:
+    params = row.params
+    temperature = 0.0 if params.greedy else params.temperature
+    return Draw(temperature, params.top_k, params.top_p, params.min_p, params.seed, row.position)
+
+
+def _to_device(draws: Sequence[Draw], device: torch.device) -> SamplingTensors:
+    """On a GPU through pinned memory, which nothing waits for: the step that is sampled may still be running."""
+    packed = SamplingTensors.pack(draws, torch.device("cpu"))
+    if device.type != "cuda":
+        return packed
+    names = [field.name for field in fields(packed) if field.name != "searches"]
+    moved = {name: getattr(packed, name).pin_memory().to(device, non_blocking=True) for name in names}
+    return replace(packed, **moved)
 
 
 def uniform(seed: int, position: int) -> float:

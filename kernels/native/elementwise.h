@@ -73,6 +73,40 @@ void rotate_and_write(const T *qkv, T *q, T *kv, const Shape &s, int64_t layer, 
     }
 }
 
+// The first of the largest; the first NaN where there is one, as torch has it.
+inline int64_t largest_index(const float *x, int64_t width) {
+    static const i32x16 iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    f32x16 best = splat(NEG_INF);
+    i32x16 where = iota, odd = {};
+    const int64_t whole = width / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        const f32x16 v = load(x + i);
+        const i32x16 more = v > best;
+        odd |= v != v;
+        best = more ? v : best;
+        where = more ? iota + int32_t(i) : where;
+    }
+    float tops[LANES];
+    int32_t places[LANES], strange[LANES];
+    std::memcpy(tops, &best, sizeof tops);
+    std::memcpy(places, &where, sizeof places);
+    std::memcpy(strange, &odd, sizeof strange);
+    bool nan = false;
+    float top = NEG_INF;
+    int64_t at = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        nan |= strange[lane] != 0;
+        if (whole && (tops[lane] > top || (tops[lane] == top && places[lane] < at))) top = tops[lane], at = places[lane];
+    }
+    for (int64_t i = whole; i < width; i++) {
+        nan |= x[i] != x[i];
+        if (x[i] > top) top = x[i], at = i;
+    }
+    for (int64_t i = 0; nan && i < width; i++)
+        if (x[i] != x[i]) return i;
+    return at;
+}
+
 template <typename T> void gate(const T *gate_up, T *out, int64_t rows, int64_t width, bool gelu, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > 32768)
     for (int64_t row = 0; row < rows; row++) {

@@ -68,6 +68,11 @@ int diptych_features() {
     return features;
 }
 
+void diptych_argmax(const float *x, int64_t rows, int64_t width, int64_t *out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > 65536)
+    for (int64_t row = 0; row < rows; row++) out[row] = largest_index(x + row * width, width);
+}
+
 void diptych_quantise(int type, const void *x, int64_t rows, int64_t k, int64_t group, int offset, void *codes, float *scale,
                       float *sum) {
     for (int64_t row = 0; row < rows; row++) {

@@ -79,6 +79,11 @@ def test_kv_wire_moves_blocks_between_processes(tmp_path: Path) -> None:
     flags = ["--mib=2", "--repeats=1", "--block-bytes=65537", f"--output={output}", f"--plot={picture}"]
     assert kv_wire.main(flags) == 0
     rows = json.loads(output.read_text())["rows"]
-    assert [row["path"] for row in rows if "socket" not in row["path"]] == list(kv_wire.RAW_WRITES)
+    floors = [row["path"] for row in rows if not row["path"].startswith("KV")]
+    assert floors == [*kv_wire.RAW_WRITES, kv_wire.COPY]
+    assert [row["path"] for row in rows if "memory" in row["path"] and row["path"] not in floors] == [
+        "KV, shared memory",
+        "KV, shared memory, no checksum",
+    ]
     assert all(row["gb_per_s"] > 0 for row in rows)
     assert picture.exists()

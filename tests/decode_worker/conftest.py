@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from diptych.common.block_pool import BlockPool
-from diptych.common.engine import RequestReceived, RouterLost
+from diptych.common.engine import RouterLost
 from diptych.common.kv_wire import checksum
 from diptych.common.messages import (
     AnyMessage,
@@ -19,11 +19,10 @@ from diptych.common.messages import (
     KVBlocks,
     KVDone,
     KVGrant,
+    KVMemory,
     KVOpen,
     Message,
-    RequestFailed,
     TokenDelta,
-    TokenOutput,
     decode,
     encode,
     pack_tokens,
@@ -31,30 +30,20 @@ from diptych.common.messages import (
 from diptych.common.metrics import WorkerMetrics
 from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.decoder import Decoder
-from diptych.common.model.files import resolve_model
 from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.load import load_model
-from diptych.common.model.oracle import generate
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
 from diptych.common.sampling_params import SamplingParams, TokenLogprobs
+from diptych.common.shared_memory import SharedMemory
 from diptych.decode_worker.engine import DecodeEngine
+from diptych.decode_worker.flight import Launcher
 from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.landing import Landing
 from diptych.decode_worker.recorder import Recorder
 from diptych.decode_worker.scheduler import DecodeScheduler
 from diptych.decode_worker.transfers import IncomingTransfers
 
-WAIT_S = 20.0
-ROUTER = b"router"
-
-
-def wait(condition: Callable[[], object], meanwhile: Callable[[], object] = lambda: time.sleep(0.002)) -> None:
-    """Wait for a condition; fail the test when it never comes true."""
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        meanwhile()
+from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, wait
 
 
 class Peer:
@@ -65,6 +54,8 @@ class Peer:
         self.socket.set(zmq.LINGER, 0)
         self.socket.connect(address)
         self.blocks = [bytes([number + 1]) * block_bytes for number in range(64)]
+        self.shared: SharedMemory | None = None
+        self.offer: KVMemory | None = None
 
     def send(self, message: Message | bytes, *frames: bytes) -> None:
         self.socket.send_multipart([encode(message) if isinstance(message, Message) else message, *frames])
@@ -76,6 +67,20 @@ class Peer:
         sums = tuple(checksum(memoryview(block)) for block in self.blocks[first : first + count])
         header = KVBlocks(request_id=name, attempt=attempt, first_block=first, checksums=sums)
         self.send(header, *(self.blocks[first : first + count] if frames is None else frames))
+
+    def share(self) -> SharedMemory:
+        """Offer `blocks`, in their order, to be copied."""
+        data = b"".join(self.blocks)
+        self.shared = SharedMemory(len(data))
+        self.shared.pages[: len(data)] = data
+        self.offer = self.shared.offer
+        return self.shared
+
+    def name(self, first: int, sources: Sequence[int], name: str = "a", *, sums: Sequence[bytes] = ()) -> None:
+        """Blocks from `first` on are `blocks[source]` of the shared memory; `sums` replaces what is checksummed."""
+        known = sums or [self.blocks[source % len(self.blocks)] for source in sources]
+        checksums = tuple(checksum(memoryview(block)) for block in known)
+        self.send(KVBlocks(request_id=name, attempt=0, first_block=first, checksums=checksums, sources=tuple(sources)))
 
     def done(self, name: str = "a", *, attempt: int = 0, token: int = 3, logprobs: TokenLogprobs | None = None) -> None:
         self.send(KVDone(request_id=name, attempt=attempt, first_token=token, logprobs=logprobs))
@@ -112,13 +117,14 @@ class ReceiverRig:
         self, peer: Peer, blocks: Sequence[int] = range(4), name: str = "a", *, first: int = 0, attempt: int = 0
     ) -> Landing:
         """Lend `blocks` to a prefill worker that announces itself and gets its grant."""
-        peer.open(name, len(blocks), attempt=attempt)
+        peer.open(name, len(blocks), attempt=attempt, memory=peer.offer)
         wait(lambda: self.events)
         opened = self.events.pop()
         assert isinstance(opened, TransferOpened)
-        landing = Landing(name, attempt, opened.peer, tuple(blocks), first, 0.0, time.monotonic())
+        landing = Landing(name, attempt, opened.peer, tuple(blocks), first, 0.0, time.monotonic(), memory=opened.memory)
         self.receiver.expect(landing)
-        self.receiver.send(opened.peer, KVGrant(request_id=name, attempt=attempt, first_block=first))
+        shared = opened.memory is not None
+        self.receiver.send(opened.peer, KVGrant(request_id=name, attempt=attempt, first_block=first, shared=shared))
         assert isinstance(peer.read(), KVGrant)
         return landing
 
@@ -159,18 +165,10 @@ def peer(rig: ReceiverRig) -> Peer:
 
 @pytest.fixture
 def make_rig() -> Iterator[Callable[..., ReceiverRig]]:
-    rigs: list[ReceiverRig] = []
-
-    def make(**options: int) -> ReceiverRig:
-        rigs.append(ReceiverRig(**options))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
+    yield from made(ReceiverRig)
 
 
-class EngineRig:
+class EngineRig(RouterSide):
     """A decode engine over a tiny real model, and `peer`, a prefill worker's socket with the true KV of any prompt.
 
     The test turns the engine's loop; `sent` is what routers got.
@@ -186,12 +184,14 @@ class EngineRig:
         chunk: int = 32,
         watermark: float = 0.0,
         max_waiting: int = 64,
+        launcher: Callable[[ModelRunner, Sampler], Launcher] | None = None,
     ) -> None:
         self.model, self.eos = model, eos
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.kv = KVCache(model.config, num_blocks, 16, "float32")
         self.receiver = KVReceiver(self.context, "127.0.0.1", 0, self.kv.block, lambda event: self.engine.notify(event))
         self.sent: list[tuple[bytes, Message]] = []
+        runner, sampler = ModelRunner(model, self.kv), Sampler(model.config.vocab_size)
         metrics = WorkerMetrics("m", "d", lambda: self.engine.status)
         self.engine = DecodeEngine(
             self.sent.extend,
@@ -203,8 +203,8 @@ class EngineRig:
                 local_prefill_chunk=chunk,
                 watermark=watermark,
             ),
-            ModelRunner(model, self.kv),
-            Sampler(model.config.vocab_size),
+            runner,
+            sampler,
             IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"),
             Recorder(metrics, block_size=16, block_bytes=self.kv.block_bytes),
             eos_token_ids=eos,
@@ -212,6 +212,7 @@ class EngineRig:
             max_waiting=max_waiting,
             grant_timeout_s=30.0,
             transfer_timeout_s=30.0,
+            launcher=None if launcher is None else launcher(runner, sampler),
         )
         self.receiver.start()
         self.peers = [Peer(self.context, self.receiver.address, self.kv.block_bytes)]
@@ -241,13 +242,8 @@ class EngineRig:
         )
         self.tell(request, router)
 
-    def tell(self, message: Message, router: bytes = ROUTER) -> None:
-        self.engine.submit(RequestReceived(router, message))
-
-    def deltas(self, name: str = "a", *, attempt: int = 0) -> list[TokenDelta]:
-        outputs = [message for _, message in self.sent if isinstance(message, TokenOutput)]
-        deltas = [delta for output in outputs for delta in output.outputs]
-        return [delta for delta in deltas if (delta.request_id, delta.attempt) == (name, attempt)]
+    def deltas(self, name: str = "a", *, attempt: int | None = 0) -> list[TokenDelta]:
+        return super().deltas(name, attempt=attempt)
 
     def tokens(self, name: str = "a", *, attempt: int = 0) -> list[int]:
         """All tokens reported under an attempt, which must follow each other without gap or repetition."""
@@ -259,9 +255,6 @@ class EngineRig:
 
     def reason(self, name: str = "a", *, attempt: int = 0) -> str:
         return "".join(delta.finish_reason for delta in self.deltas(name, attempt=attempt))
-
-    def failures(self, name: str = "a") -> list[RequestFailed]:
-        return [m for _, m in self.sent if isinstance(m, RequestFailed) and m.request_id == name]
 
     # ------------------------------------------------------------ the prefill worker's part
 
@@ -300,63 +293,26 @@ class EngineRig:
 
     # ------------------------------------------------------------ time
 
-    def turn(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.engine._turn()
-
-    def until(self, condition: Callable[[], object]) -> None:
-        wait(condition, self.turn)
-
-    def wait(self, condition: Callable[[], object]) -> None:
-        """While the engine turns by itself."""
-        wait(condition)
-
     def later(self, seconds: float) -> None:
         """What the engine does when that much time has passed."""
         self.engine._expire_at = 0.0
         self.engine.expire(time.monotonic() + seconds)
         self.engine._flush()
 
-    @property
-    def is_clean(self) -> bool:
-        """Every command was applied, and nothing is left of any request."""
-        idle = self.engine._inbox.empty() and self.engine.is_empty
-        return idle and self.engine.check_integrity().owned == 0
-
-    def oracle(self, tokens: list[int], count: int = 8, **params: object) -> list[int]:
-        values = {"max_tokens": count, "temperature": 0.0} | params
-        return generate(self.model, tokens, SamplingParams(**values), self.eos)  # type: ignore[arg-type]
-
     def close(self) -> None:
         if self.engine._thread.ident is None:
             for router in {sequence.router for sequence in self.engine.scheduler}:
                 self.engine.apply(RouterLost(router))
-            self.engine.close()
-        else:
-            self.engine.stop()
+        self.stop_engine()
         for peer in self.peers:
             peer.socket.close()
         self.context.term()
-
-
-@pytest.fixture(scope="session")
-def tiny() -> tuple[Decoder, tuple[int, ...]]:
-    files = resolve_model("tiny-random")
-    return load_model(files), files.eos_token_ids
+        assert self.engine.check_integrity().owned == 0
 
 
 @pytest.fixture
 def make_engine(tiny: tuple[Decoder, tuple[int, ...]]) -> Iterator[Callable[..., EngineRig]]:
-    rigs: list[EngineRig] = []
-
-    def make(**options: float) -> EngineRig:
-        rigs.append(EngineRig(*tiny, **options))  # type: ignore[arg-type]
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
-        assert rig.engine.check_integrity().owned == 0
+    yield from made(EngineRig, *tiny)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +11,9 @@ from diptych.common.engine import MAX_FAILED_STEPS, RouterLost
 from diptych.common.messages import AbortRequest, PrefillRequest, ResetPrefixCache, RouterHeartbeat
 from diptych.common.sampling_params import SamplingParams
 
+from ..engine_rig import prompt
+
 Rig = Any  # EngineRig of conftest, which test modules cannot import
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(length)]
 
 
 # ---------------------------------------------------------------- tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +12,10 @@ from diptych.common.engine import RequestReceived
 from diptych.common.messages import AbortRequest, KVAck, KVFailed, KVWait
 from diptych.decode_worker import transfers
 
+from ..engine_rig import prompt
+
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 PHASES = {"expecting": "queue", "opened": "grant", "transferring": "transfer"}
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(length)]
 
 
 def transferring(engine: Rig, tokens: list[int], name: str = "a", **options: Any) -> int:

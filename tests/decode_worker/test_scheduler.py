@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from diptych.common.block_hash import BlockHasher
 from diptych.common.block_pool import BlockPool
+from diptych.common.errors import BlockError
 from diptych.common.messages import DecodeRequest, pack_tokens
 from diptych.common.sampling_params import SampledToken, SamplingParams
 from diptych.decode_worker.scheduler import DecodeScheduler, SchedulerOutput
@@ -177,3 +180,58 @@ def test_waiting_tokens_are_those_to_be_computed_here() -> None:
     run(plan)
     plan.open(remote)
     assert plan.num_waiting_tokens == 11  # without the token that every decoding step has
+
+
+# ---------------------------------------------------------------- steps in flight
+
+
+def launch(plan: DecodeScheduler) -> SchedulerOutput:
+    """Schedule a step and leave it in flight."""
+    output = plan.schedule(1.0)
+    for chunk in output.chunks:
+        plan.launched(chunk)
+    return output
+
+
+def test_a_step_is_scheduled_while_the_one_before_is_in_flight() -> None:
+    plan = scheduler()
+    sequence = decoding(plan, "a", 7, 0.0)  # 8 tokens, the last one sampled
+    assert shape(launch(plan)) == [("a", 7, 1)]
+    assert shape(launch(plan)) == [("a", 8, 1)]
+    assert (len(sequence.blocks), sequence.num_pending, sequence.num_remaining) == (3, 2, 1)
+    assert plan.completed(sequence)
+    sequence.append(SampledToken(7))
+    assert (sequence.num_published, sequence.num_pending) == (2, 1)
+
+
+def test_a_block_is_published_when_its_last_step_has_ended() -> None:
+    plan = scheduler()
+    sequence = decoding(plan, "a", 7, 0.0)
+    launch(plan)
+    assert (sequence.num_computed, sequence.num_published) == (8, 1)
+    plan.completed(sequence)
+    assert sequence.num_published == 2
+
+
+def test_a_removed_sequence_keeps_its_blocks_until_every_step_of_it_has_ended() -> None:
+    plan = scheduler()
+    sequence = decoding(plan, "a", 7, 0.0)
+    launch(plan)
+    launch(plan)
+    plan.remove(sequence)
+    assert len(plan) == 0 and not plan.running and plan.check_integrity().owned == 3
+    assert not plan.completed(sequence)
+    assert plan.check_integrity().owned == 3
+    assert not plan.completed(sequence)
+    assert plan.check_integrity().owned == 0
+
+
+def test_who_is_in_flight_is_not_preempted() -> None:
+    plan = scheduler(num_blocks=5)
+    for at, name in enumerate("ab"):
+        decoding(plan, name, 7, float(at))
+    assert not plan.lacks_blocks
+    launch(plan)
+    assert plan.lacks_blocks
+    with pytest.raises(BlockError, match="in flight"):
+        plan.schedule(1.0)

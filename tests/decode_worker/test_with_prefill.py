@@ -22,7 +22,9 @@ from diptych.common.messages import (
     TokenOutput,
     pack_tokens,
 )
+from diptych.common.model.files import resolve_model
 from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.load import load_model
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
 from diptych.common.sampling_params import SamplingParams
@@ -36,9 +38,9 @@ Rig = Any  # EngineRig of conftest, which test modules cannot import
 class Service:
     """`decode` is conftest's engine; this adds a prefill engine with a sender to it."""
 
-    def __init__(self, decode: Rig, *, num_blocks: int, num_streams: int = 1) -> None:
+    def __init__(self, decode: Rig, *, num_blocks: int, num_streams: int = 1, shared: bool = False) -> None:
         self.decode = decode
-        self.kv = KVCache(decode.model.config, num_blocks, 16, "float32")
+        self.kv = KVCache(decode.model.config, num_blocks, 16, "float32", share=shared)
         self.sent: list[tuple[bytes, Message]] = []
         sender = KVSender(
             decode.context,
@@ -48,12 +50,15 @@ class Service:
             lambda event: self.prefill.notify(event),
             lease_s=30.0,
             num_streams=num_streams,
+            memory=self.kv.shared.offer if self.kv.shared else None,
+            require_shared=shared,
         )
         self.prefill = PrefillEngine(
             self.sent.extend,
             ("p", 5),
             PrefillScheduler(BlockPool(num_blocks), block_size=16, max_num_batched_tokens=32, max_num_seqs=4),
-            ModelRunner(decode.model, self.kv),
+            # A model of its own: a model's buffers serve one thread.
+            ModelRunner(load_model(resolve_model("tiny-random")), self.kv),
             Sampler(decode.model.config.vocab_size),
             sender,
             eos_token_ids=decode.eos,
@@ -103,13 +108,14 @@ class Service:
         assert self.prefill.check_integrity().owned == self.decode.engine.check_integrity().owned == 0
 
 
-@pytest.fixture
-def make_service(make_engine: Callable[..., Rig]) -> Iterator[Callable[..., Service]]:
+@pytest.fixture(params=["tcp", "shm"])
+def make_service(make_engine: Callable[..., Rig], request: pytest.FixtureRequest) -> Iterator[Callable[..., Service]]:
     services: list[Service] = []
 
     def make(decode_blocks: int = 32, prefill_blocks: int = 32, num_streams: int = 1) -> Service:
         decode = make_engine(num_blocks=decode_blocks, watermark=0.05)
-        services.append(Service(decode, num_blocks=prefill_blocks, num_streams=num_streams))
+        shared = request.param == "shm"
+        services.append(Service(decode, num_blocks=prefill_blocks, num_streams=num_streams, shared=shared))
         return services[-1]
 
     yield make

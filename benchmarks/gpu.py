@@ -1,0 +1,61 @@
+"""Diptych on one GPU, in a few minutes: is every kernel right, how far is each from its floor, and what is served.
+
+The chip's copy bandwidth and matrix rate come first: every floor is made of them. Then every kernel is checked against
+a plain reference; if one is wrong nothing is timed, and the exit status is 1. Then come kernels, model, transfer and
+the whole service, aggregated and as two pools, on random weights of Llama-8B's shape. The result is a few tables and a
+JSON file. Without a CUDA device the exit status is 2; --dry-run goes the same ways on the CPU, at meaningless sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+PROGRAM = "python -m diptych.benchmarks.gpu"
+SECTIONS = ("kernels", "engine", "transfer", "serving")
+OK, WRONG, NO_GPU = 0, 1, 2
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = ArgumentParser(PROGRAM, description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, two prefill lengths, a short load")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, kernels in Triton's interpreter")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="sections to measure")
+    parser.add_argument("--device", default="cuda", help="CUDA device")
+    parser.add_argument("--kv-memory-gib", type=float, default=24.0, help="KV memory of each worker in the service")
+    parser.add_argument("--requests", type=int, default=128, help="requests to each way of serving")
+    parser.add_argument("--output", type=Path, help="JSON file; by default one of today in benchmarks/results")
+    parser.add_argument("--log-dir", type=Path, help="keep the workers' logs here")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    options = parse(argv)
+    if options.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
+    import torch
+
+    if not options.dry_run and not torch.cuda.is_available():
+        print("There is no CUDA device here: nothing was measured. --dry-run tries the script itself.")
+        return NO_GPU
+    from diptych.benchmarks.gpu_suite import Suite
+
+    path = options.output or default_path(options)
+    with torch.inference_mode():
+        return OK if Suite(options, argv).run(path) else WRONG
+
+
+def default_path(options: Namespace) -> Path | None:
+    """None for a dry run: its figures are not to be kept."""
+    if options.dry_run:
+        return None
+    return Path(__file__).resolve().parent / "results" / f"gpu-{datetime.now(UTC):%Y-%m-%d}.json"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

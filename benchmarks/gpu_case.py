@@ -1,0 +1,59 @@
+"""One kernel at one size, as something to check and to time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diptych.benchmarks.gpu_chip import Chip
+from diptych.benchmarks.gpu_gate import poisoned
+from diptych.benchmarks.gpu_timer import Call, Timer
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """`calls` do the same to different memory. One must move `num_bytes` and do `num_flops` at least.
+
+    `check` runs the kernel and says what is wrong, or "". `peers` are other people's code for the same work; making
+    one's calls may raise, when it is not installed or does not take these sizes.
+    """
+
+    name: str
+    size: str
+    num_bytes: float
+    num_flops: float
+    calls: Sequence[Call]
+    check: Callable[[], str]
+    peers: Mapping[str, Callable[[], Sequence[Call]]] = field(default_factory=dict)
+
+    def problem(self) -> str:
+        """What is wrong with the kernel here, or ""."""
+        with poisoned():
+            return self.check()
+
+    def measure(self, chip: Chip, timer: Timer) -> dict[str, Any]:
+        """Times in us, and the share of the floor that is reached."""
+        seconds, floor = timer.calls(self.calls), chip.floor(self.num_bytes, self.num_flops)
+        row: dict[str, Any] = {
+            "kernel": self.name,
+            "size": self.size,
+            "us": round(seconds * 1e6, 2),
+            "floor_us": round(floor * 1e6, 2),
+            "of_floor": round(floor / seconds, 4),
+            "bound": "bytes" if self.num_bytes / chip.copy_rate >= self.num_flops / chip.matmul_rate else "flops",
+            "gb_per_s": round(self.num_bytes / seconds / 1e9, 1),
+            "tflop_per_s": round(self.num_flops / seconds / 1e12, 2),
+            "peers_us": {},
+        }
+        for name, make in self.peers.items():
+            row["peers_us"][name] = self._peer(make, timer)
+        return row
+
+    @staticmethod
+    def _peer(make: Callable[[], Sequence[Call]], timer: Timer) -> float | str:
+        """Microseconds, or why there are none: a peer that fails must not end the measurement."""
+        try:
+            return round(timer.calls(make()) * 1e6, 2)
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else 'no message'}"

@@ -1,0 +1,71 @@
+"""`python -m diptych.benchmarks.gpu_worker SHAPE prefill|decode FLAGS`: a worker around random weights of a shape.
+
+The process is the one that a cluster runs, with its flags; only the weights are made here instead of read. Every worker
+draws the same ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from diptych.benchmarks.gpu_model import random_model
+from diptych.benchmarks.gpu_shape import SHAPES, GPUShape
+from diptych.common.config import load
+from diptych.common.logging import setup_logging
+from diptych.common.model.files import ModelFiles, resolve_model
+from diptych.common.model.load import torch_device
+from diptych.common.model.loaded import LoadedModel
+from diptych.common.settings import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
+from diptych.common.worker_process import run_worker
+from diptych.decode_worker.process import DecodeWorker
+from diptych.prefill_worker.process import PrefillWorker
+
+PROGRAM = "python -m diptych.benchmarks.gpu_worker"
+SEED = 0
+
+
+def load_random(shape: GPUShape, config: WorkerConfig) -> tuple[ModelFiles, LoadedModel]:
+    """The files are those of `--model`, a folder that `write_folder` wrote."""
+    files = resolve_model(config.model, progress=False)
+    torch.manual_seed(SEED)
+    return files, LoadedModel.of(lambda: random_model(shape, torch_device(config.device)), files, config)
+
+
+class RandomPrefillWorker(PrefillWorker):
+    """A prefill worker of a shape."""
+
+    def __init__(self, shape: GPUShape, config: PrefillWorkerConfig) -> None:
+        super().__init__(config)
+        self._shape = shape
+
+    def _load(self) -> tuple[ModelFiles, LoadedModel]:
+        return load_random(self._shape, self.config)
+
+
+class RandomDecodeWorker(DecodeWorker):
+    """A decode worker of a shape."""
+
+    def __init__(self, shape: GPUShape, config: DecodeWorkerConfig) -> None:
+        super().__init__(config)
+        self._shape = shape
+
+    def _load(self) -> tuple[ModelFiles, LoadedModel]:
+        return load_random(self._shape, self.config)
+
+
+def main(argv: Sequence[str]) -> int:
+    shape, role, flags = SHAPES[argv[0]], argv[1], argv[2:]
+    if role == "prefill":
+        prefill = load(PrefillWorkerConfig, flags, prog=PROGRAM)
+        setup_logging(prefill.worker_id, prefill.log_level)
+        return run_worker(lambda: RandomPrefillWorker(shape, prefill))
+    decode = load(DecodeWorkerConfig, flags, prog=PROGRAM)
+    setup_logging(decode.worker_id, decode.log_level)
+    return run_worker(lambda: RandomDecodeWorker(shape, decode))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""What a decode worker takes, how it samples for a sequence, and when a sequence ends. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from diptych.common.messages import DecodeRequest
+from diptych.common.model.sampler import SamplingRow
+from diptych.common.stop import banned_tokens, finish_reason
+from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
+
+NO_TOKEN = -1
+
+
+class DecodeRules:
+    """`max_model_len` is what model and cache take together."""
+
+    def __init__(self, eos_token_ids: Collection[int], *, vocab_size: int, max_model_len: int) -> None:
+        self._eos = tuple(eos_token_ids)
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+
+    def problem(self, request: DecodeRequest, token_ids: Sequence[int]) -> str:
+        """Why a request is refused, or ""."""
+        if not token_ids:
+            return "the prompt is empty"
+        if len(token_ids) >= self.max_model_len:
+            return f"the prompt has {len(token_ids)} tokens, this worker takes fewer than {self.max_model_len}"
+        if max(token_ids) >= self.vocab_size:
+            return f"token id {max(token_ids)} is outside of the vocabulary of {self.vocab_size}"
+        if request.num_output_tokens >= len(token_ids):
+            return f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output"
+        return ""
+
+    def row(self, sequence: DecodeSequence) -> SamplingRow:
+        """How to sample the sequence's next token, the one behind those that are being sampled now."""
+        num_prompt, params = sequence.num_prompt_tokens, sequence.params
+        repeats = params.repetition_penalty != 1.0
+        counts = repeats or params.presence_penalty or params.frequency_penalty
+        return SamplingRow(
+            params,
+            position=sequence.num_planned,
+            output_token_ids=sequence.token_ids[num_prompt:] if counts else (),
+            prompt_token_ids=sequence.token_ids[:num_prompt] if repeats else (),
+            banned=banned_tokens(params, self._eos, sequence.num_output_tokens + sequence.num_pending),
+        )
+
+    def finish_reason(self, sequence: DecodeSequence, token_id: int) -> str:
+        """ "stop", "length" or "" (go on) now that `token_id` is the sequence's last token."""
+        return self._reason(sequence, token_id, 0)
+
+    def ends_in_flight(self, sequence: DecodeSequence) -> bool:
+        """Whether the tokens that are being sampled are the sequence's last, whatever they are."""
+        return bool(sequence.num_pending and self._reason(sequence, NO_TOKEN, sequence.num_pending))
+
+    def _reason(self, sequence: DecodeSequence, token_id: int, num_more: int) -> str:
+        return finish_reason(
+            sequence.params,
+            self._eos,
+            num_output_tokens=sequence.num_output_tokens + num_more,
+            token_id=token_id,
+            num_tokens=sequence.num_tokens + num_more,
+            max_model_len=self.max_model_len,
+        )
+
+
+def phase_of(sequence: DecodeSequence) -> str:
+    """Where a sequence is, in the words of `RequestFailed`."""
+    match sequence.status:
+        case RequestStatus.EXPECTING | RequestStatus.WAITING:
+            return "queue"
+        case RequestStatus.OPENED:
+            return "grant"
+        case RequestStatus.TRANSFERRING:
+            return "transfer"
+        case _:
+            return "decode" if sequence.has_first_token else "prefill"

@@ -1,0 +1,75 @@
+"""The GPU benchmark goes all its ways on the CPU; and its gate sees what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from diptych.benchmarks import gpu
+from diptych.benchmarks.gpu_chip import Chip
+from diptych.benchmarks.gpu_gate import difference, poisoned
+from diptych.benchmarks.gpu_shape import DRY, LLAMA_8B
+
+
+@pytest.mark.interpret
+@pytest.mark.timeout(400)
+def test_a_dry_run_checks_and_measures_everything(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, "-P", "-m", "diptych.benchmarks.gpu", "--dry-run", f"--output={output}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, env=environment)
+    assert done.returncode == gpu.OK, done.stdout + done.stderr
+    found = json.loads(output.read_text())
+    assert found["dry_run"] and set(found["problems"].values()) == {""}
+    assert {row["kernel"] for row in found["kernels"]} >= {"decode attention", "prefill attention", "top-k and top-p"}
+    assert all(isinstance(row["peers_us"]["torch sdpa"], float) for row in found["kernels"] if row["peers_us"])
+    assert {row["how"] for row in found["engine"]["decode"]} == {"kernel by kernel", "recorded"}
+    assert [row["arm"] for row in found["serving"]] == ["aggregated", "1P1D"]
+    assert all(row["gb_per_s"] > 0 for row in found["transfer"])
+    assert "flashinfer" in done.stdout and "1P1D" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == gpu.NO_GPU
+    assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_the_floor_is_the_larger_of_two() -> None:
+    chip = Chip("chip", copy_rate=1e12, matmul_rate=1e14)
+    assert chip.floor(2e12, 1e14) == pytest.approx(2.0)
+    assert chip.floor(1e12, 3e14) == pytest.approx(3.0)
+
+
+def test_the_gate_sees_numbers_that_are_off_missing_or_misshapen() -> None:
+    expected = torch.randn(40, 8, dtype=torch.float64)
+    right = expected.float()
+    assert difference(right, expected, torch.float32) == ""
+    assert difference(right.bfloat16(), expected, torch.bfloat16) == ""
+    assert "off by" in difference(right.bfloat16(), expected, torch.float32)
+    wrong = right.clone()
+    wrong[3, 5] += 0.5
+    assert "off by" in difference(wrong, expected, torch.bfloat16)
+    wrong[3, 5] = float("nan")
+    assert "1 of 320 numbers are not finite" in difference(wrong, expected, torch.float32)
+    assert "shape" in difference(right[1:], expected, torch.float32)
+
+
+def test_new_memory_is_poisoned_inside_only() -> None:
+    original = torch.empty
+    with poisoned():
+        assert torch.empty(3, 2).isnan().all() and torch.empty_like(torch.zeros(2)).isnan().all()
+        assert torch.empty(2, dtype=torch.int64).dtype == torch.int64
+    assert torch.empty is original
+
+
+def test_the_shapes_are_what_their_configuration_says() -> None:
+    assert LLAMA_8B.matrix_elements + LLAMA_8B.vocab_size * LLAMA_8B.hidden == pytest.approx(8.03e9, rel=1e-3)
+    assert LLAMA_8B.token_bytes * LLAMA_8B.num_layers * LLAMA_8B.block_size == 8 * 2**20
+    assert DRY.config.vocab_size == DRY.hugging_face()["vocab_size"]

@@ -1,0 +1,73 @@
+"""Blocks that are not in host memory: through buffers on both sides, the same bytes, landed only once committed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+import torch
+import zmq
+
+from diptych.common.messages import KVDone, KVGrant, KVTarget
+from diptych.common.model.config import from_hf
+from diptych.common.model.files import resolve_model
+from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.staging import CopyStream, StagedIncoming, StagedOutgoing
+from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from diptych.decode_worker.landing import Landing
+from diptych.prefill_worker.kv_sender import KVSender, TransferEnded
+
+NUM_BLOCKS = 40
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    with zmq.Context() as context:
+        yield context
+
+
+def cache(folder: Path) -> KVCache:
+    return KVCache(from_hf(folder / "config.json"), NUM_BLOCKS, 128, "float32")
+
+
+def test_a_transfer_through_buffers(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    folder = resolve_model("tiny-random").weights[0].parent
+    source, target = cache(folder), cache(folder)
+    source.tensor.normal_()
+    outgoing, incoming = StagedOutgoing(source, CopyStream(CPU)), StagedIncoming(target, CopyStream(CPU))
+    events: SimpleQueue[TransferOpened | TransferLanded | TransferFailed] = SimpleQueue()
+    ended: SimpleQueue[TransferEnded] = SimpleQueue()
+    committed: list[int] = []
+
+    def commit(blocks: Sequence[int]) -> None:
+        committed.extend(blocks)
+        incoming.commit(blocks)
+
+    receiver = KVReceiver(context, "127.0.0.1", 0, incoming.view, events.put, share=False, commit=commit)
+    sender = KVSender(
+        context, outgoing.view, source.block_bytes, ("p", 1, "layout"), ended.put, lease_s=30.0, num_streams=1
+    )
+    receiver.start()
+    sender.start()
+    try:
+        sender.open("a", 0, KVTarget("d", 1, receiver.address), list(range(NUM_BLOCKS)), NUM_BLOCKS)
+        opened = events.get(timeout=10)
+        assert isinstance(opened, TransferOpened)
+        blocks, now = tuple(reversed(range(NUM_BLOCKS))), time.monotonic()
+        receiver.expect(Landing("a", 0, opened.peer, blocks, 1, now, now))
+        receiver.send(opened.peer, KVGrant(request_id="a", attempt=0, first_block=1))
+        sender.progress("a", 0, NUM_BLOCKS, KVDone(request_id="a", attempt=0, first_token=3))
+        assert isinstance(events.get(timeout=10), TransferLanded)
+        assert ended.get(timeout=10).reason == ""
+    finally:
+        sender.stop()
+        receiver.stop()
+    assert sorted(committed) == list(range(NUM_BLOCKS - 1))
+    for index in range(1, NUM_BLOCKS):
+        assert torch.equal(target.tensor[blocks[index]], source.tensor[index])
+    assert not target.tensor[blocks[0]].any()
+    assert outgoing.num_buffers < NUM_BLOCKS and len(incoming._free) < NUM_BLOCKS
