@@ -64,6 +64,8 @@ class NativeBackend:
         self._linear.argtypes = [*(pointer,) * 4, integer, number, pointer, number, number]
         self._argmax = library.diptych_argmax
         self._argmax.argtypes = [pointer, integer, integer, pointer, number]
+        self._read = library.diptych_read
+        self._read.argtypes, self._read.restype = [pointer, integer, number], integer
         self._run = library.diptych_run
         self._run.argtypes = [number, pointer, integer, pointer, number]
         for function in (
@@ -80,6 +82,10 @@ class NativeBackend:
         out = torch.empty(logits.shape[0], dtype=torch.int64)
         self._argmax(logits.data_ptr(), *logits.shape, out.data_ptr(), torch.get_num_threads())
         return out
+
+    def read(self, memory: Tensor) -> int:
+        """Reads all of a contiguous tensor, and sums it up as int64 numbers: for measuring bandwidth."""
+        return int(self._read(memory.data_ptr(), memory.numel() * memory.element_size(), torch.get_num_threads()))
 
     def run(self, dtype: torch.dtype, ops: ctypes.Array[OpStruct], step: StepStruct) -> None:
         """One step of a recorded program."""

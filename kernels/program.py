@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import Tensor
 
-from diptych.kernels.packed import PackedWeight
+from diptych.kernels.packed import PackedWeight, WeightsStruct
 
 if TYPE_CHECKING:
     from diptych.kernels.native_backend import NativeBackend, NativePlan
 
 EMBED, NORM, QUANTISE, LINEAR, ROTATE, ATTEND, SELECT = range(7)
+NAMES: Final = ("embed", "norm", "quantise", "linear", "rotate", "attend", "select")
 EPILOGUES: Final = {"": 0, "silu": 1, "gelu_tanh": 2}
 WIDE: Final = 16
 ALL_ROWS, SAMPLED_ROWS = 0, 1
@@ -52,6 +53,7 @@ class StepStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tables", "units")),
         ("num_units", ctypes.c_int64),
         ("buffers", ctypes.c_void_p),
+        ("times", ctypes.c_void_p),
     )
 
 
@@ -271,6 +273,7 @@ class Program:
         self._native, self._dtype, self._ops, self._row_bytes = native, dtype, ops, row_bytes
         self._result, self._width, self._kept = result, width, kept
         self._lock = threading.Lock()  # two engines of one process may share a model, and so these buffers
+        self._times: ctypes.Array[ctypes.c_int64] | None = None
         self._capacity = 0
         self._memory: list[Tensor] = []
         self._buffers = (ctypes.c_void_p * len(row_bytes))()
@@ -290,6 +293,21 @@ class Program:
             self._native.run(self._dtype, self._ops, step)
         return out
 
+    def time_operations(self) -> None:
+        """From now on add up the time of each operation, from zero."""
+        self._times = (ctypes.c_int64 * self.num_ops)()
+
+    def timings(self) -> dict[str, float]:
+        """Seconds since `time_operations`, by operation; matrix products by shape as well, [out]x[in]."""
+        seconds: dict[str, float] = {}
+        for op, nanoseconds in zip(self._ops, self._times or (), strict=False):
+            name = NAMES[op.kind]
+            if op.kind == LINEAR:
+                weight = WeightsStruct.from_address(op.weights[0])
+                name = f"{name} {weight.n}x{weight.k}"
+            seconds[name] = seconds.get(name, 0.0) + nanoseconds * 1e-9
+        return seconds
+
     def _step(
         self,
         num_sampled: int,
@@ -305,6 +323,7 @@ class Program:
             *(0 if sampled is None else sampled.data_ptr(), kv.data_ptr(), plan.shape.ctypes.data),
             *(plan.spans.ctypes.data, plan.tables.ctypes.data, plan.units.ctypes.data, plan.units.shape[0]),
             ctypes.addressof(self._buffers),
+            0 if self._times is None else ctypes.addressof(self._times),
         )
 
     def _reserve(self, num_rows: int) -> None:

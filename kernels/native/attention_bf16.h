@@ -26,6 +26,22 @@ struct PairScratch {
     }
 };
 
+// Fetches the rows of the next tile into L2, a few lines at a time between the steps of this one: a core waits for so many lines at
+// once and no more, and the tile and its copies fill L1.
+struct Fetcher {
+    const bf16 *const *rows; // null: nothing to fetch
+    const int lines;         // of a row, K and V
+    int row = 0, line = 0;
+
+    void fetch(int count) {
+        if (!rows) return;
+        for (; count > 0 && row < TILE; count--) {
+            __builtin_prefetch(rows[row] + line * 32, 0, 2);
+            if (++line == lines) line = 0, row++;
+        }
+    }
+};
+
 // Two keys' values side by side, dimension by dimension.
 inline void interleave(const bf16 *even, const bf16 *odd, uint32_t *out) {
     const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
@@ -35,11 +51,14 @@ inline void interleave(const bf16 *even, const bf16 *odd, uint32_t *out) {
     _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, order, b));
 }
 
-inline void read_pairs(const bf16 *const (&rows)[TILE], const bf16 *const (&values)[TILE], int dim, PairScratch &scratch) {
+// The first `count` keys of a tile, a multiple of 16.
+inline void read_pairs(const bf16 *const (&rows)[TILE], const bf16 *const (&values)[TILE], int count, int dim, PairScratch &scratch,
+                       Fetcher &next) {
     float *keys = reinterpret_cast<float *>(scratch.keys.data());
-    for (int i = 0; i < TILE; i += LANES)
+    for (int i = 0; i < count; i += LANES)
         for (int d = 0; d < dim; d += 2 * LANES) {
             f32x16 part[LANES];
+            next.fetch(8);
             if (d + 2 * LANES <= dim) {
 #pragma GCC unroll 16
                 for (int j = 0; j < LANES; j++) std::memcpy(&part[j], rows[i + j] + d, 64);
@@ -54,38 +73,38 @@ inline void read_pairs(const bf16 *const (&rows)[TILE], const bf16 *const (&valu
                 for (int p = 0; p < LANES / 2; p++) std::memcpy(keys + (d / 2 + p) * TILE + i, tail + p * LANES, 64);
             }
         }
-    for (int i = 0; i < TILE; i += 2)
+    for (int i = 0; i < count; i += 2) {
+        next.fetch(dim / 32);
         for (int d = 0; d < dim; d += LANES) interleave(values[i] + d, values[i + 1] + d, scratch.values.data() + i / 2 * dim + d);
+    }
 }
 
-// scores[R][TILE] = scale * queries[R][dim] . keys. Fetches the rows of `next`, if any, meanwhile: into L2, as a tile and its copies
-// fill L1, and a few at a time, as a core waits for so many lines at once and no more.
-template <int R>
-void score_pairs(const bf16 *queries, const uint32_t *keys, float *scores, int dim, float scale, const bf16 *const *next) {
-    f32x16 acc[R][VECTORS] = {};
+// scores[R][V * 16 of TILE] = scale * queries[R][dim] . keys
+template <int R, int V>
+void score_pairs(const bf16 *queries, const uint32_t *keys, float *scores, int dim, float scale, Fetcher &next) {
+    f32x16 acc[R][V] = {};
     for (int d = 0; d < dim / 2; d++) {
-        if (next) // row `key` holds 2 * dim elements, K and V: all of them after dim / 2 turns
-            for (int key = d * 2 * TILE / dim; key < (d + 1) * 2 * TILE / dim; key++)
-                for (int at = 0; at < 2 * dim; at += 32) __builtin_prefetch(next[key] + at, 0, 2);
-        acc32 key[VECTORS];
-        for (int v = 0; v < VECTORS; v++) key[v] = load_bytes(keys + d * TILE + v * LANES);
+        next.fetch(2);
+        acc32 key[V];
+        for (int v = 0; v < V; v++) key[v] = load_bytes(keys + d * TILE + v * LANES);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             const acc32 q = splat_word(queries + r * dim + 2 * d);
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) acc[r][v] = dot_pairs(acc[r][v], q, key[v]);
+            for (int v = 0; v < V; v++) acc[r][v] = dot_pairs(acc[r][v], q, key[v]);
         }
     }
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < VECTORS; v++) store(scores + r * TILE + v * LANES, acc[r][v] * scale);
+        for (int v = 0; v < V; v++) store(scores + r * TILE + v * LANES, acc[r][v] * scale);
 }
 
-// sums[R][V * 16 of dim] += weights[R][TILE] . values
-template <int R, int V> void add_pairs(const bf16 *weights, const uint32_t *values, float *sums, int dim) {
+// sums[R][V * 16 of dim] += weights[R][count] . values
+template <int R, int V> void add_pairs(const bf16 *weights, const uint32_t *values, float *sums, int count, int dim, Fetcher &next) {
     f32x16 acc[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) acc[r][v] = load(sums + r * dim + v * LANES);
-    for (int i = 0; i < TILE / 2; i++) {
+    for (int i = 0; i < count / 2; i++) {
+        next.fetch(2);
         acc32 value[V];
         for (int v = 0; v < V; v++) value[v] = load_bytes(values + i * dim + v * LANES);
 #pragma GCC unroll 4
@@ -99,10 +118,10 @@ template <int R, int V> void add_pairs(const bf16 *weights, const uint32_t *valu
         for (int v = 0; v < V; v++) store(sums + r * dim + v * LANES, acc[r][v]);
 }
 
-template <int R> void add_all_pairs(const bf16 *weights, const uint32_t *values, float *sums, int dim) {
+template <int R> void add_all_pairs(const bf16 *weights, const uint32_t *values, float *sums, int count, int dim, Fetcher &next) {
     int d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) add_pairs<R, 4>(weights, values + d, sums + d, dim);
-    for (; d < dim; d += LANES) add_pairs<R, 1>(weights, values + d, sums + d, dim);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) add_pairs<R, 4>(weights, values + d, sums + d, count, dim, next);
+    for (; d < dim; d += LANES) add_pairs<R, 1>(weights, values + d, sums + d, count, dim, next);
 }
 
 struct PairAttention : Attention<bf16> {
@@ -128,8 +147,11 @@ struct PairAttention : Attention<bf16> {
         find_rows(kv, shape, layer, unit.head, table, base, begin, end, keys[0], values[0]);
         for (int turn = 0; base < end; base += TILE, turn ^= 1) {
             find_rows(kv, shape, layer, unit.head, table, base + TILE, begin, end, keys[turn ^ 1], values[turn ^ 1]);
-            read_pairs(keys[turn], values[turn], dim, scratch);
-            visit(base, rows, group, first, base + TILE < end ? keys[turn ^ 1] : nullptr, scratch);
+            Fetcher next{base + TILE < end ? keys[turn ^ 1] : nullptr, dim / LANES};
+            // Of a sequence's last tile only the keys that are there: the others would add nothing.
+            const int count = base + TILE <= end ? TILE : int(end - base + LANES - 1) / LANES * LANES;
+            read_pairs(keys[turn], values[turn], count, dim, scratch, next);
+            visit(base, count, rows, group, first, scratch, next);
         }
         for (int i = 0; i < rows; i++) {
             bf16 *to = out + ((span.row + unit.first + i / group) * shape.num_heads + unit.head * group + i % group) * dim;
@@ -138,7 +160,7 @@ struct PairAttention : Attention<bf16> {
         }
     }
 
-    void visit(int64_t base, int rows, int group, int64_t first, const bf16 *const *next, PairScratch &scratch) const {
+    void visit(int64_t base, int count, int rows, int group, int64_t first, PairScratch &scratch, Fetcher &next) const {
         const int dim = int(shape.head_dim);
         const int64_t behind = (base - first) * group; // rows before this one see nothing of the tile
         const int begin = behind > 0 ? int(behind) / 4 * 4 : 0;
@@ -146,8 +168,14 @@ struct PairAttention : Attention<bf16> {
         bf16 *weights = scratch.weights.data();
         float *scores = scratch.scores.data(), *sums = scratch.sums.data();
         for (int i = begin; i < rows; i += 4)
-            by_rows(rows - i, [&](auto count) {
-                score_pairs<count>(queries + i * dim, scratch.keys.data(), scores + i * TILE, dim, scale, i == begin ? next : nullptr);
+            by_rows(rows - i, [&](auto r) {
+                const bf16 *query = queries + i * dim;
+                if (count == LANES)
+                    score_pairs<r, 1>(query, scratch.keys.data(), scores + i * TILE, dim, scale, next);
+                else if (count == 2 * LANES)
+                    score_pairs<r, 2>(query, scratch.keys.data(), scores + i * TILE, dim, scale, next);
+                else
+                    score_pairs<r, VECTORS>(query, scratch.keys.data(), scores + i * TILE, dim, scale, next);
             });
         for (int i = begin; i < rows; i++) {
             const int64_t at = first + i / group; // position of this query
@@ -156,8 +184,8 @@ struct PairAttention : Attention<bf16> {
             for (int v = 0; v < TILE; v += LANES) store(weights + i * TILE + v, load(scores + i * TILE + v));
         }
         for (int i = begin; i < rows; i += 4)
-            by_rows(rows - i, [&](auto count) {
-                add_all_pairs<count>(weights + i * TILE, scratch.values.data(), sums + i * dim, dim);
+            by_rows(rows - i, [&](auto r) {
+                add_all_pairs<r>(weights + i * TILE, scratch.values.data(), sums + i * dim, count, dim, next);
             });
     }
 };

@@ -38,39 +38,50 @@ void normalise(const T *x, const T *delta, T *total, const float *weight, T *out
     }
 }
 
-// One head: optional norm, then rotation of element i with element i + dim / 2.
+// One head: optional norm, then rotation of element i with element i + dim / 2. float32 in between.
 template <typename T>
 void turn(const T *x, T *out, const float *weight, float eps, const float *cosine, const float *sine, int64_t dim) {
     const int64_t half = dim / 2;
     const float scale = weight ? inverse_norm(x, dim, eps) : 1.f;
-    float lane[1024];
+    float lane[1024], turned[1024];
     for (int64_t i = 0; i < dim; i += LANES) store(lane + i, weight ? load(x + i) * scale * load(weight + i) : load(x + i));
-    float turned[1024];
-    for (int64_t i = 0; i < half; i++) {
-        const float a = lane[i], b = lane[i + half], c = cosine[i], s = sine[i];
-        turned[i] = a * c - b * s;
-        turned[i + half] = b * c + a * s;
+    if (half % LANES == 0) {
+        for (int64_t i = 0; i < half; i += LANES) {
+            const f32x16 a = load(lane + i), b = load(lane + i + half), c = load(cosine + i), s = load(sine + i);
+            store(turned + i, a * c - b * s);
+            store(turned + i + half, b * c + a * s);
+        }
+    } else {
+        for (int64_t i = 0; i < half; i++) {
+            const float a = lane[i], b = lane[i + half], c = cosine[i], s = sine[i];
+            turned[i] = a * c - b * s;
+            turned[i + half] = b * c + a * s;
+        }
     }
     for (int64_t i = 0; i < dim; i += LANES) store(out + i, load(turned + i));
+}
+
+// One token: q rotated to `q`, k and v to their slot of the cache.
+template <typename T>
+void rotate_token(const T *qkv, T *q, T *kv, const Shape &s, int64_t layer, int64_t at, const float *cosine, const float *sine,
+                  const float *q_norm, const float *k_norm, float eps) {
+    const int64_t dim = s.head_dim, block = at / s.block_size, slot = at % s.block_size;
+    for (int64_t h = 0; h < s.num_heads; h++) turn(qkv + h * dim, q + h * dim, q_norm, eps, cosine, sine, dim);
+    for (int64_t h = 0; h < s.num_kv_heads; h++) {
+        T *to = kv + (((block * s.num_layers + layer) * s.num_kv_heads + h) * s.block_size + slot) * 2 * dim;
+        turn(qkv + (s.num_heads + h) * dim, to, k_norm, eps, cosine, sine, dim);
+        std::memcpy(to + dim, qkv + (s.num_heads + s.num_kv_heads + h) * dim, dim * sizeof(T));
+    }
 }
 
 template <typename T>
 void rotate_and_write(const T *qkv, T *q, T *kv, const Shape &s, int64_t layer, const int64_t *slots, const float *cosine,
                       const float *sine, const float *q_norm, const float *k_norm, float eps, int64_t tokens, int threads) {
-    const int64_t dim = s.head_dim, stride = (s.num_heads + 2 * s.num_kv_heads) * dim;
+    const int64_t half = s.head_dim / 2, stride = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && tokens * stride > 32768)
-    for (int64_t t = 0; t < tokens; t++) {
-        const T *from = qkv + t * stride;
-        const float *c = cosine + t * dim / 2, *w = sine + t * dim / 2;
-        for (int64_t h = 0; h < s.num_heads; h++)
-            turn(from + h * dim, q + (t * s.num_heads + h) * dim, q_norm, eps, c, w, dim);
-        const int64_t block = slots[t] / s.block_size, slot = slots[t] % s.block_size;
-        for (int64_t h = 0; h < s.num_kv_heads; h++) {
-            T *to = kv + (((block * s.num_layers + layer) * s.num_kv_heads + h) * s.block_size + slot) * 2 * dim;
-            turn(from + (s.num_heads + h) * dim, to, k_norm, eps, c, w, dim);
-            std::memcpy(to + dim, from + (s.num_heads + s.num_kv_heads + h) * dim, dim * sizeof(T));
-        }
-    }
+    for (int64_t t = 0; t < tokens; t++)
+        rotate_token(qkv + t * stride, q + t * s.num_heads * s.head_dim, kv, s, layer, slots[t], cosine + t * half, sine + t * half,
+                     q_norm, k_norm, eps);
 }
 
 // The first of the largest; the first NaN where there is one, as torch has it.

@@ -13,7 +13,7 @@
 namespace diptych {
 
 constexpr int PANEL = 2 * LANES;    // outputs of a panel
-constexpr int ROWS_AT_ONCE = 240;   // rows that share one pass over a panel while it is in the cache
+constexpr int ROWS_AT_ONCE = 96;    // rows that share one pass over a panel while it is in the cache
 constexpr int PREFETCH_BYTES = 2048; // ahead of a panel that streams from memory
 
 enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };

@@ -68,6 +68,20 @@ int diptych_features() {
     return features;
 }
 
+// Reads memory and does nothing with it: how fast that goes is the floor of what streams weights.
+int64_t diptych_read(const void *memory, int64_t bytes, int threads) {
+    const int64_t *words = static_cast<const int64_t *>(memory), count = bytes / 512 * 64;
+    int64_t total = 0;
+#pragma omp parallel for schedule(static) reduction(+ : total) num_threads(threads)
+    for (int64_t i = 0; i < count; i += 64) {
+        __builtin_prefetch(words + i + 512);
+        int64_t part = 0;
+        for (int64_t j = 0; j < 64; j++) part += words[i + j];
+        total += part;
+    }
+    return total;
+}
+
 void diptych_argmax(const float *x, int64_t rows, int64_t width, int64_t *out, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > 65536)
     for (int64_t row = 0; row < rows; row++) out[row] = largest_index(x + row * width, width);
@@ -90,12 +104,15 @@ void diptych_linear(const void *weights, const void *x, const float *scale, cons
                     int epilogue, int threads) {
     const Weights &w = *static_cast<const Weights *>(weights);
     const Inputs inputs{x, scale, sum};
+    for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE) {
+        const int64_t end = std::min<int64_t>(rows, row + ROWS_AT_ONCE);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-    for (int64_t panel = 0; panel < w.panels(); panel++)
-        if (out_type == 0)
-            multiply(w, panel, panel + 1, inputs, 0, rows, Epilogue(epilogue), (float *)out);
-        else
-            multiply(w, panel, panel + 1, inputs, 0, rows, Epilogue(epilogue), (bf16 *)out);
+        for (int64_t panel = 0; panel < w.panels(); panel++)
+            if (out_type == 0)
+                multiply(w, panel, panel + 1, inputs, row, end, Epilogue(epilogue), (float *)out);
+            else
+                multiply(w, panel, panel + 1, inputs, row, end, Epilogue(epilogue), (bf16 *)out);
+    }
 }
 
 void diptych_run(int type, const void *ops, int64_t num_ops, const void *step, int threads) {

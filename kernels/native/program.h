@@ -6,6 +6,7 @@
 #include "linear.h"
 
 #include <atomic>
+#include <chrono>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -34,6 +35,7 @@ struct Step {
     const int32_t *tables, *units;
     int64_t num_units;
     char *const *buffers; // rows of each buffer, one behind the other
+    int64_t *times;       // nanoseconds of each operation are added here, unless null
 };
 
 template <typename T> class Program {
@@ -47,9 +49,13 @@ public:
         for (auto &counter : next) counter.store(0, std::memory_order_relaxed);
 #pragma omp parallel num_threads(threads) if (threads > 1)
         for (int64_t i = 0; i < num_ops; i++) {
+            const auto began = std::chrono::steady_clock::now();
             const int64_t parts = num_parts(ops[i]);
             for (int64_t part; (part = next[i].fetch_add(1, std::memory_order_relaxed)) < parts;) run_part(ops[i], part, parts);
 #pragma omp barrier
+#pragma omp master
+            if (step.times)
+                step.times[i] += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - began).count();
         }
     }
 
@@ -149,10 +155,10 @@ private:
         const int64_t dim = shape.head_dim, half = dim / 2, stride = (shape.num_heads + 2 * shape.num_kv_heads) * dim;
         for (int64_t row = first; row < last; row++) {
             const int64_t at = step.positions[row] * half;
-            rotate_and_write(buffer<const T>(op.in) + row * stride, buffer(op.out) + row * shape.num_heads * dim,
-                             static_cast<T *>(step.kv), shape, op.layer, step.slots + row,
-                             static_cast<const float *>(op.weights[0]) + at, static_cast<const float *>(op.weights[1]) + at,
-                             norms ? norms[0] : nullptr, norms ? norms[1] : nullptr, float(op.eps), 1, 1);
+            rotate_token(buffer<const T>(op.in) + row * stride, buffer(op.out) + row * shape.num_heads * dim,
+                         static_cast<T *>(step.kv), shape, op.layer, step.slots[row],
+                         static_cast<const float *>(op.weights[0]) + at, static_cast<const float *>(op.weights[1]) + at,
+                         norms ? norms[0] : nullptr, norms ? norms[1] : nullptr, float(op.eps));
         }
     }
 

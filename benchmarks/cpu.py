@@ -1,0 +1,209 @@
+"""Where the time of a step goes on a CPU, operation by operation, beside its floor.
+
+The floor of a matrix product is the larger of its weights' bytes over the rate at which this machine reads memory, and
+its multiplications over the rate that the same kernel reaches on a matrix that stays in the cache; of attention
+likewise, with the keys' and values' bytes and the rate of the dtype. The rates are measured first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from diptych.benchmarks.conditions import conditions
+from diptych.benchmarks.report import open_console, write_json
+from diptych.common.model.batch import SequenceChunk
+from diptych.common.model.decoder import Decoder
+from diptych.common.model.files import resolve_model
+from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.load import load_model
+from diptych.common.model.runner import ModelRunner
+from diptych.kernels import Linear, quantise
+from diptych.kernels.native_backend import NativeBackend, native_backend
+
+PROGRAM: Final = "python -m diptych.benchmarks.cpu"
+BLOCK_SIZE: Final = 16
+CACHED_ROWS, CACHED_OUT, CACHED_IN = 480, 64, 576  # 36 KiB of int8 weights: they never leave the cache
+BITS: Final = {"none": 16, "int8": 8, "int4": 4, "auto": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`batch` sequences of `context` tokens before this step, each of which adds `num_tokens`."""
+
+    name: str
+    batch: int
+    num_tokens: int
+    context: int
+
+
+LOADS: Final = (
+    Load("decode, batch 1", 1, 1, 256),
+    Load("decode, batch 8", 8, 1, 256),
+    Load("decode, batch 32", 32, 1, 256),
+    Load("prefill of 512", 1, 512, 0),
+    Load("prefill of 512 after 512", 1, 512, 512),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of reading memory, and of products of the weights' kind and of the dtype, which attention multiplies in; a
+    multiplication and an addition are two operations."""
+
+    bytes_per_s: float
+    operations_per_s: float
+    dtype_operations_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Milliseconds of one operation over a whole step; floor_ms 0 where none is given."""
+
+    name: str
+    ms: float
+    floor_ms: float
+
+
+def best_of(call: Callable[[], object], rounds: int) -> float:
+    """Seconds of the fastest of several calls."""
+    best = math.inf
+    for _ in range(rounds):
+        began = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def measure_rates(native: NativeBackend, quantization: str, dtype: torch.dtype) -> Rates:
+    memory = torch.ones(2**28, dtype=torch.uint8)  # beyond any cache
+    reading = best_of(lambda: native.read(memory), 8)
+    plain = multiplication_rate(native, "none", dtype)
+    coded = plain if quantization == "none" else multiplication_rate(native, quantization, dtype)
+    return Rates(memory.numel() / reading, coded, plain)
+
+
+def multiplication_rate(native: NativeBackend, quantization: str, dtype: torch.dtype) -> float:
+    """Operations a second with a matrix that stays in the cache."""
+    dense, bits = torch.randn(CACHED_OUT, CACHED_IN), BITS[quantization]
+    weight = dense.to(dtype) if bits == 16 else quantise(dense, bits)
+    assert weight is not None  # whole groups
+    packed = Linear(weight, dtype=dtype).native
+    assert packed is not None  # the native backend is there
+    x = torch.randn(CACHED_ROWS, CACHED_IN).to(dtype)
+    seconds = best_of(lambda: native.linear(x, packed, "", False), 100)
+    if packed.coded:
+        seconds -= best_of(lambda: native.quantise(x, packed), 100)
+    return 2 * CACHED_ROWS * CACHED_OUT * CACHED_IN / seconds
+
+
+def run_load(model: Decoder, load: Load, rounds: int) -> tuple[float, dict[str, float]]:
+    """Seconds of an average step: the whole, and each operation."""
+    blocks = -(-(load.context + load.num_tokens) // BLOCK_SIZE)
+    runner = ModelRunner(model, KVCache(model.config, load.batch * blocks, BLOCK_SIZE, model.dtype))
+    tables = [tuple(range(i * blocks, (i + 1) * blocks)) for i in range(load.batch)]
+    random = torch.Generator().manual_seed(0)
+    for table in tables:
+        if load.context:
+            tokens = torch.randint(0, model.config.vocab_size, (load.context,), generator=random).tolist()
+            runner.forward([SequenceChunk(tokens, 0, table)])
+    new = torch.randint(0, model.config.vocab_size, (load.batch, load.num_tokens), generator=random).tolist()
+    chunks = [SequenceChunk(tokens, load.context, table) for tokens, table in zip(new, tables, strict=True)]
+    program = model.program
+    assert program is not None  # `measure` saw to it
+    for _ in range(2):
+        runner.forward(chunks)
+    program.time_operations()
+    seconds = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        runner.forward(chunks)
+        seconds.append(time.perf_counter() - began)
+    return sum(seconds) / rounds, {name: total / rounds for name, total in program.timings().items()}
+
+
+def floor_of(name: str, model: Decoder, load: Load, rates: Rates, quantization: str) -> float:
+    """Seconds below which an operation cannot go, for all layers of a step; 0 where that is not counted."""
+    config = model.config
+    if name == "attend":
+        keys = load.batch * (load.context + load.num_tokens)
+        num_bytes = keys * config.num_layers * config.num_kv_heads * 2 * config.head_dim * model.dtype.itemsize
+        pairs = load.batch * load.num_tokens * (load.context + (load.num_tokens + 1) / 2)
+        work = 4 * pairs * config.num_layers * config.num_heads * config.head_dim
+        return max(num_bytes / rates.bytes_per_s, work / rates.dtype_operations_per_s)
+    if not name.startswith("linear "):
+        return 0.0
+    out, inner = (int(size) for size in name.removeprefix("linear ").split("x"))
+    is_head = out == config.vocab_size
+    rows = load.batch if is_head else load.batch * load.num_tokens
+    layers = 1 if is_head else config.num_layers
+    bits = 8 if is_head and quantization == "int4" else BITS[quantization]
+    work = max(out * inner * bits / 8 / rates.bytes_per_s, 2 * rows * out * inner / rates.operations_per_s)
+    return work * layers
+
+
+def report(console: Console, load: Load, step_s: float, parts: Sequence[Part]) -> None:
+    whole, floor = sum(part.ms for part in parts), sum(part.floor_ms for part in parts)
+    table = Table(title=f"{load.name}: {step_s * 1e3:.2f} ms, {1 - whole / step_s / 1e3:.0%} outside of the kernels")
+    for column in ("operation", "ms", "of the step", "floor, ms", "times the floor"):
+        table.add_column(column, justify="left" if column == "operation" else "right")
+    for part in (*parts, Part("all", whole, floor)):
+        ratio = (f"{part.floor_ms:.2f}", f"{part.ms / part.floor_ms:.2f}") if part.floor_ms else ("", "")
+        table.add_row(part.name, f"{part.ms:.2f}", f"{part.ms / step_s / 1e3:.0%}", *ratio)
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default="smollm2-135m", help="built-in name, folder or GGUF file")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--quantization", default="none", choices=tuple(BITS))
+    parser.add_argument("--threads", type=int, default=0, help="0: one a core")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="file to write the results to")
+    options, console = parser.parse_args(arguments), open_console()
+    native = native_backend()
+    if native is None:
+        console.print("there is no C++ compiler, so there are no native kernels to measure")
+        return 2
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    files = resolve_model(options.model)
+    results = []
+    with torch.inference_mode():
+        model = load_model(files, dtype=options.dtype, quantization=options.quantization)
+        rates = measure_rates(native, options.quantization, model.dtype)
+        console.print(
+            f"{files.model_id}, {options.dtype}, {options.quantization}, {torch.get_num_threads()} threads: "
+            f"reads memory at {rates.bytes_per_s / 1e9:.1f} GB/s, "
+            f"multiplies at {rates.operations_per_s / 1e9:.0f} G operations/s"
+        )
+        for load in LOADS:
+            if load.context + load.num_tokens > model.config.max_model_len:
+                continue
+            step_s, timings = run_load(model, load, options.rounds)
+            parts = [
+                Part(name, seconds * 1e3, floor_of(name, model, load, rates, options.quantization) * 1e3)
+                for name, seconds in sorted(timings.items(), key=lambda item: -item[1])
+            ]
+            report(console, load, step_s, parts)
+            results.append({"load": asdict(load), "step_ms": step_s * 1e3, "parts": [asdict(part) for part in parts]})
+    if options.json:
+        about = conditions(PROGRAM, arguments, model=files.model_id, threads=torch.get_num_threads())
+        write_json(options.json, {"conditions": about, "rates": asdict(rates), "results": results})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diptych.benchmarks import cpu
+from diptych.common.model.tiny import make_tiny_model
+from diptych.kernels.native_backend import native_backend
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_every_operation_has_its_time(
+    tmp_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if native_backend() is None:
+        pytest.skip("no C++ compiler here")
+    monkeypatch.setattr(cpu, "LOADS", (cpu.Load("decode", 3, 1, 20), cpu.Load("prefill", 1, 24, 0)))
+    folder, out = make_tiny_model(tmp_path / "model"), tmp_path / "cpu.json"
+    arguments = ["--model", str(folder), "--rounds", "3", "--quantization", quantization, "--json", str(out)]
+    assert cpu.main([*arguments, "--dtype", "float32"]) == 0
+    result = json.loads(out.read_text())
+    assert min(result["rates"].values()) > 0
+    for load in result["results"]:
+        names = {part["name"].split()[0] for part in load["parts"]}
+        assert {"embed", "norm", "linear", "rotate", "attend", "select"} <= names
+        assert ("quantise" in names) == (quantization == "int8")
+        assert 0 < sum(part["ms"] for part in load["parts"]) <= load["step_ms"] * 1.5
+        assert all(part["floor_ms"] > 0 for part in load["parts"] if part["name"].startswith(("linear", "attend")))
+    assert "times the floor" in capsys.readouterr().out
