@@ -64,7 +64,7 @@ def test_the_wheel_holds_every_file(repository: Path, wheel: Path) -> None:
     expected = {
         "diptych/" + str(file.relative_to(repository))
         for folder in FOLDERS
-        for pattern in ("*.py", "py.typed", "static/*", "native/*")
+        for pattern in ("*.py", "py.typed", "static/*", "native/*", "data/*")
         for file in (repository / folder).rglob(pattern)
     }
     with zipfile.ZipFile(wheel) as archive:
