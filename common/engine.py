@@ -115,6 +115,11 @@ class Engine(ABC):
         """Whether `step` would compute something."""
 
     @property
+    def is_light(self) -> bool:
+        """Whether the next step waits for memory more than it computes, so that a core less hardly slows it down."""
+        return False
+
+    @property
     @abstractmethod
     def is_empty(self) -> bool:
         """Whether no request is known in any state."""
@@ -176,11 +181,11 @@ class Engine(ABC):
                 self.fail_step(error)
                 if self._failed_steps >= MAX_FAILED_STEPS:
                     raise
-        else:
-            self._cores.end()
-        if self._busy and not self.has_work and self.is_empty and now - self._worked_at >= IDLE_CHECK_S:
+        elif self._busy and self.is_empty and now - self._worked_at >= IDLE_CHECK_S:
             self._busy = False
             self.check_integrity()
+        if not self.has_work:
+            self._cores.end()  # before waiting for commands: the other pool may be about to begin
         self.num_steps += 1
         self.status = self.snapshot()
         self._flush()
@@ -189,6 +194,8 @@ class Engine(ABC):
         if self._set_threads is None:
             return
         num_threads = self._cores.begin()
+        if self.is_light:  # whoever passes its tokens on needs a core: a preempted thread keeps all others waiting
+            num_threads = max(1, num_threads - 1)
         if num_threads != self._num_threads:
             self._num_threads = num_threads
             self._set_threads(num_threads)

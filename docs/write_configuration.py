@@ -43,7 +43,8 @@ Service whose name begins with `diptych` would otherwise inject variables of tha
 
 `diptych serve` takes every setting of the router and of the workers but those it sets itself (worker sockets and
 addresses), and hands them on. `--prefill-NAME` and `--decode-NAME` set a worker's setting for one pool alone, such as
-`--decode-cores 1`. Unless told otherwise the workers of a machine share twice its cores as threads, evenly.
+`--decode-cores 1`. Unless told otherwise each worker may use every core, and those that compute at the same time share
+them.
 """
 
 
