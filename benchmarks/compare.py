@@ -239,7 +239,8 @@ def deliver(options: Namespace, shown: dict[str, Any], own: Sequence[str], conso
     if options.output:
         write_json(options.output, shown)
     if options.plot:
-        plot(options.plot, shown["rows"], own, f"{options.model}, medians of {options.repeats}, {os.cpu_count()} cores")
+        rounds = "one round" if options.repeats == 1 else f"medians of {options.repeats} rounds"
+        plot(options.plot, shown["rows"], own, f"{options.model}, {rounds}, {os.cpu_count()} cores")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

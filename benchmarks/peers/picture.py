@@ -16,7 +16,7 @@ from diptych.benchmarks.plot import save
 
 PANELS = ("output tok/s", "TTFT p50", "ITL p99")
 OWN_COLOURS = ("#2f6fb5", "#12365f", "#6ea3da", "#0b7a75")
-PEER_COLOURS = ("#c9652b", "#7a4fa3", "#2b8a5b", "#b8a02c", "#8c8c8c", "#b04a6a", "#5c4433")
+PEER_COLOURS = ("#c9652b", "#7a4fa3", "#2b8a5b", "#b8a02c", "#8c8c8c", "#b04a6a", "#5c4433", "#d9a6c9", "#1f1f1f")
 
 
 def print_rows(console: Console, rows: Sequence[dict[str, Any]]) -> None:
