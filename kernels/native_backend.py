@@ -245,7 +245,15 @@ class NativeBackend:
 def native_backend() -> NativeBackend | None:
     """None where the library cannot be built."""
     library = load_native()
-    return None if library is None else NativeBackend(library)
+    if library is None:
+        return None
+    native = NativeBackend(library)
+    log.info(
+        "this CPU multiplies %s and %s",
+        "pairs of bfloat16" if native.multiplies_bfloat16 else "no bfloat16 (oneDNN's products, float32 attention)",
+        "int8 by fours" if native.multiplies_int8 else "int8 one by one, which is slow",
+    )
+    return native
 
 
 def record(dtype: torch.dtype, forward: Callable[[Recorder], Tensor]) -> Program | None:
