@@ -7,6 +7,7 @@ import gc
 import math
 import secrets
 import signal
+import ssl
 import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, replace
@@ -57,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = open_console()
     try:
         with httpx.Client(
-            base_url=config.url, headers=auth_headers(config.api_key), timeout=10.0, trust_env=False
+            base_url=config.url,
+            headers=auth_headers(config.api_key),
+            timeout=10.0,
+            trust_env=False,
+            verify=ssl.create_default_context(),  # as the load itself: SSL_CERT_FILE names authorities of one's own
         ) as asking:
             server = ask_server(asking, config.model)
             token_ids = () if config.sends_text else ask_token_ids(asking, server.model, config.vocab_size)

@@ -15,12 +15,13 @@ from diptych.benchmarks.gpu_shape import SHAPES, GPUShape
 from diptych.benchmarks.gpu_timer import Timer
 from diptych.benchmarks.kv_wire import TIMEOUT_S, Peers
 from diptych.common.allocator import keep_large_buffers
+from diptych.common.kv_sender import KVSender
 from diptych.common.messages import KVDone, KVGrant, KVTarget
 from diptych.common.model.kv_cache import KVCache
 from diptych.common.model.staging import CopyStream, StagedIncoming, StagedOutgoing, block_bytes_of
+from diptych.common.outgoing_transfer import TransferEnded
 from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.landing import Landing
-from diptych.prefill_worker.kv_sender import KVSender, TransferEnded
 
 ROUNDS = 5
 RAW_WRITE_BYTES = 2**20

@@ -55,10 +55,13 @@ class HttpConnection(asyncio.Protocol):
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
-            return await self._done
-        finally:
-            if not self.reusable:
-                self.close()
+            status = await self._done
+        except BaseException:  # cancelled perhaps by the very bytes that complete the answer
+            self.close()
+            raise
+        if not self.reusable:
+            self.close()
+        return status
 
     def close(self) -> None:
         if self._transport is not None:

@@ -3,8 +3,8 @@
 Two processes. Every path moves the same number of bytes, the paths take turns, and medians are reported. The floors, in
 the same run: raw TCP with 128 KiB writes (what iperf3 does) and with 1 MiB writes, and a copy from memory to memory in
 one process. Then KVSender to KVReceiver, handshake and acknowledgement included: over one and several sockets, through
-shared memory, and both with the checksum switched off on both sides, which the workers never do. A ratio to a floor is
-the median of the rounds' ratios.
+shared memory, and both with the checksum switched off on both sides, which the workers never do; with --curve also
+encrypted over sockets. A ratio to a floor is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ from diptych.benchmarks.plot import save
 from diptych.benchmarks.report import open_console, write_json
 from diptych.common import kv_wire
 from diptych.common.allocator import keep_large_buffers
+from diptych.common.curve import Curve
+from diptych.common.gatekeeper import Gatekeeper
+from diptych.common.key_file import KeyPair
+from diptych.common.kv_sender import KVSender
 from diptych.common.messages import KVDone, KVGrant, KVMemory, KVTarget
+from diptych.common.outgoing_transfer import TransferEnded
 from diptych.common.shared_memory import SharedMemory
 from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.landing import Landing
-from diptych.prefill_worker.kv_sender import KVSender, TransferEnded
 
 PROGRAM = "python -m diptych.benchmarks.kv_wire"
 # 16 tokens of SmolLM2-135M in bfloat16: 30 layers x 3 KV heads x 16 slots x (K and V) x 64 values x 2 bytes
@@ -84,7 +88,7 @@ def serve_raw(pipe: Connection, shape: Shape) -> None:
     raw_tcp.serve(pipe, shape.num_bytes)
 
 
-def serve_blocks(pipe: Connection, shape: Shape, checksum: bool) -> None:
+def serve_blocks(pipe: Connection, shape: Shape, checksum: bool, pair: KeyPair | None = None) -> None:
     """Body of the process that receives KV: grants whatever is announced into the same blocks, as an engine would."""
     shape.pin(RECEIVE_CORE)
     keep_large_buffers()  # as a worker does
@@ -93,7 +97,10 @@ def serve_blocks(pipe: Connection, shape: Shape, checksum: bool) -> None:
     cache = np.ones((shape.num_blocks, shape.block_bytes), np.uint8)
     events: SimpleQueue[TransferOpened | TransferLanded | TransferFailed] = SimpleQueue()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shape.io_threads)
-    receiver = KVReceiver(context, "127.0.0.1", 0, lambda index: cache[index].data, events.put)
+    curve = Curve(pair) if pair else None
+    if curve is not None:
+        Gatekeeper(context, curve).start()
+    receiver = KVReceiver(context, "127.0.0.1", 0, lambda index: cache[index].data, events.put, curve=curve)
     receiver.start()
     pipe.send(receiver.address)
     while True:
@@ -121,6 +128,7 @@ class BlockPath:
         num_streams: int = 1,
         checksum: bool = True,
         memory: KVMemory | None = None,
+        pair: KeyPair | None = None,
     ) -> None:
         self._shape, self._checksum, self._count = shape, checksum, 0
         self._target = KVTarget("receiver", 1, address)
@@ -135,6 +143,7 @@ class BlockPath:
             lease_s=TIMEOUT_S,
             num_streams=num_streams,
             memory=memory,
+            curve=Curve(pair) if pair else None,
         )
         self._sender.start()
 
@@ -197,7 +206,15 @@ def copy_in_memory(source: NDArray[np.uint8], target: NDArray[np.uint8]) -> floa
     return time.perf_counter() - begin
 
 
-def measure(shape: Shape, repeats: int) -> dict[str, list[float]]:
+def curve_name(num_streams: int) -> str:
+    return f"{socket_name(num_streams)}, CURVE"
+
+
+def socket_name(num_streams: int) -> str:
+    return f"KV, {num_streams} socket{'s' * (num_streams > 1)}"
+
+
+def measure(shape: Shape, repeats: int, *, curve: bool = False) -> dict[str, list[float]]:
     """GB/s by path, one sample a repeat. A first round that warms buffers and connections up is not counted."""
     shape.pin(SEND_CORE)
     shared = SharedMemory(shape.num_bytes)
@@ -213,9 +230,12 @@ def measure(shape: Shape, repeats: int) -> dict[str, list[float]]:
         }
         paths[COPY] = lambda: copy_in_memory(cache, target)
         checked, unchecked = (peers.start(serve_blocks, shape, checksum) for checksum in (True, False))
-        blocks = {
-            f"KV, {n} socket{'s' * (n > 1)}": BlockPath(checked, shape, cache, num_streams=n) for n in NUM_STREAMS
-        }
+        blocks = {socket_name(n): BlockPath(checked, shape, cache, num_streams=n) for n in NUM_STREAMS}
+        if curve:
+            pair = KeyPair.generate()
+            secured = peers.start(serve_blocks, shape, True, pair)
+            for n in NUM_STREAMS:
+                blocks[curve_name(n)] = BlockPath(secured, shape, cache, num_streams=n, pair=pair)
         blocks["KV, shared memory"] = BlockPath(checked, shape, cache, memory=shared.offer)
         blocks["KV, 1 socket, no checksum"] = BlockPath(unchecked, shape, cache, checksum=False)
         blocks["KV, shared memory, no checksum"] = BlockPath(
@@ -231,6 +251,12 @@ def measure(shape: Shape, repeats: int) -> dict[str, list[float]]:
         for path in blocks.values():
             path.close()
     return rates
+
+
+def of_plain(rates: dict[str, list[float]], num_streams: int) -> float:
+    """Median over the rounds of the encrypted rate's ratio to the plain one."""
+    pairs = zip(rates[curve_name(num_streams)], rates[socket_name(num_streams)], strict=True)
+    return round(statistics.median(secured / plain for secured, plain in pairs), 3)
 
 
 def checksum_rate(shape: Shape, rounds: int = 3) -> float:
@@ -298,6 +324,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--mib", type=int, default=256, help="MiB to move each time")
     parser.add_argument("--repeats", type=int, default=9, help="counted rounds of all paths")
     parser.add_argument("--io-threads", type=int, default=1, help="ZeroMQ's threads in each process")
+    parser.add_argument("--curve", action="store_true", help="measure encrypted connections too")
     parser.add_argument("--pin", action="store_true", help="sender on core 0, receiver on core 1")
     parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     parser.add_argument("--plot", type=Path, help="draw the result into this PNG file")
@@ -309,15 +336,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     num_blocks = max(1, options.mib * 2**20 // options.block_bytes)
     shape = Shape(options.block_bytes, num_blocks, options.io_threads, options.pin)
-    rows = compare(measure(shape, options.repeats))
+    rates = measure(shape, options.repeats, curve=options.curve)
+    rows = compare(rates)
     hashing = round(checksum_rate(shape), 2)
     console = open_console()
     print_rows(console, rows, shape)
     console.print(f"the checksum alone: {hashing} GB/s on one core", highlight=False)
+    encrypted = {n: of_plain(rates, n) for n in NUM_STREAMS if options.curve}
+    for num_streams, share in encrypted.items():
+        console.print(f"{curve_name(num_streams)}: {share:.0%} of the rate without", highlight=False)
     if options.output:
         found = conditions(PROGRAM, argv, zmq=zmq.zmq_version(), pinned=options.pin, repeats=options.repeats)
         shown = {"block_bytes": shape.block_bytes, "num_bytes": shape.num_bytes, "checksum_gb_per_s": hashing}
-        write_json(options.output, {"conditions": found | shown, "rows": rows})
+        curve = {"curve_of_plain": encrypted} if encrypted else {}
+        write_json(options.output, {"conditions": found | shown, "rows": rows, **curve})
     if options.plot:
         plot(options.plot, rows, f"KV on one machine, blocks of {shape.block_bytes:,} bytes")
     return 0

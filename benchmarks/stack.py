@@ -9,32 +9,46 @@ The processes are the ones a cluster runs: `python -m diptych.prefill_worker`, `
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import httpx
 
+LOOPBACK = "127.0.0.1"
 STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.02
 NUM_LOG_LINES = 25
+PORTS = range(20_000, 30_000)
+"""Below those that Linux gives to outgoing connections, which may take one between its choice and its use."""
 
 
 class StackError(Exception):
     """A process of the stack died or was not ready in time. The message ends with the last lines of its log."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs: `prefix` starts a command there (`ip netns exec NAME`), `host` is its address there."""
+
+    prefix: tuple[str, ...] = ()
+    host: str = LOOPBACK
+
+
 class StackProcess:
-    """One process of a stack: its command, its log file and, for a worker, the addresses it bound."""
+    """One process of a stack: its command, its log file and the addresses it listens on."""
 
     def __init__(self, name: str, role: str, command: Sequence[str], log: Path, cores: Sequence[int] = ()) -> None:
         self.name, self.role, self.command, self.log, self.cores = name, role, list(command), log, tuple(cores)
@@ -67,7 +81,7 @@ class StackProcess:
 
     @property
     def http_url(self) -> str:
-        """Where a worker answers /metrics and /health."""
+        """Where the process answers /metrics and /health."""
         address = self.addresses["http"]
         return address if "://" in address else f"http://{address}"
 
@@ -131,10 +145,12 @@ class StackProcess:
 
 
 class Stack:
-    """`prefill` prefill workers, `decode` decode workers and one router; ready when the `with` block begins.
+    """`prefill` prefill workers, `decode` decode workers and `routers` routers; ready when the `with` block begins.
 
     `*_flags` are handed to the processes as they are; `worker_flags` goes to both kinds of worker. `*_cores` pin a
-    kind of worker to these cores. Logs go to `log_dir`, or to a temporary folder that ends with the stack.
+    kind of worker to these cores. `places` says by name ("router", "router-1", "decode-0") which processes run
+    elsewhere. `via` names the address under which routers reach a worker, when that is not its own. Logs go to
+    `log_dir`, or to a temporary folder that ends with the stack.
     """
 
     def __init__(
@@ -142,6 +158,7 @@ class Stack:
         prefill: int = 1,
         decode: int = 1,
         *,
+        routers: int = 1,
         model: str = "smollm2-135m",
         dtype: str = "float32",
         worker_flags: Sequence[str] = (),
@@ -150,6 +167,8 @@ class Stack:
         router_flags: Sequence[str] = (),
         prefill_cores: Sequence[int] = (),
         decode_cores: Sequence[int] = (),
+        places: Mapping[str, Place] | None = None,
+        via: Callable[[StackProcess], str] | None = None,
         env: dict[str, str] | None = None,
         log_dir: Path | None = None,
         ready_timeout_s: float = 120.0,
@@ -159,18 +178,28 @@ class Stack:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.model, self.ready_timeout_s = model, ready_timeout_s
         self._env = {**os.environ, **(env or {})}
+        self._places, self._via = places or {}, via or _own_address
         shared = ("--model", model, "--dtype", dtype, *worker_flags)
         self.processes = [
             *(self._worker("prefill", i, (*shared, *prefill_flags), prefill_cores) for i in range(prefill)),
             *(self._worker("decode", i, (*shared, *decode_flags), decode_cores) for i in range(decode)),
         ]
-        self.port = free_port()
-        flags = ("--model", model, "--port", str(self.port), *router_flags)
-        self.router = StackProcess("router", "router", _module("diptych.router", flags), self.log_dir / "router.log")
+        self.routers = [self._router(i, ("--model", model, *router_flags)) for i in range(routers)]
+        self.router = self.routers[0]
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """Of the first router."""
+        return self.router.http_url
+
+    @property
+    def port(self) -> int:
+        """Of the first router's HTTP."""
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def everything(self) -> list[StackProcess]:
+        return [*self.processes, *self.routers]
 
     def workers(self, role: str = "") -> list[StackProcess]:
         """The workers of one role ("prefill" or "decode"), or all of them."""
@@ -184,20 +213,21 @@ class Stack:
                 worker.start(env=self._env)
             for worker in self.processes:
                 worker.wait_for_addresses(deadline)
-            addresses = [
-                flag
-                for role in ("prefill", "decode")
-                if self.workers(role)
-                for flag in (f"--{role}", ",".join(worker.addresses["address"] for worker in self.workers(role)))
-            ]
-            self.router.start(*addresses, env=self._env)
+            for router in self.routers:
+                self._start_router(router)
             self.wait_ready(deadline)
         except BaseException:
             self.stop()
             raise
 
     def restart(self, worker: StackProcess, *, same_ports: bool = True) -> None:
-        """Start a dead worker again, on the ports it had (the router knows it by them) unless told otherwise."""
+        """Start a dead process again: a worker on the ports it had (routers know it by them) unless told otherwise.
+
+        Returns once it listens; raises StackError.
+        """
+        if worker.role == "router":
+            self._start_router(worker)
+            return
         flags: list[str] = []
         if same_ports:
             for flag, key in (("--port", "address"), ("--kv-port", "kv_address")):
@@ -207,16 +237,18 @@ class Stack:
         worker.wait_for_addresses(time.monotonic() + self.ready_timeout_s)
 
     def wait_ready(self, deadline: float) -> None:
-        """Wait until the router answers /ready with 200. Raises StackError at `deadline` (monotonic seconds)."""
-        with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as client:
-            while not self._answers_ready(client):
-                for process in (*self.processes, self.router):
-                    process.check(deadline, f"belongs to a stack that was not ready (router log: {self._router_log()})")
-                time.sleep(POLL_INTERVAL_S)
+        """Wait until every router answers /ready with 200. Raises StackError at `deadline` (monotonic seconds)."""
+        with httpx.Client(timeout=5.0, trust_env=False) as client:
+            for router in self.routers:
+                while not self._answers_ready(client, router):
+                    for process in self.everything:
+                        last = router.log_tail().rpartition("\n")[2]
+                        process.check(deadline, f"belongs to a stack that was not ready (router log: {last})")
+                    time.sleep(POLL_INTERVAL_S)
 
     def stop(self) -> None:
         """End every process within STOP_TIMEOUT_S, those that do not obey by force; temporary logs go with them."""
-        processes = (self.router, *self.processes)
+        processes = (*self.routers, *self.processes)
         for process in processes:
             process.terminate()
         deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -236,29 +268,49 @@ class Stack:
 
     def _worker(self, role: str, index: int, flags: Sequence[str], cores: Sequence[int]) -> StackProcess:
         name = f"{role}-{index}"
-        log = self.log_dir / f"{name}.log"
-        command = _module(
-            f"diptych.{role}_worker", ("--worker-id", name, "--address-file", str(log.with_suffix(".json")), *flags)
-        )
+        log, place = self.log_dir / f"{name}.log", self._places.get(name, Place())
+        own = ["--worker-id", name, "--address-file", str(log.with_suffix(".json"))]
+        if place.host != LOOPBACK:
+            own += ["--host", place.host, "--allow-remote"]
+        command = [*place.prefix, *_module(f"diptych.{role}_worker", (*own, *flags))]
         return StackProcess(name, role, command, log, cores)
 
-    def _router_log(self) -> str:
-        return self.router.log_tail().rpartition("\n")[2]
+    def _router(self, index: int, flags: Sequence[str]) -> StackProcess:
+        name = f"router-{index}" if index else "router"
+        place, port = self._places.get(name, Place()), free_port()
+        command = [*place.prefix, *_module("diptych.router", ("--host", place.host, "--port", str(port), *flags))]
+        router = StackProcess(name, "router", command, self.log_dir / f"{name}.log")
+        router.addresses = {"http": f"http://{place.host}:{port}"}
+        return router
+
+    def _start_router(self, router: StackProcess) -> None:
+        addresses = [
+            flag
+            for role in ("prefill", "decode")
+            if self.workers(role)
+            for flag in (f"--{role}", ",".join(self._via(worker) for worker in self.workers(role)))
+        ]
+        router.start(*addresses, env=self._env)
 
     @staticmethod
-    def _answers_ready(client: httpx.Client) -> bool:
+    def _answers_ready(client: httpx.Client, router: StackProcess) -> bool:
         try:
-            return client.get("/ready").status_code == httpx.codes.OK
+            return client.get(f"{router.http_url}/ready").status_code == httpx.codes.OK
         except httpx.TransportError:  # not listening yet
             return False
 
 
 def free_port() -> int:
-    """A TCP port of loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of loopback that was free a moment ago, and that no outgoing connection will be given."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise StackError(f"no port from {PORTS[0]} to {PORTS[-1]} is free")
+
+
+def _own_address(worker: StackProcess) -> str:
+    return worker.addresses["address"]
 
 
 def _module(name: str, flags: Sequence[str]) -> list[str]:

@@ -14,7 +14,10 @@ COMMANDS = {
     "prefill-worker": ("diptych.prefill_worker", "only a worker that computes prompts"),
     "decode-worker": ("diptych.decode_worker", "only a worker that generates tokens"),
     "bench": ("diptych.benchmarks.bench", "load any OpenAI-compatible server and measure it"),
+    "api-key": ("diptych.router.access.new_key", "draw an API key and print its entry for the router's key file"),
+    "keygen": ("diptych.common.keygen", "make a key pair that encrypts and authenticates what processes send"),
     "fetch": ("diptych.common.model.fetch", "download a built-in model into the cache"),
+    "size": ("diptych.router.sizing", "estimate how many workers a load needs"),
 }
 
 

@@ -26,6 +26,8 @@ GROUPS = (
     "Transfer",
     "Sockets",
     "Deadlines",
+    "Scaling",
+    "Kubernetes",
     "Everywhere",
 )
 

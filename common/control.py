@@ -17,6 +17,7 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
+from diptych.common.curve import AnySocket, Curve
 from diptych.common.drop_log import DropLog
 from diptych.common.errors import WireError
 from diptych.common.messages import (
@@ -25,6 +26,7 @@ from diptych.common.messages import (
     Message,
     RouterHeartbeat,
     RouterHello,
+    ToWorker,
     WorkerHeartbeat,
     WorkerHello,
     decode,
@@ -33,6 +35,13 @@ from diptych.common.messages import (
 
 log = logging.getLogger(__name__)
 CONTROL_HWM = 100_000
+HANDSHAKE_MS = 10_000
+"""What has not said who it is by then is cut off: the time that a connection which never will costs a descriptor."""
+BACKLOG = 1024
+MAX_ROUTERS = 1024
+"""More than any cluster has: names that a flood of greetings can make this worker remember."""
+CUT_BEATS = 2
+"""Heartbeats in a row without a connection after which a router is lost; it gave up what it had here at the cut."""
 BURST = 64
 """Messages handled in a row before heartbeats get a turn; a ready receive does not yield by itself."""
 
@@ -44,13 +53,15 @@ class RouterPeer:
     router_id: str
     epoch: int
     last_heard: float
+    num_cut: int = 0
+    """Heartbeats in a row that had no connection to leave by."""
 
 
 class ControlServer:
     """Owns the control socket. Everything here runs on one event loop except `send_threadsafe`.
 
     `on_message(router, message)` gets every request or abort, `on_router_lost(router)` the identity of a router that
-    was silent for `router_timeout_s` or came back as a new process.
+    was silent for `router_timeout_s`, whose connection broke, or that came back as a new process.
     """
 
     def __init__(
@@ -87,14 +98,16 @@ class ControlServer:
             tasks.create_task(self._receive())
             tasks.create_task(self._beat())
 
-    def send(self, router: bytes, message: Message) -> None:
-        """Queue a message for a router; one that is gone or does not read loses it, and is aborted by timeout."""
+    def send(self, router: bytes, message: Message) -> int:
+        """Queue a message for a router; one that is gone or does not read loses it. The errno of that, or 0."""
         future = self._socket.send_multipart([router, encode(message)], zmq.NOBLOCK)
         sent = cast("asyncio.Future[object]", future)
         # With NOBLOCK the future is done at once: a ROUTER refuses peers that are gone or past the high-water mark.
         if sent.done() and (error := sent.exception()) is not None:
             self.num_unsent += 1
             log.debug("message to router not sent: %s", error)
+            return error.errno or 0 if isinstance(error, zmq.ZMQError) else 0
+        return 0
 
     def send_threadsafe(self, messages: list[tuple[bytes, Message]]) -> None:
         """`send`, callable from the engine's thread; keeps order. Does nothing once the loop is closed."""
@@ -106,8 +119,9 @@ class ControlServer:
     def broadcast_heartbeat(self) -> None:
         """Tell every router how the worker is right now."""
         beat = self._heartbeat()
-        for router in self._routers:
-            self.send(router, beat)
+        for router, peer in self._routers.items():
+            is_cut = self.send(router, beat) == zmq.EHOSTUNREACH
+            peer.num_cut = peer.num_cut + 1 if is_cut else 0
 
     def broadcast_hello(self) -> None:
         """Tell every router anew who the worker is, once its model is loaded."""
@@ -142,6 +156,8 @@ class ControlServer:
             self._greet(router, peer, message, now)
         elif peer is None:
             raise WireError(f"{type(message).__name__} before RouterHello")
+        elif not isinstance(message, ToWorker):
+            raise WireError(f"a {type(message).__name__} is not for workers")
         else:
             peer.last_heard = now
             if not isinstance(message, RouterHeartbeat):
@@ -157,6 +173,8 @@ class ControlServer:
             )
             self.send(router, self._hello())
             return
+        if peer is None and len(self._routers) >= MAX_ROUTERS:
+            raise WireError(f"{len(self._routers)} routers are here already")
         if peer is not None and peer.epoch != message.epoch:
             self._on_router_lost(router)
         if peer is None:
@@ -164,6 +182,11 @@ class ControlServer:
         self._routers[router] = RouterPeer(message.router_id, message.epoch, now)
         self.send(router, self._hello())
         self.send(router, self._heartbeat())
+
+    def _lose(self, router: bytes, peer: RouterPeer, why: str) -> None:
+        log.warning("router %s is %s: its requests end", peer.router_id, why)
+        del self._routers[router]
+        self._on_router_lost(router)
 
     async def _beat(self) -> None:
         while True:
@@ -173,13 +196,15 @@ class ControlServer:
             deadline = now - self._router_timeout_s
             for router, peer in list(self._routers.items()):
                 if peer.last_heard < deadline:
-                    log.warning("router %s silent for %.1f s: its requests end", peer.router_id, self._router_timeout_s)
-                    del self._routers[router]
-                    self._on_router_lost(router)
+                    self._lose(router, peer, f"silent for {self._router_timeout_s:g} s")
+                elif peer.num_cut >= CUT_BEATS:
+                    self._lose(router, peer, "cut off")
             await asyncio.sleep(self._heartbeat_s)
 
 
-def bind_control(context: zmq.asyncio.Context, host: str, port: int) -> tuple[zmq.asyncio.Socket, str]:
+def bind_control(
+    context: zmq.asyncio.Context, host: str, port: int, curve: Curve | None = None
+) -> tuple[zmq.asyncio.Socket, str]:
     """A bound control socket and its address. Raises zmq.ZMQError when the port is taken."""
     socket = context.socket(zmq.ROUTER)
     socket.set(zmq.LINGER, 0)
@@ -188,11 +213,15 @@ def bind_control(context: zmq.asyncio.Context, host: str, port: int) -> tuple[zm
     socket.set(zmq.MAXMSGSIZE, 32 * 1024 * 1024)
     socket.set(zmq.ROUTER_HANDOVER, 1)
     socket.set(zmq.ROUTER_MANDATORY, 1)
-    return socket, bind(socket, host, port)
+    return socket, bind(socket, host, port, curve)
 
 
-def bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, host: str, port: int) -> str:
-    """Bind to host:port (0 picks a free one) and return the full address."""
+def bind(socket: AnySocket, host: str, port: int, curve: Curve | None = None) -> str:
+    """Bind to host:port (0 picks a free one) and return the full address. With `curve`, only trusted keys come in."""
+    if curve is not None:
+        curve.serve(socket)
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.set(zmq.BACKLOG, BACKLOG)
     name = f"[{host}]" if ":" in host else host
     if ":" in host:
         socket.set(zmq.IPV6, 1)

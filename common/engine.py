@@ -10,13 +10,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from diptych.common.block_pool import BlockCounts
 from diptych.common.core_share import CoreShare
 from diptych.common.errors import BlockError
 from diptych.common.messages import Message
+from diptych.common.step_times import StepTimes
 
 log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.05
@@ -55,6 +56,8 @@ class EngineStatus:
     tokens_per_s: float = 0.0
     step_time_s: float = 0.0
     num_dropped_frames: int = 0
+    num_refused_connections: int = 0
+    full_tokens_per_s: float = 0.0
 
 
 class Engine(ABC):
@@ -69,6 +72,9 @@ class Engine(ABC):
         self._busy = False
         self._worked_at = 0.0
         self.num_steps = 0
+        self.step_times = StepTimes()
+        self._planned: tuple[int, float] | None = None
+        self._watch = (time.monotonic(), self.step_times.idle_limit_s)
         self.status = EngineStatus()
         self.failure: BaseException | None = None
         self._cores = CoreShare("", 0)
@@ -105,9 +111,24 @@ class Engine(ABC):
     def alive(self) -> bool:
         return self._thread.is_alive() and self.failure is None
 
+    @property
+    def turn_limit_s(self) -> float:
+        """How long the present turn of the loop may take, from its begin, before it must be stuck."""
+        return self._watch[1]
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether the loop has not come round for longer than its turn may take. Callable from any thread."""
+        began, limit_s = self._watch
+        return now - began > limit_s
+
     def emit(self, router: bytes, message: Message) -> None:
         """Queue a message for a router; all of a turn leave together."""
         self._outbox.append((router, message))
+
+    def planned(self, num_tokens: int, work: float) -> None:
+        """Called by `step` once it knows what it computes: `num_tokens`, weighed by their context (`work_of`)."""
+        self._planned = (num_tokens, work)
+        self._watch = (time.monotonic(), self.step_times.limit_s(work))
 
     @property
     @abstractmethod
@@ -164,6 +185,7 @@ class Engine(ABC):
             self.close()
 
     def _turn(self) -> None:
+        self._watch = (time.monotonic(), self.step_times.idle_limit_s)
         self._take_commands()
         now = time.monotonic()
         self.expire(now)
@@ -171,7 +193,7 @@ class Engine(ABC):
             self._busy, self._worked_at = True, now
             self._take_cores()
             try:
-                self.step(now)
+                self._step(now)
                 self._failed_steps = 0
             except BlockError:
                 raise  # ownership is broken: going on could mix up requests
@@ -187,8 +209,17 @@ class Engine(ABC):
         if not self.has_work:
             self._cores.end()  # before waiting for commands: the other pool may be about to begin
         self.num_steps += 1
-        self.status = self.snapshot()
+        self._publish()
         self._flush()
+
+    def _step(self, now: float) -> None:
+        self._planned = None
+        self.step(now)
+        if self._planned is not None:
+            self.step_times.add(*self._planned, time.monotonic() - now)
+
+    def _publish(self) -> None:
+        self.status = replace(self.snapshot(), full_tokens_per_s=self.step_times.full_tokens_per_s)
 
     def _take_cores(self) -> None:
         if self._set_threads is None:
@@ -211,6 +242,7 @@ class Engine(ABC):
             if command is not None:
                 self._busy, self._worked_at = True, time.monotonic()
                 self.apply(command)
+        self._publish()  # before a step that may take long: whoever asked for it must not seem to be forgotten
         self._flush()
 
     def _flush(self) -> None:

@@ -7,7 +7,8 @@ DiptychError
 ├── BlockError           a block was used against its ownership: a bug, never user input
 └── RequestError         a request cannot be served; carries the HTTP status and the OpenAI error type
     ├── InvalidRequest       400  the request itself is wrong: never retried
-    │   └── ContextLengthExceeded
+    │   ├── ContextLengthExceeded
+    │   └── FatalRequest          every worker that took it died: a 5xx would have clients send it again
     ├── ModelNotFound        404
     ├── Overloaded           429  Retry-After is set
     ├── Unavailable          503  no worker, draining, or a queue bound was hit; Retry-After is set
@@ -69,6 +70,10 @@ class InvalidRequest(RequestError):
 
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class FatalRequest(InvalidRequest):
+    code = "request_ends_workers"
 
 
 class ModelNotFound(RequestError):

@@ -32,8 +32,8 @@ def blocks_per_message(block_bytes: int) -> int:
     return max(1, min(MAX_BLOCKS_PER_FRAME, FRAME_TARGET_BYTES // max(1, block_bytes)))
 
 
-def dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """A connected DEALER for KV: bounded queue, dies without lingering."""
+def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """A DEALER for KV, not connected yet: bounded queue, dies without lingering."""
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.SNDHWM, SEND_HWM)
@@ -42,7 +42,6 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[
     socket.set(zmq.SNDBUF, 4 * 1024 * 1024)
     socket.set(zmq.RECONNECT_IVL, 50)
     socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-    socket.connect(address)
     return socket
 
 
@@ -67,11 +66,12 @@ def try_send_blocks(
     first_block: int,
     blocks: Sequence[memoryview],
     sources: Sequence[int] = (),
+    token: int = 0,
 ) -> bool:
     """Ship `blocks` as one message without copying them; False when the socket's queue is full.
 
-    With `sources`, their numbers in shared memory, only these travel. ZeroMQ accepts or refuses a multipart message at
-    its first part, so a message is never half queued.
+    `token` is the grant's. With `sources`, their numbers in shared memory, only these travel. ZeroMQ accepts or refuses
+    a multipart message at its first part, so a message is never half queued.
     """
     if not events(socket) & zmq.POLLOUT:
         return False
@@ -81,6 +81,7 @@ def try_send_blocks(
         first_block=first_block,
         checksums=tuple(checksum(block) for block in blocks),
         sources=tuple(sources),
+        token=token,
     )
     if sources:
         return try_send(socket, header)

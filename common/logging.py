@@ -18,6 +18,9 @@ from typing import TextIO
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
+# What others sent may be part of a message: it must not look like a line of its own, or speak to a terminal.
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+
 
 def fields_in(record: logging.LogRecord) -> dict[str, object]:
     """What the caller passed in `extra`, in its order."""
@@ -44,6 +47,7 @@ class LineFormatter(logging.Formatter):
         fields = " ".join(f"{name}={_text_of(value)}" for name, value in fields_in(record).items())
         if fields:
             line += f"  {fields}"
+        line = line.translate(_CONTROL)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

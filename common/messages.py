@@ -1,7 +1,8 @@
 """Every message that crosses a process border, grouped by who receives it, in one closed union.
 
-On the wire a message is one msgpack array `[tag, field, ...]`. `encode` and `decode` are the only pair; `decode`
-bounds sizes while unpacking and validates every field's type and range, and raises `WireError` for all else.
+On the wire a message is one msgpack array `[tag, field, ...]` and the xxh3-64 of it. `encode` and `decode` are the only
+pair; `decode` checks that nothing changed on the way, bounds sizes while unpacking, validates every field's type and
+range, and raises `WireError` for all else.
 Each message that moves memory says who owns the blocks before and after it.
 """
 
@@ -13,15 +14,20 @@ from typing import Annotated
 
 import msgpack
 import msgspec
+import xxhash
 from msgspec import Meta
 
 from diptych.common.errors import WireError
 from diptych.common.sampling_params import SamplingParams, TokenLogprobs
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_BLOCKS_PER_FRAME = 256
+MAX_TOKENS = MAX_MESSAGE_BYTES // 4
+MAX_OUTPUTS = 16_384
+"""More than any batch has sequences."""
 NONCE_BYTES = 16
+CHECKSUM_BYTES = 8
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -29,8 +35,10 @@ Count = Annotated[int, Meta(ge=0, le=2**62)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 """A duration or the reading of a monotonic clock; infinity and NaN would spread through all that is added to them."""
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
-Reason = Annotated[str, Meta(pattern=r"^(|stop|length|abort)\Z")]
-TokenBytes = Annotated[bytes, Meta(max_length=4 * 4 * 1024 * 1024)]
+Reason = Annotated[str, Meta(pattern=r"^(|stop|length|abort|moved)\Z")]
+TokenBytes = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
+Address = Annotated[str, Meta(max_length=256, pattern=r"^tcp://\S+\Z")]
+"""Never `inproc` or `ipc`: a router must not have a worker connect to itself, or to a file."""
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -71,7 +79,7 @@ class KVTarget(msgspec.Struct, frozen=True, array_like=True):
 
     worker_id: Name
     epoch: Count
-    address: Name
+    address: Address
 
 
 class PrefillRequest(Message, frozen=True, tag=3):
@@ -95,7 +103,9 @@ class PrefillRequest(Message, frozen=True, tag=3):
 class DecodeRequest(Message, frozen=True, tag=4):
     """Reserve for, and then decode, this prompt. Blocks are allocated at `KVOpen`, owned by the request from then on.
 
-    `prefill_worker` names the worker whose KV to expect; empty means: prefill locally.
+    `prefill_worker` names the worker whose KV to expect; empty means: prefill locally. In a hand-over that is another
+    decode worker, which goes on decoding meanwhile: `num_reserved_tokens` is how far it may get beyond this prompt, and
+    blocks are allocated for these too until it is done.
     """
 
     request_id: Name
@@ -107,6 +117,7 @@ class DecodeRequest(Message, frozen=True, tag=4):
     cache_salt: Text = ""
     deadline_s: Seconds = 600.0
     traceparent: Text = ""
+    num_reserved_tokens: Count = 0
 
 
 class AbortRequest(Message, frozen=True, tag=5):
@@ -120,6 +131,23 @@ class ResetPrefixCache(Message, frozen=True, tag=6):
     """Forget all cached (unowned) blocks."""
 
     request_id: Name
+
+
+class HandOver(Message, frozen=True, tag=7):
+    """Copy the KV of this running sequence to decode worker `target` while decoding it, then leave it to that one.
+
+    The worker owns its blocks until `KVAck`. `attempt` is the one it decodes under, `new_attempt` that of the
+    `DecodeRequest` at the target, whose prompt ends with the first `num_output_tokens` output tokens and has room for
+    `num_reserved_tokens` more. The worker ends its own attempt with the reason "moved", or fails `new_attempt` and goes
+    on with its own.
+    """
+
+    request_id: Name
+    attempt: Count
+    new_attempt: Count
+    target: KVTarget
+    num_output_tokens: Count
+    num_reserved_tokens: Count
 
 
 # ---------------------------------------------------------------- worker -> router
@@ -145,7 +173,11 @@ class WorkerHello(Message, frozen=True, tag=20):
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):
-    """Load and life of one worker, a few times a second. `step` grows while the engine loop turns."""
+    """Load and life of one worker, a few times a second. `step` grows while the engine loop turns, busy or not.
+
+    `turn_limit_s` is how long the present turn of that loop may take before it must be stuck. `full_tokens_per_s` is
+    the rate of full steps, 0 while none was seen; `tokens_per_s` that of recent steps, whatever was in them.
+    """
 
     worker_id: Name
     epoch: Count
@@ -161,6 +193,8 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     num_owned_blocks: Count
     tokens_per_s: Finite = 0.0
     step_time_s: Finite = 0.0
+    full_tokens_per_s: Finite = 0.0
+    turn_limit_s: Seconds = 60.0
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True):
@@ -180,16 +214,17 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
 
     The first delta a decode worker sends starts at 0 again (it repeats the prefill worker's first token), so that the
     router has every token whichever message arrives first; the router drops what it already has.
-    `finish_reason` is "", "stop", "length" or "abort". `logprobs` is empty or as long as `token_ids`.
+    `finish_reason` is "", "stop", "length", "abort", or "moved" when the sequence goes on at the target of a hand-over.
+    `logprobs` is empty or as long as `token_ids`.
     """
 
     request_id: Name
     attempt: Count
     index: Count
-    token_ids: tuple[int, ...]
+    token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_TOKENS)]
     finish_reason: Reason = ""
     num_cached_tokens: Count = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_TOKENS)] = ()
     timeline: Timeline | None = None
 
 
@@ -198,13 +233,13 @@ class TokenOutput(Message, frozen=True, tag=22):
 
     worker_id: Name
     epoch: Count
-    outputs: tuple[TokenDelta, ...]
+    outputs: Annotated[tuple[TokenDelta, ...], Meta(max_length=MAX_OUTPUTS)]
 
 
 class RequestFailed(Message, frozen=True, tag=23):
     """The worker gave this request up and owns nothing of it any more. `retryable`: another worker may succeed.
 
-    `phase` is one of queue, grant, prefill, transfer, decode.
+    `phase` is one of queue, grant, prefill, transfer, decode, handover.
     """
 
     worker_id: Name
@@ -215,7 +250,8 @@ class RequestFailed(Message, frozen=True, tag=23):
     retryable: bool
 
 
-# ---------------------------------------------------------------- prefill worker -> decode worker
+# ---------------------------------------------------------------- prefill worker (P) -> decode worker (D)
+# In a hand-over P is a decode worker too.
 
 
 class KVMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -253,7 +289,7 @@ class KVBlocks(Message, frozen=True, tag=41):
 
     Blocks `first_block .. first_block + len(checksums) - 1` of the prompt; each checksum is xxh3-64 of one frame.
     Each side goes on owning its own copy. With `sources`, one for each checksum, no frames follow: they are the numbers
-    of P's blocks in the shared memory, which P holds until `KVAck`.
+    of P's blocks in the shared memory, which P holds until `KVAck`. `token` is the grant's.
     """
 
     request_id: Name
@@ -261,12 +297,17 @@ class KVBlocks(Message, frozen=True, tag=41):
     first_block: Count
     checksums: Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_BLOCKS_PER_FRAME)]
     sources: Annotated[tuple[Count, ...], Meta(max_length=MAX_BLOCKS_PER_FRAME)] = ()
+    token: Count = 0
 
 
 class KVDone(Message, frozen=True, tag=42):
     """All granted blocks were sent and the first token is sampled. P still holds its blocks, until `KVAck`.
 
-    `computed_at` is when the prompt was computed, by P's clock: `KVOpen.sent_at` tells D how the clocks differ.
+    `computed_at` is when the prompt was computed, by P's clock: `KVOpen.sent_at` tells D how the clocks differ. `token`
+    is the grant's.
+
+    In a hand-over `num_blocks` says how many of the announced blocks there are in the end, and `more_tokens` are the
+    tokens behind `first_token`, each with its logprobs if the request wants any: the KV of all but the last was sent.
     """
 
     request_id: Name
@@ -276,26 +317,35 @@ class KVDone(Message, frozen=True, tag=42):
     num_cached_tokens: Count = 0
     prefill_s: Finite = 0.0
     computed_at: Seconds = 0.0
+    num_blocks: Count = 0
+    more_tokens: TokenBytes = b""
+    more_logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_TOKENS)] = ()
+    token: Count = 0
 
 
 # ---------------------------------------------------------------- decode worker -> prefill worker
 
 
 class KVGrant(Message, frozen=True, tag=43):
-    """D owns blocks for the whole prompt and holds blocks before `first_block` already: ship from there on.
+    """D owns blocks for all that was announced and holds blocks before `first_block` already: ship from there on.
 
     `first_block` equal to the prompt's number of blocks means that nothing needs shipping. `shared`: D can read the
-    memory that P offered, so names of blocks do instead of frames.
+    memory that P offered, so names of blocks do instead of frames. `token` is a secret of this grant: who repeats it in
+    `KVBlocks` and `KVDone`, over whatever connection, is the one that D granted.
     """
 
     request_id: Name
     attempt: Count
     first_block: Count
     shared: bool = False
+    token: Count = 0
 
 
 class KVWait(Message, frozen=True, tag=44):
-    """D has no room yet but knows the request: P's lease is renewed. D owns nothing yet."""
+    """D knows the request, but has no room for it yet, and owns nothing: P's lease is renewed.
+
+    In a hand-over D also answers so to a repeated `KVOpen`: the blocks that were sent before it are here.
+    """
 
     request_id: Name
     attempt: Count
@@ -316,26 +366,40 @@ class KVFailed(Message, frozen=True, tag=46):
     reason: Text
 
 
-ToWorker = RouterHello | RouterHeartbeat | PrefillRequest | DecodeRequest | AbortRequest | ResetPrefixCache
+ToWorker = RouterHello | RouterHeartbeat | PrefillRequest | DecodeRequest | AbortRequest | ResetPrefixCache | HandOver
 ToRouter = WorkerHello | WorkerHeartbeat | TokenOutput | RequestFailed
 ToDecode = KVOpen | KVBlocks | KVDone | KVFailed
 ToPrefill = KVGrant | KVWait | KVAck | KVFailed
 AnyMessage = ToWorker | ToRouter | ToDecode | ToPrefill
 
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
 
 def encode(message: Message) -> bytes:
     """One message as bytes."""
     packed: bytes = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)))
-    return packed
+    return seal(packed)
+
+
+def seal(packed: bytes) -> bytes:
+    """`packed` and its checksum. A flipped bit would else be another token, another request or another worker."""
+    return packed + xxhash.xxh3_64_digest(packed)
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
     """The message in `data`. Raises WireError for anything that is not exactly one valid message."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"message of {len(data)} bytes exceeds the bound of {MAX_MESSAGE_BYTES}")
+    packed = memoryview(data)[:-CHECKSUM_BYTES]
+    if xxhash.xxh3_64_digest(packed) != data[-CHECKSUM_BYTES:]:
+        raise WireError(f"not a message: its checksum does not match its {len(data)} bytes")
+    return unpack(packed)
+
+
+def unpack(packed: bytes | memoryview) -> AnyMessage:
+    """The message that `seal` was given. Raises WireError as `decode` does."""
     try:
-        # msgpack bounds what is unpacked by the size of `data`; no message has maps or extension types.
-        raw = msgpack.unpackb(data, max_map_len=0, max_ext_len=0)
-        return msgspec.convert(raw, AnyMessage)  # type: ignore[no-any-return]
-    except (msgspec.MsgspecError, msgpack.UnpackException, ValueError, TypeError, RecursionError) as error:
+        # Types and lengths are checked while unpacking: nothing is built that no message could hold.
+        return _decoder.decode(packed)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError(f"not a message: {error}") from error

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from diptych.common.engine import EngineStatus
+from diptych.common.process_metrics import register_process
+from diptych.common.recent_quantile import RecentQuantile
+from diptych.common.scaling import active_requests, backlog_s, pressure
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8),
@@ -19,11 +23,38 @@ SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.0
 RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 5e10)
 
 
-class _StatusCollector(Collector):
-    """Gauges read from the engine's last snapshot at scrape time."""
+class StepSeconds:
+    """The histogram of step durations, which also knows those of the last minute."""
 
-    def __init__(self, status: Callable[[], EngineStatus], labels: dict[str, str]) -> None:
+    def __init__(self, histogram: Histogram, clock: Callable[[], float] = time.monotonic) -> None:
+        self._histogram, self._clock, self._recent = histogram, clock, RecentQuantile()
+
+    def observe(self, step_s: float) -> None:
+        self._histogram.observe(step_s)
+        self._recent.observe(step_s, self._clock())
+
+    @property
+    def p95(self) -> float:
+        """Seconds that 95 % of the last minute's steps took at most, 0 without any.
+
+        Each step gives every running sequence a token: it is the time of a token, too.
+        """
+        return self._recent.quantile(0.95, self._clock())
+
+
+class _StatusCollector(Collector):
+    """Gauges read from the engine's last snapshot at scrape time, and those that autoscalers make of them."""
+
+    def __init__(
+        self,
+        status: Callable[[], EngineStatus],
+        labels: dict[str, str],
+        role: str,
+        tpot_s: Callable[[], float],
+        slo_tpot_s: float,
+    ) -> None:
         self._status, self._labels = status, labels
+        self._role, self._tpot_s, self._slo_tpot_s = role, tpot_s, slo_tpot_s
 
     def collect(self) -> Iterable[Metric]:
         status = self._status()
@@ -38,15 +69,32 @@ class _StatusCollector(Collector):
             self._gauge("diptych_tokens_per_second", "Recent rate of computed tokens", status.tokens_per_s),
             self._gauge("diptych_step_seconds", "Recent duration of an engine step", status.step_time_s),
         )
+        yield from self._scaling(status, usage)
         family = GaugeMetricFamily("diptych_kv_blocks", "KV blocks by state", labels=[*self._labels, "state"])
         for state, count in (("free", blocks.free), ("cached", blocks.cached), ("owned", blocks.owned)):
             family.add_metric([*self._labels.values(), state], count)
         yield family
-        dropped = CounterMetricFamily(
-            "diptych_frames_dropped", "KV frames that were not valid, or came too late", labels=list(self._labels)
+        yield self._total(
+            "diptych_frames_dropped", "Frames that were not valid, or came too late", status.num_dropped_frames
         )
-        dropped.add_metric(list(self._labels.values()), status.num_dropped_frames)
-        yield dropped
+        yield self._total(
+            "diptych_connections_refused", "Connections with a key not authorised", status.num_refused_connections
+        )
+
+    def _scaling(self, status: EngineStatus, usage: float) -> Iterator[Metric]:
+        active = active_requests(status)
+        yield self._gauge("diptych_active_requests", "Requests that would be cut if this worker ended now", active)
+        if self._role == "prefill":
+            waiting_s = backlog_s(status.num_waiting_tokens, status.full_tokens_per_s)
+            yield self._gauge("diptych_prefill_backlog_seconds", "Seconds of prompts that wait here", waiting_s)
+        elif self._role == "decode":
+            full = pressure(usage, self._tpot_s(), self._slo_tpot_s)
+            yield self._gauge("diptych_decode_pressure", "How full this worker is, 1 at its limit", full)
+
+    def _total(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=list(self._labels))
@@ -57,10 +105,20 @@ class _StatusCollector(Collector):
 class WorkerMetrics:
     """Counters and histograms an engine writes; `registry` is what `/metrics` shows."""
 
-    def __init__(self, model_name: str, worker_id: str, status: Callable[[], EngineStatus]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        worker_id: str,
+        status: Callable[[], EngineStatus],
+        *,
+        role: str = "",
+        slo_tpot_s: float = 0.0,
+    ) -> None:
+        """`slo_tpot_s` is what a token after the first may take; 0: there is no such goal."""
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": worker_id}
-        self.registry.register(_StatusCollector(status, self._labels))
+        self.registry.register(_StatusCollector(status, self._labels, role, lambda: self.step_seconds.p95, slo_tpot_s))
+        register_process(self.registry, self._labels)
         histogram, counter = self._histogram, self._counter
         self.queue_seconds = histogram("vllm:request_queue_time_seconds", "From acceptance to the first computed token")
         self.prefill_seconds = histogram("vllm:request_prefill_time_seconds", "From admission to the first token")
@@ -83,7 +141,9 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self.steps = counter("diptych_engine_steps", "Computed engine steps")
-        self.step_seconds = histogram("diptych_engine_step_seconds", "Duration of an engine step", SHORT_SECONDS)
+        self.step_seconds = StepSeconds(
+            histogram("diptych_engine_step_seconds", "Duration of an engine step", SHORT_SECONDS)
+        )
         self.grant_wait_seconds = histogram("diptych_kv_grant_wait_seconds", "From KVOpen to KVGrant", SHORT_SECONDS)
         self.transfer_seconds = histogram(
             "diptych_kv_transfer_seconds", "From KVGrant to the last block", SHORT_SECONDS
@@ -100,6 +160,11 @@ class WorkerMetrics:
             "Prompts whose KV was handed over, by transport: shm or tcp",
             [*self._labels, "transport"],
             registry=self.registry,
+        )
+        self.handover_pause_seconds = histogram(
+            "diptych_handover_pause_seconds",
+            "From a stream's last token here to its safe arrival on another worker",
+            SHORT_SECONDS,
         )
         self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
 

@@ -9,7 +9,9 @@ from msgspec import Meta
 
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_TOP_LOGPROBS = 20
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+Logprob = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -32,7 +34,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
     logit_bias: Annotated[tuple[tuple[int, Bias], ...], Meta(max_length=MAX_LOGIT_BIAS)] = ()
-    logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1
+    logprobs: Annotated[int, Meta(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
 
@@ -44,8 +46,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of one sampled position: the token's own, and (token id, logprob) alternatives, best first."""
 
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    logprob: Logprob
+    top: Annotated[tuple[tuple[int, Logprob], ...], Meta(max_length=MAX_TOP_LOGPROBS)] = ()
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,10 @@ import ipaddress
 from dataclasses import dataclass
 from typing import ClassVar
 
+from diptych.common.access_settings import AccessSettings
+from diptych.common.cluster_settings import DiscoverySettings, PodSettings
 from diptych.common.config_field import Config, setting
+from diptych.common.curve_settings import CurveSettings
 from diptych.common.errors import ConfigError
 
 _ADDRESS = r"(tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}|ipc://.+)"
@@ -37,7 +40,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class CommonConfig(Config):
+class CommonConfig(CurveSettings):
     """What every process takes."""
 
     config: str = setting(
@@ -69,7 +72,7 @@ class CommonConfig(Config):
 
 
 @dataclass(frozen=True)
-class RouterConfig(CommonConfig):
+class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings):
     """The router: HTTP in front, workers behind. It holds the tokeniser, never the weights."""
 
     section: ClassVar[str] = "router"
@@ -129,25 +132,59 @@ class RouterConfig(CommonConfig):
         le=1_000_000_000,
     )
     max_retries: int = setting(
-        3, "how often a request moves to another worker before it fails", group="Workers", ge=0, le=100
+        3,
+        "how often a request may move to another worker without getting any further before it fails",
+        group="Workers",
+        ge=0,
+        le=100,
     )
     max_inflight: int = setting(
         1024, "requests served at once; more get 503 with Retry-After", group="Workers", ge=1, le=1_000_000
     )
     worker_timeout_s: float = setting(
-        2.0, "seconds without a sign of life after which a worker counts as dead", group="Deadlines", ge=0.05, le=600
+        1.0, "seconds without a sign of life after which a worker counts as dead", group="Deadlines", ge=0.05, le=600
     )
     queue_timeout_s: float = setting(
-        30.0, "seconds a request may wait for its first token's worker before 504", group="Deadlines", ge=0.05, le=86400
+        30.0,
+        "seconds a request may wait for a worker, its stream begun or not, before 503",
+        group="Deadlines",
+        ge=0.05,
+        le=86400,
+    )
+    prefill_timeout_s: float = setting(
+        120.0,
+        "seconds from a request's arrival on its workers to its first token, after which it moves to others",
+        group="Deadlines",
+        ge=0.05,
+        le=86400,
+    )
+    token_timeout_s: float = setting(
+        60.0,
+        "seconds between two tokens, a transfer included, after which a request moves to other workers",
+        group="Deadlines",
+        ge=0.05,
+        le=86400,
+    )
+    max_wait_s: float = setting(
+        10.0,
+        "seconds that a new request may be bound to wait behind others; one that would wait longer gets 429 at once",
+        group="Deadlines",
+        ge=0.05,
+        le=86400,
     )
     drain_timeout_s: float = setting(
-        3.0, "seconds that running answers get to finish after SIGTERM", group="Deadlines", ge=0, le=86400
+        30.0,
+        "seconds that running answers get to finish after SIGTERM; at most 3 under `diptych serve`",
+        group="Deadlines",
+        ge=0,
+        le=86400,
     )
     request_timeout_s: float = setting(
         600.0, "seconds a whole request may take before 504", group="Deadlines", ge=0.05, le=86400
     )
 
     def check(self) -> None:
+        self.check_curve()
         if self.worker_timeout_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 "worker_timeout_s", self.worker_timeout_s, f"at least two heartbeats (2 x {self.heartbeat_s:g})"
@@ -158,14 +195,19 @@ class RouterConfig(CommonConfig):
                 raise ConfigError(
                     "decode" if address in self.decode else "prefill", address, "each worker address once"
                 )
+        self.check_discovery(addresses)
+        self.check_access()
 
     def check_start(self) -> None:
-        if not self.decode:
+        self.check_curve_start()
+        if self.discovery != "static":
+            self.check_discovery_start()
+        elif not self.decode:
             raise ConfigError("decode", self.decode, "at least one address such as tcp://127.0.0.1:7002")
 
 
 @dataclass(frozen=True)
-class WorkerConfig(CommonConfig):
+class WorkerConfig(CommonConfig, PodSettings):
     """What both kinds of worker take."""
 
     host: str = setting(
@@ -191,7 +233,7 @@ class WorkerConfig(CommonConfig):
     )
     allow_remote: bool = setting(
         False,
-        "let the sockets listen beyond this machine; they are neither encrypted nor authenticated",
+        "let the sockets listen beyond this machine without --curve-key, neither encrypted nor authenticated",
         group="Sockets",
     )
     address_file: str = setting(
@@ -280,14 +322,29 @@ class WorkerConfig(CommonConfig):
         ge=0.05,
         le=600,
     )
+    stall_timeout_s: float = setting(
+        0.0,
+        "seconds without progress after which the engine counts as stuck; 0: twenty times what steps of the same size "
+        "took, from 3 (20 on a GPU) to 60",
+        group="Deadlines",
+        ge=0,
+        le=3600,
+    )
 
     drain_timeout_s: float = setting(
-        2.0, "seconds that running requests get to finish after SIGTERM", group="Deadlines", ge=0, le=86400
+        30.0,
+        "seconds that running requests get to finish, or to move to another worker, after SIGTERM; at most 2 under "
+        "`diptych serve`",
+        group="Deadlines",
+        ge=0,
+        le=86400,
     )
 
     def check(self) -> None:
-        if not is_loopback(self.host) and not self.allow_remote:
-            raise ConfigError("host", self.host, "127.0.0.1, ::1 or localhost unless --allow-remote is given")
+        self.check_curve()
+        if not is_loopback(self.host) and not self.curve_key and not self.allow_remote:
+            allowed = "127.0.0.1, ::1 or localhost unless --curve-key or --allow-remote is given"
+            raise ConfigError("host", self.host, allowed)
         if self.router_timeout_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 "router_timeout_s", self.router_timeout_s, f"at least two heartbeats (2 x {self.heartbeat_s:g})"
@@ -295,6 +352,10 @@ class WorkerConfig(CommonConfig):
         if self.kv_transport == "shm" and self.device != "cpu":
             raise ConfigError("kv_transport", "shm", f"auto or tcp on {self.device}: its blocks are not in host memory")
         parse_cores(self.cores)
+
+    def check_start(self) -> None:
+        self.check_curve_start()
+        self.check_pod_start()
 
     @property
     def shares_kv(self) -> bool:
@@ -336,6 +397,13 @@ class DecodeWorkerConfig(WorkerConfig):
     env_prefix: ClassVar[str] = "DECODE"
     about: ClassVar[str] = "Receives the KV cache of prompts and generates tokens; computes short prompts itself."
 
+    slo_tpot_ms: float = setting(
+        0.0,
+        "milliseconds that a token after the first should take, for diptych_decode_pressure; 0: no such goal",
+        group="Scaling",
+        ge=0,
+        le=3.6e6,
+    )
     cuda_graphs: bool = setting(
         True, "record decode steps as CUDA graphs at start and launch each as a whole; only on cuda", group="Device"
     )
@@ -365,6 +433,17 @@ class DecodeWorkerConfig(WorkerConfig):
         ge=0.05,
         le=3600,
     )
+    handover_timeout_s: float = setting(
+        10.0,
+        "seconds that handing a running answer over to another decode worker may take before it goes on here",
+        group="Transfer",
+        ge=0.05,
+        le=3600,
+    )
+
+    @property
+    def shares_kv(self) -> bool:
+        return self.kv_transport != "tcp" and self.device == "cpu"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,21 +25,33 @@ from diptych.common import __version__
 from diptych.common.allocator import keep_large_buffers
 from diptych.common.control import ControlServer, bind_control
 from diptych.common.core_share import CoreShare
+from diptych.common.curve import Curve, warn_of_readers
 from diptych.common.engine import Engine, EngineStatus, RequestReceived, RouterLost
 from diptych.common.errors import DiptychError, ModelError
-from diptych.common.messages import AnyMessage, Message, WorkerHeartbeat, WorkerHello
+from diptych.common.file_limit import raise_file_limit
+from diptych.common.gatekeeper import Gatekeeper
+from diptych.common.messages import (
+    AnyMessage,
+    DecodeRequest,
+    Message,
+    PrefillRequest,
+    RequestFailed,
+    WorkerHeartbeat,
+    WorkerHello,
+)
 from diptych.common.metrics import WorkerMetrics
 from diptych.common.model.files import ModelFiles, resolve_model
 from diptych.common.settings import WorkerConfig
+from diptych.common.step_times import DEVICE_FLOOR_S, FLOOR_S, LONGEST_S, StepTimes
 from diptych.common.worker_http import WorkerHTTP, WorkerStatus
 
 if TYPE_CHECKING:
     from diptych.common.model.loaded import LoadedModel
 
 log = logging.getLogger(__name__)
-STUCK_S = 60.0
-"""An engine that has work and finishes no step for this long is unhealthy."""
-DRAIN_POLL_S = 0.05
+DRAIN_POLL_S = 0.02
+LAST_WORDS_MS = 500
+"""Time at the end for what was said to routers to leave."""
 
 Send = Callable[[list[tuple[bytes, Message]]], None]
 
@@ -68,12 +80,21 @@ class WorkerProcess:
         self.identity = WorkerIdentity.create(self.role, config.worker_id)
         self.context = zmq.asyncio.Context()
         self.blocking_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self.context)
-        self.metrics = WorkerMetrics(config.model, self.identity.worker_id, lambda: self._status())
+        self.metrics = WorkerMetrics(
+            config.model,
+            self.identity.worker_id,
+            lambda: self._status(),
+            role=self.role,
+            slo_tpot_s=getattr(config, "slo_tpot_ms", 0.0) / 1e3,
+        )
+        self.curve = Curve.load(config.curve_key, config.curve_authorized)
+        self.gatekeeper: Gatekeeper | None = None
+        self.control: ControlServer | None = None
         self.engine: Engine | None = None
         self.loaded: LoadedModel | None = None
         self.kv_address = ""
         self._draining = False
-        self._last_step = (0, time.monotonic())
+        self._control: ControlServer | None = None  # set when the drain begins
 
     def bind_kv(self) -> str:
         """Bind the KV socket if this role has one, and return its address. Called before the model is loaded."""
@@ -92,12 +113,16 @@ class WorkerProcess:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, stop)
-        control_socket, address = bind_control(self.context, config.host, config.port)
+        if self.curve is not None:
+            warn_of_readers(config.curve_key)
+            self.gatekeeper = Gatekeeper(self.blocking_context, self.curve)
+            self.gatekeeper.start()
+        control_socket, address = bind_control(self.context, config.host, config.port, self.curve)
         self.kv_address = self._advertised(self.bind_kv())
         http = WorkerHTTP(config.host, config.http_port, self._probe, self.metrics.registry)
         http_port = await http.start()
         self._write_address_file(self._advertised(address), http_port)
-        control = ControlServer(
+        self.control = control = ControlServer(
             control_socket,
             self._hello,
             self._heartbeat,
@@ -109,6 +134,7 @@ class WorkerProcess:
         log.info("%s listens on %s", self.identity.worker_id, address, extra={"kv": self.kv_address, "http": http_port})
         serving = asyncio.create_task(control.run(), name="control")
         stopped = asyncio.create_task(stop.wait(), name="stop")
+        tending = self._tend_pod()
         try:
             loading = asyncio.create_task(self._start_engine(control), name="loading")
             await asyncio.wait({loading, serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -125,6 +151,8 @@ class WorkerProcess:
         finally:
             serving.cancel()
             stopped.cancel()
+            if tending is not None:
+                tending.cancel()
             ended = True
             await asyncio.gather(serving, return_exceptions=True)
             if self.engine is not None:
@@ -132,19 +160,30 @@ class WorkerProcess:
             else:
                 self.close_kv()
             await http.stop()
+            if self.gatekeeper is not None:
+                await asyncio.to_thread(self.gatekeeper.stop)
             if ended:  # else its thread still holds sockets, and closing the context would wait for them
-                self.context.destroy(linger=0)
+                self.context.destroy(linger=LAST_WORDS_MS)
 
     def _abandon_loading(self, serving: asyncio.Task[None]) -> NoReturn:
         """End at once: a thread that loads weights cannot be interrupted, and nothing else has begun."""
         log.info("stopping while the model is loaded")
-        logging.shutdown()
-        os._exit(1 if serving.done() else 0)
+        end_process(1 if serving.done() else 0)
+
+    def _tend_pod(self) -> asyncio.Task[None] | None:
+        if not self.config.pod_deletion_cost:
+            return None
+        # Imported here: an HTTP client that no other worker needs.
+        from diptych.common.pod_deletion_cost import keep_pod_deletion_cost
+
+        return keep_pod_deletion_cost(self.config, self._status)
 
     async def _start_engine(self, control: ControlServer) -> None:
         began = time.monotonic()
         files, loaded = await asyncio.to_thread(self._load)
         engine = self.build_engine(files, loaded, control.send_threadsafe)
+        floor_s = FLOOR_S if self.config.device == "cpu" else DEVICE_FLOOR_S
+        engine.step_times = StepTimes(fixed_s=self.config.stall_timeout_s, floor_s=floor_s)
         self.metrics.describe_cache(self.config.block_size, loaded.kv.num_blocks)
         self.loaded = loaded
         if self.config.core_share:
@@ -171,14 +210,16 @@ class WorkerProcess:
         return files, LoadedModel.load(files, self.config)
 
     async def _watch_engine(self) -> None:
-        """Ends, with the reason, when the engine's thread does."""
-        while self.engine is None or self.engine.alive:  # noqa: ASYNC110 - it is a thread that ends
+        """Ends, with the reason, when the engine's thread does, or the gatekeeper's."""
+        while self.engine is None or self.engine.alive:
+            if self.gatekeeper is not None and self.gatekeeper.failure is not None:
+                raise RuntimeError("the gatekeeper died") from self.gatekeeper.failure
             await asyncio.sleep(0.1)
         raise RuntimeError("the engine died") from self.engine.failure
 
     async def _drain(self, control: ControlServer, serving: asyncio.Task[None]) -> None:
-        """Take nothing new, let what runs finish, up to the deadline."""
-        self._draining = True
+        """Take nothing new, let what runs finish or be handed over, up to the deadline."""
+        self._draining, self._control = True, control
         control.broadcast_heartbeat()
         deadline = time.monotonic() + self.config.drain_timeout_s
         while time.monotonic() < deadline and self.engine is not None and self.engine.alive and not serving.done():
@@ -194,15 +235,32 @@ class WorkerProcess:
         stop.set()
 
     def _on_message(self, router: bytes, message: AnyMessage) -> None:
-        if self.engine is not None and not self.engine.submit(RequestReceived(router, message)):
+        if self._control is not None and isinstance(message, PrefillRequest | DecodeRequest):
+            self._control.send(router, self._refusal(message))  # it was sent before its router knew
+        elif self.engine is not None and not self.engine.submit(RequestReceived(router, message)):
             log.error("the engine's inbox is full: dropped %s", type(message).__name__)
+
+    def _refusal(self, message: PrefillRequest | DecodeRequest) -> RequestFailed:
+        return RequestFailed(
+            worker_id=self.identity.worker_id,
+            request_id=message.request_id,
+            attempt=message.attempt,
+            phase="queue",
+            message="the worker drains",
+            retryable=True,
+        )
 
     def _on_router_lost(self, router: bytes) -> None:
         if self.engine is not None:
             self.engine.notify(RouterLost(router))
 
     def _status(self) -> EngineStatus:
-        return self.engine.status if self.engine is not None else EngineStatus()
+        status = self.engine.status if self.engine is not None else EngineStatus()
+        return replace(
+            status,
+            num_dropped_frames=status.num_dropped_frames + (self.control.num_dropped_frames if self.control else 0),
+            num_refused_connections=self.gatekeeper.num_refused if self.gatekeeper else 0,
+        )
 
     def _hello(self) -> WorkerHello:
         loaded = self.loaded
@@ -237,6 +295,8 @@ class WorkerProcess:
             num_owned_blocks=status.blocks.owned,
             tokens_per_s=status.tokens_per_s,
             step_time_s=status.step_time_s,
+            full_tokens_per_s=status.full_tokens_per_s,
+            turn_limit_s=engine.turn_limit_s if engine else LONGEST_S,
         )
 
     def _probe(self) -> WorkerStatus:
@@ -244,9 +304,7 @@ class WorkerProcess:
         engine, now = self.engine, time.monotonic()
         if engine is None:
             return WorkerStatus(ready=False, healthy=True, detail={"state": "loading"})
-        if engine.num_steps != self._last_step[0]:
-            self._last_step = (engine.num_steps, now)
-        healthy = engine.alive and now - self._last_step[1] < STUCK_S
+        healthy = engine.alive and not engine.is_stuck(now)
         blocks = engine.status.blocks
         detail: dict[str, object] = {
             "state": "draining" if self._draining else "ready" if healthy else "stuck",
@@ -286,6 +344,7 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
     # The KV thread must get the interpreter quickly when a frame lands while the engine computes.
     sys.setswitchinterval(0.0005)
     keep_large_buffers()
+    raise_file_limit()
 
     async def main() -> None:
         await process().run()
@@ -302,3 +361,11 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
         log.error("%s: %s", error, error.__cause__)
         return 1
     return 0
+
+
+def end_process(status: int) -> NoReturn:
+    """End now. To take the interpreter and torch apart needs a second or two, which whoever replaces us waits for."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -26,4 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    from diptych.common.worker_process import end_process
+
+    end_process(status)

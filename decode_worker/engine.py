@@ -9,16 +9,20 @@ from diptych.common.block_hash import BlockHasher
 from diptych.common.block_pool import BlockCounts
 from diptych.common.engine import Engine, EngineStatus, RequestReceived, RouterLost
 from diptych.common.errors import WireError
+from diptych.common.kv_sender import KVSender
 from diptych.common.messages import (
     AbortRequest,
     DecodeRequest,
+    HandOver,
     Message,
     ResetPrefixCache,
-    unpack_tokens,
 )
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
+from diptych.common.outgoing_transfer import TransferAdvanced, TransferEnded
 from diptych.common.sampling_params import SampledToken
+from diptych.common.step_times import work_of
+from diptych.decode_worker.departures import Departures
 from diptych.decode_worker.flight import Flight, Launcher, StepsInFlight, model_chunk
 from diptych.decode_worker.kv_receiver import TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.recorder import Recorder
@@ -31,7 +35,7 @@ from diptych.decode_worker.transfers import IncomingTransfers
 FEW_SEQUENCES = 4
 """Steps of fewer stream the weights through one core nearly as fast as through two (docs/performance.md)."""
 EXPIRE_INTERVAL_S = 0.05
-HAS_KV = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED)
+HAS_KV = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.LEAVING)
 
 
 class DecodeEngine(Engine):
@@ -46,18 +50,21 @@ class DecodeEngine(Engine):
         sampler: Sampler,
         transfers: IncomingTransfers,
         recorder: Recorder,
+        sender: KVSender,
         *,
         eos_token_ids: Collection[int],
         max_model_len: int,
         max_waiting: int,
         grant_timeout_s: float,
         transfer_timeout_s: float,
+        handover_timeout_s: float,
         launcher: Launcher | None = None,
     ) -> None:
         """With a `launcher`, steps that it takes are launched before the tokens of the step before are known."""
         super().__init__(send)
         self.scheduler, self._runner, self._sampler, self._transfers = scheduler, runner, sampler, transfers
         self._recorder, self._reports = recorder, Reports(identity, self.emit)
+        self._departures = Departures(sender, scheduler, self._reports, recorder, timeout_s=handover_timeout_s)
         longest = min(max_model_len, scheduler.pool.num_blocks * scheduler.block_size)
         self._rules = DecodeRules(eos_token_ids, vocab_size=sampler.vocab_size, max_model_len=longest)
         self._ahead = StepsInFlight(scheduler, launcher)
@@ -87,6 +94,9 @@ class DecodeEngine(Engine):
                 sequence = self.scheduler.find(request_id)
                 if sequence is not None and sequence.attempt <= attempt and sequence.router == router:
                     self._drop(sequence, "aborted")
+            case RequestReceived(router, HandOver() as order):
+                if (without_kv := self._departures.take(router, order, time.monotonic())) is not None:
+                    self._fail(without_kv, "handover", "its KV has to be computed, here or elsewhere", retryable=True)
             case RequestReceived(_, ResetPrefixCache()):
                 self.scheduler.pool.reset_cache()
             case RequestReceived(router, message):
@@ -99,22 +109,24 @@ class DecodeEngine(Engine):
                 self._on_opened(command)
             case TransferLanded():
                 self._on_landed(command)
-            case TransferFailed(request_id, attempt, reason, _):
-                self._transfers.forget_early(request_id, attempt)
-                failed = self.scheduler.find(request_id)
-                if failed is not None and failed.attempt == attempt and failed.status not in HAS_KV:
-                    failed.peer = b""
-                    self._fail(failed, "transfer", f"transfer failed: {reason}", retryable=True)
+            case TransferAdvanced() | TransferEnded():
+                self._departures.on_event(command, time.monotonic())
+            case TransferFailed():
+                self._on_transfer_failed(command)
             case _:
                 raise TypeError(f"unknown command {command!r}")
 
     def step(self, now: float) -> None:
         if self._ahead.flight is not None and self.scheduler.lacks_blocks:
             self._land(self._ahead.flight)  # whoever loses its blocks must not be in flight
+        self._let_go(now)
         output = self.scheduler.schedule(now)
         self._on_scheduled(output, now)
         chunks = [chunk for chunk in output.chunks if not self._rules.ends_in_flight(chunk.sequence)]
         self._in_step = chunks
+        if chunks:
+            work = sum(work_of(chunk.num_tokens, chunk.start + chunk.num_tokens) for chunk in chunks)
+            self.planned(sum(chunk.num_tokens for chunk in chunks), work)
         rows = [self._rules.row(chunk.sequence) for chunk in chunks if chunk.sample] if self._ahead.possible else []
         if self._ahead.takes(chunks, rows):
             before = self._ahead.launch(chunks, rows, now)
@@ -124,6 +136,7 @@ class DecodeEngine(Engine):
             if self._ahead.flight is not None:
                 self._land(self._ahead.flight)
             self._compute([chunk for chunk in chunks if self._knows(chunk.sequence)], now)
+        self._departures.stepped()
         self._in_step = ()
 
     def _compute(self, chunks: Sequence[DecodeChunk], now: float) -> None:
@@ -153,16 +166,26 @@ class DecodeEngine(Engine):
         self._recorder.stepped(flight.chunks, len(landed), done_at - max(flight.launched_at, self._landed_at))
         self._landed_at = done_at
 
+    def _let_go(self, now: float) -> None:
+        """Pause the sequences whose last blocks are to travel, once no step in flight writes to them."""
+        if self._departures.wants_pause:
+            if self._ahead.flight is not None:
+                self._land(self._ahead.flight)
+            self._departures.pause_due(now)
+
     def _knows(self, sequence: DecodeSequence) -> bool:
         return self.scheduler.find(sequence.request_id) is sequence
 
     def expire(self, now: float) -> None:
         if self._transfers.failure is not None:
             raise RuntimeError("the KV receiver died") from self._transfers.failure
+        if self._departures.failure is not None:
+            raise RuntimeError("the KV sender died") from self._departures.failure
         if now < self._expire_at:
             return
         self._expire_at = now + EXPIRE_INTERVAL_S
         self._transfers.expire_early(now)
+        self._departures.expire(now)
         for landing in self._transfers.stalled(now - self._transfer_timeout_s):
             sequence = self.scheduler.find(landing.request_id)
             if sequence is not None and sequence.attempt == landing.attempt:
@@ -191,12 +214,12 @@ class DecodeEngine(Engine):
         return EngineStatus(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.queue),
-            num_transferring=scheduler.num_transferring,
+            num_transferring=scheduler.num_transferring + scheduler.num_leaving,
             num_waiting_tokens=scheduler.num_waiting_tokens,
             blocks=scheduler.pool.counts,
             tokens_per_s=self._recorder.tokens_per_s,
             step_time_s=self._recorder.step_time_s,
-            num_dropped_frames=self._transfers.num_dropped_frames,
+            num_dropped_frames=self._transfers.num_dropped_frames + self._departures.num_dropped_frames,
         )
 
     def check_integrity(self) -> BlockCounts:
@@ -204,6 +227,7 @@ class DecodeEngine(Engine):
 
     def close(self) -> None:
         self._transfers.stop()
+        self._departures.stop()
 
     def _accept(self, router: bytes, request: DecodeRequest) -> None:
         known = self.scheduler.find(request.request_id)
@@ -219,13 +243,9 @@ class DecodeEngine(Engine):
                 return
             self._drop(known, "superseded by a new attempt")
         try:
-            token_ids = unpack_tokens(request.prompt)
+            token_ids = self._rules.prompt(request)
         except WireError as error:
             self._refuse(router, request, str(error))
-            return
-        problem = self._rules.problem(request, token_ids)
-        if problem:
-            self._refuse(router, request, problem)
             return
         if len(self.scheduler) >= self._max_waiting + self.scheduler.max_num_seqs:
             self._refuse(router, request, f"{len(self.scheduler)} requests are here already", retryable=True)
@@ -239,6 +259,7 @@ class DecodeEngine(Engine):
 
     def _accept_attempt(self, sequence: DecodeSequence, request: DecodeRequest) -> None:
         """The router found another prefill worker, or none: keep what has landed, expect the rest from there."""
+        self._departures.cancel(sequence, "superseded by a new attempt")
         if sequence.status not in HAS_KV:
             landing = self._transfers.release(sequence, "superseded by a new attempt")
             if landing is not None:
@@ -269,8 +290,8 @@ class DecodeEngine(Engine):
             self._transfers.refuse(event.peer, message, "superseded by a new attempt")
         elif sequence.status in HAS_KV:
             self._transfers.not_needed(event.peer, message)
-        elif message.num_blocks != -(-sequence.num_request_tokens // self.scheduler.block_size):
-            self._transfers.refuse(event.peer, message, f"{message.num_blocks} blocks do not fit the prompt")
+        elif problem := sequence.mismatch(message, self.scheduler.block_size):
+            self._transfers.refuse(event.peer, message, problem)
         elif sequence.peer == event.peer:
             self._transfers.touch(sequence, now)
         elif sequence.peer and sequence.status is RequestStatus.TRANSFERRING:
@@ -286,6 +307,15 @@ class DecodeEngine(Engine):
             elif sequence.status is RequestStatus.TRANSFERRING:
                 self._transfers.grant(sequence, sequence.num_landed_blocks, now)
 
+    def _on_transfer_failed(self, event: TransferFailed) -> None:
+        self._transfers.forget_early(event.request_id, event.attempt, event.peer)
+        sequence = self.scheduler.find(event.request_id)
+        if sequence is None or sequence.attempt != event.attempt or sequence.status in HAS_KV:
+            return
+        if not event.by_peer or event.peer == sequence.peer:  # else it is not the sender's to give up
+            sequence.peer = b""
+            self._fail(sequence, "transfer", f"transfer failed: {event.reason}", retryable=True)
+
     def _on_landed(self, event: TransferLanded) -> None:
         landing = event.landing
         sequence = self.scheduler.find(landing.request_id)
@@ -298,9 +328,11 @@ class DecodeEngine(Engine):
             return  # aborted or superseded while the event was on its way
         done, now = landing.done, time.monotonic()
         sequence.peer = b""
-        if done.first_token >= self._rules.vocab_size:
-            why = f"first token {done.first_token} is outside of the vocabulary of {self._rules.vocab_size}"
-            self._fail(sequence, "transfer", why, retryable=True)
+        try:
+            size = self.scheduler.block_size
+            *tokens, last = self._rules.landed(sequence, done, num_blocks=landing.num_blocks, block_size=size)
+        except WireError as error:
+            self._fail(sequence, "transfer", str(error), retryable=True)
             return
         sequence.transfer_s = max(landing.landed_at, landing.done_at) - landing.granted_at
         # By this worker's clock, but for the latency of an idle wire.
@@ -308,14 +340,17 @@ class DecodeEngine(Engine):
         sequence.exposed_transfer_s = max(0.0, max(landing.landed_at, landing.done_at) - computed_at)
         sequence.prefill_s, sequence.num_cached = done.prefill_s, done.num_cached_tokens
         sequence.joined_at = sequence.first_token_at = now
+        for token in tokens:
+            sequence.append(token)
         self.scheduler.land(sequence)
         self._recorder.landed(sequence, landing)
-        sampled = SampledToken(done.first_token, done.logprobs)
-        sequence.append(sampled)
-        reason = self._rules.finish_reason(sequence, sampled.token_id)
+        sequence.append(last)
+        reason = self._rules.finish_reason(sequence, last.token_id)
         if reason:
             self._finish(sequence, reason, now)
-            self._reports.flush()
+        elif sequence.request.num_reserved_tokens:
+            self._reports.add(sequence)  # its router listens to the worker before until it hears from this one
+        self._reports.flush()
 
     def _on_scheduled(self, output: SchedulerOutput, now: float) -> None:
         for sequence in output.granted:
@@ -339,12 +374,14 @@ class DecodeEngine(Engine):
             self._reports.add(sequence)
 
     def _finish(self, sequence: DecodeSequence, reason: str, now: float) -> None:
+        self._departures.cancel(sequence, f"it ended: {reason}")
         self._reports.finish(sequence, reason, now)
         self._recorder.finished(sequence, reason, now)
         self.scheduler.remove(sequence)
 
     def _drop(self, sequence: DecodeSequence, reason: str) -> None:
         """Forget a request without a word to its router."""
+        self._departures.cancel(sequence, reason)
         self._transfers.release(sequence, reason)
         self.scheduler.remove(sequence)
 

@@ -1,8 +1,9 @@
 """Receives KV blocks into the decode worker's memory from a thread of its own, while the engine generates.
 
 The engine owns the blocks and lends them with `expect`; after `release` returned, this thread writes to none of them.
-Whatever it cannot match to a landing (unknown request, old attempt, a block landed before) is read off the socket and
-dropped, so a late frame can do no harm. Blocks of a prefill worker whose memory can be read are copied from there.
+Whatever it cannot match to a landing (unknown request, old attempt, the token of another grant, a block landed before)
+is read off the socket and dropped, so a late or forged frame can do no harm. Blocks of a prefill worker whose memory
+can be read are copied from there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from queue import Empty, SimpleQueue
 import zmq
 
 from diptych.common.control import bind
+from diptych.common.curve import Curve
+from diptych.common.drop_log import DropLog
 from diptych.common.errors import WireError
 from diptych.common.kv_wire import MAX_FRAME_BYTES, copy_blocks, discard_rest, events, receive_blocks
 from diptych.common.messages import (
@@ -59,12 +62,13 @@ class TransferLanded:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The transfer is over. `by_peer`: the prefill worker gave up."""
+    """The transfer is over. `by_peer`: `peer` says that it gave up; it may not be the one whose transfer that is."""
 
     request_id: str
     attempt: int
     reason: str
     by_peer: bool
+    peer: bytes = b""
 
 
 class KVReceiver:
@@ -80,6 +84,7 @@ class KVReceiver:
         *,
         share: bool = True,
         commit: Callable[[Sequence[int]], None] = lambda blocks: None,
+        curve: Curve | None = None,
     ) -> None:
         """`share`: read the memory of prefill workers that offer it, where that works.
 
@@ -91,7 +96,7 @@ class KVReceiver:
         self._socket.set(zmq.SNDHWM, 100_000)
         self._socket.set(zmq.RCVBUF, 4 * 1024 * 1024)
         self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self.address = bind(self._socket, host, port)
+        self.address = bind(self._socket, host, port, curve)
         self._block_view, self._on_event, self._commit = block_view, on_event, commit
         self._landings: dict[tuple[str, int], Landing] = {}
         self._lock = threading.Lock()
@@ -104,9 +109,14 @@ class KVReceiver:
         self._wake_out.set(zmq.LINGER, 0)
         self._wake_out.connect(wake)
         self.num_bytes = 0
-        self.num_dropped_frames = 0
+        self._drops = DropLog(log, "a KV frame")
+        self._num_late = 0
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="kv-receiver", daemon=True)
+
+    @property
+    def num_dropped_frames(self) -> int:
+        return self._drops.num_dropped + self._num_late
 
     def start(self) -> None:
         self._thread.start()
@@ -171,6 +181,7 @@ class KVReceiver:
                     break
                 if self._socket in ready:
                     self._receive()
+                self._drops.flush(time.monotonic())
         except BaseException as error:
             log.exception("KV receiver died")
             self.failure = error
@@ -218,14 +229,14 @@ class KVReceiver:
             case KVDone():
                 self._finish(message)
             case KVFailed(request_id=request_id, attempt=attempt, reason=reason):
-                self._on_event(TransferFailed(request_id, attempt, reason, by_peer=True))
+                self._on_event(TransferFailed(request_id, attempt, reason, by_peer=True, peer=peer))
             case _:
                 self._drop(f"{type(message).__name__} is not for a decode worker's KV socket")
 
     def _land(self, header: KVBlocks) -> None:
         began = time.monotonic()
         with self._lock:
-            landing = self._landings.get((header.request_id, header.attempt))
+            landing = self._landing_of(header)
 
             def destination(index: int) -> memoryview | None:
                 wanted = landing is not None and landing.wants(index)
@@ -253,6 +264,11 @@ class KVReceiver:
         elif landing.complete:
             self._complete(landing)
 
+    def _landing_of(self, message: KVBlocks | KVDone) -> Landing | None:
+        """What a message belongs to, if it comes from whom that was granted to."""
+        landing = self._landings.get((message.request_id, message.attempt))
+        return landing if landing is not None and landing.token == message.token else None
+
     def _copy(
         self, header: KVBlocks, landing: Landing | None, destination: Callable[[int], memoryview | None]
     ) -> tuple[list[int], str]:
@@ -267,7 +283,7 @@ class KVReceiver:
 
     def _finish(self, done: KVDone) -> None:
         with self._lock:
-            landing = self._landings.get((done.request_id, done.attempt))
+            landing = self._landing_of(done)
             if landing is None or landing.done is not None:
                 landing = None
             else:
@@ -275,6 +291,8 @@ class KVReceiver:
                 landing.done_at = landing.last_progress = time.monotonic()
         if landing is None:
             self._drop_late("the end", done)
+        elif not landing.first_block <= landing.num_blocks <= len(landing.blocks):
+            self._fail(landing, f"{landing.num_blocks} blocks from {landing.first_block} on, of {len(landing.blocks)}")
         elif landing.complete:
             self._complete(landing)
 
@@ -293,9 +311,8 @@ class KVReceiver:
 
     def _drop_late(self, what: str, message: KVBlocks | KVDone) -> None:
         """Frames of what was aborted meanwhile are nothing to warn of."""
-        self.num_dropped_frames += 1
+        self._num_late += 1
         log.debug("dropped %s of %s/%d: not expected, or no more", what, message.request_id, message.attempt)
 
     def _drop(self, why: str) -> None:
-        self.num_dropped_frames += 1
-        log.warning("dropped a KV frame: %s", why)
+        self._drops.add(why, time.monotonic())

@@ -14,7 +14,8 @@ class Landing:
     """Blocks `first_block ..` of the prompt are to come into `blocks[first_block ..]`; those before are here already.
 
     A block is landed once its frame arrived whole, or it was copied from `memory`, and its checksum matched. A second
-    frame for it is ignored. `memory` is the prefill worker's, if this worker can read it.
+    frame for it is ignored. `memory` is the prefill worker's, if this worker can read it. In a hand-over `blocks` has
+    room for more than will come: `done` says how many there are in the end. Only who knows `token` may ship.
     """
 
     request_id: str
@@ -30,14 +31,20 @@ class Landing:
     landed_at: float = 0.0
     busy_s: float = 0.0
     memory: PeerMemory | None = None
+    token: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
         return (self.request_id, self.attempt)
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks that are to be here in the end, as far as is known."""
+        return self.done.num_blocks if self.done and self.done.num_blocks else len(self.blocks)
+
+    @property
     def num_missing(self) -> int:
-        return len(self.blocks) - self.first_block - len(self.landed)
+        return max(0, self.num_blocks - self.first_block) - len(self.landed)
 
     @property
     def complete(self) -> bool:

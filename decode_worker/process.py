@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from diptych.common.block_pool import BlockPool
 from diptych.common.engine import Engine
+from diptych.common.errors import ConfigError
+from diptych.common.kv_sender import KVSender
 from diptych.common.model.files import ModelFiles
 from diptych.common.model.loaded import LoadedModel
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
-from diptych.common.model.staging import IncomingBlocks, incoming_blocks
+from diptych.common.model.staging import IncomingBlocks, incoming_blocks, outgoing_blocks
+from diptych.common.outgoing_transfer import TransferAdvanced, TransferEnded
 from diptych.common.settings import DecodeWorkerConfig
 from diptych.common.worker_process import Send, WorkerProcess
 from diptych.decode_worker.engine import DecodeEngine
@@ -39,6 +42,7 @@ class DecodeWorker(WorkerProcess):
             self._on_transfer,
             share=self.settings.kv_transport != "tcp" and self.settings.device == "cpu",
             commit=lambda blocks: self._blocks.commit(blocks),
+            curve=self.curve,
         )
         return self._receiver.address
 
@@ -49,7 +53,10 @@ class DecodeWorker(WorkerProcess):
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, send: Send) -> Engine:
         settings, identity, receiver = self.settings, self.identity, self._receiver
         assert receiver is not None  # bound before the model is loaded
+        if settings.kv_transport == "shm" and loaded.kv.shared is None:
+            raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
         self.loaded, self._blocks = loaded, incoming_blocks(loaded.kv)
+        sender = self._sender(loaded)
         sampler = Sampler(loaded.vocab_size)
         pool = BlockPool(loaded.kv.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
         engine = DecodeEngine(
@@ -71,19 +78,44 @@ class DecodeWorker(WorkerProcess):
                 require_shared=settings.kv_transport == "shm",
             ),
             Recorder(self.metrics, block_size=settings.block_size, block_bytes=loaded.kv.block_bytes),
+            sender,
             eos_token_ids=files.eos_token_ids,
             max_model_len=loaded.max_model_len,
             max_waiting=settings.max_waiting,
             grant_timeout_s=settings.grant_timeout_s,
             transfer_timeout_s=settings.transfer_timeout_s,
+            handover_timeout_s=settings.handover_timeout_s,
             launcher=step_launcher(loaded.runner, sampler),
         )
         self._engine = engine
         receiver.start()
+        sender.start()
         return engine
 
-    def _on_transfer(self, event: TransferOpened | TransferLanded | TransferFailed) -> None:
-        self._engine.notify(event)
+    def _sender(self, loaded: LoadedModel) -> KVSender:
+        """What hands running sequences over to other decode workers."""
+        settings, identity = self.settings, self.identity
+        return KVSender(
+            self.blocking_context,
+            outgoing_blocks(loaded.kv).view,
+            loaded.kv.block_bytes,
+            (identity.worker_id, identity.epoch, loaded.fingerprint),
+            self._on_transfer,
+            lease_s=settings.handover_timeout_s,
+            num_streams=1,
+            memory=loaded.kv.shared.offer if loaded.kv.shared else None,
+            require_shared=settings.kv_transport == "shm",
+            on_advanced=self._on_transfer,
+            curve=self.curve,
+        )
+
+    def _on_transfer(
+        self, event: TransferOpened | TransferLanded | TransferFailed | TransferAdvanced | TransferEnded
+    ) -> None:
+        if isinstance(event, TransferOpened) or (isinstance(event, TransferFailed) and event.by_peer):
+            self._engine.submit(event)  # peers can send any number of these: what there is no room for is lost
+        else:
+            self._engine.notify(event)
 
 
 def step_launcher(runner: ModelRunner, sampler: Sampler) -> Launcher | None:

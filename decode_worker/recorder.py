@@ -53,6 +53,9 @@ class Recorder:
         self._metrics.decode_seconds.observe(now - sequence.first_token_at)
         self._metrics.count_finished(reason)
 
+    def handed_over(self, pause_s: float) -> None:
+        self._metrics.handover_pause_seconds.observe(pause_s)
+
     def failed(self, phase: str) -> None:
         self._metrics.count_failed(phase)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from diptych.common.messages import DecodeRequest
+from diptych.common.errors import WireError
+from diptych.common.messages import DecodeRequest, KVDone, unpack_tokens
 from diptych.common.model.sampler import SamplingRow
+from diptych.common.sampling_params import SampledToken
 from diptych.common.stop import banned_tokens, finish_reason
 from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
 
@@ -19,17 +21,20 @@ class DecodeRules:
         self._eos = tuple(eos_token_ids)
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
 
-    def problem(self, request: DecodeRequest, token_ids: Sequence[int]) -> str:
-        """Why a request is refused, or ""."""
+    def prompt(self, request: DecodeRequest) -> list[int]:
+        """The prompt's tokens. Raises WireError for a request that cannot be served here."""
+        token_ids = unpack_tokens(request.prompt)
         if not token_ids:
-            return "the prompt is empty"
+            raise WireError("the prompt is empty")
         if len(token_ids) >= self.max_model_len:
-            return f"the prompt has {len(token_ids)} tokens, this worker takes fewer than {self.max_model_len}"
+            raise WireError(
+                f"the prompt has {len(token_ids)} tokens, this worker takes fewer than {self.max_model_len}"
+            )
         if max(token_ids) >= self.vocab_size:
-            return f"token id {max(token_ids)} is outside of the vocabulary of {self.vocab_size}"
+            raise WireError(f"token id {max(token_ids)} is outside of the vocabulary of {self.vocab_size}")
         if request.num_output_tokens >= len(token_ids):
-            return f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output"
-        return ""
+            raise WireError(f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output")
+        return token_ids
 
     def row(self, sequence: DecodeSequence) -> SamplingRow:
         """How to sample the sequence's next token, the one behind those that are being sampled now."""
@@ -43,6 +48,25 @@ class DecodeRules:
             prompt_token_ids=sequence.token_ids[:num_prompt] if repeats else (),
             banned=banned_tokens(params, self._eos, sequence.num_output_tokens + sequence.num_pending),
         )
+
+    def landed(self, sequence: DecodeSequence, done: KVDone, *, num_blocks: int, block_size: int) -> list[SampledToken]:
+        """The tokens that came with `num_blocks` blocks of KV, which must be those of all tokens but the last.
+
+        Raises WireError.
+        """
+        token_ids = [done.first_token, *unpack_tokens(done.more_tokens)]
+        largest, which = max(token_ids), "first token" if max(token_ids) == done.first_token else "token"
+        if largest >= self.vocab_size:
+            raise WireError(f"{which} {largest} is outside of the vocabulary of {self.vocab_size}")
+        num_tokens = sequence.num_request_tokens + len(token_ids) - 1
+        if num_blocks != -(-num_tokens // block_size):
+            raise WireError(f"{num_blocks} blocks came, which {num_tokens} tokens do not fill")
+        logprobs = (done.logprobs, *done.more_logprobs)
+        if sequence.params.logprobs < 0:
+            logprobs = (None,) * len(token_ids)
+        if len(logprobs) != len(token_ids):
+            raise WireError(f"{len(logprobs)} logprobs came for {len(token_ids)} tokens")
+        return [SampledToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
 
     def finish_reason(self, sequence: DecodeSequence, token_id: int) -> str:
         """ "stop", "length" or "" (go on) now that `token_id` is the sequence's last token."""
@@ -70,7 +94,7 @@ def phase_of(sequence: DecodeSequence) -> str:
             return "queue"
         case RequestStatus.OPENED:
             return "grant"
-        case RequestStatus.TRANSFERRING:
+        case RequestStatus.TRANSFERRING | RequestStatus.LEAVING:
             return "transfer"
         case _:
             return "decode" if sequence.has_first_token else "prefill"

@@ -61,6 +61,7 @@ class DecodeScheduler:
         self._by_id: dict[str, DecodeSequence] = {}
         self._lingering: list[DecodeSequence] = []
         self.num_transferring = 0
+        self.num_leaving = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -98,10 +99,27 @@ class DecodeScheduler:
         self._enqueue(sequence)
 
     def land(self, sequence: DecodeSequence) -> None:
-        """All of the prompt's KV is in its blocks: join the running batch."""
+        """The KV of all its tokens is in its blocks: join the running batch. Blocks beyond that are given back."""
         self.num_transferring -= 1
-        sequence.num_computed = sequence.num_request_tokens
+        sequence.num_computed = sequence.num_tokens
+        num_used = -(-sequence.num_computed // self.block_size)
+        self.pool.release(sequence.blocks[num_used:])
+        del sequence.blocks[num_used:]
         self._publish(sequence)
+        sequence.status = RequestStatus.RUNNING
+        self.running.append(sequence)
+
+    def pause(self, sequence: DecodeSequence) -> None:
+        """Leave a running sequence out of the batch: its last blocks travel. It keeps all its blocks."""
+        if sequence.num_pending:
+            raise BlockError(f"request {sequence.request_id} cannot leave: a step in flight writes to its blocks")
+        self.running.remove(sequence)
+        sequence.status = RequestStatus.LEAVING
+        self.num_leaving += 1
+
+    def resume(self, sequence: DecodeSequence) -> None:
+        """It stays after all: it is computed on from where it was."""
+        self.num_leaving -= 1
         sequence.status = RequestStatus.RUNNING
         self.running.append(sequence)
 
@@ -164,6 +182,8 @@ class DecodeScheduler:
                 self.running.remove(sequence)
             case RequestStatus.TRANSFERRING:
                 self.num_transferring -= 1
+            case RequestStatus.LEAVING:
+                self.num_leaving -= 1
             case RequestStatus.OPENED | RequestStatus.WAITING | RequestStatus.PREEMPTED:
                 self.queue.remove(sequence)
             case RequestStatus.EXPECTING:
@@ -222,7 +242,7 @@ class DecodeScheduler:
 
     def _plan(self, sequence: DecodeSequence) -> tuple[list[int], int] | None:
         """(cached blocks, number of blocks to allocate) for the head of the queue, or None if it must wait."""
-        num_active = len(self.running) + self.num_transferring
+        num_active = len(self.running) + self.num_transferring + self.num_leaving
         if num_active >= self.max_num_seqs:
             return None
         hashes = sequence.hasher.extend(sequence.token_ids)
@@ -230,7 +250,7 @@ class DecodeScheduler:
         # A local prefill computes at least the last token; a transfer may be spared entirely.
         limit = (sequence.num_tokens - (1 if local else 0)) // self.block_size
         hits = self.pool.match(hashes[:limit])
-        num_new = -(-sequence.num_tokens // self.block_size) - len(hits)
+        num_new = -(-sequence.num_room_tokens // self.block_size) - len(hits)
         available = self.pool.num_available - self.pool.num_reclaimed(hits)
         # Headroom for those already here; an idle worker takes whatever fits.
         headroom = self.num_watermark_blocks if num_active else 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from diptych.common.block_hash import BlockHasher
-from diptych.common.messages import DecodeRequest
+from diptych.common.messages import DecodeRequest, KVOpen
 from diptych.common.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 from diptych.common.shared_memory import PeerMemory
 
@@ -16,6 +16,7 @@ class RequestStatus(Enum):
 
     EXPECTING ──KVOpen──> OPENED ──KVGrant──> TRANSFERRING ──KVDone, all landed──> RUNNING ──> (gone)
     WAITING (local prefill) ──room──> RUNNING <──room── PREEMPTED <──out of blocks── RUNNING
+    RUNNING ──hand-over: its last blocks travel──> LEAVING ──KVAck──> (gone), or ──it failed──> RUNNING
     """
 
     EXPECTING = "expecting"
@@ -24,6 +25,7 @@ class RequestStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    LEAVING = "leaving"
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +92,16 @@ class DecodeSequence:
         return len(self.token_ids)
 
     @property
+    def num_announced_tokens(self) -> int:
+        """Tokens whose KV may come: in a hand-over, that of those too that are sampled while it lasts."""
+        return self.num_request_tokens + self.request.num_reserved_tokens
+
+    @property
+    def num_room_tokens(self) -> int:
+        """Tokens that blocks are to be allocated for."""
+        return self.num_announced_tokens if self.status is RequestStatus.OPENED else len(self.token_ids)
+
+    @property
     def num_planned(self) -> int:
         """Tokens once the steps in flight have ended."""
         return len(self.token_ids) + self.num_pending
@@ -111,12 +123,21 @@ class DecodeSequence:
     def is_continued_by(self, request: DecodeRequest) -> bool:
         """Whether `request` is another attempt at the very same work."""
         mine = self.request
-        return (mine.prompt, mine.params, mine.num_output_tokens, mine.cache_salt) == (
+        return (mine.prompt, mine.params, mine.num_output_tokens, mine.cache_salt, mine.num_reserved_tokens) == (
             request.prompt,
             request.params,
             request.num_output_tokens,
             request.cache_salt,
+            request.num_reserved_tokens,
         )
+
+    def mismatch(self, announced: KVOpen, block_size: int) -> str:
+        """Why announced KV cannot be this request's, or ""."""
+        if announced.worker_id != self.request.prefill_worker:
+            return f"the KV is to come from {self.request.prefill_worker}, not from {announced.worker_id}"
+        if announced.num_blocks != -(-self.num_announced_tokens // block_size):
+            return f"{announced.num_blocks} blocks do not fit the prompt"
+        return ""
 
     def append(self, sampled: SampledToken) -> None:
         self.token_ids.append(sampled.token_id)

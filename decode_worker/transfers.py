@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from diptych.decode_worker.sequence import DecodeSequence
 MAX_EARLY_OPENS = 4096
 EARLY_OPEN_S = 10.0
 """How long a `KVOpen` that came before its `DecodeRequest` is kept."""
+TOKEN_BITS = 62
 RENEW_S = 1.0
 """How often a prefill worker whose prompt waits for room here is told to keep holding."""
 
@@ -49,9 +51,11 @@ class IncomingTransfers:
             _, oldest = self._early.popitem(last=False)
             self.refuse(oldest.event.peer, oldest.event.message, "too many unknown requests")
 
-    def forget_early(self, request_id: str, attempt: int) -> None:
+    def forget_early(self, request_id: str, attempt: int, peer: bytes) -> None:
         """Its prefill worker gave up before the request came."""
-        self._early.pop((request_id, attempt), None)
+        early = self._early.get((request_id, attempt))
+        if early is not None and early.event.peer == peer:
+            del self._early[request_id, attempt]
 
     def take_early(self, request_id: str, attempt: int) -> TransferOpened | None:
         early = self._early.pop((request_id, attempt), None)
@@ -70,11 +74,13 @@ class IncomingTransfers:
         sequence.granted_at = now
         request_id, attempt, memory = sequence.request_id, sequence.attempt, sequence.memory
         blocks = tuple(sequence.blocks)
-        self._receiver.expect(Landing(request_id, attempt, sequence.peer, blocks, first_block, now, now, memory=memory))
-        self._tell(
-            sequence.peer,
-            KVGrant(request_id=request_id, attempt=attempt, first_block=first_block, shared=memory is not None),
+        token = secrets.randbits(TOKEN_BITS)
+        self._receiver.expect(
+            Landing(request_id, attempt, sequence.peer, blocks, first_block, now, now, memory=memory, token=token)
         )
+        shared = memory is not None
+        grant = KVGrant(request_id=request_id, attempt=attempt, first_block=first_block, shared=shared, token=token)
+        self._tell(sequence.peer, grant)
 
     def renew(self, sequence: DecodeSequence, now: float) -> None:
         """Tell the prefill worker, now and then, that its prompt still waits for room here."""
@@ -83,8 +89,10 @@ class IncomingTransfers:
             self._tell(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
 
     def touch(self, sequence: DecodeSequence, now: float) -> None:
-        """The prefill worker said that it is still computing."""
+        """The sender said that it is still computing. In a hand-over it wants to know that all before that is here."""
         self._receiver.touch(sequence.request_id, sequence.attempt, now)
+        if sequence.request.num_reserved_tokens:
+            self._tell(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
 
     def not_needed(self, peer: bytes, message: KVOpen) -> None:
         """This worker has, or computes, the KV itself."""

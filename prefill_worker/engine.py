@@ -9,6 +9,7 @@ from diptych.common.block_hash import BlockHasher
 from diptych.common.block_pool import BlockCounts
 from diptych.common.engine import Engine, EngineStatus, RequestReceived, RouterLost
 from diptych.common.errors import WireError
+from diptych.common.kv_sender import KVSender
 from diptych.common.messages import (
     AbortRequest,
     KVDone,
@@ -25,9 +26,10 @@ from diptych.common.metrics import WorkerMetrics
 from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler, SamplingRow
+from diptych.common.outgoing_transfer import TransferEnded
 from diptych.common.sampling_params import SampledToken
+from diptych.common.step_times import work_of
 from diptych.common.stop import banned_tokens, finish_reason
-from diptych.prefill_worker.kv_sender import KVSender, TransferEnded
 from diptych.prefill_worker.scheduler import PrefillChunk, PrefillScheduler
 from diptych.prefill_worker.sequence import PrefillSequence
 
@@ -93,6 +95,8 @@ class PrefillEngine(Engine):
         for sequence in output.admitted:
             self._on_admitted(sequence, now)
         self._in_step = output.chunks
+        num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
+        self.planned(num_tokens, sum(work_of(c.num_tokens, c.start + c.num_tokens) for c in output.chunks))
         logits = self._runner.forward(
             [
                 SequenceChunk(
@@ -109,7 +113,7 @@ class PrefillEngine(Engine):
         for chunk in output.chunks:
             self._on_computed(chunk, tokens.get(chunk.sequence.request_id), done_at)
         self._in_step = ()
-        self._measure(sum(chunk.num_tokens for chunk in output.chunks), done_at - now)
+        self._measure(num_tokens, done_at - now)
 
     def expire(self, now: float) -> None:
         if self._sender.failure is not None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from diptych.common.block_pool import BlockPool
 from diptych.common.engine import Engine
 from diptych.common.errors import ConfigError
+from diptych.common.kv_sender import KVSender
 from diptych.common.model.files import ModelFiles
 from diptych.common.model.loaded import LoadedModel
 from diptych.common.model.sampler import Sampler
 from diptych.common.model.staging import outgoing_blocks
+from diptych.common.outgoing_transfer import TransferEnded
 from diptych.common.settings import PrefillWorkerConfig
 from diptych.common.worker_process import Send, WorkerProcess
 from diptych.prefill_worker.engine import PrefillEngine
-from diptych.prefill_worker.kv_sender import KVSender, TransferEnded
 from diptych.prefill_worker.scheduler import PrefillScheduler
 
 
@@ -50,6 +51,7 @@ class PrefillWorker(WorkerProcess):
             num_streams=settings.kv_streams,
             memory=loaded.kv.shared.offer if loaded.kv.shared else None,
             require_shared=settings.kv_transport == "shm",
+            curve=self.curve,
         )
         engine = PrefillEngine(
             send,

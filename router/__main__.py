@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from diptych.common.config import exit_refused, load
-from diptych.common.errors import ModelError
+from diptych.common.errors import ConfigError, ModelError
 from diptych.common.logging import setup_logging
 from diptych.common.settings import RouterConfig
 
@@ -33,26 +33,35 @@ def main(argv: Sequence[str]) -> int:
         return 1
     try:
         uvloop.run(run(config, listener))
-    except ModelError as error:
+    except (ConfigError, ModelError) as error:
         exit_refused(error, PROG)
     return 0
 
 
 async def run(config: RouterConfig, listener: socket.socket) -> None:
-    """The router's life inside its event loop. Raises ModelError."""
+    """The router's life inside its event loop. Raises ModelError, ConfigError for a file that a setting names."""
     from diptych.common.model.files import resolve_model
     from diptych.router.api.app import build_app
     from diptych.router.api.server import serve, stop_on_signals
     from diptych.router.dispatch.dispatcher import Dispatcher
-    from diptych.router.metrics import RouterMetrics
+    from diptych.router.measured_client import MeasuredClient
+    from diptych.router.metrics import ENGINE, RouterMetrics
+    from diptych.router.pool_metrics import PoolCollector
+    from diptych.router.slo import SLOWindow
     from diptych.router.text.pipeline import TextPipeline
 
     stop = stop_on_signals()
     files = resolve_model(config.model, progress=False)
     text = TextPipeline.from_files(files, threads=config.tokenizer_threads)
     dispatcher = Dispatcher(config)
-    metrics = RouterMetrics(config.served_model_name or files.model_id, dispatcher.load)
-    app = build_app(dispatcher, text, files, config, metrics, lambda: dispatcher.fleet.failure)
+    name = config.served_model_name or files.model_id
+    metrics, window = (
+        RouterMetrics(name, dispatcher.load),
+        SLOWindow(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3),
+    )
+    metrics.registry.register(PoolCollector(dispatcher, window, {"model_name": name, "engine": ENGINE}))
+    client = MeasuredClient(dispatcher, window) if window.has_goals else dispatcher
+    app = build_app(client, text, files, config, metrics, lambda: dispatcher.fleet.failure)
     gc.collect()
     gc.freeze()  # what is here now stays: later collections need not look at it
     try:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from diptych.common.metrics import SECONDS, SHORT_SECONDS
+from diptych.common.process_metrics import register_process
 from diptych.router.dispatch.client import RequestTimeline
 from diptych.router.dispatch.load import DispatchLoad
 
@@ -33,6 +34,9 @@ class _LoadCollector(Collector):
         yield self._counter("diptych_takeovers", "Answers that another decode worker went on with", "", {"": takeovers})
         yield self._counter("diptych_failures", "Sequences given up, by error class", "reason", load.num_failures)
         yield self._counter("diptych_placements", "Sequences placed, by kind of place", "kind", load.num_choices)
+        yield self._counter(
+            "diptych_handovers", "Running answers handed over between workers", "outcome", load.num_handovers
+        )
         stale = {"": load.num_stale_deltas}
         yield self._counter("diptych_stale_deltas", "Tokens that came from a worker given up", "", stale)
         yield from self._workers(load)
@@ -79,6 +83,7 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
         self.registry.register(_LoadCollector(load, self._labels))
+        register_process(self.registry, self._labels)
         histogram, counter = self._histogram, self._counter
         self.ttft = histogram("vllm:time_to_first_token_seconds", "From the request's head to its first token")
         self.inter_token = histogram(
@@ -115,6 +120,40 @@ class RouterMetrics:
             [*self._labels, "status", "type"],
             registry=self.registry,
         )
+        self._rejected = Counter(
+            "diptych_http_rejected",
+            "Connections and requests that were turned away before the API saw them, by reason",
+            [*self._labels, "reason"],
+            registry=self.registry,
+        )
+        self.connections = Gauge(
+            "diptych_http_connections", "Open HTTP connections", list(self._labels), registry=self.registry
+        ).labels(*self._labels.values())
+        self._key_requests = Counter(
+            "diptych_key_requests",
+            "Requests that want a key, by its name and status; the name is empty for a wrong key",
+            [*self._labels, "key", "status"],
+            registry=self.registry,
+        )
+        self._key_tokens = Counter(
+            "diptych_key_tokens",
+            "Tokens by the name of the key that used them, prompt or output",
+            [*self._labels, "key", "kind"],
+            registry=self.registry,
+        )
+        self._rate_limited = Counter(
+            "diptych_rate_limited",
+            "Requests refused because a key had used up a limit: requests, tokens or concurrency",
+            [*self._labels, "key", "limit"],
+            registry=self.registry,
+        )
+        self._audit_dropped = counter("diptych_audit_dropped", "Lines that the audit log lost")
+        self._reloads = Counter(
+            "diptych_reloads",
+            "Times that a file was read anew, by setting and whether it was taken",
+            [*self._labels, "setting", "result"],
+            registry=self.registry,
+        )
 
     def render(self) -> bytes:
         """Prometheus text of everything."""
@@ -127,6 +166,31 @@ class RouterMetrics:
     def count_error(self, status: int, kind: str) -> None:
         """A client was told of an error, or (499) is not there to be told."""
         self._errors.labels(*self._labels.values(), str(status), kind).inc()
+
+    def count_rejected(self, reason: str) -> None:
+        """Something was turned away below the API."""
+        self._rejected.labels(*self._labels.values(), reason).inc()
+
+    def count_key_request(self, key: str, status: int) -> None:
+        """A request that wants a key is over; the names of keys are bounded by their file."""
+        self._key_requests.labels(*self._labels.values(), key, str(status)).inc()
+
+    def count_key_tokens(self, key: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """What a request used."""
+        self._key_tokens.labels(*self._labels.values(), key, "prompt").inc(num_prompt_tokens)
+        self._key_tokens.labels(*self._labels.values(), key, "output").inc(num_output_tokens)
+
+    def count_rate_limited(self, key: str, limit: str) -> None:
+        """A key had used up a limit."""
+        self._rate_limited.labels(*self._labels.values(), key, limit).inc()
+
+    def count_audit_dropped(self, num: int) -> None:
+        """Lines of the audit log were lost. May be called from its thread."""
+        self._audit_dropped.inc(num)
+
+    def count_reload(self, setting: str, *, ok: bool) -> None:
+        """The file of a setting was read anew, and taken or refused."""
+        self._reloads.labels(*self._labels.values(), setting, "ok" if ok else "refused").inc()
 
     def count_finished(self, reason: str) -> None:
         """A sequence ended: stop, length, abort or error."""

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import socket
+import ssl
 
 from diptych.common.errors import ConfigError
 
@@ -36,18 +37,28 @@ def claim_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-async def ready_reason(host: str, port: int) -> str:
-    """Why `GET /ready` is not 200 yet; "" when it is."""
+async def ready_reason(host: str, port: int, *, tls: bool = False) -> str:
+    """Why `GET /ready` is not 200 yet; "" when it is.
+
+    With `tls` whatever certificate the port shows is taken: it is our own child's, and no name of it need be this host.
+    """
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            status, body = await _get(reachable_host(host), port, "/ready")
+            status, body = await _get(reachable_host(host), port, "/ready", _any_certificate() if tls else None)
     except (OSError, TimeoutError, EOFError, ValueError) as error:
         return f"the router does not answer ({error or type(error).__name__})"
     return "" if status == 200 else _message(body)
 
 
-async def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
-    reader, writer = await asyncio.open_connection(host, port)
+def _any_certificate() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+async def _get(host: str, port: int, path: str, context: ssl.SSLContext | None) -> tuple[int, bytes]:
+    reader, writer = await asyncio.open_connection(host, port, ssl=context)
     try:
         writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
         head = await reader.readuntil(b"\r\n\r\n")

@@ -1,6 +1,6 @@
 """One line a request, at its end: its life, in the order in which it happened.
 
-12:00:01.250 INFO    router  request  request_id=9d1c path=/v1/completions status=200 id=cmpl-7f prompt=1900
+12:00:01.250 INFO    router  request  request_id=9d1c path=/v1/completions status=200 key=alice id=cmpl-7f prompt=1900
     cached=1024 output=64 finish=length ttft_ms=93.1 queue_ms=2.1 prefill_ms=80.2 transfer_ms=9.7 exposed_ms=1.2
     decode_ms=812 prefill_worker=prefill-0 decode_worker=decode-1 attempts=1 preemptions=0 total_ms=907
 """
@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from diptych.common.errors import RequestError
+from diptych.router.access.visit import Visit
 from diptych.router.api.choice import Choice
-from diptych.router.api.errors import CLIENT_CLOSED
+from diptych.router.api.errors import CLIENT_CLOSED, loggable
 from diptych.router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
@@ -24,14 +25,14 @@ log = logging.getLogger(__name__)
 class RequestLog:
     """What is known of one request to a generation endpoint. `end` counts it and writes its line, once.
 
-    `began` is perf_counter seconds; `request_id` what `x-request-id` says, the client's own or ours.
+    `began` is perf_counter seconds; what is known in the end is noted in `visit`, too.
     """
 
     metrics: RouterMetrics
     path: str
-    request_id: str
-    began: float = field(default_factory=time.perf_counter)
+    visit: Visit
     id: str = ""
+    model: str = ""
     stream: bool = False
     num_prompt_tokens: int = 0
     choices: Sequence[Choice] = ()
@@ -52,6 +53,7 @@ class RequestLog:
         if self._ended:
             return
         self._ended = True
+        self._note()
         metrics = self.metrics
         metrics.count_request(self.path, self.status)
         if self.error is not None:
@@ -62,6 +64,8 @@ class RequestLog:
             metrics.prompt_tokens.inc(self.num_prompt_tokens)
             metrics.cached_tokens.inc(self.num_cached_tokens)
             metrics.generation_tokens.inc(self.num_output_tokens)
+            if self.visit.key.name:
+                metrics.count_key_tokens(self.visit.key.name, self.num_prompt_tokens, self.num_output_tokens)
         for choice in self.choices:
             unfinished = "abort" if self.status == CLIENT_CLOSED else "error"
             metrics.count_finished(choice.finish_reason or unfinished)
@@ -69,6 +73,10 @@ class RequestLog:
                 times = (self.began, choice.first_at, choice.last_at)
                 metrics.observe_end(times, choice.num_tokens, choice.timeline)
         log.info("request", extra=self._fields())
+
+    @property
+    def began(self) -> float:
+        return self.visit.began
 
     @property
     def num_output_tokens(self) -> int:
@@ -82,12 +90,22 @@ class RequestLog:
             cached.setdefault(choice.prompt, choice.num_cached_tokens)
         return sum(cached.values())
 
+    def _note(self) -> None:
+        visit = self.visit
+        visit.status, visit.model = self.status, self.model
+        visit.num_prompt_tokens, visit.num_output_tokens = self.num_prompt_tokens, self.num_output_tokens
+        visit.finish_reason = self.choices[0].finish_reason if self.choices else ""
+        visit.error = type(self.error).__name__ if self.error is not None else ""
+
     def _fields(self) -> dict[str, object]:
-        fields: dict[str, object] = {"request_id": self.request_id, "path": self.path, "status": self.status}
+        visit = self.visit
+        fields: dict[str, object] = {"request_id": visit.request_id, "path": self.path, "status": self.status}
+        if visit.key.name:
+            fields["key"] = visit.key.name
         if self.id:
             fields["id"] = self.id
         if self.error is not None:
-            fields |= {"error": type(self.error).__name__, "reason": self.error.message[:200]}
+            fields |= {"error": type(self.error).__name__, "reason": loggable(self.error)[:200]}
         if self.choices:
             fields |= {"prompt": self.num_prompt_tokens, "cached": self.num_cached_tokens}
             fields |= {"output": self.num_output_tokens, "finish": self.choices[0].finish_reason or "none"}

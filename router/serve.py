@@ -32,9 +32,11 @@ log = logging.getLogger(__name__)
 def summary(plan: ServePlan, model_name: str, took_s: float) -> str:
     """What a newcomer needs to know once the service answers."""
     host = reachable_host(plan.router.host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{plan.router.port}"
+    scheme = "https" if plan.router.tls_cert else "http"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{plan.router.port}"
     request = {"model": model_name, "messages": [{"role": "user", "content": "What is a diptych?"}], "max_tokens": 64}
-    key = '-H "Authorization: Bearer $DIPTYCH_API_KEY" ' if plan.router.api_key else ""
+    wants_key = plan.router.api_key or plan.router.api_key_file
+    key = '-H "Authorization: Bearer $DIPTYCH_API_KEY" ' if wants_key else ""
     pools = f"{len(plan.prefill)} prefill + {len(plan.decode)} decode"
     return f"""
   Diptych serves {model_name}, ready after {took_s:.1f} s: {pools} + router

@@ -18,12 +18,33 @@ from diptych.common.settings import DecodeWorkerConfig, PrefillWorkerConfig, Rou
 
 C = TypeVar("C", bound=Config)
 W = TypeVar("W", bound=WorkerConfig)
+P = TypeVar("P", bound=RouterConfig | WorkerConfig)
+
+ROUTER_DRAIN_S, WORKER_DRAIN_S = 3.0, 2.0
+"""The longest drains that end within the supervisor's grace."""
 
 # Set by the supervisor itself, for each process.
-ROUTER_OWN = frozenset({"config", "prefill", "decode"})
+ROUTER_OWN = frozenset(
+    {
+        "config",
+        "curve_key",
+        "curve_authorized",
+        "prefill",
+        "decode",
+        "discovery",
+        "prefill_services",
+        "decode_services",
+        "discovery_namespace",
+        "discovery_interval_s",
+        "kubernetes_api",
+        "kubernetes_credentials",
+    }
+)
 WORKER_OWN = frozenset(
     {
         "config",
+        "curve_key",
+        "curve_authorized",
         "host",
         "port",
         "kv_port",
@@ -33,6 +54,9 @@ WORKER_OWN = frozenset(
         "address_file",
         "worker_id",
         "core_share",
+        "kubernetes_api",
+        "kubernetes_credentials",
+        "pod_deletion_cost",
     }
 )
 
@@ -103,7 +127,7 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
     prefill = merge(PrefillWorkerConfig, WORKER_OWN, "prefill-")
     decode = merge(DecodeWorkerConfig, WORKER_OWN, "decode-")
     return ServePlan(
-        router=merge(RouterConfig, ROUTER_OWN, ""),
+        router=_hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S),
         prefill=tuple(_worker(prefill, f"prefill-{i}", cores) for i in range(counts.prefill)),
         decode=tuple(_worker(decode, f"decode-{i}", cores) for i in range(counts.decode)),
     )
@@ -112,4 +136,9 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
 def _worker(config: W, name: str, threads: int) -> W:
     """A pinned worker uses the cores it is pinned to, another may use all while it computes alone."""
     own = threads if config.threads == 0 and not config.cores else config.threads
-    return dataclasses.replace(config, worker_id=name, threads=own)
+    return dataclasses.replace(_hurried(config, WORKER_DRAIN_S), worker_id=name, threads=own)
+
+
+def _hurried(config: P, drain_s: float) -> P:
+    """Whoever presses Ctrl-C wants an end, not the last word of every answer."""
+    return dataclasses.replace(config, drain_timeout_s=min(config.drain_timeout_s, drain_s))

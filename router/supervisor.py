@@ -140,7 +140,8 @@ class Supervisor:
         )
         await self.router.start()
         next_report = time.monotonic() + REPORT_EVERY_S
-        while reason := await ready_reason(self.plan.router.host, self.plan.router.port):
+        router = self.plan.router
+        while reason := await ready_reason(router.host, router.port, tls=bool(router.tls_cert)):
             if not self.router.alive:
                 raise StartFailed(f"router ended while starting ({describe_exit(await self.router.wait())})")
             if time.monotonic() >= next_report:

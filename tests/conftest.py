@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what this machine cannot run. torch is asked only when a GPU test was collected."""
     absent = {}
-    if shutil.which("helm") is None:
-        absent["helm"] = "the helm program is not installed"
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
         absent["gpu"] = "no CUDA device"
     for item in items:

@@ -23,13 +23,11 @@ EXCEPTIONS: dict[str, set[str]] = {
     "benchmarks/kv_wire.py": {
         "diptych.decode_worker.kv_receiver",
         "diptych.decode_worker.landing",
-        "diptych.prefill_worker.kv_sender",
     },
     # The same, from device memory to device memory.
     "benchmarks/gpu_transfer.py": {
         "diptych.decode_worker.kv_receiver",
         "diptych.decode_worker.landing",
-        "diptych.prefill_worker.kv_sender",
     },
     # It runs the real worker processes around random weights.
     "benchmarks/gpu_worker.py": {"diptych.decode_worker.process", "diptych.prefill_worker.process"},

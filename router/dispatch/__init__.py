@@ -2,4 +2,5 @@
 
 dispatcher -> placement -> policy (pure), prefix_index (pure)
     └─────> fleet -> connection (ZeroMQ), registry (pure) -> worker
+              └────> discovery: which addresses there are
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,8 +13,9 @@ from typing import cast
 
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
 
+from diptych.common.curve import Curve
+from diptych.common.dialer import WATCHED, Dialer
 from diptych.common.drop_log import DropLog
 from diptych.common.errors import WireError
 from diptych.common.messages import (
@@ -40,11 +42,12 @@ LAST_WORDS_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ConnectionEvents:
-    """What a connection tells its owner, with its address."""
+    """What a connection tells its owner, with its address; `on_refused` also why the worker and we cannot talk."""
 
     on_message: Callable[[str, ToRouter], None]
     on_up: Callable[[str], None]
     on_cut: Callable[[str], None]
+    on_refused: Callable[[str, str], None] = lambda address, why: None
 
 
 @dataclass(slots=True)
@@ -65,11 +68,15 @@ class Connection:
     router_id: str
     events: ConnectionEvents
     hwm: int
+    curve: Curve | None = None
     counters: ConnectionCounters = field(default_factory=ConnectionCounters)
     drops: DropLog = field(init=False)
     _unsent_aborts: deque[AbortRequest] = field(default_factory=lambda: deque(maxlen=MAX_UNSENT_ABORTS))
     _socket: zmq.asyncio.Socket | None = None
     _monitor: zmq.asyncio.Socket | None = None
+    _dialer: Dialer | None = None
+    _refusal: str = ""
+    _is_up: bool = False
 
     def __post_init__(self) -> None:
         self.drops = DropLog(log, f"a frame from {self.address}")
@@ -94,9 +101,9 @@ class Connection:
         ):
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.ROUTING_ID, self.router_id.encode())
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        socket.connect(self.address)
+        self._monitor = socket.get_monitor_socket(WATCHED)
         self._socket = socket
+        self._dialer = Dialer(socket, self.address, self.curve)
 
     def send(self, message: Message) -> bool:
         """Send now or not at all: False when the worker is not connected or reads too slowly."""
@@ -138,17 +145,24 @@ class Connection:
                 await asyncio.sleep(0)
 
     async def watch(self) -> None:
-        """Report that the connection came up or broke, until cancelled."""
-        if self._monitor is None:
+        """Report that the connection came up, broke or is refused, until cancelled; dial again after a refusal."""
+        if self._monitor is None or self._dialer is None:
             raise RuntimeError(f"{self.address} is not open")
         while True:
-            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            due_ms = (self._dialer.dial_at - time.monotonic()) * 1000
+            if not await self._monitor.poll(None if due_ms == math.inf else max(0, int(due_ms) + 1)):
+                self._dialer.dial()
+                continue
+            event = self._dialer.on_event(await self._monitor.recv_multipart(), time.monotonic())
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_up = True
                 self.events.on_up(self.address)
-            else:
+            elif event == zmq.EVENT_DISCONNECTED and self._is_up:
+                self._is_up = False
                 self.counters.num_cuts += 1
                 await asyncio.sleep(LAST_WORDS_S)
                 self.events.on_cut(self.address)
+            self._tell_refusal(self._dialer.refusal)
 
     def close(self, linger_ms: int) -> None:
         """Close the socket; what is queued has `linger_ms` to leave."""
@@ -158,6 +172,14 @@ class Connection:
         if self._monitor is not None:
             self._monitor.close(linger=0)
         self._socket = self._monitor = None
+
+    def _tell_refusal(self, refusal: str) -> None:
+        if refusal == self._refusal:
+            return
+        self._refusal = refusal
+        if refusal:
+            log.error("worker %s cannot be talked to: %s", self.address, refusal)
+            self.events.on_refused(self.address, refusal)
 
     def _parse(self, parts: list[bytes]) -> ToRouter | None:
         try:

@@ -15,19 +15,22 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator
 
-from diptych.common.errors import DeadlineExceeded, InternalError, InvalidRequest, RequestError, Unavailable
+from diptych.common.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, RequestError, Unavailable
 from diptych.common.messages import RequestFailed, ResetPrefixCache, TokenDelta, TokenOutput
 from diptych.common.settings import RouterConfig
+from diptych.router.dispatch.admission import Admission
 from diptych.router.dispatch.client import GenerationRequest, TokenEvent
+from diptych.router.dispatch.demand import Demand, DemandMeter
 from diptych.router.dispatch.fleet import CONTROL_HWM, WorkerFleet
 from diptych.router.dispatch.flight import Assignment, Flight, Stage
+from diptych.router.dispatch.handover import HandOvers
 from diptych.router.dispatch.load import DispatchCounters, DispatchLoad, WorkerLoad
 from diptych.router.dispatch.placement import Placement
 from diptych.router.dispatch.policy import RoutingPolicy
 from diptych.router.dispatch.prefix_index import PrefixIndex
 from diptych.router.dispatch.recovery import Recovery
-from diptych.router.dispatch.registry import STALL_TIMEOUT_S
 from diptych.router.dispatch.stream import StreamConflict
+from diptych.router.dispatch.worker import WorkerState
 
 RETRY_AFTER_S = 1.0
 DEADLINE_SLACK_S = 0.1
@@ -43,7 +46,6 @@ class Dispatcher:
         *,
         policy: RoutingPolicy | None = None,
         hwm: int = CONTROL_HWM,
-        stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         self._config = config
         self._clock = time.monotonic
@@ -53,7 +55,7 @@ class Dispatcher:
         self._counters = DispatchCounters()
         self._last_max_model_len = 0
         self._open = False
-        self.fleet = WorkerFleet(config, self, hwm=hwm, stall_timeout_s=stall_timeout_s, clock=self._clock)
+        self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
         self._placement = Placement(
             self.fleet.registry,
             policy or RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold),
@@ -62,7 +64,11 @@ class Dispatcher:
             self.fleet.abort,
             self._remaining_s,
         )
+        has_prefill = bool(config.prefill or config.prefill_services)
+        self._demand = DemandMeter(has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self._queue, self._counters)
+        self._admission = Admission(self.fleet.registry, config)
+        self._handovers = HandOvers(self.fleet.registry, self._placement, self._queue, self._counters)
 
     # ------------------------------------------------------------ for the front
 
@@ -93,13 +99,16 @@ class Dispatcher:
 
     @property
     def ready(self) -> tuple[bool, str]:
-        """Whether a request would be served now, and why not. Decode workers alone suffice: they can prefill."""
+        """Whether a request would be served now, and why not, or not by both pools: decode workers can prefill."""
         if not self._open:
             return False, "the router is not connected to its workers"
         if self.fleet.failure:
             return False, self.fleet.failure
-        missing = self.fleet.registry.missing("decode", self._clock())
-        return not missing, missing
+        registry, now = self.fleet.registry, self._clock()
+        if missing := registry.missing("decode", now):
+            return False, missing
+        alone = registry.missing("prefill", now) if self._demand.has_prefill else ""
+        return True, alone or self.fleet.pairing.note
 
     @property
     def max_model_len(self) -> int:
@@ -125,7 +134,13 @@ class Dispatcher:
             dict(counters.num_failures),
             dict(counters.num_choices),
             counters.num_stale_deltas,
+            num_handovers=dict(counters.num_handovers),
         )
+
+    def demand(self, p95_token_s: float, slo_s: float) -> Demand:
+        """What is asked of the pools; see `DemandMeter.measure`."""
+        queue, workers = self._queue.values(), self.fleet.registry.workers.values()
+        return self._demand.measure(self._flights.values(), queue, workers, p95_token_s, slo_s)
 
     # ------------------------------------------------------------ for the fleet
 
@@ -137,36 +152,66 @@ class Dispatcher:
             assignment = flight.assignment(address, delta.attempt) if flight and current and not flight.done else None
             if flight is None or assignment is None or assignment.epoch != output.epoch:
                 self._counters.num_stale_deltas += 1
+                if current:  # whoever was to be told that this is over has not heard it
+                    self.fleet.abort(address, delta.request_id, delta.attempt)
             else:
                 self._on_delta(flight, assignment, delta)
+        if worker.state is WorkerState.DRAINING:  # sooner than at the next tick
+            known = (self._flights.get(delta.request_id) for delta in output.outputs)
+            self._handovers.leave((flight for flight in known if flight is not None), self._clock())
 
     def on_failed(self, address: str, failed: RequestFailed) -> None:
         flight = self._flights.get(failed.request_id)
-        assignment = flight.assignment(address, failed.attempt) if flight and not flight.done else None
-        if flight is None or assignment is None or failed.attempt != flight.attempt:
+        if flight is None or flight.done:
+            return
+        if flight.may_give_up_handover(address, failed.attempt):
+            self._give_up_handover(flight, f"worker {failed.worker_id} failed in {failed.phase}: {failed.message}")
+            return
+        assignment = flight.assignment(address, failed.attempt)
+        if assignment is None or failed.attempt != assignment.attempt:
             return
         reason = f"{assignment.role} worker {failed.worker_id} failed in {failed.phase}: {failed.message}"
-        if failed.retryable:
+        if failed.retryable or flight.is_through_with(assignment):
             self._recover(flight, assignment, reason)
         else:
             self._fail(flight, _refusal(failed, reason, self._remaining_s(flight)))
 
     def on_lost(self, address: str, reason: str) -> None:
         for flight in list(self._flights.values()):
-            for assignment in (flight.prefill, flight.decode):
+            for assignment in (flight.successor, flight.prefill, flight.decode):
                 if assignment is not None and assignment.address == address and not flight.done:
-                    self._recover(flight, assignment, f"{assignment.role} worker {assignment.worker_id} {reason}")
+                    why = f"{assignment.role} worker {assignment.worker_id} {reason}"
+                    self._recover(flight, assignment, why, died=True)
 
     def on_started(self, address: str) -> None:
         self._index.clear(address)
+
+    def on_gone(self, address: str) -> None:
+        self._index.clear(address)
+
+    def uses(self, address: str) -> bool:
+        return any(
+            assignment is not None and assignment.address == address
+            for flight in self._flights.values()
+            if not flight.done
+            # A prefill worker's part is over when the decode worker speaks.
+            for assignment in (
+                (flight.decode, flight.successor)
+                if flight.stage is Stage.DECODE
+                else (flight.prefill, flight.decode, flight.successor)
+            )
+        )
 
     def on_ready(self, address: str) -> None:
         self._serve_queue(self._clock())
 
     def on_tick(self, now: float) -> None:
+        self._handovers.leave(self._flights.values(), now)
         self._serve_queue(now)
         for flight in list(self._flights.values()):
             self._check_progress(flight, now)
+        waiting = ((f.waits_for, f.progress_at) for f in self._flights.values() if f.stage is Stage.PREFILL)
+        self._admission.observe((worker.address, now - since) for worker, since in waiting if worker is not None)
 
     # ------------------------------------------------------------ a request's life
 
@@ -180,6 +225,11 @@ class Dispatcher:
             raise InvalidRequest(f"request {request.request_id} is already being served", param="request_id")
         if not request.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
+        try:
+            self._admission.check(len(request.prompt_token_ids))
+        except Overloaded:
+            self._counters.num_failures[Overloaded.__name__] += 1
+            raise
         try:
             flight = Flight(request, self._clock())
         except (OverflowError, TypeError) as error:
@@ -200,7 +250,9 @@ class Dispatcher:
             self._fail(flight, Unavailable(waited, retry_after_s=RETRY_AFTER_S))
 
     def _try_place(self, flight: Flight, now: float) -> bool:
-        if now < flight.not_before or not self._placement.place(flight, now):
+        if now < flight.not_before or not self._recovery.may_be_placed(flight):
+            return False
+        if not self._placement.place(flight, now):
             return False
         del self._queue[flight.request.request_id]
         kind = "prefill" if flight.decode is None else "remote" if flight.prefill else "local"
@@ -209,9 +261,11 @@ class Dispatcher:
 
     def _on_delta(self, flight: Flight, assignment: Assignment, delta: TokenDelta) -> None:
         first = not assignment.delivered
-        if delta.finish_reason == "abort":
-            self._recover(flight, assignment, f"{assignment.role} worker {assignment.worker_id} aborted the request")
+        if delta.finish_reason in ("abort", "moved"):
+            self._on_left(flight, assignment, delta.finish_reason)
             return
+        if assignment is flight.successor:
+            self._take_over(flight, moved=False)
         try:
             flight.received(assignment, delta, self._clock())
         except StreamConflict as conflict:
@@ -228,20 +282,41 @@ class Dispatcher:
         elif flight.decode is None:
             self._recover(flight, assignment, f"prefill worker {assignment.worker_id} did not end a one-token request")
 
+    def _on_left(self, flight: Flight, assignment: Assignment, how: str) -> None:
+        """The worker does not go on with a request that is not over: another does by now, or has to."""
+        if how == "moved" and assignment is flight.decode and flight.successor is not None:
+            self._take_over(flight, moved=True)
+        else:
+            self._recover(flight, assignment, f"{assignment.role} worker {assignment.worker_id} {how} the request")
+
+    def _take_over(self, flight: Flight, *, moved: bool) -> None:
+        now = self._clock()
+        self._handovers.succeed(flight, now, moved=moved)
+        self._handovers.leave(self._flights.values(), now)
+
+    def _give_up_handover(self, flight: Flight, reason: str) -> None:
+        now = self._clock()
+        self._handovers.fail(flight, reason, now)
+        self._handovers.leave(self._flights.values(), now)
+
     def _finish(self, flight: Flight, last: Assignment) -> None:
         """The last token is here. A decode worker that still expects KV is told not to."""
         flight.done = True
         self._placement.settle(flight)
         if flight.decode is not None and last is flight.decode:
             self._placement.remember(flight, last)
+            self.fleet.registry.on_request_finished(last.address, last.timeline.decode_s)
         elif flight.decode is not None:
             self.fleet.abort(flight.decode.address, flight.request.request_id, flight.attempt)
 
-    def _recover(self, flight: Flight, assignment: Assignment, reason: str) -> None:
+    def _recover(self, flight: Flight, assignment: Assignment, reason: str, *, died: bool = False) -> None:
         now = self._clock()
+        if assignment is flight.successor:
+            self._give_up_handover(flight, reason)
+            return
         if self.fleet.registry.workers[assignment.address].ready:
             self.fleet.registry.on_request_failed(assignment.address, now)
-        error = self._recovery.recover(flight, assignment, reason, now)
+        error = self._recovery.recover(flight, assignment, reason, now, died=died)
         if error is not None:
             self._fail(flight, error)
         elif flight.request.request_id in self._queue:
@@ -253,10 +328,13 @@ class Dispatcher:
         if flight.done or assignment is None or waited_s <= self._config.worker_timeout_s:
             return
         idle_since = self.fleet.registry.workers[assignment.address].idle_since
+        who = f"{assignment.role} worker {assignment.worker_id}"
         if flight.stream.has_gap:
-            self._recover(flight, assignment, f"tokens of {assignment.role} worker {assignment.worker_id} are missing")
+            self._recover(flight, assignment, f"tokens of {who} are missing")
         elif idle_since is not None and now - idle_since > self._config.worker_timeout_s:
-            self._recover(flight, assignment, f"{assignment.role} worker {assignment.worker_id} has lost the request")
+            self._recover(flight, assignment, f"{who} has lost the request")
+        elif waited_s > self._token_limit_s(flight):
+            self._recover(flight, assignment, f"{who} sent no token for {waited_s:.1f} s in the {flight.stage} phase")
 
     def _on_deadline(self, flight: Flight) -> None:
         if not flight.done:
@@ -283,6 +361,11 @@ class Dispatcher:
 
     # ------------------------------------------------------------ inside
 
+    def _token_limit_s(self, flight: Flight) -> float:
+        """How long the next token of a placed request may take."""
+        prefills = flight.stage is Stage.PREFILL
+        return self._config.prefill_timeout_s if prefills else self._config.token_timeout_s
+
     def _remaining_s(self, flight: Flight) -> float:
         return max(0.0, flight.deadline - self._clock())
 
@@ -292,7 +375,7 @@ class Dispatcher:
             address=address,
             role=worker.role,
             worker_id=worker.worker_id,
-            state=str(worker.state),
+            state=worker.shown_state,
             num_requests=worker.num_requests,
             num_queued_tokens=worker.num_queued_tokens,
             num_available_blocks=worker.num_available_blocks,
@@ -303,6 +386,7 @@ class Dispatcher:
             num_dropped_frames=connection.drops.num_dropped,
             num_unsent=connection.counters.num_unsent,
             num_cuts=connection.counters.num_cuts,
+            reason=worker.withheld or worker.reason,
         )
 
 

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import zmq.asyncio
 
+from diptych.common.curve import Curve, warn_of_readers
 from diptych.common.messages import (
     Message,
     RequestFailed,
@@ -22,13 +23,20 @@ from diptych.common.messages import (
     WorkerHello,
 )
 from diptych.common.settings import RouterConfig
+from diptych.router.discovery.endpoint import Endpoint
+from diptych.router.discovery.source import open_source
 from diptych.router.dispatch.connection import Connection, ConnectionEvents
-from diptych.router.dispatch.registry import STALL_TIMEOUT_S, WorkerRegistry
+from diptych.router.dispatch.pairing import Pairing
+from diptych.router.dispatch.registry import WorkerRegistry
+from diptych.router.dispatch.worker import Worker
 
 log = logging.getLogger(__name__)
 
 CONTROL_HWM = 10_000
 CLOSE_LINGER_MS = 200
+MAX_DISCOVERED = 1024
+"""Workers that discovery may bring: a selector that matches a whole cluster must not cost all file descriptors."""
+SOCKETS_PER_WORKER = 4
 
 
 class FleetListener(Protocol):
@@ -48,9 +56,18 @@ class FleetListener(Protocol):
     def on_tick(self, now: float) -> None:
         """Once every heartbeat."""
 
+    def uses(self, address: str) -> bool:
+        """Whether something in flight still needs the worker."""
+
+    def on_gone(self, address: str) -> None:
+        """The worker was removed, unused, and its connection closes."""
+
 
 class WorkerFleet:
-    """Keeps one connection to every configured worker and its state up to date in `registry`."""
+    """Keeps one connection to every known worker and its state up to date in `registry`.
+
+    Known are those that are configured, or that discovery finds: they come and go while the router runs.
+    """
 
     def __init__(
         self,
@@ -58,40 +75,49 @@ class WorkerFleet:
         listener: FleetListener,
         *,
         hwm: int = CONTROL_HWM,
-        stall_timeout_s: float = STALL_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.registry = WorkerRegistry(
-            config.prefill, config.decode, worker_timeout_s=config.worker_timeout_s, stall_timeout_s=stall_timeout_s
-        )
+        self.registry = WorkerRegistry(config.prefill, config.decode, worker_timeout_s=config.worker_timeout_s)
         self.router_id = secrets.token_hex(8)
         self.failure = ""
         self._listener, self._clock, self._heartbeat_s = listener, clock, config.heartbeat_s
         self._hello = RouterHello(router_id=self.router_id, epoch=secrets.randbits(48))
         self._beat = RouterHeartbeat(router_id=self.router_id)
-        events = ConnectionEvents(self._on_message, self._on_up, self._on_cut)
-        self.connections = {
-            address: Connection(address, self.router_id, events, hwm) for address in self.registry.workers
+        self._curve = Curve.load(config.curve_key, config.curve_authorized)
+        warn_of_readers(config.curve_key)
+        self._hwm = hwm
+        self._events = ConnectionEvents(self._on_message, self._on_up, self._on_cut, self.registry.on_refused)
+        self.connections = {address: self._connection(address) for address in self.registry.workers}
+        self.pairing = Pairing()
+        self.source = open_source(config, self.reconcile)
+        if self.source is not None:
+            self.registry.explain = self.source.status.explain
+        self._wanted = {
+            worker.address: Endpoint(worker.role, worker.address) for worker in self.registry.workers.values()
         }
+        self._refused: set[str] = set()
         self._context: zmq.asyncio.Context | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._links: dict[str, list[asyncio.Task[None]]] = {}
+        self._partings: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Connect to every worker; returns at once, workers become ready as they answer."""
         self._context = zmq.asyncio.Context()
-        self._context.set(zmq.MAX_SOCKETS, max(1024, 4 * len(self.connections)))
-        for address, connection in self.connections.items():
-            connection.open(self._context)
-            self._own(connection.receive(), f"receive {address}")
-            self._own(connection.watch(), f"watch {address}")
-        self._own(self._tick_forever(), "tick")
+        most = max(len(self.connections), 0 if self.source is None else MAX_DISCOVERED)
+        self._context.set(zmq.MAX_SOCKETS, max(1024, SOCKETS_PER_WORKER * most + 64))
+        for connection in self.connections.values():
+            self._open(connection, self._context)
+        self._tasks.append(self._own(self._tick_forever(), "tick"))
+        if self.source is not None:
+            self._tasks.append(self._own(self.source.run(), "discovery"))
 
     async def close(self) -> None:
         """End every task and socket; what is queued for workers (aborts) has a moment to leave."""
-        tasks, self._tasks = self._tasks, []
+        tasks, self._tasks = [*self._tasks, *(task for link in self._links.values() for task in link)], []
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._partings, return_exceptions=True)
         for connection in self.connections.values():
             connection.close(CLOSE_LINGER_MS)
         if self._context is not None:
@@ -100,18 +126,92 @@ class WorkerFleet:
 
     def send(self, address: str, message: Message) -> bool:
         """Send without waiting; False when the worker cannot take the message now."""
-        return self.connections[address].send(message)
+        connection = self.connections.get(address)
+        return connection is not None and connection.send(message)
 
     def abort(self, address: str, request_id: str, attempt: int) -> None:
         """Have the worker forget every attempt of the request up to this one, at the latest when it is back."""
-        self.connections[address].abort(request_id, attempt)
+        connection = self.connections.get(address)
+        if connection is not None:
+            connection.abort(request_id, attempt)
+
+    def reconcile(self, endpoints: Sequence[Endpoint]) -> None:
+        """Take `endpoints` for all workers there are.
+
+        One that is missing gets nothing new; what runs there goes on, and its connection closes once nothing needs it.
+        """
+        if len(endpoints) > MAX_DISCOVERED:
+            log.error("discovery found %d workers, the first %d are used", len(endpoints), MAX_DISCOVERED)
+        self._wanted = {endpoint.address: endpoint for endpoint in endpoints[:MAX_DISCOVERED]}
+        self._refused.clear()
+        self._follow()
+
+    # ------------------------------------------------------------ workers that come and go
+
+    def _follow(self) -> None:
+        """Let go of workers that are gone and unused, withhold those that are leaving, take in those that are new."""
+        for address, worker in list(self.registry.workers.items()):
+            endpoint = self._wanted.get(address)
+            if endpoint is not None and endpoint.role == worker.role:
+                self._withhold(worker, endpoint.withheld)
+            elif self._listener.uses(address):
+                self._withhold(worker, "is no longer listed")
+            else:
+                self._leave(worker)
+        for address, endpoint in self._wanted.items():
+            if address not in self.registry.workers and address not in self._refused:
+                self._join(endpoint)
+
+    def _withhold(self, worker: Worker, why: str) -> None:
+        if worker.withheld == why:
+            return
+        log.info("worker %s (%s) %s", worker.address, worker.role, f"{why}: nothing new" if why else "is back")
+        if self.registry.withhold(worker.address, why):
+            self._listener.on_ready(worker.address)
+
+    def _join(self, endpoint: Endpoint) -> None:
+        connection = self._connection(endpoint.address)
+        self.registry.add(endpoint.address, endpoint.role, endpoint.withheld)
+        self.connections[endpoint.address] = connection
+        log.info("worker %s (%s) was found", endpoint.address, endpoint.role)
+        if self._context is None:
+            return
+        try:
+            self._open(connection, self._context)
+        except zmq.ZMQError as error:  # no descriptors left, most likely: tried again when discovery has news
+            log.error("no connection to worker %s: %s", endpoint.address, error)
+            self._refused.add(endpoint.address)
+            self._leave(self.registry.workers[endpoint.address])
+
+    def _leave(self, worker: Worker) -> None:
+        address = worker.address
+        self.registry.remove(address)
+        connection, link = self.connections.pop(address), self._links.pop(address, [])
+        for task in link:  # at once: not one message more may come from an address that nobody knows
+            task.cancel()
+        self._listener.on_gone(address)
+        log.info("worker %s (%s) is gone", address, worker.role)
+        parting = asyncio.create_task(_part(connection, link), name=f"fleet: part from {address}")
+        self._partings.add(parting)
+        parting.add_done_callback(self._partings.discard)
+
+    def _connection(self, address: str) -> Connection:
+        return Connection(address, self.router_id, self._events, self._hwm, self._curve)
+
+    def _open(self, connection: Connection, context: zmq.asyncio.Context) -> None:
+        address = connection.address
+        connection.open(context)
+        self._links[address] = [
+            self._own(connection.receive(), f"receive {address}"),
+            self._own(connection.watch(), f"watch {address}"),
+        ]
 
     # ------------------------------------------------------------ inside
 
-    def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=f"fleet: {name}")
         task.add_done_callback(self._on_task_done)
-        self._tasks.append(task)
+        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
@@ -125,6 +225,8 @@ class WorkerFleet:
             now = self._clock()
             for worker in self.registry.sweep(now):
                 self._lost(worker.address)
+            self._follow()
+            self._compare_layouts()
             for address, connection in self.connections.items():
                 connection.drops.flush(time.monotonic())
                 if self.registry.needs_hello(address):
@@ -174,7 +276,19 @@ class WorkerFleet:
             log.info("worker %s", worker.describe(self._clock()))
             self._listener.on_ready(address)
 
+    def _compare_layouts(self) -> None:
+        pairing = Pairing.of(self.registry.ready("prefill"), self.registry.ready("decode"))
+        if pairing.reason != self.pairing.reason and pairing.reason:
+            log.warning("%s", pairing.reason)
+        self.pairing = pairing
+
     def _lost(self, address: str, reason: str = "") -> None:
         reason = reason or self.registry.workers[address].reason
         log.warning("worker %s is lost: %s", address, reason)
         self._listener.on_lost(address, reason)
+
+
+async def _part(connection: Connection, link: Sequence[asyncio.Task[None]]) -> None:
+    """Close a connection once its loops have ended."""
+    await asyncio.gather(*link, return_exceptions=True)
+    connection.close(CLOSE_LINGER_MS)

@@ -6,12 +6,17 @@ import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from msgspec.structs import replace
+
 from diptych.common.block_hash import BlockHasher
 from diptych.common.errors import RequestError
 from diptych.common.messages import Timeline, TokenDelta, pack_tokens
 from diptych.router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
 from diptych.router.dispatch.stream import TokenStream
 from diptych.router.dispatch.worker import Booking, Role
+
+MIN_PROGRESS = 4
+"""Output tokens that make a placement count as progress: a prefill worker alone yields one each time."""
 
 
 class Stage(StrEnum):
@@ -28,7 +33,8 @@ class Stage(StrEnum):
 class Assignment:
     """One worker's part in a request, valid for attempts from `first_attempt` on. `delivered`: tokens came from it.
 
-    A decode worker keeps its assignment when only the prefill worker changes, so it may answer for several attempts.
+    A decode worker keeps its assignment when only the prefill worker changes, so it may answer for several attempts, of
+    which `attempt` is the last. Its prompt ended with the first `num_base_tokens` output tokens.
     """
 
     role: Role
@@ -37,7 +43,10 @@ class Assignment:
     epoch: int
     first_attempt: int
     booking: Booking
+    attempt: int
+    num_base_tokens: int
     delivered: bool = False
+    delivered_at: float = 0.0
     timeline: Timeline = field(default_factory=Timeline)
 
 
@@ -52,11 +61,14 @@ class Flight:
         self._packed = pack_tokens(request.prompt_token_ids)
         self.stream = TokenStream(request.params.max_tokens, with_logprobs=request.params.logprobs >= 0)
         self.attempt = 0
-        self.num_failures = 0
+        self.num_failures = self.num_fruitless = self.num_deaths = 0
+        self._num_tokens_at_move = 0
         self.num_base_tokens = 0
         self.deadline = now + request.deadline_s
         self.prefill: Assignment | None = None
         self.decode: Assignment | None = None
+        self.successor: Assignment | None = None  # the decode worker that the present one hands over to
+        self.handover_until = self.handover_after = now
         self.failed_lives: set[tuple[str, int]] = set()
         self.last_failure = ""
         self.queued_at = self.progress_at = now
@@ -90,9 +102,14 @@ class Flight:
         """Output tokens still allowed."""
         return self.request.params.max_tokens - len(self.stream.token_ids)
 
-    def packed_prompt(self) -> bytes:
-        """The prompt of the present attempt: the request's, and the output that was there when it was dispatched."""
-        return self._packed + pack_tokens(self.stream.token_ids[: self.num_base_tokens])
+    @property
+    def got_further(self) -> bool:
+        """Whether the output grew by more than a prefill's worth since the request last got a place."""
+        return len(self.stream.token_ids) - self._num_tokens_at_move >= MIN_PROGRESS
+
+    def packed_prompt(self, num_output_tokens: int) -> bytes:
+        """The prompt of an attempt: the request's, and the output that is there when it is dispatched."""
+        return self._packed + pack_tokens(self.stream.token_ids[:num_output_tokens])
 
     def hashes(self, block_size: int) -> list[bytes]:
         """Chained block hashes of the prompt and all output so far, each computed once."""
@@ -103,10 +120,21 @@ class Flight:
 
     def assignment(self, address: str, attempt: int) -> Assignment | None:
         """The present assignment that `address` may speak for with this attempt number."""
-        for assignment in (self.prefill, self.decode):
-            if assignment and assignment.address == address and assignment.first_attempt <= attempt <= self.attempt:
-                return assignment
+        for one in (self.prefill, self.decode, self.successor):
+            if one and one.address == address and one.first_attempt <= attempt <= one.attempt:
+                return one
         return None
+
+    def may_give_up_handover(self, address: str, attempt: int) -> bool:
+        """Whether the worker is one of the two that a hand-over under this attempt is between."""
+        successor, decode = self.successor, self.decode
+        if successor is None or decode is None or attempt != successor.attempt:
+            return False
+        return address in (successor.address, decode.address)
+
+    def is_through_with(self, assignment: Assignment) -> bool:
+        """Whether a prefill worker has nothing more to do: the decode worker speaks."""
+        return assignment is self.prefill and self.decode is not None and self.decode.delivered
 
     @property
     def waits_for(self) -> Assignment | None:
@@ -127,6 +155,20 @@ class Flight:
         self._names[assignment.role] = assignment.worker_id
         self.progress_at = now
 
+    def moves(self, failed: Assignment, reason: str, now: float, *, died: bool) -> None:
+        """A worker failed, or `died`. `num_fruitless` failures, `num_deaths` of them deaths, brought it no further."""
+        self.num_failures += 1
+        if self.got_further:
+            self.num_fruitless = self.num_deaths = 0
+        else:
+            self.num_fruitless += 1
+            self.num_deaths += died
+        self._num_tokens_at_move = len(self.stream.token_ids)
+        self.progress_at = now
+        self.last_failure = reason
+        self.failed_lives.add((failed.address, failed.epoch))
+        self.stream.drop_ahead()
+
     def unassign(self, assignment: Assignment) -> None:
         """The worker has no more part in the request; the time it spent decoding still counts."""
         spent = assignment.timeline
@@ -140,12 +182,26 @@ class Flight:
         elif assignment is self.decode:
             self.decode = None
 
+    def succeed(self, now: float) -> None:
+        """The worker that the stream was handed over to goes on with it, in place of the one before."""
+        before, successor = self.decode, self.successor
+        if before is None or successor is None:
+            raise RuntimeError(f"request {self.request.request_id} is not being handed over")
+        before.timeline = replace(before.timeline, decode_s=now - before.delivered_at)
+        self.unassign(before)
+        self.stream.drop_ahead()
+        self.decode, self.successor = successor, None
+        self._names["decode"] = successor.worker_id
+        self.num_base_tokens = successor.num_base_tokens
+        self.progress_at = now
+
     def received(self, assignment: Assignment, delta: TokenDelta, now: float) -> bool:
         """Merge what a worker sent; True when the stream grew or ended. Raises StreamConflict."""
         if delta.timeline is not None:
             assignment.timeline = delta.timeline
         grew = self.stream.add(delta)
-        assignment.delivered = True
+        if not assignment.delivered:
+            assignment.delivered, assignment.delivered_at = True, now
         self.progress_at = now
         if self.num_base_tokens == 0:
             cached = min(delta.num_cached_tokens, len(self.request.prompt_token_ids))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """One configured worker: what it says and what is booked on it."""
+    """One configured worker: what it says and what is booked on it. `reason` is why it is not ready."""
 
     address: str
     role: str
@@ -25,6 +25,7 @@ class WorkerLoad:
     num_dropped_frames: int
     num_unsent: int
     num_cuts: int
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,18 @@ class DispatchLoad:
     num_failures: Mapping[str, int]
     num_choices: Mapping[str, int]
     num_stale_deltas: int
+    num_handovers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class DispatchCounters:
-    """Retries by role of the worker that failed, failures by error class, choices by kind (remote, local, prefill)."""
+    """Retries by role of the worker that failed, failures by error class, choices by kind (remote, local, prefill).
+
+    Hand-overs by outcome: done; failed (the old worker went on); ended (the answer did, or its old worker).
+    """
 
     num_retries: Counter[str] = field(default_factory=Counter)
     num_failures: Counter[str] = field(default_factory=Counter)
     num_choices: Counter[str] = field(default_factory=Counter)
     num_stale_deltas: int = 0
+    num_handovers: Counter[str] = field(default_factory=Counter)

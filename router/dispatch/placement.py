@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from diptych.common.messages import DecodeRequest, KVTarget, Message, PrefillRequest
+from diptych.common.messages import DecodeRequest, HandOver, KVTarget, Message, PrefillRequest
 from diptych.router.dispatch.flight import Assignment, Flight
 from diptych.router.dispatch.policy import Choice, RequestShape, RoutingPolicy
 from diptych.router.dispatch.prefix_index import PrefixIndex
 from diptych.router.dispatch.registry import WorkerRegistry
-from diptych.router.dispatch.worker import Worker
+from diptych.router.dispatch.worker import Booking, Worker
 
 Send = Callable[[str, Message], bool]
 Abort = Callable[[str, str, int], None]
@@ -61,6 +61,9 @@ class Placement:
         decode = self._registry.workers[flight.decode.address] if flight.decode else None
         if decode is None or decode.hello is None:
             return False
+        assignment = flight.decode
+        if assignment is None:
+            return False
         deaf: set[str] = set()
         while True:
             flight.attempt += 1
@@ -69,9 +72,43 @@ class Placement:
             prefill = self._policy.choose_prefill(partners, decode, shape)
             if not self._send(decode.address, self._decode_request(flight, prefill)):
                 return False
+            assignment.attempt = flight.attempt
             if prefill is None or self._send_prefill(flight, prefill, decode, shape, now):
                 return True
             deaf.add(prefill.address)
+
+    def hand_over(self, flight: Flight, target: Worker, num_reserved_tokens: int) -> bool:
+        """A new attempt on `target`, which the present decode worker copies its KV to; it has room for more tokens.
+
+        False when one of them cannot be told.
+        """
+        source = flight.decode
+        if source is None:
+            return False
+        flight.attempt += 1
+        num_output = len(flight.stream.token_ids)
+        request = self._decode_request(flight, self._registry.workers[source.address], num_output, num_reserved_tokens)
+        if not self._send(target.address, request):
+            return False
+        num_tokens = len(flight.request.prompt_token_ids) + num_output + num_reserved_tokens
+        num_blocks = -(-num_tokens // max(1, target.identity.block_size))
+        booking = self._registry.book(target.address, num_tokens=0, num_blocks=num_blocks)
+        flight.successor = _assignment(flight, target, booking, num_output)
+        order = HandOver(
+            request_id=request.request_id,
+            attempt=source.attempt,
+            new_attempt=flight.attempt,
+            target=_target(target),
+            num_output_tokens=num_output,
+            num_reserved_tokens=num_reserved_tokens,
+        )
+        return self._send(source.address, order)
+
+    def leave(self, flight: Flight, assignment: Assignment, *, abort: bool) -> None:
+        """A worker has no part any more in a request that goes on."""
+        self._registry.release(assignment.booking)
+        if abort:
+            self._abort(assignment.address, flight.request.request_id, assignment.attempt)
 
     def computed(self, assignment: Assignment) -> None:
         """The first token came: the prompt is no longer work to be done there."""
@@ -87,10 +124,11 @@ class Placement:
             self._abort(helper.address, flight.request.request_id, flight.attempt)
 
     def settle(self, flight: Flight) -> None:
-        """The request ended well: nothing of it is booked any more."""
+        """The request ended well: nothing of it is booked any more, nor need anybody take it over."""
         for assignment in (flight.prefill, flight.decode):
             if assignment is not None:
                 self._registry.release(assignment.booking)
+        self._drop_successor(flight)
 
     def remove(self, flight: Flight, assignment: Assignment) -> None:
         """Take the request off one worker, which is told to forget it."""
@@ -103,6 +141,7 @@ class Placement:
         for assignment in (flight.prefill, flight.decode):
             if assignment is not None:
                 self.remove(flight, assignment)
+        self._drop_successor(flight)
 
     def remember(self, flight: Flight, assignment: Assignment) -> None:
         """The worker holds the KV of the prompt (and of the output so far): count on it for later prompts."""
@@ -112,6 +151,11 @@ class Placement:
             self._index.insert(worker.address, hashes, capacity=worker.identity.num_blocks)
 
     # ------------------------------------------------------------ inside
+
+    def _drop_successor(self, flight: Flight) -> None:
+        successor, flight.successor = flight.successor, None
+        if successor is not None:
+            self.leave(flight, successor, abort=True)
 
     def _candidates(self, flight: Flight, deaf: Collection[str]) -> tuple[list[Worker], list[Worker]]:
         """Ready prefill and decode workers that took messages so far, without those that failed this request.
@@ -162,38 +206,50 @@ class Placement:
         num_tokens = shape.uncached(worker) if local else 0
         num_blocks = -(-shape.uncached(worker) // max(1, worker.identity.block_size))
         booking = self._registry.book(worker.address, num_tokens=num_tokens, num_blocks=num_blocks)
-        flight.assigned(
-            Assignment(worker.role, worker.address, worker.worker_id, worker.epoch, flight.attempt, booking), now
-        )
+        flight.assigned(_assignment(flight, worker, booking, flight.num_base_tokens), now)
 
-    def _decode_request(self, flight: Flight, prefill: Worker | None) -> DecodeRequest:
+    def _decode_request(
+        self, flight: Flight, source: Worker | None, num_output: int | None = None, num_reserved: int = 0
+    ) -> DecodeRequest:
+        """`source` computes its KV, or has it; `num_output` of the output tokens, else the attempt's, are known."""
         request = flight.request
+        num_output = flight.num_base_tokens if num_output is None else num_output
         return DecodeRequest(
             request_id=request.request_id,
             attempt=flight.attempt,
-            prompt=flight.packed_prompt(),
+            prompt=flight.packed_prompt(num_output),
             params=request.params,
-            prefill_worker=prefill.worker_id if prefill else "",
-            num_output_tokens=flight.num_base_tokens,
+            prefill_worker=source.worker_id if source else "",
+            num_output_tokens=num_output,
             cache_salt=request.cache_salt,
             deadline_s=self._remaining_s(flight),
             traceparent=request.traceparent,
+            num_reserved_tokens=num_reserved,
         )
 
     def _prefill_request(self, flight: Flight, decode: Worker | None) -> PrefillRequest:
         request = flight.request
-        target = None
-        if decode is not None:
-            hello = decode.identity
-            target = KVTarget(hello.worker_id, hello.epoch, hello.kv_address)
         return PrefillRequest(
             request_id=request.request_id,
             attempt=flight.attempt,
-            prompt=flight.packed_prompt(),
+            prompt=flight.packed_prompt(flight.num_base_tokens),
             params=request.params,
-            decode=target,
+            decode=_target(decode) if decode is not None else None,
             num_output_tokens=flight.num_base_tokens,
             cache_salt=request.cache_salt,
             deadline_s=self._remaining_s(flight),
             traceparent=request.traceparent,
         )
+
+
+def _target(decode: Worker) -> KVTarget:
+    hello = decode.identity
+    return KVTarget(hello.worker_id, hello.epoch, hello.kv_address)
+
+
+def _assignment(flight: Flight, worker: Worker, booking: Booking, num_base_tokens: int) -> Assignment:
+    """Of the present attempt."""
+    attempt = flight.attempt
+    return Assignment(
+        worker.role, worker.address, worker.worker_id, worker.epoch, attempt, booking, attempt, num_base_tokens
+    )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from diptych.common.messages import WorkerHeartbeat, WorkerHello
 from diptych.router.dispatch.worker import Booking, Load, Role, Worker, WorkerState
 
-STALL_TIMEOUT_S = 60.0
-"""An engine with work whose step count stands still this long is stuck. Longer than an honest step on a slow CPU."""
 MAX_STRIKES = 3
 SUSPECT_S, MAX_SUSPECT_S = 5.0, 60.0
+SERVICE_SMOOTHING = 0.1
 
 
 class WorkerRegistry:
@@ -21,19 +20,31 @@ class WorkerRegistry:
     are gone already.
     """
 
-    def __init__(
-        self,
-        prefill: Iterable[str],
-        decode: Iterable[str],
-        *,
-        worker_timeout_s: float,
-        stall_timeout_s: float = STALL_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, prefill: Iterable[str], decode: Iterable[str], *, worker_timeout_s: float) -> None:
         self.workers = {address: Worker(address, "prefill") for address in prefill}
         self.workers |= {address: Worker(address, "decode") for address in decode}
-        self._worker_timeout_s, self._stall_timeout_s = worker_timeout_s, stall_timeout_s
+        self._worker_timeout_s = worker_timeout_s
+        self.explain: Callable[[Role, float], str] = lambda role, now: ""
+        """Says why no worker of a role is known, where that is not for the configuration to say."""
         self._next_serial = 0
         self._last_sweep: float | None = None
+
+    # ------------------------------------------------------------ who there is
+
+    def add(self, address: str, role: Role, withheld: str = "") -> None:
+        """There is a worker at an address that was unknown."""
+        self.workers[address] = Worker(address, role, withheld=withheld)
+
+    def remove(self, address: str) -> None:
+        """Nothing will be said of this address any more; releasing what was booked there does nothing."""
+        del self.workers[address]
+
+    def withhold(self, address: str, why: str) -> bool:
+        """Give the worker nothing new, or ("") give it work again. True when it has become ready by that."""
+        worker = self.workers[address]
+        was_ready = worker.ready
+        worker.withheld = why
+        return worker.ready and not was_ready
 
     # ------------------------------------------------------------ what workers say
 
@@ -66,7 +77,7 @@ class WorkerRegistry:
             self._end(worker, WorkerState.UNKNOWN, f"restarted (epoch {beat.epoch} after {worker.hello.epoch})")
             worker.hello = None
             return True
-        if worker.beat is None or worker.beat.step != beat.step or not _has_work(worker.beat):
+        if worker.beat is None or worker.beat.step != beat.step or not worker.beat.ready:
             worker.step_changed = now
         busy = beat.num_running + beat.num_waiting + beat.num_transferring > 0
         worker.idle_since = None if busy else worker.idle_since if worker.idle_since is not None else now
@@ -82,6 +93,12 @@ class WorkerRegistry:
         worker.hello = None
         return had_life
 
+    def on_refused(self, address: str, why: str) -> None:
+        """No connection comes about: one side has keys that the other does not trust, or none at all."""
+        worker = self.workers[address]
+        if worker.hello is None:
+            worker.reason = f"cannot be talked to: {why}"
+
     def on_request_failed(self, address: str, now: float) -> None:
         """A request failed there although the worker lives: after a few in a row others are preferred for a while."""
         worker = self.workers[address]
@@ -94,6 +111,11 @@ class WorkerRegistry:
         """Tokens came from there."""
         worker = self.workers[address]
         worker.num_strikes, worker.suspect = 0, False
+
+    def on_request_finished(self, address: str, decode_s: float) -> None:
+        """A request was decoded there, from its first token to its last, in `decode_s` seconds."""
+        worker = self.workers[address]
+        worker.service_s += (SERVICE_SMOOTHING if worker.service_s else 1.0) * (decode_s - worker.service_s)
 
     def sweep(self, now: float) -> list[Worker]:
         """Workers that just died of silence or of a stuck engine.
@@ -133,7 +155,7 @@ class WorkerRegistry:
         if any(worker.ready for worker in workers):
             return ""
         if not workers:
-            return f"no {role} worker is configured"
+            return self.explain(role, now) or f"no {role} worker is configured"
         listed = "; ".join(worker.describe(now) for worker in workers[:8])
         more = f"; and {len(workers) - 8} more" if len(workers) > 8 else ""
         return f"no {role} worker is ready ({len(workers)} configured: {listed}{more})"
@@ -158,18 +180,18 @@ class WorkerRegistry:
 
     def computed(self, booking: Booking) -> Booking:
         """The prompt is computed: the booking goes on without its tokens."""
-        worker = self.workers[booking.address]
+        worker = self.workers.get(booking.address)
         after = replace(booking, num_tokens=0)
-        if booking.serial in worker.bookings:
+        if worker is not None and booking.serial in worker.bookings:
             worker.bookings[booking.serial] = after
             worker.booked.num_tokens -= booking.num_tokens
             worker.fresh.num_tokens -= booking.num_tokens if booking.beat == worker.num_beats else 0
         return after
 
     def release(self, booking: Booking) -> None:
-        """The work is over. Releasing twice, or after the worker's life ended, does nothing."""
-        worker = self.workers[booking.address]
-        if worker.bookings.pop(booking.serial, None) is None:
+        """The work is over. Releasing twice, or after the worker's life ended or it was removed, does nothing."""
+        worker = self.workers.get(booking.address)
+        if worker is None or worker.bookings.pop(booking.serial, None) is None:
             return
         worker.booked.add(booking, -1)
         if booking.beat == worker.num_beats:
@@ -182,9 +204,9 @@ class WorkerRegistry:
         beat, alive = worker.beat, worker.state is not WorkerState.DEAD
         if beat is None or _misfit(worker):
             return False
-        if _has_work(beat) and now - worker.step_changed > self._stall_timeout_s:
+        if beat.ready and now - worker.step_changed > beat.turn_limit_s:
             if alive:
-                stuck = f"stuck at step {beat.step} for more than {self._stall_timeout_s:g} s with work to do"
+                stuck = f"stuck at step {beat.step} for more than {beat.turn_limit_s:g} s"
                 self._end(worker, WorkerState.DEAD, stuck, keep_beat=True)
             return alive
         if beat.draining:
@@ -216,11 +238,6 @@ def _misfit(worker: Worker) -> str:
     if hello.role != worker.role:
         return f"is a {hello.role} worker, not {worker.role}"
     return "" if hello.block_size else "has blocks of no tokens"
-
-
-def _has_work(beat: WorkerHeartbeat) -> bool:
-    """Work that the engine itself must advance; a transfer may wait on the other side."""
-    return beat.num_running + beat.num_waiting > 0
 
 
 def by_fingerprint(workers: Sequence[Worker]) -> dict[str, list[Worker]]:

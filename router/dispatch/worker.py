@@ -51,6 +51,8 @@ class Worker:
     """State of one configured address. Only `WorkerRegistry` changes it.
 
     `suspect`: it failed several requests in a row. One that fails fast looks idle and would draw all traffic.
+    `withheld`: why discovery wants it to get nothing new, whatever it says itself; "" while it may.
+    `service_s`: how long, lately, a request was decoded there; 0 before the first.
 
     Load is counted when booked and when reported, whichever is more: `max(all bookings, reported + bookings since the
     report)`. With one router the bookings are exact, with several the report carries what the others sent.
@@ -60,6 +62,7 @@ class Worker:
     role: Role
     state: WorkerState = WorkerState.UNKNOWN
     reason: str = "never heard from"
+    withheld: str = ""
     hello: WorkerHello | None = None
     beat: WorkerHeartbeat | None = None
     known_epoch: int | None = None
@@ -71,13 +74,19 @@ class Worker:
     num_strikes: int = 0
     suspect_until: float = 0.0
     suspect: bool = False
+    service_s: float = 0.0
     bookings: dict[int, Booking] = field(default_factory=dict)
     booked: Load = field(default_factory=Load)
     fresh: Load = field(default_factory=Load)
 
     @property
     def ready(self) -> bool:
-        return self.state is WorkerState.READY
+        return self.state is WorkerState.READY and not self.withheld
+
+    @property
+    def shown_state(self) -> str:
+        """The state for people and metrics."""
+        return "withheld" if self.withheld and self.state is WorkerState.READY else str(self.state)
 
     @property
     def identity(self) -> WorkerHello:
@@ -117,7 +126,7 @@ class Worker:
     def describe(self, now: float) -> str:
         """The worker in a few words for people, such as "tcp://10.0.0.7:7001 silent for 3.1 s"."""
         if self.state is WorkerState.READY:
-            return f"{self.address} ready"
+            return f"{self.address} {self.withheld or 'ready'}"
         if self.state is WorkerState.DEAD and self.last_seen is not None:
             return f"{self.address} {self.reason}, last heard {now - self.last_seen:.1f} s ago"
         return f"{self.address} {self.reason}"

@@ -13,6 +13,7 @@ from diptych.benchmarks.client import (
     ask_server,
     ask_token_ids,
 )
+from diptych.benchmarks.http_stream import HttpPool
 from diptych.benchmarks.stack import free_port
 from diptych.benchmarks.summary import RequestRecord
 from diptych.benchmarks.workload import RequestPlan
@@ -99,6 +100,28 @@ def test_a_server_that_hangs_up_in_mid_stream() -> None:
 
     record = asyncio.run(run())
     assert (record.outcome, len(record.token_times)) == ("truncated", 1)
+
+
+async def test_a_request_that_its_last_bytes_cancel_leaves_no_connection() -> None:
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
+        await reader.read()  # until the client closes
+        closed.set()
+        writer.close()
+
+    def leave(at: float, data: bytes) -> None:
+        post.cancel()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        pool = HttpPool(f"http://{host}:{port}")
+        post = asyncio.ensure_future(pool.post("/", b"", leave, leave))
+        with pytest.raises(asyncio.CancelledError):
+            await post
+        await asyncio.wait_for(closed.wait(), 10)
 
 
 def test_a_server_that_speaks_no_http() -> None:

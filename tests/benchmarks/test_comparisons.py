@@ -76,9 +76,11 @@ def test_pinned_pools_share_no_core() -> None:
 
 def test_kv_wire_moves_blocks_between_processes(tmp_path: Path) -> None:
     output, picture = tmp_path / "k.json", tmp_path / "k.png"
-    flags = ["--mib=2", "--repeats=1", "--block-bytes=65537", f"--output={output}", f"--plot={picture}"]
+    flags = ["--mib=2", "--repeats=1", "--block-bytes=65537", "--curve", f"--output={output}", f"--plot={picture}"]
     assert kv_wire.main(flags) == 0
-    rows = json.loads(output.read_text())["rows"]
+    result = json.loads(output.read_text())
+    rows = result["rows"]
+    assert len([row for row in rows if row["path"].endswith("CURVE")]) == len(result["curve_of_plain"]) == 3
     floors = [row["path"] for row in rows if not row["path"].startswith("KV")]
     assert floors == [*kv_wire.RAW_WRITES, kv_wire.COPY]
     assert [row["path"] for row in rows if "memory" in row["path"] and row["path"] not in floors] == [

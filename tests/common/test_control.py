@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from diptych.common.control import BURST, ControlServer, bind_control
 from diptych.common.messages import (
+    PROTOCOL_VERSION,
     AbortRequest,
     AnyMessage,
     Message,
@@ -40,7 +41,7 @@ class Router:
     async def send(self, message: Message | bytes, *more: bytes) -> None:
         await self.socket.send_multipart([encode(message) if isinstance(message, Message) else message, *more])
 
-    async def hello(self, epoch: int = 1, protocol: int = 1) -> None:
+    async def hello(self, epoch: int = 1, protocol: int = PROTOCOL_VERSION) -> None:
         await self.send(RouterHello(router_id=self.name, epoch=epoch, protocol=protocol))
 
     async def read(self) -> AnyMessage:
@@ -205,6 +206,16 @@ async def test_a_silent_router_is_lost_and_may_come_back(make_rig: Callable[...,
     await rig.wait(lambda: len(rig.lost) == 2)
 
 
+async def test_a_router_whose_connection_broke_is_lost_long_before_it_counts_as_silent(rig: Rig) -> None:
+    leaving, staying = rig.router("leaving"), rig.router("staying")
+    for router in (leaving, staying):
+        await router.hello()
+        await router.read_hello()
+    leaving.socket.close()
+    await rig.wait(lambda: rig.lost)
+    assert rig.lost == [b"leaving"] and rig.server.num_routers == 1
+
+
 async def test_any_message_is_a_sign_of_life(rig: Rig) -> None:
     router = rig.router()
     await router.hello()
@@ -231,7 +242,7 @@ async def test_a_restarted_router_is_a_new_one(rig: Rig) -> None:
 
 async def test_another_protocol_is_told_ours_and_refused(rig: Rig) -> None:
     router = rig.router()
-    await router.hello(protocol=2)
+    await router.hello(protocol=PROTOCOL_VERSION + 1)
     assert await router.read() == rig.worker_hello()
     await router.send(ABORT)
     await rig.wait(lambda: rig.server.num_dropped_frames)

@@ -32,7 +32,8 @@ def pair() -> Iterator[tuple[Socket, Socket]]:
     receiver = context.socket(zmq.DEALER)
     receiver.set(zmq.RCVHWM, 1)
     receiver.bind("tcp://127.0.0.1:*")
-    sender = dealer(context, receiver.get_string(zmq.LAST_ENDPOINT))
+    sender = dealer(context)
+    sender.connect(receiver.get_string(zmq.LAST_ENDPOINT))
     yield sender, receiver
     sender.close()
     receiver.close(linger=0)

@@ -37,6 +37,12 @@ def test_a_line_reads_time_level_process_message_fields() -> None:
     assert line[13:] == 'INFO    decode-0  request done  request_id="r 1" ttft_ms=41.33 n=2\n'
 
 
+def test_what_others_sent_stays_within_its_line() -> None:
+    out = logged()
+    logging.getLogger("diptych.x").info("router %s", "a\n14:03:22 INFO forged\x1b[2J\u2028", extra={"id": "b\x07"})
+    assert out.getvalue()[13:] == ("INFO    decode-0  router a\\x0a14:03:22 INFO forged\\x1b[2J\\x2028  id=b\\x07\n")
+
+
 def test_json_lines_hold_the_fields() -> None:
     out = logged(json_lines=True)
     logging.getLogger("diptych.x").warning("late", extra={"wait_s": 0.5})

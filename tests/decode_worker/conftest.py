@@ -11,6 +11,7 @@ import zmq
 
 from diptych.common.block_pool import BlockPool
 from diptych.common.engine import RouterLost
+from diptych.common.kv_sender import KVSender
 from diptych.common.kv_wire import checksum
 from diptych.common.messages import (
     AnyMessage,
@@ -56,6 +57,7 @@ class Peer:
         self.blocks = [bytes([number + 1]) * block_bytes for number in range(64)]
         self.shared: SharedMemory | None = None
         self.offer: KVMemory | None = None
+        self.tokens: dict[tuple[str, int], int] = {}  # of grants
 
     def send(self, message: Message | bytes, *frames: bytes) -> None:
         self.socket.send_multipart([encode(message) if isinstance(message, Message) else message, *frames])
@@ -65,7 +67,8 @@ class Peer:
     ) -> None:
         """Blocks `first .. first + count - 1`, honestly labelled; `frames` replaces what really travels."""
         sums = tuple(checksum(memoryview(block)) for block in self.blocks[first : first + count])
-        header = KVBlocks(request_id=name, attempt=attempt, first_block=first, checksums=sums)
+        token = self.tokens.get((name, attempt), 0)
+        header = KVBlocks(request_id=name, attempt=attempt, first_block=first, checksums=sums, token=token)
         self.send(header, *(self.blocks[first : first + count] if frames is None else frames))
 
     def share(self) -> SharedMemory:
@@ -83,7 +86,8 @@ class Peer:
         self.send(KVBlocks(request_id=name, attempt=0, first_block=first, checksums=checksums, sources=tuple(sources)))
 
     def done(self, name: str = "a", *, attempt: int = 0, token: int = 3, logprobs: TokenLogprobs | None = None) -> None:
-        self.send(KVDone(request_id=name, attempt=attempt, first_token=token, logprobs=logprobs))
+        secret = self.tokens.get((name, attempt), 0)
+        self.send(KVDone(request_id=name, attempt=attempt, first_token=token, logprobs=logprobs, token=secret))
 
     def open(self, name: str = "a", blocks: int = 4, *, attempt: int = 0, **fields: object) -> None:
         values = {"worker_id": "p", "epoch": 5, "decode_epoch": 7, "fingerprint": "layout"} | fields
@@ -91,7 +95,10 @@ class Peer:
 
     def read(self) -> AnyMessage:
         assert self.socket.poll(int(WAIT_S * 1000)), "nothing came"
-        return decode(self.socket.recv())
+        message = decode(self.socket.recv())
+        if isinstance(message, KVGrant):
+            self.tokens[message.request_id, message.attempt] = message.token
+        return message
 
 
 class ReceiverRig:
@@ -185,17 +192,31 @@ class EngineRig(RouterSide):
         watermark: float = 0.0,
         max_waiting: int = 64,
         launcher: Callable[[ModelRunner, Sampler], Launcher] | None = None,
+        worker_id: str = "d",
+        shared: bool = False,
     ) -> None:
         self.model, self.eos = model, eos
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.kv = KVCache(model.config, num_blocks, 16, "float32")
+        self.kv = KVCache(model.config, num_blocks, 16, "float32", share=shared)
         self.receiver = KVReceiver(self.context, "127.0.0.1", 0, self.kv.block, lambda event: self.engine.notify(event))
         self.sent: list[tuple[bytes, Message]] = []
+        notify = lambda event: self.engine.notify(event)  # noqa: E731
+        self.sender = KVSender(
+            self.context,
+            self.kv.block,
+            self.kv.block_bytes,
+            (worker_id, 7, "layout"),
+            notify,
+            lease_s=30.0,
+            num_streams=1,
+            memory=self.kv.shared.offer if self.kv.shared else None,
+            on_advanced=notify,
+        )
         runner, sampler = ModelRunner(model, self.kv), Sampler(model.config.vocab_size)
         metrics = WorkerMetrics("m", "d", lambda: self.engine.status)
         self.engine = DecodeEngine(
             self.sent.extend,
-            ("d", 7),
+            (worker_id, 7),
             DecodeScheduler(
                 BlockPool(num_blocks),
                 block_size=16,
@@ -207,14 +228,17 @@ class EngineRig(RouterSide):
             sampler,
             IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"),
             Recorder(metrics, block_size=16, block_bytes=self.kv.block_bytes),
+            self.sender,
             eos_token_ids=eos,
             max_model_len=1024,
             max_waiting=max_waiting,
             grant_timeout_s=30.0,
             transfer_timeout_s=30.0,
+            handover_timeout_s=30.0,
             launcher=None if launcher is None else launcher(runner, sampler),
         )
         self.receiver.start()
+        self.sender.start()
         self.peers = [Peer(self.context, self.receiver.address, self.kv.block_bytes)]
 
     @property

@@ -317,7 +317,18 @@ def test_a_prefill_worker_that_reconnects_may_have_lost_frames(engine: Rig) -> N
     assert isinstance(other.read(), KVFailed)
 
 
-@pytest.mark.parametrize("state", PHASES)
+def test_who_announced_nothing_cannot_give_up(engine: Rig) -> None:
+    """It may be anybody: a prefill worker that failed before it announced anything tells the router."""
+    tokens = prompt(40)
+    engine.ask(tokens, remote=True)
+    engine.turn()
+    engine.peer.send(KVFailed(request_id="a", attempt=0, reason="forged"))
+    engine.ship(tokens, engine.granted(tokens))
+    engine.until(engine.reason)
+    assert engine.tokens() == engine.oracle(tokens) and not engine.failures()
+
+
+@pytest.mark.parametrize("state", [state for state in PHASES if state != "expecting"])
 def test_a_prefill_worker_that_gives_up_fails_the_request(make_engine: Callable[..., Rig], state: str) -> None:
     engine = make_engine(num_blocks=8)
     in_state(engine, state)

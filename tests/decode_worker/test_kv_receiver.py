@@ -8,7 +8,7 @@ import pytest
 import zmq
 from msgspec import structs
 
-from diptych.common.messages import KVAck, KVBlocks, KVFailed, KVGrant, KVWait
+from diptych.common.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVWait
 from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
 
 Rig = Any  # ReceiverRig and Peer of conftest, which test modules cannot import
@@ -139,6 +139,18 @@ def test_a_second_frame_for_a_block_is_ignored(rig: Rig, peer: Peer) -> None:
     assert landed_exactly(rig, peer, range(4))
 
 
+@pytest.mark.parametrize("num_blocks", [1, 5])
+def test_an_end_that_names_more_or_fewer_blocks_than_there_can_be_fails(rig: Rig, peer: Peer, num_blocks: int) -> None:
+    rig.expect(peer, first=2)
+    peer.ship(2, 2)
+    peer.send(
+        KVDone(request_id="a", attempt=0, first_token=3, num_blocks=num_blocks, token=peer.tokens.get(("a", 0), 0))
+    )
+    failed = rig.event()
+    assert isinstance(failed, TransferFailed) and f"{num_blocks} blocks from 2 on, of 4" in failed.reason
+    assert isinstance(peer.read(), KVFailed)
+
+
 def test_blocks_outside_of_the_grant_are_not_written(rig: Rig, peer: Peer) -> None:
     rig.expect(peer, range(8, 12), first=2)
     peer.ship(0, 8)
@@ -194,9 +206,9 @@ def test_unknown_blocks_are_read_off_the_socket(rig: Rig, peer: Peer) -> None:
 
 
 def test_a_peer_that_gives_up_is_reported(rig: Rig, peer: Peer) -> None:
-    rig.expect(peer)
+    landing = rig.expect(peer)
     peer.send(KVFailed(request_id="a", attempt=0, reason="lease expired"))
-    assert rig.event() == TransferFailed("a", 0, "lease expired", by_peer=True)
+    assert rig.event() == TransferFailed("a", 0, "lease expired", by_peer=True, peer=landing.peer)
 
 
 def test_answers_to_a_peer_that_is_gone_do_no_harm(rig: Rig, peer: Peer) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diptych.common.kv_sender import KVSender
 from diptych.common.messages import KVDone, KVGrant, KVTarget
+from diptych.common.outgoing_transfer import TransferEnded
 from diptych.common.shared_memory import SharedMemory
 from diptych.decode_worker.kv_receiver import TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.landing import Landing
-from diptych.prefill_worker.kv_sender import KVSender, TransferEnded
 
 NUM_BLOCKS = 48
 Rig = Any
@@ -155,4 +156,4 @@ def test_a_lost_grant_ends_on_both_sides(make_pair: Callable[..., Pair]) -> None
     pair.rig.on_event = lambda event: pair.failed.append(event) if isinstance(event, TransferFailed) else None
     pair.open("a", [0], [0], num_ready=1)
     pair.wait(lambda: pair.failed and pair.ended)
-    assert pair.failed == [TransferFailed("a", 0, "lease expired", by_peer=True)]
+    assert [(event.reason, event.by_peer) for event in pair.failed] == [("lease expired", True)]

@@ -35,3 +35,11 @@ def test_the_prefix_ends_at_the_first_gap(landed: tuple[int, ...], expected: int
 )
 def test_wants_granted_blocks_once(index: int, expected: bool) -> None:
     assert landing(1, first_block=1).wants(index) is expected
+
+
+def test_the_end_of_a_hand_over_says_how_many_blocks_there_are() -> None:
+    state = landing(0, 1)
+    state.done = KVDone(request_id="a", attempt=0, first_token=1, num_blocks=3)
+    assert (state.num_blocks, state.num_missing, state.complete) == (3, 1, False)
+    state.landed.add(2)
+    assert state.complete

@@ -31,14 +31,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         family=st.integers(0, 2), shared=st.integers(0, 12), own=st.integers(1, 8), output=st.integers(1, 20),
-        remote=st.booleans(),
+        remote=st.booleans(), reserved=st.sampled_from([0, 0, 3, 9]),
     )  # fmt: skip
-    def add(self, family: int, shared: int, own: int, output: int, remote: bool) -> None:
+    def add(self, family: int, shared: int, own: int, output: int, remote: bool, reserved: int) -> None:
         self.count += 1
         tokens = [family] * shared + [100 + self.count] * own
         wire = DecodeRequest(
             request_id=f"r{self.count}", attempt=0, prompt=pack_tokens(tokens),
             params=SamplingParams(max_tokens=min(output, SIZE * BLOCKS - len(tokens))),
+            num_reserved_tokens=min(reserved, output - 1, SIZE * BLOCKS - len(tokens) - 1) if remote else 0,
         )  # fmt: skip
         status = RequestStatus.EXPECTING if remote else RequestStatus.WAITING
         at = float(self.count)
@@ -52,7 +53,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.any_in(RequestStatus.TRANSFERRING))
     @rule(data=st.data())
     def land(self, data: st.DataObject) -> None:
-        self.arrive(self.pick(data, RequestStatus.TRANSFERRING))
+        sequence = self.pick(data, RequestStatus.TRANSFERRING)
+        self.arrive(sequence, data.draw(st.integers(0, sequence.request.num_reserved_tokens)))
+
+    @precondition(lambda self: self.decoding())
+    @rule(data=st.data())
+    def pause(self, data: st.DataObject) -> None:
+        self.plan.pause(data.draw(st.sampled_from(self.decoding())))
+
+    @precondition(lambda self: self.any_in(RequestStatus.LEAVING))
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        self.plan.resume(self.pick(data, RequestStatus.LEAVING))
 
     @precondition(lambda self: self.any_in(RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING))
     @rule(data=st.data(), num_landed=st.integers(0, 5))
@@ -105,8 +117,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_has_its_owner(self) -> None:
         self.plan.check_integrity()
-        assert len(self.plan.running) + self.plan.num_transferring <= MAX_SEQS
+        assert len(self.plan.running) + self.plan.num_transferring + self.plan.num_leaving <= MAX_SEQS
         assert self.plan.num_transferring == len(self.having(RequestStatus.TRANSFERRING))
+        assert self.plan.num_leaving == len(self.having(RequestStatus.LEAVING))
         assert [s.accepted_at for s in self.plan.queue] == sorted(s.accepted_at for s in self.plan.queue)
 
     @invariant()
@@ -121,6 +134,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.plan.open(sequence)
             for sequence in self.having(RequestStatus.TRANSFERRING):
                 self.arrive(sequence)
+            for sequence in self.having(RequestStatus.LEAVING):
+                self.plan.resume(sequence)
             if not len(self.plan):
                 break
             assert self.plan.has_work
@@ -133,13 +148,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def having(self, *statuses: RequestStatus) -> list[DecodeSequence]:
         return [sequence for sequence in self.plan if sequence.status in statuses]
 
+    def decoding(self) -> list[DecodeSequence]:
+        return [sequence for sequence in self.having(RequestStatus.RUNNING) if sequence.num_remaining == 1]
+
     def any_in(self, *statuses: RequestStatus) -> bool:
         return bool(self.having(*statuses))
 
     def pick(self, data: st.DataObject, *statuses: RequestStatus) -> DecodeSequence:
         return data.draw(st.sampled_from(self.having(*statuses)))
 
-    def arrive(self, sequence: DecodeSequence) -> None:
+    def arrive(self, sequence: DecodeSequence, num_more: int = 0) -> None:
+        """In a hand-over with tokens beyond the request's."""
+        for _ in range(num_more):
+            sequence.append(SampledToken(len(sequence.token_ids) % 3))
         self.compute(sequence, sequence.num_computed, sequence.num_tokens)
         self.plan.land(sequence)
         self.append(sequence)

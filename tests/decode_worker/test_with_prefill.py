@@ -12,6 +12,7 @@ import pytest
 
 from diptych.common.block_pool import BlockPool
 from diptych.common.engine import RequestReceived
+from diptych.common.kv_sender import KVSender
 from diptych.common.messages import (
     AbortRequest,
     DecodeRequest,
@@ -29,7 +30,6 @@ from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
 from diptych.common.sampling_params import SamplingParams
 from diptych.prefill_worker.engine import PrefillEngine
-from diptych.prefill_worker.kv_sender import KVSender
 from diptych.prefill_worker.scheduler import PrefillScheduler
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import

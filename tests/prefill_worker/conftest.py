@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from diptych.common.block_pool import BlockPool
+from diptych.common.kv_sender import KVSender
 from diptych.common.messages import (
     AnyMessage,
     KVAck,
@@ -29,9 +30,9 @@ from diptych.common.model.decoder import Decoder
 from diptych.common.model.kv_cache import KVCache
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
+from diptych.common.outgoing_transfer import TransferEnded
 from diptych.common.sampling_params import SamplingParams
 from diptych.prefill_worker.engine import PrefillEngine
-from diptych.prefill_worker.kv_sender import KVSender, TransferEnded
 from diptych.prefill_worker.scheduler import PrefillScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, wait

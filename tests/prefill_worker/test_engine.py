@@ -20,8 +20,8 @@ from diptych.common.messages import (
     ResetPrefixCache,
     RouterHeartbeat,
 )
+from diptych.common.outgoing_transfer import TransferEnded
 from diptych.common.sampling_params import SamplingParams
-from diptych.prefill_worker.kv_sender import TransferEnded
 
 from ..engine_rig import prompt
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import xxhash
 
+from diptych.common import kv_sender
 from diptych.common.kv_wire import SEND_HWM
 from diptych.common.messages import KVAck, KVBlocks, KVDone, KVFailed, KVMemory, KVOpen, KVTarget, KVWait
-from diptych.prefill_worker import kv_sender
 
 Rig = Any  # SenderRig of conftest, which test modules cannot import
 

@@ -16,6 +16,8 @@ def samples(metrics: RouterMetrics) -> dict[str, float]:
     """Values by name and by those labels that tell samples apart."""
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
+        if family.name.startswith("process_"):  # named and labelled as every Prometheus client does
+            continue
         for sample in family.samples:
             assert (sample.labels.pop("model_name"), sample.labels.pop("engine")) == ("tiny", "router")
             found[" ".join([sample.name, *(value for _, value in sorted(sample.labels.items()))])] = sample.value
@@ -42,6 +44,20 @@ def test_a_finished_sequence() -> None:
     assert found["vllm:request_time_per_output_token_seconds_sum"] == 0.5
     assert found["vllm:request_decode_time_seconds_sum"] == 2.0
     assert found["vllm:request_success_total stop"] == 1
+
+
+def test_what_a_key_did() -> None:
+    metrics = RouterMetrics("tiny", lambda: LOAD)
+    metrics.count_key_request("alice", 200)
+    metrics.count_key_tokens("alice", 7, 3)
+    metrics.count_key_tokens("alice", 1, 1)
+    metrics.count_rate_limited("alice", "tokens")
+    metrics.count_reload("tls_cert", ok=False)
+    metrics.count_audit_dropped(4)
+    found = samples(metrics)
+    assert (found["diptych_key_tokens_total alice prompt"], found["diptych_key_tokens_total alice output"]) == (8, 4)
+    assert found["diptych_key_requests_total alice 200"] == found["diptych_rate_limited_total alice tokens"] == 1
+    assert found["diptych_reloads_total refused tls_cert"] == 1 and found["diptych_audit_dropped_total"] == 4
 
 
 def test_a_single_token_has_no_time_per_output_token() -> None:

@@ -19,7 +19,7 @@ from diptych.router import supervisor as supervisor_module
 from diptych.router.child import Child, child_environment
 from diptych.router.probe import claim_port, ready_reason
 from diptych.router.serve import main, summary
-from diptych.router.serve_plan import WORKER_OWN, ServePlan, build_parser, read_plan
+from diptych.router.serve_plan import ROUTER_OWN, WORKER_OWN, ServePlan, build_parser, read_plan
 from diptych.router.supervisor import StartFailed, Supervisor, describe_exit
 
 # ---------------------------------------------------------------- the plan
@@ -70,7 +70,7 @@ def test_a_bad_plan_is_refused(argv: str) -> None:
 def test_serve_takes_every_option_of_every_process() -> None:
     flags = set(build_parser()._option_string_actions)
     for cls in (RouterConfig, PrefillWorkerConfig, DecodeWorkerConfig, ServeConfig):
-        assert {field.flag for field in fields_of(cls) if field.name not in WORKER_OWN} <= flags
+        assert {field.flag for field in fields_of(cls) if field.name not in WORKER_OWN | ROUTER_OWN} <= flags
 
 
 def test_settings_travel_as_flags_and_secrets_as_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +80,11 @@ def test_settings_travel_as_flags_and_secrets_as_variables(monkeypatch: pytest.M
     environ = {name: text for name, text in child_environment(plan.router).items() if name.startswith("DIPTYCH_")}
     assert environ == {"DIPTYCH_CACHE": "/cache", "DIPTYCH_ROUTER_API_KEY": "hush"}
     assert "hush" not in " ".join(to_argv(plan.router))
+
+
+def test_the_summary_knows_of_tls_and_keys() -> None:
+    text = summary(plan_of("--tls-cert", "a.crt", "--tls-key", "a.key", "--api-key-file", "keys.toml"), "tiny", 3.21)
+    assert "https://127.0.0.1:8000/v1" in text and "$DIPTYCH_API_KEY" in text
 
 
 def test_the_summary_has_a_curl_that_parses() -> None:

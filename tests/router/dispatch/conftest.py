@@ -15,6 +15,7 @@ from diptych.common.messages import (
     AbortRequest,
     AnyMessage,
     DecodeRequest,
+    HandOver,
     Message,
     PrefillRequest,
     RequestFailed,
@@ -69,8 +70,12 @@ class FakeWorker:
         self.token_s = 0.0
         self.stop_at: int | None = None
         self.on_request: Callable[[bytes, Message], bool] = lambda router, message: False
-        self.kv: dict[tuple[str, int], asyncio.Future[int]] = {}
+        self.on_handover: Callable[[bytes, HandOver], bool] = lambda router, order: False
+        self.kv: dict[tuple[str, int], asyncio.Future[list[int]]] = {}
+        self.sequences: dict[str, tuple[DecodeRequest, list[int]]] = {}
         self.jobs: dict[str, asyncio.Task[None]] = {}
+        self.attempts: dict[str, int] = {}
+        self.handovers: list[asyncio.Task[None]] = []
         self.address = ""
         self.open()
 
@@ -84,7 +89,7 @@ class FakeWorker:
 
     def die(self) -> None:
         """As by SIGKILL: everything is gone, nothing is said."""
-        for task in [*self.tasks, *self.jobs.values()]:
+        for task in [*self.tasks, *self.jobs.values(), *self.handovers]:
             task.cancel()
         self.jobs.clear()
         self.kv.clear()
@@ -112,17 +117,25 @@ class FakeWorker:
                 self.send(router, self.heartbeat())
                 continue
             self.received.append(message)
-            if isinstance(message, AbortRequest) and (job := self.jobs.pop(message.request_id, None)):
-                job.cancel()
+            if isinstance(message, AbortRequest):
+                self.abort(message)
             is_work = isinstance(message, PrefillRequest | DecodeRequest) and self.serving
             if is_work and not self.on_request(router, message):
                 self.start(router, message)
+            if isinstance(message, HandOver) and not self.on_handover(router, message):
+                self.handovers = [*self.handovers, asyncio.create_task(self.hand_over(router, message))]
+
+    def abort(self, message: AbortRequest) -> None:
+        if message.attempt >= self.attempts.get(message.request_id, 0):  # else it is about an earlier attempt
+            job = self.jobs.pop(message.request_id, None)
+            if job is not None:
+                job.cancel()
 
     def start(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
         work = self.prefill(router, message) if isinstance(message, PrefillRequest) else self.generate(router, message)
         if old := self.jobs.get(message.request_id):
             old.cancel()
-        self.jobs[message.request_id] = asyncio.create_task(work)
+        self.jobs[message.request_id], self.attempts[message.request_id] = asyncio.create_task(work), message.attempt
 
     async def live(self) -> None:
         while True:
@@ -143,9 +156,14 @@ class FakeWorker:
 
     async def generate(self, router: bytes, message: DecodeRequest) -> None:
         tokens = unpack_tokens(message.prompt)
+        self.sequences[message.request_id] = (message, tokens)
         index = message.num_output_tokens
         if message.prefill_worker:
-            await self.expect(message.request_id, message.attempt)
+            landed = await self.expect(message.request_id, message.attempt)
+            if message.num_reserved_tokens:
+                tokens += landed
+                self.output(router, message, index, landed)
+                index += len(landed)
         reason = ""
         while not reason:
             tokens.append(next_token(tokens))
@@ -154,7 +172,27 @@ class FakeWorker:
             index += 1
             await asyncio.sleep(self.token_s)
 
-    def expect(self, request_id: str, attempt: int) -> asyncio.Future[int]:
+    async def hand_over(self, router: bytes, order: HandOver) -> None:
+        """The sequence goes on at the target once a token is there that its request does not have."""
+        message, tokens = self.sequences[order.request_id]
+        num_known = len(message.prompt) // 4 - message.num_output_tokens + order.num_output_tokens
+        while len(tokens) <= num_known:  # noqa: ASYNC110 - it is a list that grows
+            await asyncio.sleep(0.002)
+        if (job := self.jobs.pop(order.request_id, None)) is None or job.done():
+            return
+        job.cancel()
+        self.cluster.land(order, tokens[num_known:])
+        self.output(router, message, len(tokens) - len(message.prompt) // 4 + message.num_output_tokens, [], "moved")
+
+    def refuse_handover(self, router: bytes, order: HandOver) -> bool:
+        failed = RequestFailed(
+            worker_id=self.worker_id, request_id=order.request_id, attempt=order.new_attempt, phase="handover",
+            message="scripted", retryable=True,
+        )  # fmt: skip
+        self.send(router, failed)
+        return True
+
+    def expect(self, request_id: str, attempt: int) -> asyncio.Future[list[int]]:
         return self.kv.setdefault((request_id, attempt), asyncio.get_running_loop().create_future())
 
     def reason(self, params: SamplingParams, count: int) -> str:
@@ -217,7 +255,12 @@ class Cluster:
             if worker.worker_id == message.decode.worker_id and worker.epoch == message.decode.epoch:
                 landed = worker.expect(message.request_id, message.attempt)
                 if not landed.done():
-                    landed.set_result(token)
+                    landed.set_result([token])
+
+    def land(self, order: HandOver, tokens: list[int]) -> None:
+        for worker in self.workers:
+            if worker.worker_id == order.target.worker_id and worker.epoch == order.target.epoch:
+                worker.expect(order.request_id, order.new_attempt).set_result(tokens)
 
     async def start(
         self, prefill: int = 1, decode: int = 1, *, wait: bool = True, hwm: int = 1000, **config: object

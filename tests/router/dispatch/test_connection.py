@@ -1,11 +1,14 @@
 """One DEALER against a plain ROUTER."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import zmq
 import zmq.asyncio
 
+from diptych.common.curve import Curve
+from diptych.common.key_file import KeyPair
 from diptych.common.messages import AbortRequest, RouterHeartbeat, decode
 from diptych.router.dispatch.connection import Connection, ConnectionEvents
 
@@ -84,3 +87,36 @@ async def test_a_broken_connection_is_told(wire, tools):
     await tools.until(lambda: recorder.ups)
     router.close(linger=0)
     await tools.until(lambda: recorder.cuts)
+
+
+async def test_a_worker_with_keys_is_told_of_and_found_once_it_has_none(tools):
+    context, told = zmq.asyncio.Context(), []
+    secured = context.socket(zmq.ROUTER)
+    Curve(KeyPair.generate()).serve(secured)
+    port = secured.bind_to_random_port("tcp://127.0.0.1")
+    recorder = Recorder()
+    events = replace(recorder.events(), on_refused=lambda address, why: told.append((address, why)))
+    connection = Connection(f"tcp://127.0.0.1:{port}", "me", events, hwm=2)
+    connection.open(context)
+    watching = asyncio.create_task(connection.watch())
+    await tools.until(lambda: told)
+    assert told == [(connection.address, "it wants CURVE, and this process was given no --curve-key")]
+    assert not connection.send(RouterHeartbeat(router_id="me")) and recorder.cuts == 0
+    secured.close(linger=0)
+    plain = context.socket(zmq.ROUTER)
+    await tools.until(lambda: can_bind(plain, port))
+    await tools.until(lambda: recorder.ups)
+    assert connection.send(RouterHeartbeat(router_id="me"))
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    connection.close(0)
+    plain.close(linger=0)
+    context.term()
+
+
+def can_bind(socket, port):
+    try:
+        socket.bind(f"tcp://127.0.0.1:{port}")
+    except zmq.ZMQError:  # the port of a closed socket is free a moment later
+        return False
+    return True

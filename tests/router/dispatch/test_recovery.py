@@ -136,9 +136,8 @@ async def test_a_silent_decode_worker_is_left_and_its_late_words_ignored(cluster
 
 async def test_an_engine_that_stands_still_is_dead_until_it_moves(cluster, tools):
     dispatcher = await cluster.start(prefill=0)
-    dispatcher.fleet.registry._stall_timeout_s = 0.2
     worker = cluster.decode[0]
-    worker.beat |= {"step": 7, "num_running": 1}
+    worker.beat |= {"step": 7, "turn_limit_s": 0.2}
     await tools.until(lambda: "stuck at step 7" in dispatcher.ready[1])
     worker.beat.clear()
     await tools.until(lambda: dispatcher.ready[0])

@@ -29,7 +29,7 @@ def beat(epoch=1, step=1, *, ready=True, draining=False, **counts):
 
 @pytest.fixture
 def registry():
-    return WorkerRegistry([P], [D], worker_timeout_s=2.0, stall_timeout_s=5.0)
+    return WorkerRegistry([P], [D], worker_timeout_s=2.0)
 
 
 @pytest.fixture
@@ -75,7 +75,8 @@ def test_a_router_that_was_held_up_blames_nobody(alive):
 
 
 def test_a_stuck_engine_dies_although_it_beats(alive):
-    lost = [alive.on_heartbeat(D, beat(step=2, num_running=1), now) for now in (1.0, 3.0, 5.9, 6.1, 7.0)]
+    stuck = beat(step=2, num_running=1, turn_limit_s=5.0)
+    lost = [alive.on_heartbeat(D, stuck, now) for now in (1.0, 3.0, 5.9, 6.1, 7.0)]
     assert lost == [False, False, False, True, False]
     alive.on_hello(D, hello(), 7.1)
     assert alive.workers[D].state is WorkerState.DEAD
@@ -83,10 +84,25 @@ def test_a_stuck_engine_dies_although_it_beats(alive):
     assert alive.workers[D].ready
 
 
-def test_an_idle_engine_may_stand_still(alive):
+def test_an_idle_engine_that_stands_still_dies_too(alive):
+    """Its loop turns without work; one that hangs in the first step after a pause looks idle."""
+    lost = [alive.on_heartbeat(D, beat(step=1, turn_limit_s=3.0), now) for now in (1.0, 2.0, 3.1)]
+    assert lost == [False, False, True]
+
+
+def test_a_worker_that_loads_its_model_may_stand_still(registry):
+    registry.on_hello(D, hello(), 0.0)
     for now in range(20):
-        assert not alive.on_heartbeat(D, beat(step=1), float(now))
-    assert alive.workers[D].ready
+        assert not registry.on_heartbeat(D, beat(step=0, ready=False, turn_limit_s=3.0), float(now))
+    registry.on_heartbeat(D, beat(step=0, turn_limit_s=3.0), 20.0)
+    assert registry.workers[D].ready
+
+
+def test_a_long_turn_gets_the_time_that_its_worker_says(alive):
+    """The limit of the present turn counts, not that of the idle one before it."""
+    lost = [alive.on_heartbeat(D, beat(step=2, turn_limit_s=3.0), 1.0)]
+    lost += [alive.on_heartbeat(D, beat(step=2, turn_limit_s=30.0), now) for now in (2.0, 15.0, 30.9)]
+    assert lost == [False] * 4
 
 
 def test_a_new_epoch_ends_the_old_life(alive):

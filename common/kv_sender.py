@@ -1,6 +1,7 @@
-"""Ships KV blocks to decode workers from a thread of its own, so that transfer hides behind the next chunk's compute.
+"""Ships KV blocks to decode workers from a thread of its own, so that transfer hides behind the next step's compute.
 
-A decode worker that can read this worker's memory gets the blocks' numbers and copies them; the others get frames.
+A prefill worker ships prompts; a decode worker that is to end ships the sequences that it hands over. A receiver that
+can read this worker's memory gets the blocks' numbers and copies them; the others get frames.
 
 The engine owns the blocks; this thread reads them from `open` until `cancel` returned or it reported the end. A block
 freed while ZeroMQ still points at it can only spoil a frame whose checksum then fails: none is checksummed after that.
@@ -11,16 +12,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import zmq
+from msgspec.structs import replace
 
+from diptych.common.curve import Curve
+from diptych.common.drop_log import DropLog
 from diptych.common.errors import WireError
-from diptych.common.kv_wire import blocks_per_message, dealer, events, try_send, try_send_blocks
+from diptych.common.kv_connection import KVConnection
+from diptych.common.kv_wire import blocks_per_message, events, try_send, try_send_blocks
 from diptych.common.messages import KVAck, KVDone, KVFailed, KVGrant, KVMemory, KVOpen, KVTarget, KVWait, decode
-from diptych.prefill_worker.transfer import OutgoingTransfer
+from diptych.common.outgoing_transfer import OutgoingTransfer, TransferAdvanced, TransferEnded
 
 log = logging.getLogger(__name__)
 IDLE_CONNECTION_S = 60.0
@@ -29,28 +34,11 @@ ANNOUNCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class TransferEnded:
-    """What the sender tells the engine, once per transfer. `reason` is "" when the decode worker acknowledged.
-
-    `exposed_s` is the time from the end of prefill to the acknowledgement. Durations in seconds.
-    """
-
-    request_id: str
-    attempt: int
-    reason: str
-    num_shipped: int
-    num_skipped: int
-    grant_wait_s: float
-    transfer_s: float
-    exposed_s: float
-    shared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class _Progress:
     key: tuple[str, int]
     num_ready: int
     done: KVDone | None
+    blocks: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +47,11 @@ class _Cancel:
     reason: str
 
 
-class _Connection:
-    """The sockets to one decode worker: the first carries all messages, the blocks go over each in turn."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, num_streams: int) -> None:
-        self.streams = [dealer(context, address) for _ in range(num_streams)]
-        self.used_at = time.monotonic()
-        self.num_transfers = 0
-        self.shared: bool | None = None  # as the last grant said
-
-
 class KVSender:
-    """`open`, `progress` and `cancel` are called by the engine's thread only; `on_ended` is called on the sender's."""
+    """`open`, `progress` and `cancel` are called by the engine's thread only; `on_...` are called on the sender's.
+
+    A growing transfer (`room`) goes over the first of `num_streams` connections only, so that it arrives in order.
+    """
 
     def __init__(
         self,
@@ -84,12 +65,15 @@ class KVSender:
         num_streams: int,
         memory: KVMemory | None = None,
         require_shared: bool = False,
+        on_advanced: Callable[[TransferAdvanced], None] = lambda event: None,
+        curve: Curve | None = None,
     ) -> None:
         """`memory` is offered to every decode worker; with `require_shared` one that cannot read it gets nothing."""
-        self._context, self._block_view, self._on_ended = context, block_view, on_ended
+        self._context, self._block_view = context, block_view
+        self._on_ended, self._on_advanced = on_ended, on_advanced
         self._worker_id, self._epoch, self._fingerprint = hello
         self._lease_s, self._num_streams = lease_s, num_streams
-        self._memory, self._require_shared = memory, require_shared
+        self._memory, self._require_shared, self._curve = memory, require_shared, curve
         self._batch = blocks_per_message(block_bytes)
         self._commands: SimpleQueue[OutgoingTransfer | _Progress | _Cancel | None] = SimpleQueue()
         address = f"inproc://kv-sender-{id(self)}"
@@ -100,16 +84,20 @@ class KVSender:
         self._wake_out.connect(address)
         self._lent: dict[tuple[str, int], OutgoingTransfer] = {}  # the engine's view: opened and not cancelled
         self._lock = threading.Lock()  # held while blocks are read
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[str, KVConnection] = {}
         self._transfers: dict[tuple[str, int], OutgoingTransfer] = {}
         self._unopened: dict[tuple[str, int], None] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._wake_in, zmq.POLLIN)
         self.num_bytes = 0
-        self.num_dropped_frames = 0
+        self._drops = DropLog(log, "a KV frame")
         self.failure: BaseException | None = None
         self._block_bytes = block_bytes
         self._thread = threading.Thread(target=self._main, name="kv-sender", daemon=True)
+
+    @property
+    def num_dropped_frames(self) -> int:
+        return self._drops.num_dropped
 
     def start(self) -> None:
         self._thread.start()
@@ -120,17 +108,25 @@ class KVSender:
         self._thread.join(timeout_s)
         self._wake_out.close()
 
-    def open(self, request_id: str, attempt: int, target: KVTarget, blocks: list[int], num_ready: int) -> None:
-        """Announce a prompt to its decode worker; the first `num_ready` blocks are computed already."""
+    def open(
+        self, request_id: str, attempt: int, target: KVTarget, blocks: list[int], num_ready: int, room: int = 0
+    ) -> None:
+        """Announce a prompt to its decode worker; the first `num_ready` blocks are computed already.
+
+        A sequence that goes on growing has `room`: the number of blocks it may come to.
+        """
         now = time.monotonic()
         until = now + self._lease_s
-        transfer = OutgoingTransfer(request_id, attempt, target, tuple(blocks), now, until, num_ready=num_ready)
+        transfer = OutgoingTransfer(request_id, attempt, target, tuple(blocks), now, until, num_ready, room)
         self._lent[transfer.key] = transfer
         self._post(transfer)
 
-    def progress(self, request_id: str, attempt: int, num_ready: int, done: KVDone | None = None) -> None:
-        """More blocks are computed; `done` with the last ones."""
-        self._post(_Progress((request_id, attempt), num_ready, done))
+    def progress(
+        self, request_id: str, attempt: int, num_ready: int, done: KVDone | None = None,
+        blocks: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """More blocks are computed; `done` with the last ones. `blocks` are all of a sequence that has grown."""
+        self._post(_Progress((request_id, attempt), num_ready, done, None if blocks is None else tuple(blocks)))
 
     def cancel(self, request_id: str, attempt: int, reason: str) -> None:
         """Take the blocks back: none is read for the wire once this returned. A live transfer fails on both sides."""
@@ -157,8 +153,7 @@ class KVSender:
             self.failure = error
         finally:
             for connection in self._connections.values():
-                for stream in connection.streams:
-                    stream.close()
+                connection.close()
             self._wake_in.close()
 
     def _turn(self) -> bool:
@@ -170,9 +165,12 @@ class KVSender:
             return False
         for connection in list(self._connections.values()):
             for stream in connection.streams:
-                self._receive(stream)
-        self._ship()
+                self._receive(connection, stream)
         now = time.monotonic()
+        self._dial(now)
+        self._ship()
+        self._tell_advanced()
+        self._drops.flush(now)
         self._announce(now)
         self._expire(now)
         return True
@@ -180,8 +178,9 @@ class KVSender:
     def _poll_timeout_ms(self) -> int:
         now = time.monotonic()
         leases = (t.lease_until for t in self._transfers.values() if not t.computing)
-        until = min(leases, default=now + ANNOUNCE_S)
-        return max(0, int(min(until - now, ANNOUNCE_S) * 1000) + 1)
+        dials = (connection.dial_at for connection in self._connections.values())
+        until = min((*leases, *dials, now + ANNOUNCE_S))
+        return max(0, int((until - now) * 1000) + 1)
 
     def _drain_wakeups(self) -> None:
         while events(self._wake_in) & zmq.POLLIN:
@@ -198,10 +197,11 @@ class KVSender:
                     return False
                 case OutgoingTransfer():
                     self._begin(command)
-                case _Progress(key, num_ready, done):
+                case _Progress(key, num_ready, done, blocks):
                     if (transfer := self._transfers.get(key)) is not None:
                         now = time.monotonic()
                         transfer.num_ready, transfer.lease_until = num_ready, now + self._lease_s
+                        transfer.blocks = blocks or transfer.blocks
                         if done is not None:
                             transfer.done, transfer.done_at = done, now
                 case _Cancel(transfer, reason):
@@ -213,39 +213,64 @@ class KVSender:
         address = transfer.target.address
         connection = self._connections.get(address)
         if connection is None:
-            connection = self._connections[address] = _Connection(self._context, address, self._num_streams)
-            for stream in connection.streams:
-                self._poller.register(stream, zmq.POLLIN)
+            try:
+                connection = KVConnection(self._context, self._poller, address, self._num_streams, self._curve)
+            except zmq.ZMQError as error:
+                why = f"cannot connect to decode worker {transfer.target.worker_id} at {address}: {error}"
+                self._on_ended(transfer.ended(why, time.monotonic()))
+                return
+            self._connections[address] = connection
         connection.num_transfers += 1
         self._transfers[transfer.key] = transfer
         self._unopened[transfer.key] = None
 
-    def _receive(self, stream: zmq.Socket[bytes]) -> None:
+    def _dial(self, now: float) -> None:
+        """Announce anew over connections that are tried anew; give up what is for a worker that takes none of ours."""
+        for address, connection in self._connections.items():
+            if connection.dial_again(now):
+                theirs = [transfer for transfer in self._transfers.values() if transfer.target.address == address]
+                for transfer in theirs:
+                    if connection.refusal:
+                        worker = transfer.target.worker_id
+                        self._end(transfer, f"decode worker {worker} takes no connection: {connection.refusal}")
+                    else:
+                        self._unopened[transfer.key] = None
+
+    def _receive(self, connection: KVConnection, stream: zmq.Socket[bytes]) -> None:
         while events(stream) & zmq.POLLIN:
             parts = stream.recv_multipart()
             try:
+                if len(parts) != 1:
+                    raise WireError(f"{len(parts)} parts instead of 1")
                 message = decode(parts[0])
             except WireError as error:
                 self._drop(str(error))
                 continue
             match message:
                 case KVGrant() | KVWait() | KVAck() | KVFailed():
-                    self._reply(stream, message)
+                    self._reply(connection, stream, message)
                 case _:
-                    self._drop(f"{type(message).__name__} is not for a prefill worker's KV socket")
+                    self._drop(f"{type(message).__name__} is not for a sender's KV socket")
 
-    def _reply(self, stream: zmq.Socket[bytes], message: KVGrant | KVWait | KVAck | KVFailed) -> None:
+    def _reply(
+        self, connection: KVConnection, stream: zmq.Socket[bytes], message: KVGrant | KVWait | KVAck | KVFailed
+    ) -> None:
         transfer = self._transfers.get((message.request_id, message.attempt))
         if transfer is None:
             if isinstance(message, KVGrant | KVWait):  # it holds room, or a place in a queue, for what will not come
-                why = "the prefill worker holds this transfer no more"
+                why = "the sender holds this transfer no more"
                 try_send(stream, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=why))
+            return
+        if self._connections[transfer.target.address] is not connection:
+            self._drop(f"{type(message).__name__} from another worker than {transfer.request_id} is meant for")
             return
         now = time.monotonic()
         transfer.lease_until = now + self._lease_s
         match message:
             case KVGrant():
                 self._on_grant(transfer, message, now)
+            case KVWait():
+                transfer.echoed = transfer.echo_asked
             case KVAck():
                 self._end(transfer, "")
             case KVFailed(reason=reason):
@@ -259,8 +284,9 @@ class KVSender:
             self._tell_failed(transfer, why)
             self._end(transfer, why)
         elif not transfer.grant(grant.first_block, now, shared=grant.shared):
-            self._drop(f"grant from block {grant.first_block} of {len(transfer.blocks)} for {transfer.request_id}")
+            self._drop(f"grant from block {grant.first_block} of {transfer.num_announced} for {transfer.request_id}")
         else:
+            transfer.token = grant.token
             connection = self._connections[transfer.target.address]
             if connection.shared is not grant.shared:
                 connection.shared = grant.shared
@@ -293,7 +319,7 @@ class KVSender:
         streams = self._streams(transfer)
         indices = transfer.shippable(self._batch)
         if indices:
-            stream = streams[transfer.stream % len(streams)]
+            stream = streams[0 if transfer.room else transfer.stream % len(streams)]
             if not events(stream) & zmq.POLLOUT:  # looked at first: a view may cost a copy off a device
                 blocked.add(stream)
                 return False
@@ -303,7 +329,7 @@ class KVSender:
             with self._lock:
                 if transfer.revoked:
                     return False
-                sent = try_send_blocks(stream, *transfer.key, indices.start, views, sources)
+                sent = try_send_blocks(stream, *transfer.key, indices.start, views, sources, transfer.token)
             if not sent:
                 blocked.add(stream)
                 return False
@@ -312,18 +338,25 @@ class KVSender:
             self.num_bytes += len(indices) * self._block_bytes
             return bool(transfer.shippable(1)) or transfer.can_finish
         if transfer.can_finish and transfer.done is not None:
-            if try_send(streams[0], transfer.done):
+            if try_send(streams[0], replace(transfer.done, token=transfer.token)):
                 transfer.done_sent = True
             else:
                 blocked.add(streams[0])
         return False
 
-    def _announce(self, now: float) -> None:
-        """Keep alive what decode workers reserved for prompts that wait for their turn to be computed."""
+    def _tell_advanced(self) -> None:
+        """Let the engine know of sequences that it could let go of."""
         for transfer in self._transfers.values():
-            if transfer.computing and transfer.announced_at < now - ANNOUNCE_S:
+            if (event := transfer.advanced()) is not None:
+                self._on_advanced(event)
+
+    def _announce(self, now: float) -> None:
+        """Keep alive what decode workers reserved for what waits for its turn to be computed."""
+        for transfer in self._transfers.values():
+            if transfer.wants_echo or (transfer.computing and transfer.announced_at < now - ANNOUNCE_S):
                 transfer.announced_at = now
-                try_send(self._streams(transfer)[0], self._open_message(transfer))
+                if try_send(self._streams(transfer)[0], self._open_message(transfer)):
+                    transfer.echo_asked = True
 
     def _expire(self, now: float) -> None:
         for transfer in [t for t in self._transfers.values() if t.lease_until < now and not t.computing]:
@@ -335,9 +368,7 @@ class KVSender:
             if connection.num_transfers == 0 and connection.used_at < now - IDLE_CONNECTION_S
         ]
         for address in idle:
-            for stream in self._connections.pop(address).streams:
-                self._poller.unregister(stream)
-                stream.close()
+            self._connections.pop(address).close()
 
     def _tell_failed(self, transfer: OutgoingTransfer, reason: str) -> None:
         message = KVFailed(request_id=transfer.request_id, attempt=transfer.attempt, reason=reason[:1000])
@@ -348,22 +379,7 @@ class KVSender:
 
     def _end(self, transfer: OutgoingTransfer, reason: str) -> None:
         self._forget(transfer)
-        now = time.monotonic()
-        granted_at = transfer.granted_at or now
-        num_shipped = (transfer.next_block or transfer.first_block) - transfer.first_block
-        self._on_ended(
-            TransferEnded(
-                transfer.request_id,
-                transfer.attempt,
-                reason,
-                num_shipped,
-                transfer.first_block,
-                granted_at - transfer.opened_at,
-                now - granted_at,
-                now - transfer.done_at if transfer.done_at else 0.0,
-                transfer.shared,
-            )
-        )
+        self._on_ended(transfer.ended(reason, time.monotonic()))
 
     def _forget(self, transfer: OutgoingTransfer) -> None:
         del self._transfers[transfer.key]
@@ -383,11 +399,10 @@ class KVSender:
             epoch=self._epoch,
             decode_epoch=transfer.target.epoch,
             fingerprint=self._fingerprint,
-            num_blocks=len(transfer.blocks),
+            num_blocks=transfer.num_announced,
             sent_at=time.monotonic(),
             memory=self._memory,
         )
 
     def _drop(self, why: str) -> None:
-        self.num_dropped_frames += 1
-        log.warning("dropped a KV frame: %s", why)
+        self._drops.add(why, time.monotonic())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diptych.common.messages import KVDone, KVTarget
-from diptych.prefill_worker.transfer import OutgoingTransfer
+from diptych.common.outgoing_transfer import OutgoingTransfer, TransferAdvanced
 
 DONE = KVDone(request_id="a", attempt=0, first_token=1)
 
@@ -57,3 +57,51 @@ def test_the_decode_worker_owes_nothing_while_the_prompt_is_computed() -> None:
     assert not transfer(0).computing
     assert not transfer(1, granted=0).computing
     assert not transfer(4, granted=4, done=True).computing
+
+
+# ---------------------------------------------------------------- a sequence that goes on growing
+
+
+def growing(num_ready: int = 0) -> OutgoingTransfer:
+    return OutgoingTransfer("a", 0, KVTarget("d", 1, "tcp://x"), range(3), 0.0, 1.0, num_ready=num_ready, room=6)
+
+
+def test_a_growing_transfer_announces_its_room_and_ships_what_is_full() -> None:
+    state = growing(2)
+    assert state.num_announced == 6 and not state.advanced()
+    assert not state.grant(7, 0.0)
+    assert state.grant(0, 0.0)
+    assert state.advanced() == TransferAdvanced("a", 0, caught_up=False)
+    assert state.shippable(9) == range(2) and not state.wants_echo
+
+
+def test_a_growing_transfer_catches_up_when_the_receiver_says_so() -> None:
+    state = growing(2)
+    state.grant(0, 0.0)
+    state.advanced()
+    state.next_block = 2
+    assert state.wants_echo and not state.advanced()
+    state.echo_asked = True
+    assert not state.wants_echo and not state.advanced()
+    state.echoed = True
+    assert state.advanced() == TransferAdvanced("a", 0, caught_up=True)
+    assert not state.advanced()
+
+
+def test_a_growing_transfer_is_drained_when_the_last_of_its_blocks_left() -> None:
+    state = growing(2)
+    state.grant(0, 0.0)
+    state.next_block = 2
+    assert not state.drained and not state.can_finish
+    state.blocks, state.num_ready, state.done = range(4), 4, DONE
+    assert state.shippable(9) == range(2, 4)
+    state.next_block = 4
+    assert state.can_finish
+
+
+def test_a_receiver_that_holds_more_than_was_full_gets_nothing_twice() -> None:
+    state = growing(2)
+    state.grant(3, 0.0)
+    assert not state.shippable(9) and state.wants_echo
+    state.blocks, state.num_ready, state.done = range(3), 3, DONE
+    assert state.can_finish

@@ -1,0 +1,15 @@
+"""How many file descriptors a process may have."""
+
+from __future__ import annotations
+
+import resource
+
+ENOUGH = 65_536
+
+
+def raise_file_limit() -> None:
+    """As many as the system allows, up to ENOUGH: a connection that says nothing holds one until it is cut off."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

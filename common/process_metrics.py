@@ -1,0 +1,35 @@
+"""What the operating system and the event loop know of this process, for its `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class _TaskCollector(Collector):
+    """Counts the tasks of the event loop that answers the scrape; 0 where none runs."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily("diptych_asyncio_tasks", "Tasks of the event loop", labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), _num_tasks())
+        yield family
+
+
+def register_process(registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+    """Add memory, files, CPU time and start of the process (`process_*`, Linux only) and the number of its tasks."""
+    ProcessCollector(registry=registry)
+    registry.register(_TaskCollector(labels))
+
+
+def _num_tasks() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # no loop in this thread
+        return 0

@@ -1,0 +1,92 @@
+"""What this router asks of each pool, in the units that autoscalers take. Pure.
+
+`held` and `backlog_s` are this router's own share, so that those of several routers add up. `pressure` and `workers`
+are what the workers say, which every router hears alike: take the largest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from diptych.common.scaling import backlog_s, pressure
+from diptych.router.dispatch.flight import Flight
+from diptych.router.dispatch.worker import Role, Worker, WorkerState
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+STATES = (*(str(state) for state in WorkerState), "withheld")
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Sequences held for want of a worker of a role; seconds of prompts for one prefill worker; decode workers' worth
+    of load; workers by role and state."""
+
+    held: Mapping[str, int]
+    backlog_s: float
+    pressure: float
+    workers: Mapping[tuple[str, str], int]
+
+
+@dataclass(slots=True)
+class DemandMeter:
+    """`has_prefill`: a prefill pool is meant to exist, though perhaps with nobody in it. Prompts of at most
+    `threshold` tokens never need it."""
+
+    has_prefill: bool
+    threshold: int
+    prefill_tokens_per_s: float = 0.0
+
+    def measure(
+        self,
+        flights: Iterable[Flight],
+        queue: Collection[Flight],
+        workers: Collection[Worker],
+        p95_token_s: float,
+        slo_s: float,
+    ) -> Demand:
+        """What is asked now. `p95_token_s` is the time of a token that this router measured, `slo_s` its goal or 0."""
+        ready = [worker for worker in workers if worker.ready]
+        self._learn_rate(ready)
+        decode = [worker for worker in ready if worker.role == "decode"]
+        return Demand(
+            {"decode": len(queue), "prefill": self._num_without_prefill(flights, ready)},
+            self._backlog_s(queue, workers),
+            sum(pressure(_kv_usage(worker), p95_token_s, slo_s) for worker in decode),
+            _by_state(workers),
+        )
+
+    def _num_without_prefill(self, flights: Iterable[Flight], ready: Collection[Worker]) -> int:
+        """Those that wait, and those that a decode worker serves alone because no prefill worker is there."""
+        if not self.has_prefill or any(worker.role == "prefill" for worker in ready):
+            return 0
+        return sum(
+            not flight.done and flight.prefill is None and len(flight.request.prompt_token_ids) > self.threshold
+            for flight in flights
+        )
+
+    def _backlog_s(self, queue: Iterable[Flight], workers: Iterable[Worker]) -> float:
+        if not self.has_prefill:
+            return 0.0
+        booked = sum(worker.booked.num_tokens for worker in workers if worker.role == "prefill")
+        lengths = (len(flight.request.prompt_token_ids) for flight in queue)
+        held = sum(length for length in lengths if length > self.threshold)
+        return backlog_s(booked + held, self.prefill_tokens_per_s)
+
+    def _learn_rate(self, ready: Iterable[Worker]) -> None:
+        """The mean of those that know theirs; what was last known while there is none."""
+        beats = [worker.beat for worker in ready if worker.role == "prefill" and worker.beat is not None]
+        rates = [beat.full_tokens_per_s for beat in beats if beat.full_tokens_per_s > 0]
+        if rates:
+            self.prefill_tokens_per_s = sum(rates) / len(rates)
+
+
+def _kv_usage(worker: Worker) -> float:
+    total = worker.hello.num_blocks if worker.hello else 0
+    return worker.beat.num_owned_blocks / total if worker.beat and total else 0.0
+
+
+def _by_state(workers: Iterable[Worker]) -> dict[tuple[str, str], int]:
+    counts = Counter((worker.role, worker.shown_state) for worker in workers)
+    return {(role, state): counts[role, state] for role in ROLES for state in STATES}

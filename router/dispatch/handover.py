@@ -1,0 +1,135 @@
+"""Moves requests off decode workers that are about to end: running streams by live hand-over, all others at once.
+
+    begin ──> the old worker decodes on and copies its KV to the new one ──"moved", or the new one's first token──> done
+      └── either side fails, or it takes too long ──> the old worker simply goes on; another try a little later
+
+Until then the old worker alone is listened to; from then on only the new one, which repeats what it was sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from diptych.router.dispatch.flight import Flight
+from diptych.router.dispatch.load import DispatchCounters
+from diptych.router.dispatch.placement import Placement
+from diptych.router.dispatch.registry import WorkerRegistry
+from diptych.router.dispatch.worker import Worker, WorkerState
+
+log = logging.getLogger(__name__)
+
+MAX_PER_TARGET = 8
+"""Hand-overs to one worker at once; their copies share its wire and its host."""
+RESERVED_TOKENS = 128
+"""Tokens that the old worker may generate while it copies; blocks for them are set aside on the new one."""
+TIMEOUT_S = 15.0
+"""Longer than the workers' own deadline: a hand-over that neither of them speaks of any more."""
+RETRY_S = 0.5
+
+
+class HandOvers:
+    """What waits to be placed again goes into `queue`, as after a failure, but counts as none."""
+
+    def __init__(
+        self, registry: WorkerRegistry, placement: Placement, queue: dict[str, Flight], counters: DispatchCounters
+    ) -> None:
+        self._registry, self._placement, self._queue, self._counters = registry, placement, queue, counters
+        self._open: dict[str, Flight] = {}
+
+    def leave(self, flights: Iterable[Flight], now: float) -> None:
+        """Take requests off draining workers, as far as others have room; at each tick, and whenever one has left."""
+        self._expire(now)
+        targets = self._registry.ready("decode")
+        workers = self._registry.workers.values()
+        draining = {worker.address for worker in workers if worker.state is WorkerState.DRAINING}
+        if not draining or not targets:
+            return
+        for flight in list(flights):
+            decode = flight.decode
+            if flight.done or decode is None or decode.address not in draining or flight.successor is not None:
+                continue
+            if not decode.delivered:
+                self._place_again(flight, now)
+            elif now >= flight.handover_after and not flight.stream.has_gap:
+                self._begin(flight, targets, now)
+
+    def succeed(self, flight: Flight, now: float, *, moved: bool) -> None:
+        """The new worker goes on. Unless the old one said that it `moved`, it is told to forget the request."""
+        before = flight.decode
+        if before is None:
+            raise RuntimeError(f"request {flight.request.request_id} is handed over by nobody")
+        flight.succeed(now)
+        self._placement.leave(flight, before, abort=not moved)
+        self._close(flight, "done")
+
+    def fail(self, flight: Flight, reason: str, now: float) -> None:
+        """The old worker goes on; the new one is told to forget the request."""
+        successor, flight.successor = flight.successor, None
+        if successor is not None:
+            self._placement.leave(flight, successor, abort=True)
+        flight.handover_after = now + RETRY_S
+        self._close(flight, "failed")
+        log.info("request %s is not handed over: %s", flight.request.request_id, reason)
+
+    # ------------------------------------------------------------ inside
+
+    def _begin(self, flight: Flight, targets: Sequence[Worker], now: float) -> None:
+        source = self._registry.workers[flight.decode.address] if flight.decode else None
+        if source is None:
+            return
+        num_reserved = min(RESERVED_TOKENS, flight.num_remaining)
+        num_tokens = len(flight.request.prompt_token_ids) + len(flight.stream.token_ids)
+        busy = Counter(open_.successor.address for open_ in self._open.values() if open_.successor)
+        target = choose_target(targets, source, num_tokens=num_tokens + num_reserved, busy=busy)
+        if target is None:
+            return
+        self._open[flight.request.request_id] = flight
+        flight.handover_until = now + TIMEOUT_S
+        if not self._placement.hand_over(flight, target, num_reserved):
+            self.fail(flight, "a worker takes no messages", now)
+
+    def _place_again(self, flight: Flight, now: float) -> None:
+        """Nothing has come from its decode worker: to begin anew elsewhere costs computing, and no token."""
+        self._placement.withdraw(flight)
+        flight.attempt += 1
+        flight.queued_at = now
+        self._queue[flight.request.request_id] = flight
+
+    def _expire(self, now: float) -> None:
+        for flight in list(self._open.values()):
+            if flight.done or flight.successor is None:  # it ended, or its old worker was lost
+                self._close(flight, "ended")
+            elif now > flight.handover_until:
+                self.fail(flight, f"nothing was heard of it for {TIMEOUT_S:g} s", now)
+
+    def _close(self, flight: Flight, outcome: str) -> None:
+        if self._open.pop(flight.request.request_id, None) is not None:
+            self._counters.num_handovers[outcome] += 1
+
+
+def choose_target(
+    workers: Sequence[Worker], source: Worker, *, num_tokens: int, busy: Mapping[str, int]
+) -> Worker | None:
+    """The worker that takes a sequence of `num_tokens` from `source` best, or None when none has room for it now.
+
+    `busy`: hand-overs under way to a worker's address.
+    """
+
+    def fits(worker: Worker) -> bool:
+        hello = worker.identity
+        return (
+            hello.fingerprint == source.identity.fingerprint
+            and busy.get(worker.address, 0) < MAX_PER_TARGET
+            and not worker.suspect
+            and worker.num_requests < max(1, hello.max_num_seqs)
+            and num_tokens <= hello.max_model_len
+            and -(-num_tokens // hello.block_size) <= worker.num_available_blocks
+        )
+
+    def cost(worker: Worker) -> tuple[int, int, int, int, str]:
+        crowd = worker.num_requests + busy.get(worker.address, 0)
+        return (crowd, worker.num_queued_tokens, -worker.num_available_blocks, worker.num_dispatched, worker.address)
+
+    return min((worker for worker in workers if fits(worker)), key=cost, default=None)

@@ -1,0 +1,308 @@
+"""Prefill and decode engines joined by the real wire, under any order of what can happen to a transfer.
+
+The test turns the engines' loops; the threads that send and receive run as they like. Whatever happens, every block has
+its owner, each attempt ends exactly once, tokens are those of an undisturbed run, and in the end nothing is left.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from diptych.common.block_pool import BlockPool
+from diptych.common.engine import RequestReceived, RouterLost
+from diptych.common.kv_sender import KVSender
+from diptych.common.messages import (
+    AbortRequest,
+    DecodeRequest,
+    HandOver,
+    KVTarget,
+    Message,
+    PrefillRequest,
+    RequestFailed,
+    ResetPrefixCache,
+    TokenOutput,
+    pack_tokens,
+)
+from diptych.common.model.files import resolve_model
+from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.load import load_model
+from diptych.common.model.runner import ModelRunner
+from diptych.common.model.sampler import Sampler
+from diptych.common.sampling_params import SamplingParams
+from diptych.prefill_worker.engine import PrefillEngine
+from diptych.prefill_worker.scheduler import PrefillScheduler
+
+Rig = Any  # EngineRig of conftest, which test modules cannot import
+ROUTER = b"router"
+NUM_TOKENS = 30
+WAIT_S = 30.0
+
+
+class Asked:
+    """A request, its attempt, and the decode engine that has it. `handed`: its next attempt is a hand-over's."""
+
+    def __init__(self, name: str, tokens: list[int]) -> None:
+        self.name, self.tokens = name, tokens
+        self.attempt, self.place = 0, 0
+        self.over = self.handed = False
+
+
+class Fleet:
+    """One prefill engine and two decode engines; the test is their router. `pool` blocks each: they are scarce."""
+
+    def __init__(self, make_engine: Callable[..., Rig], num_blocks: int) -> None:
+        self.decode = [make_engine(num_blocks=num_blocks, worker_id=f"d{number}") for number in (0, 1)]
+        first = self.decode[0]
+        self.kv = KVCache(first.model.config, num_blocks, 16, "float32")
+        self.sent: list[tuple[bytes, Message]] = []
+        sender = KVSender(
+            first.context, self.kv.block, self.kv.block_bytes, ("p", 5, "layout"),
+            lambda event: self.prefill.notify(event), lease_s=30.0, num_streams=2,
+        )  # fmt: skip
+        self.prefill = PrefillEngine(
+            self.sent.extend,
+            ("p", 5),
+            PrefillScheduler(BlockPool(num_blocks), block_size=16, max_num_batched_tokens=32, max_num_seqs=4),
+            ModelRunner(load_model(resolve_model("tiny-random")), self.kv),
+            Sampler(first.model.config.vocab_size),
+            sender,
+            eos_token_ids=first.eos,
+            max_model_len=1024,
+            max_waiting=64,
+        )
+        sender.start()
+        self.engines = [self.prefill, *(rig.engine for rig in self.decode)]
+
+    # ------------------------------------------------------------ the router's part
+
+    def ask(self, asked: Asked, *, remote: bool) -> None:
+        """Send the present attempt to decode engine `place`, and with `remote` to the prefill engine."""
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        common = {
+            "request_id": asked.name, "attempt": asked.attempt, "prompt": pack_tokens(asked.tokens), "params": params
+        }  # fmt: skip
+        rig = self.decode[asked.place]
+        rig.tell(DecodeRequest(**common, prefill_worker="p" if remote else ""))
+        if remote:
+            target = KVTarget(f"d{asked.place}", 7, rig.receiver.address)
+            self.prefill.submit(RequestReceived(ROUTER, PrefillRequest(**common, decode=target)))
+
+    def hand_over(self, asked: Asked) -> None:
+        """Begin a hand-over to the other decode engine, whose attempt counts from now on if it succeeds."""
+        source, target = self.decode[asked.place], self.decode[1 - asked.place]
+        output = self.output(asked)
+        if asked.handed or not output or self.ended(asked):
+            return
+        asked.handed = True
+        num_reserved = NUM_TOKENS - len(output)
+        request = DecodeRequest(
+            request_id=asked.name, attempt=asked.attempt + 1, prompt=pack_tokens(asked.tokens + output),
+            params=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
+            prefill_worker=f"d{asked.place}", num_output_tokens=len(output), num_reserved_tokens=num_reserved,
+        )  # fmt: skip
+        target.tell(request)
+        order = HandOver(
+            request_id=asked.name, attempt=asked.attempt, new_attempt=asked.attempt + 1,
+            target=KVTarget(f"d{1 - asked.place}", 7, target.receiver.address),
+            num_output_tokens=len(output), num_reserved_tokens=num_reserved,
+        )  # fmt: skip
+        source.tell(order)
+
+    def react(self, asked: Asked) -> None:
+        """What a router does about failures, and about those who do not know yet that it is over."""
+        moved = any(delta.finish_reason == "moved" for delta in self.deltas(asked, asked.attempt))
+        reasons = [delta.finish_reason for a in (0, 1) for delta in self.deltas(asked, asked.attempt + a)]
+        knowing = [engine for engine in self.engines if engine.scheduler.find(asked.name) is not None]
+        if "length" in reasons or self.failures(asked, asked.attempt):
+            self.abort(asked, knowing)
+        elif self.failures(asked, asked.attempt + 1):
+            target = self.decode[1 - asked.place].engine
+            self.abort(asked, [engine for engine in knowing if moved or engine is target])
+
+    def abort(self, asked: Asked, where: list[Any]) -> None:
+        for engine in where:
+            engine.submit(RequestReceived(ROUTER, AbortRequest(request_id=asked.name, attempt=asked.attempt + 1)))
+
+    # ------------------------------------------------------------ what came
+
+    def deltas(self, asked: Asked, attempt: int) -> list[Any]:
+        rigs = [message for rig in self.decode for _, message in rig.sent]
+        outputs = [message for message in rigs if isinstance(message, TokenOutput)]
+        return [d for o in outputs for d in o.outputs if (d.request_id, d.attempt) == (asked.name, attempt)]
+
+    def output(self, asked: Asked) -> list[int]:
+        """What decode engines generated under the present attempt."""
+        return [token for delta in self.deltas(asked, asked.attempt) for token in delta.token_ids]
+
+    def failures(self, asked: Asked, attempt: int) -> list[RequestFailed]:
+        sent = [message for rig in self.decode for _, message in rig.sent] + [message for _, message in self.sent]
+        failed = [message for message in sent if isinstance(message, RequestFailed)]
+        return [message for message in failed if (message.request_id, message.attempt) == (asked.name, attempt)]
+
+    def ended(self, asked: Asked) -> bool:
+        reasons = [delta.finish_reason for delta in self.deltas(asked, asked.attempt)]
+        return any(reasons) or bool(self.failures(asked, asked.attempt))
+
+    # ------------------------------------------------------------ time
+
+    def turn(self, source: random.Random, count: int) -> None:
+        for _ in range(count):
+            source.choice(self.engines)._turn()
+
+    def settle(self, asked: Sequence[Asked] = ()) -> None:
+        """Until nobody knows a request any more."""
+        began = time.monotonic()
+        while not all(engine._inbox.empty() and engine.is_empty for engine in self.engines):
+            waited_s = time.monotonic() - began
+            assert waited_s < WAIT_S, [[(s.request_id, s.attempt) for s in engine.scheduler] for engine in self.engines]
+            for engine in self.engines:
+                engine._turn()
+            for one in asked:
+                self.react(one)
+            if waited_s > 0.5:
+                for rig in self.decode:
+                    rig.later(11.0)  # announcements that nobody wants are refused
+
+    def check(self) -> None:
+        for engine in self.engines:
+            engine.check_integrity()
+
+    def close(self) -> None:
+        self.prefill.close()
+
+
+@pytest.fixture
+def fleet(make_engine: Callable[..., Rig]) -> Iterator[Fleet]:
+    fleet = Fleet(make_engine, num_blocks=20)
+    yield fleet
+    fleet.settle()
+    fleet.close()
+
+
+class Story:
+    """One run of events on a fleet that the runs before have left empty."""
+
+    count = 0
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        self.fleet, self.source = fleet, random.Random(seed)
+        self.asked: list[Asked] = []
+        for sent in (fleet.sent, *(rig.sent for rig in fleet.decode)):
+            sent.clear()
+
+    def happen(self, event: str) -> None:
+        live = [asked for asked in self.asked if not asked.over]
+        if event == "ask" or not live:
+            self.begin()
+            return
+        asked = self.source.choice(live)
+        match event:
+            case "again":  # the router found another prefill worker, or none
+                if not asked.handed and not self.fleet.ended(asked):
+                    asked.attempt += 1
+                    self.fleet.ask(asked, remote=self.source.random() < 0.7)
+            case "twice":
+                if not asked.handed and not self.fleet.ended(asked):
+                    self.fleet.ask(asked, remote=True)
+            case "hand over":
+                for one in live:
+                    self.fleet.hand_over(one)
+            case "abort":
+                asked.over = True
+                self.fleet.abort(asked, self.fleet.engines)
+            case "abort prefill":  # the decode engine is left to find out, and told later
+                asked.over = True
+                self.fleet.abort(asked, [self.fleet.prefill])
+                self.fleet.turn(self.source, 6)
+                self.fleet.abort(asked, self.fleet.engines)
+            case "lose router":
+                for other in live:
+                    other.over = True
+                for engine in self.fleet.engines:
+                    engine.notify(RouterLost(ROUTER))
+            case "stall":  # no block came for longer than allowed
+                for rig in self.fleet.decode:
+                    rig.later(31.0)
+            case "reset":
+                for engine in self.fleet.engines:
+                    engine.submit(RequestReceived(ROUTER, ResetPrefixCache(request_id="reset")))
+            case "fail":
+                self.fail_a_step()
+            case "turn":
+                self.fleet.turn(self.source, self.source.randrange(1, 20))
+
+    def begin(self) -> None:
+        Story.count += 1
+        length = self.source.randrange(1, 110)
+        asked = Asked(f"r{Story.count}", [self.source.randrange(1, 255) for _ in range(length)])
+        asked.place = self.source.randrange(2)
+        self.asked.append(asked)
+        self.fleet.ask(asked, remote=self.source.random() < 0.8)
+
+    def fail_a_step(self) -> None:
+        engine = self.source.choice(self.fleet.engines)
+        forward = engine._runner.forward
+
+        def raise_once(*arguments: object) -> None:
+            engine._runner.forward = forward
+            raise RuntimeError("scripted")
+
+        engine._runner.forward = raise_once
+        engine._turn()
+        engine._runner.forward = forward
+
+    def end(self) -> None:
+        """Let everything run out, and look at what came of it."""
+        self.fleet.settle(self.asked)
+        for asked in self.asked:
+            expected = self.fleet.decode[0].oracle(asked.tokens, NUM_TOKENS, ignore_eos=True)
+            for attempt in range(asked.attempt + 2):
+                deltas = self.fleet.deltas(asked, attempt)
+                for delta in deltas:
+                    assert delta.token_ids == tuple(expected[delta.index : delta.index + len(delta.token_ids)])
+                assert sum(bool(delta.finish_reason) for delta in deltas) <= 1
+            if not asked.over:
+                assert self.finished(asked) or self.failed(asked)
+
+    def finished(self, asked: Asked) -> bool:
+        attempts = (asked.attempt, asked.attempt + 1)  # the second is a hand-over's
+        return any(delta.finish_reason == "length" for a in attempts for delta in self.fleet.deltas(asked, a))
+
+    def failed(self, asked: Asked) -> bool:
+        return any(self.fleet.failures(asked, attempt) for attempt in (asked.attempt, asked.attempt + 1))
+
+
+EVENTS = (
+    *("ask", "again", "twice", "hand over", "abort", "abort prefill", "lose router", "stall", "reset", "fail"),
+    *("turn",) * 8,
+    *("ask",) * 2,
+    *("hand over",) * 2,
+)
+
+
+@pytest.mark.timeout(300)  # its waits are real
+@given(seed=st.integers(0, 2**32), events=st.lists(st.sampled_from(EVENTS), min_size=5, max_size=40))
+@settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=12,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_any_order_of_events_leaves_the_right_tokens_and_nothing_else(
+    fleet: Fleet, seed: int, events: list[str]
+) -> None:
+    story = Story(fleet, seed)
+    for event in events:
+        story.happen(event)
+        fleet.check()
+    story.end()
+    for engine in fleet.engines:
+        assert engine.check_integrity().owned == 0

@@ -1,0 +1,24 @@
+"""A decode worker as a test wants it: once FILE exists, its next step never ends. Arguments: FILE, flags."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from diptych.common.model.runner import ModelRunner
+from diptych.decode_worker.__main__ import main
+
+hang = Path(sys.argv[1])
+forward = ModelRunner.forward
+
+
+def forward_or_hang(self: ModelRunner, *arguments: Any) -> Any:
+    if hang.exists():
+        threading.Event().wait()
+    return forward(self, *arguments)
+
+
+ModelRunner.forward = forward_or_hang  # type: ignore[method-assign]
+raise SystemExit(main(sys.argv[2:]))

@@ -1,0 +1,105 @@
+"""Workers that look alive and are not: one whose step never ends, one that sleeps and wakes up again."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+FLAGS = ("--local-prefill-threshold", "0")
+NUM_TOKENS = 200
+
+
+class Run:
+    """All prompts at once, in the background."""
+
+    def __init__(self, system: Any, prompts: list[list[int]]) -> None:
+        self.results: list[list[list[int]]] = []
+        self._thread = threading.Thread(target=self._run, args=(system, prompts))
+        self._thread.start()
+
+    def _run(self, system: Any, prompts: list[list[int]]) -> None:
+        self.results.append(system.generate(prompts, max_tokens=NUM_TOKENS))
+
+    def result(self) -> list[list[int]]:
+        self._thread.join(200)
+        assert self.results, "requests hang"
+        return self.results[0]
+
+
+def wait_until(true: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def workers(system: Any) -> dict[str, dict[str, Any]]:
+    """What the router says of each worker, by name."""
+    listed = httpx.get(f"{system.stack.url}/load", trust_env=False, timeout=10).json()["workers"]
+    return {worker["worker_id"]: worker for worker in listed}
+
+
+def state_of(system: Any, worker: Any) -> str:
+    """Nothing for a worker that is away: the router does not know then who it was."""
+    return str(workers(system).get(worker.name, {}).get("state", ""))
+
+
+def running_on(system: Any, worker: Any) -> bool:
+    return bool(workers(system).get(worker.name, {}).get("num_booked_requests"))
+
+
+@pytest.fixture
+def hanging(system_of: Any, tmp_path: Path) -> Iterator[tuple[Any, Any, Path]]:
+    """A system with two decode workers, the second of which hangs from the moment that the file is made."""
+    system, flag = system_of(1, 2, router_flags=FLAGS), tmp_path / "hang"
+    victim = system.stack.workers("decode")[1]
+    command = victim.command
+    victim.kill()
+    script = Path(__file__).with_name("hanging_worker.py")
+    victim.command = [sys.executable, "-P", str(script), str(flag), *command[command.index("-m") + 2 :]]
+    system.stack.restart(victim)
+    wait_until(lambda: state_of(system, victim) == "ready", "the worker is not ready")
+    yield system, victim, flag
+    victim.kill()
+    victim.command = command
+    system.stack.restart(victim)
+
+
+def test_a_worker_whose_step_never_ends_loses_its_streams(hanging: tuple[Any, Any, Path], random_prompts: Any) -> None:
+    system, victim, flag = hanging
+    prompts = random_prompts((30, 200, 700) * 4, vocab_size=256, seed=11)
+    expected = system.generate(prompts, max_tokens=NUM_TOKENS)
+    run = Run(system, prompts)
+    wait_until(lambda: running_on(system, victim), "the worker got nothing")
+    flag.touch()
+    wait_until(lambda: state_of(system, victim) == "dead", "the router did not notice")
+    health = httpx.get(f"{victim.http_url}/health", trust_env=False, timeout=10)
+    assert (health.status_code, health.json()["state"]) == (503, "stuck")
+    assert run.result() == expected
+    assert system.generate(prompts, max_tokens=NUM_TOKENS) == expected
+
+
+def test_a_worker_that_wakes_up_drops_what_was_given_away(system_of: Any, random_prompts: Any) -> None:
+    system = system_of(1, 2, router_flags=FLAGS)
+    prompts = random_prompts((40, 300, 900) * 4, vocab_size=256, seed=12)
+    expected = system.generate(prompts, max_tokens=NUM_TOKENS)
+    victim = system.stack.workers("decode")[0]
+    run = Run(system, prompts)
+    wait_until(lambda: running_on(system, victim), "the worker got nothing")
+    victim.pause()
+    wait_until(lambda: state_of(system, victim) != "ready", "the router did not notice")
+    assert run.result() == expected
+    victim.resume()
+    system.settle()  # it owns nothing: what it had was taken away while it slept
+    wait_until(lambda: state_of(system, victim) == "ready", "the worker is not used again")
+    assert system.metric("vllm:num_requests_running", "decode") == 0
+    assert system.generate(prompts, max_tokens=NUM_TOKENS) == expected

@@ -1,0 +1,241 @@
+"""A real router that finds real workers through a Kubernetes API, while they come and go under load."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from diptych.benchmarks.stack import StackProcess, free_port
+from diptych.common.pod_deletion_cost import ANNOTATION
+
+from ..kubernetes_api import KubernetesAPI
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "tiny-random"
+NUM_TOKENS = 60
+PATIENCE_S = 90.0
+
+
+class Pods:
+    """A router and worker processes, and what Kubernetes would say of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.api = KubernetesAPI(folder / "serviceaccount").start()
+        self.processes: list[StackProcess] = []
+        self.num_started = 0
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.router: StackProcess | None = None
+
+    def start_router(self, *discovery: str) -> None:
+        port, api, folder = str(self.port), self.api.url, str(self.api.folder)
+        flags = ("--port", port, "--kubernetes-api", api, "--kubernetes-credentials", folder)
+        flags += ("--queue-timeout-s", "80", "--local-prefill-threshold", "0")
+        flags += ("--slo-ttft-ms", "600000", "--slo-tpot-ms", "600000")
+        self.router = self._start("router", "diptych.router", *flags, *discovery)
+
+    def _start(self, name: str, module: str, *flags: str, env: dict[str, str] | None = None) -> StackProcess:
+        command = [sys.executable, "-P", "-m", module, "--model", MODEL, *flags]
+        process = StackProcess(name, name.partition("-")[0], command, self.folder / f"{name}.log")
+        process.start(env={**os.environ, **(env or {})})
+        self.processes.append(process)
+        return process
+
+    def add(self, role: str) -> StackProcess:
+        """A worker: first not ready, as kubelet says while its probe fails, then ready."""
+        self.num_started += 1
+        name = f"{role}-{self.num_started}"
+        worker = self._start(
+            name,
+            *(f"diptych.{role}_worker", "--worker-id", name, "--address-file", str(self.folder / f"{name}.json")),
+            *("--dtype", "float32", "--kv-memory-gib", "0.1", "--threads", "1", "--drain-timeout-s", "60"),
+            *("--pod-deletion-cost", "--kubernetes-api", self.api.url),
+            *("--kubernetes-credentials", str(self.api.folder)),
+            env={"POD_NAME": name},
+        )
+        worker.wait_for_addresses(time.monotonic() + PATIENCE_S)
+        self.api.put_worker(role, worker.addresses["address"], ready=False, serving=False)
+        until(lambda: answers(f"{worker.http_url}/ready"), f"{name} is ready")
+        self.api.put_worker(role, worker.addresses["address"])
+        return worker
+
+    def end(self, worker: StackProcess) -> None:
+        """What a deleted pod goes through: terminating, SIGTERM, gone."""
+        self.api.put_worker(worker.role, worker.addresses["address"], ready=False, serving=True, terminating=True)
+        worker.send_signal(signal.SIGTERM)
+        worker.wait(time.monotonic() + PATIENCE_S)
+        assert not worker.forced and worker.returncode == 0, worker.log_tail()
+        self.api.delete_worker(worker.role, worker.addresses["address"])
+
+    def metric(self, name: str, *labels: str) -> list[float]:
+        text = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        lines = [line for line in text.splitlines() if line.startswith(name)]
+        return [float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels)]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.terminate()
+        deadline = time.monotonic() + 30
+        for process in self.processes:
+            process.wait(deadline)
+        self.api.stop()
+        assert not [process.name for process in self.processes if process.forced]
+
+
+class Load:
+    """Clients that ask the same prompts again and again, until they are told to stop."""
+
+    def __init__(self, url: str, prompts: list[list[int]]) -> None:
+        self.url, self.prompts = url, prompts
+        self.answers: list[tuple[int, list[int]]] = []
+        self.errors: list[str] = []
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._ask_on, args=(i,), daemon=True) for i in range(len(prompts))]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask_on(self, index: int) -> None:
+        while not self._stopping.is_set():
+            try:
+                self.answers.append((index, complete(self.url, self.prompts[index])))
+            except (AssertionError, httpx.HTTPError) as error:
+                self.errors.append(repr(error))
+
+    def stop(self) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "a request hangs"
+
+    def more(self) -> None:
+        """Wait until every prompt was answered again."""
+        before = len(self.answers)
+        until(lambda: self.errors or len(self.answers) >= before + 2 * len(self.prompts), "requests are answered")
+
+
+def complete(url: str, prompt: list[int]) -> list[int]:
+    body = {"model": MODEL, "prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
+    body["return_token_ids"] = True
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    return list(reply.json()["choices"][0]["token_ids"])
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5.0, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[Pods]:
+    pods = Pods(tmp_path)
+    yield pods
+    pods.close()
+
+
+@pytest.mark.timeout(300)
+def test_pools_grow_from_zero_and_change_under_load(pods: Pods) -> None:
+    source = random.Random(7)
+    prompts = [[source.randrange(256) for _ in range(length)] for length in (40, 90, 200, 350)]
+    pods.start_router("--discovery", "kubernetes", "--prefill-services", "prefill", "--decode-services", "decode")
+    until(lambda: answers(f"{pods.url}/health"), "the router answers")
+    until(lambda: "has no endpoints" in httpx.get(f"{pods.url}/ready", trust_env=False).text, "/ready says why")
+
+    first: list[list[int]] = []
+    waiting = threading.Thread(target=lambda: first.append(complete(pods.url, prompts[0])))
+    waiting.start()
+    until(lambda: pods.metric("diptych_requests_held", 'role="decode"') == [1.0], "a request is held")
+    assert pods.metric("diptych_requests_held", 'role="prefill"') == [1.0]
+    decode = pods.add("decode")
+    waiting.join(PATIENCE_S)
+    expected = [complete(pods.url, prompt) for prompt in prompts]
+    assert first == expected[:1]
+    detail = httpx.get(f"{pods.url}/ready", trust_env=False).json()["detail"]
+    assert detail == "no prefill worker exists: the prefill service prefill has no endpoints"
+
+    load = Load(pods.url, prompts)
+    prefill = pods.add("prefill")
+    pods.add("decode")
+    load.more()
+    pods.end(decode)
+    load.more()
+    pods.end(prefill)
+    load.more()
+    pods.add("prefill")
+    load.more()
+    until(lambda: int(pods.api.annotations["decode-3"][ANNOTATION]) > 0, "a busy pod costs something")
+    load.stop()
+    assert not load.errors
+    assert all(tokens == expected[index] for index, tokens in load.answers)
+    assert pods.api.annotations.keys() == {"decode-1", "prefill-2", "decode-3", "prefill-4"}
+    check_the_end(pods)
+
+
+def check_the_end(pods: Pods) -> None:
+    """Who is gone is forgotten, who is left owns nothing."""
+    until(lambda: len(httpx.get(f"{pods.url}/load", trust_env=False).json()["workers"]) == 2, "two workers are known")
+    assert sum(pods.metric("diptych_pool_workers", 'state="ready"')) == 2
+    assert not pods.metric("diptych_worker_state", "decode-1") and pods.metric("diptych_worker_state", "decode-3")
+    assert pods.metric("diptych_discovery_endpoints", 'role="decode"', 'state="serving"') == [1.0]
+    assert pods.metric("diptych_discovery_syncs_total", 'result="failed"') == [0.0]
+    assert pods.metric("diptych_slo_attainment_ratio") == [1.0, 1.0]
+    assert len(pods.metric("diptych_pool_backlog_seconds")) == len(pods.metric("diptych_pool_pressure")) == 1
+    left = [process for process in pods.processes if process.alive and process is not pods.router]
+
+    def owned() -> list[int]:
+        replies = [httpx.get(f"{worker.http_url}/health", trust_env=False) for worker in left]
+        return [json.loads(reply.text)["blocks"]["owned"] for reply in replies]
+
+    until(lambda: owned() == [0, 0], "every block is free")
+
+
+def test_names_are_looked_up(pods: Pods) -> None:
+    ports = {role: pods.add(role).addresses["address"].rpartition(":")[2] for role in ("prefill", "decode")}
+    names = {role: f"localhost:{port}" for role, port in ports.items()}
+    pods.start_router(
+        "--discovery", "dns", "--prefill-services", names["prefill"], "--decode-services", names["decode"]
+    )
+    until(lambda: answers(f"{pods.url}/ready"), "the router found its workers")
+    until(lambda: sum(pods.metric("diptych_pool_workers", 'state="ready"')) == 2, "both are ready")
+    assert len(complete(pods.url, list(range(50)))) == NUM_TOKENS
+    assert pods.metric("diptych_placements_total", 'kind="remote"') == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--discovery", "kubernetes", "--decode-services", "d"], "kubernetes_api='' is refused"),
+        (["--discovery", "dns", "--decode-services", "d"], "decode_services='d' is refused: HOST:PORT"),
+        (["--decode-services", "d"], "discovery='static' is refused"),
+    ],
+)
+def test_a_discovery_that_cannot_work_is_refused(flags: list[str], said: str, tmp_path: Path) -> None:
+    log = tmp_path / "router.log"
+    router = StackProcess("router", "router", [sys.executable, "-P", "-m", "diptych.router", *flags], log)
+    env: dict[str, Any] = {name: text for name, text in os.environ.items() if not name.startswith("KUBERNETES_")}
+    router.start(env=env)
+    router.wait(time.monotonic() + 60)
+    assert router.returncode == 2
+    assert said in log.read_text() and len(log.read_text().splitlines()) == 1

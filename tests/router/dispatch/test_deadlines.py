@@ -1,0 +1,227 @@
+"""Every phase of a request ends: what it waits for comes, or its deadline moves it or fails it."""
+
+import asyncio
+import time
+
+import pytest
+
+from diptych.common.errors import FatalRequest, Overloaded, Unavailable
+from diptych.common.messages import AbortRequest, DecodeRequest, PrefillRequest
+
+PROMPT = list(range(1, 13))
+
+
+def keep_busy(worker):
+    """It looks as if it were at work."""
+    worker.beat["num_running"] = 1
+
+
+async def test_a_prompt_that_a_busy_worker_lost_moves_after_its_deadline(cluster, tools):
+    dispatcher = await cluster.start(prefill=2, prefill_timeout_s=0.4)
+    for worker in cluster.prefill:
+        worker.on_request = lambda router, message: message.attempt == 0
+        keep_busy(worker)
+    tokens, last = await tools.collect(dispatcher, tools.request(PROMPT))
+    assert tokens == tools.expected(PROMPT, 8)
+    assert last.timeline.num_attempts == 2
+    assert [len(worker.of(PrefillRequest)) for worker in cluster.prefill] == [1, 1]
+
+
+async def test_a_request_whose_prefill_never_comes_fails_and_names_the_phase(cluster, tools):
+    dispatcher = await cluster.start(prefill=0, decode=2, prefill_timeout_s=0.4, max_retries=1)
+    for worker in cluster.decode:
+        worker.serving = False
+        keep_busy(worker)
+    with pytest.raises(Unavailable, match=r"gave up after 2 attempts; .* no token for .* in the prefill phase"):
+        await tools.collect(dispatcher, tools.request(PROMPT))
+    for worker in cluster.decode:
+        await tools.until(lambda worker=worker: worker.of(AbortRequest))
+
+
+@pytest.mark.parametrize("index", [0, 5])
+async def test_a_stream_that_a_busy_worker_forgot_moves_after_its_deadline(cluster, tools, index):
+    """With index 0 the tokens stop in the transfer, with the other one while they are generated."""
+    dispatcher = await cluster.start(decode=2, token_timeout_s=0.5)
+    first = []
+
+    def forget(worker, router, message):
+        if message.attempt:
+            return False
+        first.append(worker)
+        if index:
+            worker.output(router, message, 0, tools.expected(PROMPT, index))
+        return True
+
+    for worker in cluster.decode:
+        worker.on_request = lambda router, message, worker=worker: forget(worker, router, message)
+        keep_busy(worker)
+    tokens, last = await tools.collect(dispatcher, tools.request(PROMPT))
+    assert tokens == tools.expected(PROMPT, 8)
+    assert last.timeline.decode_worker != first[0].worker_id
+    await tools.until(lambda: first[0].of(AbortRequest))
+
+
+async def test_a_slow_stream_is_left_alone(cluster, tools):
+    dispatcher = await cluster.start(prefill=0, token_timeout_s=0.5, prefill_timeout_s=0.5)
+    cluster.decode[0].token_s = 0.3
+    _, last = await tools.collect(dispatcher, tools.request(PROMPT, max_tokens=4))
+    assert last.timeline.num_attempts == 1
+
+
+async def test_a_started_stream_waits_for_a_decode_worker_as_long_as_a_new_request(cluster, tools):
+    dispatcher = await cluster.start(queue_timeout_s=0.5)
+    cluster.decode[0].token_s = 0.02
+    stream = dispatcher.generate(tools.request(PROMPT, max_tokens=1000))
+    await anext(stream)
+    await tools.until(lambda: dispatcher.load().stages["decode"])
+    cluster.decode[0].die()
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match=r"waited .* for a worker"):
+        async for _ in stream:
+            pass
+    assert time.monotonic() - began >= 0.5
+
+
+async def test_a_started_stream_goes_on_when_a_decode_worker_comes_back_in_time(cluster, tools):
+    dispatcher = await cluster.start(queue_timeout_s=20.0)
+    cluster.decode[0].token_s = 0.01
+    stream = dispatcher.generate(tools.request(PROMPT, max_tokens=40))
+    tokens = list((await anext(stream)).token_ids)
+    await tools.until(lambda: dispatcher.load().stages["decode"])
+    cluster.decode[0].die()
+    await tools.until(lambda: dispatcher.load().stages["queue"])
+    await cluster.decode[0].restart()
+    tokens += [token async for event in stream for token in event.token_ids]
+    assert tokens == tools.expected(PROMPT, 40)
+
+
+async def test_a_long_stream_outlives_more_workers_than_it_may_retry(cluster, tools):
+    dispatcher = await cluster.start(prefill=0, max_retries=1, worker_timeout_s=5.0)
+    worker = cluster.decode[0]
+    worker.token_s = 0.005
+    task = asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT, max_tokens=60)))
+    await tools.until(lambda: dispatcher._flights)
+    (flight,) = dispatcher._flights.values()
+    for deaths in range(1, 5):
+        await tools.until(lambda goal=10 * deaths: len(flight.stream.token_ids) >= goal)
+        worker.die()
+        await worker.restart()
+    tokens, last = await task
+    assert tokens == tools.expected(PROMPT, 60)
+    assert last.timeline.num_attempts == 5
+
+
+def poisoned(cluster):
+    """Decode workers die of a prompt that begins with 666, and start again."""
+
+    def die(worker, message):
+        if message.prompt[:4] != (666).to_bytes(4, "little"):
+            return False
+        worker.deaths.append(message.request_id)
+
+        async def die_and_restart():
+            worker.die()
+            await worker.restart()
+
+        worker.rebirths.append(asyncio.create_task(die_and_restart()))
+        return True
+
+    for worker in cluster.decode:
+        worker.deaths, worker.rebirths = [], []
+        worker.on_request = lambda router, message, worker=worker: die(worker, message)
+
+
+async def test_a_request_that_kills_its_workers_ends_and_the_others_do_not(cluster, tools):
+    dispatcher = await cluster.start(prefill=0, decode=3, max_retries=3, worker_timeout_s=5.0)
+    poisoned(cluster)
+    for worker in cluster.decode:
+        worker.token_s = 0.01
+    prompts = [[i, *range(2, 12)] for i in range(1, 25)]
+    work = [asyncio.create_task(tools.collect(dispatcher, tools.request(p, max_tokens=60))) for p in prompts]
+    with pytest.raises(FatalRequest, match="4 workers in a row died with this request"):
+        await tools.collect(dispatcher, tools.request([666, *PROMPT]))
+    assert [tokens for tokens, _ in await asyncio.gather(*work)] == [tools.expected(p, 60) for p in prompts]
+    assert sum(len(worker.deaths) for worker in cluster.decode) == 4
+    await tools.until(lambda: len(dispatcher.fleet.registry.ready("decode")) == 3)
+    assert not any(worker.num_booked_requests for worker in dispatcher.load().workers)
+
+
+async def test_suspects_go_one_at_a_time_and_the_innocent_are_cleared(cluster, tools):
+    """Those that were near twice wait for each other: the third death has one victim, and nobody fails for another."""
+    dispatcher = await cluster.start(prefill=0, decode=1, max_retries=3, worker_timeout_s=5.0)
+    (worker,) = cluster.decode
+    poisoned(cluster)
+    worker.token_s = 30.0  # all die before they have got anywhere
+    prompts = [[i, *range(2, 12)] for i in range(1, 9)]
+    work = [asyncio.create_task(tools.collect(dispatcher, tools.request(p))) for p in prompts]
+    for deaths in (1, 2):
+        await tools.until(lambda deaths=deaths: len(worker.of(DecodeRequest)) >= len(prompts) * deaths)
+        worker.die()
+        await worker.restart()
+    worker.received.clear()
+    await tools.until(lambda: worker.of(DecodeRequest))
+    await asyncio.sleep(0.3)  # for more of them, which must not come
+    assert len(worker.of(DecodeRequest)) == 1
+    worker.token_s = 0.0
+    worker.die()
+    await worker.restart()
+    assert [tokens for tokens, _ in await asyncio.gather(*work)] == [tools.expected(p, 8) for p in prompts]
+
+
+async def test_a_request_that_would_wait_too_long_is_refused_at_once(cluster, tools):
+    dispatcher = await cluster.start(queue_timeout_s=2.0)
+    cluster.prefill[0].beat |= {"num_waiting": 30, "num_waiting_tokens": 10_000, "full_tokens_per_s": 1000.0}
+    registered = dispatcher.fleet.registry.workers[cluster.prefill[0].address]
+    await tools.until(lambda: registered.num_queued_tokens)
+    with pytest.raises(Overloaded, match="would wait about 10.0 s") as caught:
+        await tools.collect(dispatcher, tools.request(PROMPT))
+    assert caught.value.retry_after_s == pytest.approx(8.0, abs=0.1)
+    assert dispatcher.load().num_failures == {"Overloaded": 1}
+    assert not cluster.prefill[0].of(PrefillRequest)
+    short = [1, 2, 3]  # the decode worker computes it itself
+    assert (await tools.collect(dispatcher, tools.request(short)))[0] == tools.expected(short, 8)
+    cluster.prefill[0].beat.clear()
+    await tools.until(lambda: not registered.num_queued_tokens)
+    assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
+
+
+async def test_an_slo_refuses_what_would_miss_it(cluster, tools):
+    dispatcher = await cluster.start(slo_ttft_ms=500.0)
+    cluster.prefill[0].beat |= {"num_waiting": 3, "num_waiting_tokens": 1000, "full_tokens_per_s": 1000.0}
+    registered = dispatcher.fleet.registry.workers[cluster.prefill[0].address]
+    await tools.until(lambda: registered.num_queued_tokens)
+    with pytest.raises(Overloaded, match="the most it may is 0.75 s"):
+        await tools.collect(dispatcher, tools.request(PROMPT))
+
+
+async def test_a_worker_that_missed_an_abort_is_told_again(cluster, tools):
+    """It goes on sending tokens of a request that is over: that is how the router learns of it."""
+    dispatcher = await cluster.start(prefill=0)
+    (worker,) = cluster.decode
+    worker.token_s = 0.05
+    connection = dispatcher.fleet.connections[worker.address]
+    stream = dispatcher.generate(tools.request(PROMPT, max_tokens=1000))
+    await anext(stream)
+    send = type(connection).send
+    type(connection).send = lambda self, message: isinstance(message, AbortRequest) or send(self, message)
+    try:
+        await stream.aclose()
+    finally:
+        type(connection).send = send
+    await tools.until(lambda: worker.of(AbortRequest))
+    await tools.until(lambda: not any(not job.done() for job in worker.jobs.values()))
+
+
+async def test_a_queue_that_does_not_move_refuses_what_comes_next(cluster, tools):
+    dispatcher = await cluster.start(queue_timeout_s=0.3)
+    cluster.prefill[0].serving = False
+    keep_busy(cluster.prefill[0])
+    waiting = [asyncio.create_task(tools.collect(dispatcher, tools.request([n, *PROMPT]))) for n in range(4)]
+    await tools.until(lambda: max(dispatcher._admission._observed.values(), default=0.0) > 0.3)
+    with pytest.raises(Overloaded, match="would wait about"):
+        await tools.collect(dispatcher, tools.request(PROMPT))
+    for task in waiting:
+        task.cancel()
+    await tools.until(lambda: not dispatcher._admission._observed)
+    cluster.prefill[0].serving = True
+    assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)

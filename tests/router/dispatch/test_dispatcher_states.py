@@ -1,0 +1,471 @@
+"""The dispatcher over an imagined fleet, under any order of deaths, restarts, pauses, losses, repetitions and aborts.
+
+Each request ends exactly once and with the tokens of an undisturbed run, and nothing stays booked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TypeVar
+from unittest.mock import patch
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from diptych.common.messages import (
+    AbortRequest,
+    DecodeRequest,
+    HandOver,
+    KVTarget,
+    Message,
+    PrefillRequest,
+    RequestFailed,
+    TokenDelta,
+    TokenOutput,
+    WorkerHeartbeat,
+    WorkerHello,
+    unpack_tokens,
+)
+from diptych.common.sampling_params import SamplingParams
+from diptych.common.settings import RouterConfig
+from diptych.router.dispatch.client import GenerationRequest
+from diptych.router.dispatch.connection import Connection
+from diptych.router.dispatch.dispatcher import Dispatcher
+
+BEAT_S, TIMEOUT_S, TOKEN_TIMEOUT_S = 0.25, 1.0, 4.0
+POOLS = ("prefill", "prefill", "decode", "decode", "decode")
+T = TypeVar("T")
+KV = dict[tuple[str, int, str, int], list[int]]
+
+
+def next_token(tokens: list[int]) -> int:
+    """Depends on the whole sequence, so a lost or repeated token shows."""
+    return (sum((i + 1) * t for i, t in enumerate(tokens)) * 31 + len(tokens)) % 997
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Job:
+    """A request on a worker. `tokens` is None while a decode worker waits for KV; `index`: the next output position."""
+
+    request: PrefillRequest | DecodeRequest
+    tokens: list[int] | None
+    index: int
+    order: HandOver | None = None
+
+
+@dataclass
+class Worker:
+    """A scripted worker whose messages travel when the machine says so."""
+
+    role: str
+    address: str
+    kv: KV
+    epoch: int = 1
+    alive: bool = True
+    awake: bool = True
+    draining: bool = False
+    num_steps: int = 0
+    inbox: deque[Message] = field(default_factory=deque)
+    outbox: deque[Message] = field(default_factory=deque)
+    jobs: dict[str, Job] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.address.rpartition(":")[2]
+
+    @property
+    def hello(self) -> WorkerHello:
+        return WorkerHello(
+            worker_id=self.name, role=self.role, epoch=self.epoch, fingerprint="f", model="m", block_size=4,
+            num_blocks=1000, max_model_len=4096, max_num_seqs=8,
+            kv_address="tcp://127.0.0.1:1" if self.role == "decode" else "",
+        )  # fmt: skip
+
+    @property
+    def beat(self) -> WorkerHeartbeat:
+        return WorkerHeartbeat(
+            worker_id=self.name, epoch=self.epoch, step=self.num_steps, ready=True, draining=self.draining,
+            num_running=len(self.jobs), num_waiting=0, num_transferring=0, num_waiting_tokens=0,
+            num_free_blocks=1000, num_cached_blocks=0, num_owned_blocks=0,
+        )  # fmt: skip
+
+    def read(self) -> None:
+        """Take the next message from the router."""
+        if not self.awake or not self.inbox:
+            return
+        message = self.inbox.popleft()
+        match message:
+            case AbortRequest(request_id=request_id, attempt=attempt):
+                if request_id in self.jobs and self.jobs[request_id].request.attempt <= attempt:
+                    del self.jobs[request_id]
+            case PrefillRequest() | DecodeRequest():
+                known = self.jobs.get(message.request_id)
+                if known is None or known.request.attempt < message.attempt:
+                    expects = isinstance(message, DecodeRequest) and message.prefill_worker
+                    tokens = None if expects else unpack_tokens(message.prompt)
+                    self.jobs[message.request_id] = Job(message, tokens, message.num_output_tokens)
+            case HandOver(request_id=request_id, attempt=attempt):
+                job = self.jobs.get(request_id)
+                if job is not None and job.request.attempt == attempt and job.tokens is not None:
+                    job.order = message
+                else:
+                    self.fail(request_id, message.new_attempt, "handover")
+            case _:
+                pass
+
+    def work(self, number: int) -> None:
+        """Advance one request by a token, or by its hand-over."""
+        if not self.awake or not self.jobs:
+            return
+        request_id = list(self.jobs)[number % len(self.jobs)]
+        job = self.jobs[request_id]
+        request = job.request
+        if job.tokens is None:
+            key = (request_id, request.attempt, self.name, self.epoch)
+            if key not in self.kv:
+                return
+            job.tokens = list(self.kv[key])
+        if job.order is not None and number % 3:
+            self.finish_order(job, job.order, fails=number % 3 == 1)
+            return
+        known = job.tokens[len(unpack_tokens(request.prompt)) - request.num_output_tokens + job.index :]
+        if not known:
+            known = [next_token(job.tokens)]
+            job.tokens += known
+        self.put(job, known)
+        if isinstance(request, PrefillRequest):
+            if request.decode is not None:
+                self.ship(request_id, request.attempt, request.decode, job.tokens)
+            del self.jobs[request_id]
+        elif job.index >= request.params.max_tokens:
+            del self.jobs[request_id]
+
+    def finish_order(self, job: Job, order: HandOver, *, fails: bool) -> None:
+        job.order = None
+        if fails:
+            self.fail(order.request_id, order.new_attempt, "handover")
+            return
+        assert job.tokens is not None
+        self.ship(order.request_id, order.new_attempt, order.target, job.tokens)
+        self.send(TokenDelta(order.request_id, order.attempt, job.index, (), "moved"))
+        del self.jobs[order.request_id]
+
+    def ship(self, request_id: str, attempt: int, target: KVTarget, tokens: list[int]) -> None:
+        self.kv[(request_id, attempt, target.worker_id, target.epoch)] = list(tokens)
+
+    def put(self, job: Job, tokens: list[int]) -> None:
+        start, job.index = job.index, job.index + len(tokens)
+        reason = "length" if job.index >= job.request.params.max_tokens else ""
+        self.send(TokenDelta(job.request.request_id, job.request.attempt, start, tuple(tokens), reason))
+
+    def send(self, delta: TokenDelta) -> None:
+        self.outbox.append(TokenOutput(worker_id=self.name, epoch=self.epoch, outputs=(delta,)))
+
+    def fail(self, request_id: str, attempt: int, phase: str) -> None:
+        failed = RequestFailed(
+            worker_id=self.name, request_id=request_id, attempt=attempt, phase=phase, message="scripted", retryable=True
+        )
+        self.outbox.append(failed)
+
+    def refuse(self, number: int) -> None:
+        """Give a request up."""
+        if self.awake and self.jobs:
+            request_id = list(self.jobs)[number % len(self.jobs)]
+            self.fail(request_id, self.jobs.pop(request_id).request.attempt, "queue")
+
+    def forget(self) -> None:
+        self.jobs.clear()
+        self.inbox.clear()
+        self.outbox.clear()
+
+
+@dataclass
+class Asked:
+    """A request, what came of it, and how it ended."""
+
+    prompt: list[int]
+    count: int
+    tokens: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.num_lost = 0
+        self.kv: KV = {}
+        self.workers = [Worker(role, f"tcp://127.0.0.1:{number}", self.kv) for number, role in enumerate(POOLS, 1)]
+        self.by_address = {worker.address: worker for worker in self.workers}
+        self.asked: list[Asked] = []
+        self.said: list[tuple[Worker, Message]] = []
+        self.loop = asyncio.new_event_loop()
+        self.patch = patch.object(Connection, "send", lambda connection, message: self.carry(connection, message))
+        self.patch.start()
+        self.dispatcher = self.run(self.make_dispatcher)
+        for worker in self.workers:
+            self.greet(worker)
+
+    def make_dispatcher(self) -> Dispatcher:
+        config = RouterConfig(
+            prefill=tuple(worker.address for worker in self.workers if worker.role == "prefill"),
+            decode=tuple(worker.address for worker in self.workers if worker.role == "decode"),
+            heartbeat_s=BEAT_S, worker_timeout_s=TIMEOUT_S, queue_timeout_s=3600.0, request_timeout_s=3600.0,
+            prefill_timeout_s=TOKEN_TIMEOUT_S, token_timeout_s=TOKEN_TIMEOUT_S, max_retries=100,
+            local_prefill_threshold=3,
+        )  # fmt: skip
+        dispatcher = Dispatcher(config)
+        dispatcher._open = True
+        dispatcher._clock = dispatcher.fleet._clock = lambda: self.now
+        return dispatcher
+
+    # ------------------------------------------------------------ what can happen
+
+    @rule(seed=st.integers(0, 2**32), num=st.integers(1, 4))
+    def ask(self, seed: int, num: int) -> None:
+        source = random.Random(seed)
+        for _ in range(num):
+            self.ask_one([source.randrange(1, 500) for _ in range(source.randrange(1, 10))], source.randrange(1, 13))
+
+    def ask_one(self, prompt: list[int], count: int) -> None:
+        asked = Asked(prompt, count)
+        request = GenerationRequest(
+            f"r{len(self.asked)}", prompt, SamplingParams(max_tokens=count, ignore_eos=True), deadline_s=3600.0
+        )
+        self.asked.append(asked)
+
+        def begin() -> None:
+            asked.task = self.loop.create_task(self.consume(request, asked))
+
+        self.run(begin)
+
+    @rule(seed=st.integers(0, 2**32), num=st.integers(1, 150))
+    def progress(self, seed: int, num: int) -> None:
+        """Workers read, work and speak, in any order."""
+        source = random.Random(seed)
+        for _ in range(num):
+            worker = source.choice(self.workers)
+            move = source.randrange(3)
+            if move == 0:
+                worker.read()
+            elif move == 1:
+                worker.work(source.randrange(100))
+            else:
+                self.hear(worker)
+
+    @rule(seed=st.integers(0, 2**32))
+    def progress_a_little(self, seed: int) -> None:
+        self.progress(seed, 20)
+
+    @rule(count=st.integers(1, 6))
+    def tick(self, count: int) -> None:
+        for _ in range(count):
+            self.pass_time(BEAT_S)
+
+    @rule(index=st.integers(0, 4), said=st.booleans())
+    def die(self, index: int, said: bool) -> None:
+        """With `said`, what it had sent still arrives."""
+        worker = self.workers[index]
+        if worker.alive:
+            while said and worker.outbox:
+                self.hear(worker)
+            worker.alive = worker.awake = False
+            worker.forget()
+            self.run(lambda: self.dispatcher.fleet._on_cut(worker.address))
+
+    @rule(index=st.integers(0, 4))
+    def restart(self, index: int) -> None:
+        worker = self.workers[index]
+        if not worker.alive:
+            worker.alive, worker.awake, worker.draining = True, True, False
+            worker.epoch += 1
+            self.greet(worker)
+
+    @rule(index=st.integers(0, 4), awake=st.booleans())
+    def pause(self, index: int, awake: bool) -> None:
+        worker = self.workers[index]
+        worker.awake = worker.alive and awake
+
+    @rule(index=st.integers(0, 4), draining=st.booleans())
+    def drain(self, index: int, draining: bool) -> None:
+        self.workers[index].draining = draining
+        self.pass_time(BEAT_S)
+
+    @precondition(lambda self: any(self.streaming()))
+    @rule()
+    def drain_a_busy_one(self) -> None:
+        self.drain(self.workers.index(self.streaming()[0]), True)
+
+    @rule(index=st.integers(0, 4), number=st.integers(0, 99))
+    def refuse(self, index: int, number: int) -> None:
+        self.workers[index].refuse(number)
+
+    @rule(index=st.integers(0, 4), outgoing=st.booleans())
+    def lose(self, index: int, outgoing: bool) -> None:
+        """A message vanishes although the connection stays."""
+        worker = self.workers[index]
+        queue = worker.outbox if outgoing else worker.inbox
+        if queue:
+            queue.popleft()
+            self.num_lost += 1
+
+    @precondition(lambda self: self.said)
+    @rule(data=st.data())
+    def repeat(self, data: st.DataObject) -> None:
+        """A worker says again what it said long ago."""
+        worker, message = data.draw(st.sampled_from(self.said))
+        self.run(lambda: self.dispatcher.fleet._on_message(worker.address, message))  # type: ignore[arg-type]
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        asked = data.draw(st.sampled_from(self.asked))
+        if asked.task is not None:
+            self.run(asked.task.cancel)
+
+    # ------------------------------------------------------------ what must hold
+
+    @invariant()
+    def nothing_wrong_was_streamed(self) -> None:
+        for asked in self.asked:
+            assert asked.tokens == expected(asked.prompt, asked.count)[: len(asked.tokens)]
+            assert len(asked.ends) <= 1
+
+    @invariant()
+    def bookings_belong_to_requests(self) -> None:
+        flights = self.dispatcher._flights.values()
+        used = [a.booking.serial for f in flights for a in (f.prefill, f.decode, f.successor) if a is not None]
+        booked = [serial for worker in self.dispatcher.fleet.registry.workers.values() for serial in worker.bookings]
+        assert set(booked) <= set(used)
+        assert len(used) == len(set(used))
+
+    def teardown(self) -> None:
+        try:
+            for worker in self.workers:
+                worker.draining = False
+                worker.awake = worker.alive
+                self.restart(self.workers.index(worker))
+            for _ in range(400):
+                if all(asked.ends for asked in self.asked):
+                    break
+                for worker in self.workers:
+                    while worker.inbox:
+                        worker.read()
+                    for number in range(len(worker.jobs)):
+                        worker.work(number)
+                    while worker.outbox:
+                        self.hear(worker)
+                self.pass_time(BEAT_S)
+            for asked in self.asked:
+                assert asked.ends in (["length"], ["aborted"])
+                assert asked.ends == ["aborted"] or asked.tokens == expected(asked.prompt, asked.count)
+            self.pass_time(BEAT_S)
+            for worker in self.workers:
+                while worker.inbox:
+                    worker.read()
+                # One that speaks is told to forget it; one that waits for KV in vain has deadlines of its own.
+                assert all(job.tokens is None and self.num_lost for job in worker.jobs.values())
+            assert not self.dispatcher._flights
+            assert not self.dispatcher._queue
+            for known in self.dispatcher.fleet.registry.workers.values():
+                assert (known.booked.num_requests, known.booked.num_tokens, known.booked.num_blocks) == (0, 0, 0)
+        finally:
+            for asked in self.asked:
+                if asked.task is not None:
+                    self.run(asked.task.cancel)
+            self.loop.close()
+            self.patch.stop()
+
+    # ------------------------------------------------------------ inside
+
+    def streaming(self) -> list[Worker]:
+        """Decode workers whose tokens come."""
+        decode = [flight.decode for flight in self.dispatcher._flights.values() if not flight.done]
+        return [self.by_address[one.address] for one in decode if one is not None and one.delivered]
+
+    async def consume(self, request: GenerationRequest, asked: Asked) -> None:
+        reason = "nothing"
+        try:
+            async with aclosing(self.dispatcher.generate(request)) as events:
+                async for event in events:
+                    asked.tokens += event.token_ids
+                    reason = event.finish_reason
+        except asyncio.CancelledError:
+            reason = "aborted"
+        finally:
+            asked.ends.append(reason)
+
+    def run(self, action: Callable[[], T]) -> T:
+        async def act() -> T:
+            result = action()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            return result
+
+        return self.loop.run_until_complete(act())
+
+    def carry(self, connection: Connection, message: Message) -> bool:
+        worker = self.by_address[connection.address]
+        if worker.alive:
+            worker.inbox.append(message)
+        return worker.alive
+
+    def hear(self, worker: Worker) -> None:
+        """The router gets the worker's next message."""
+        if worker.outbox:
+            message = worker.outbox.popleft()
+            self.said.append((worker, message))
+            self.run(lambda: self.dispatcher.fleet._on_message(worker.address, message))  # type: ignore[arg-type]
+
+    def greet(self, worker: Worker) -> None:
+        def speak() -> None:
+            self.dispatcher.fleet._on_message(worker.address, worker.hello)
+            self.dispatcher.fleet._on_message(worker.address, worker.beat)
+
+        self.run(speak)
+
+    def pass_time(self, seconds: float) -> None:
+        """What the fleet does at each beat, after the workers' own."""
+        self.now += seconds
+        fleet = self.dispatcher.fleet
+        for worker in self.workers:
+            if worker.awake:
+                worker.num_steps += 1
+                if fleet.registry.needs_hello(worker.address):
+                    self.greet(worker)
+                else:
+                    self.run(lambda worker=worker: fleet._on_message(worker.address, worker.beat))
+
+        def tick() -> None:
+            for lost in fleet.registry.sweep(self.now):
+                fleet._lost(lost.address)
+            for connection in fleet.connections.values():
+                connection.flush_aborts()
+            self.dispatcher.on_tick(self.now)
+
+        self.run(tick)
+
+
+TestDispatcherMachine = DispatcherMachine.TestCase
+TestDispatcherMachine.settings = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=80,
+    stateful_step_count=50,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)

@@ -1,0 +1,227 @@
+"""Workers that come and go while the router serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import Any
+
+import pytest
+
+from diptych.common.messages import AbortRequest, DecodeRequest, PrefillRequest
+from diptych.router.discovery.endpoint import Endpoint
+from diptych.router.dispatch.fleet import MAX_DISCOVERED
+
+
+def listed(*workers: Any, **conditions: bool) -> list[Endpoint]:
+    return [Endpoint(worker.role, worker.address, **conditions) for worker in workers]
+
+
+def is_ready(dispatcher: Any, worker: Any) -> bool:
+    known = dispatcher.fleet.registry.workers.get(worker.address)
+    return known is not None and known.ready
+
+
+async def started(dispatcher: Any, tools: Any, **options: Any) -> asyncio.Task[Any]:
+    """A request that has got its first tokens."""
+    request = tools.request(max_tokens=60, **options)
+    task = asyncio.create_task(tools.collect(dispatcher, request))
+    await tools.until(lambda: dispatcher.load().stages["decode"] == 1)
+    return task
+
+
+async def test_a_worker_that_joins_gets_work(cluster: Any, tools: Any) -> None:
+    dispatcher = await cluster.start(0, 1)
+    (old,) = cluster.decode
+    new = cluster.add("decode")
+    dispatcher.fleet.reconcile(listed(old, new))
+    await tools.until(lambda: is_ready(dispatcher, new))
+    await asyncio.gather(*(tools.collect(dispatcher, tools.request()) for _ in range(4)))
+    assert len(new.of(DecodeRequest)) == len(old.of(DecodeRequest)) == 2
+
+
+async def test_a_worker_that_is_removed_ends_its_streams_and_is_forgotten(cluster: Any, tools: Any) -> None:
+    dispatcher = await cluster.start(0, 1)
+    (leaving,) = cluster.decode
+    leaving.token_s = 0.02
+    request = tools.request(max_tokens=60)
+    task = asyncio.create_task(tools.collect(dispatcher, request))
+    await tools.until(lambda: dispatcher.load().stages["decode"] == 1)
+    staying = cluster.add("decode")
+    dispatcher.fleet.reconcile(listed(staying))
+    await tools.until(lambda: is_ready(dispatcher, staying))
+    await tools.collect(dispatcher, tools.request())
+    assert (len(staying.of(DecodeRequest)), len(leaving.of(DecodeRequest))) == (1, 1)
+    states = {worker.address: worker.state for worker in dispatcher.load().workers}
+    assert states == {leaving.address: "withheld", staying.address: "ready"}
+    assert dispatcher.load().workers[0].reason == "is no longer listed"
+    tokens, last = await task
+    assert tokens == tools.expected(request.prompt_token_ids, 60)
+    assert last.timeline.num_attempts == 1
+    await tools.until(lambda: leaving.address not in dispatcher.fleet.connections)
+    assert [worker.address for worker in dispatcher.load().workers] == [staying.address]
+    assert not leaving.of(AbortRequest)
+
+
+async def test_streams_of_a_removed_worker_move_when_it_dies(cluster: Any, tools: Any) -> None:
+    dispatcher = await cluster.start(0, 2)
+    leaving, staying = cluster.decode
+    leaving.token_s = staying.token_s = 0.02
+    request = tools.request(max_tokens=60)
+    task = asyncio.create_task(tools.collect(dispatcher, request))
+    await tools.until(lambda: dispatcher.load().stages["decode"] == 1)
+    if not leaving.of(DecodeRequest):
+        leaving, staying = staying, leaving
+    dispatcher.fleet.reconcile(listed(staying))
+    leaving.die()
+    leaving.tasks = []
+    tokens, last = await task
+    assert tokens == tools.expected(request.prompt_token_ids, 60)
+    assert last.timeline.num_attempts == 2
+    await tools.until(lambda: leaving.address not in dispatcher.fleet.registry.workers)
+
+
+async def test_a_prefill_worker_stays_connected_until_its_kv_is_handed_over(cluster: Any, tools: Any) -> None:
+    dispatcher = await cluster.start(1, 1)
+    (prefill,), (decode,) = cluster.prefill, cluster.decode
+    prefill.token_s, decode.token_s = 0.3, 0.02
+    request = tools.request(max_tokens=30)
+    task = asyncio.create_task(tools.collect(dispatcher, request))
+    await tools.until(lambda: prefill.of(PrefillRequest))
+    dispatcher.fleet.reconcile(listed(decode))
+    await asyncio.sleep(0.1)
+    assert prefill.address in dispatcher.fleet.connections
+    await tools.until(lambda: prefill.address not in dispatcher.fleet.connections)
+    assert not task.done()  # its part was over before the stream
+    assert dispatcher.ready == (True, "no prefill worker is configured")
+    tokens, _ = await task
+    assert tokens == tools.expected(request.prompt_token_ids, 30)
+
+
+async def test_a_worker_that_comes_back_in_time_is_never_cut(cluster: Any, tools: Any) -> None:
+    dispatcher = await cluster.start(0, 1)
+    (worker,) = cluster.decode
+    worker.token_s = 0.02
+    task = await started(dispatcher, tools)
+    dispatcher.fleet.reconcile([])
+    assert not is_ready(dispatcher, worker)
+    waiting = asyncio.create_task(tools.collect(dispatcher, tools.request()))
+    await tools.until(lambda: dispatcher.load().stages["queue"] == 1)
+    dispatcher.fleet.reconcile(listed(worker))
+    await waiting
+    await task
+    assert dispatcher.load().workers[0].num_cuts == 0
+
+
+@pytest.mark.parametrize("conditions", [{"serving": False}, {"terminating": True}], ids=["unready", "terminating"])
+async def test_a_worker_that_is_not_to_be_used_is_known_and_gets_nothing(
+    cluster: Any, tools: Any, conditions: dict[str, bool]
+) -> None:
+    dispatcher = await cluster.start(0, 2)
+    other, withheld = cluster.decode
+    dispatcher.fleet.reconcile(listed(other) + listed(withheld, **conditions))
+    await asyncio.gather(*(tools.collect(dispatcher, tools.request()) for _ in range(4)))
+    assert not withheld.of(DecodeRequest)
+    assert withheld.address in dispatcher.fleet.connections
+    dispatcher.fleet.reconcile(listed(withheld))
+    await tools.collect(dispatcher, tools.request())
+    assert len(withheld.of(DecodeRequest)) == 1
+
+
+async def test_a_request_waits_for_the_first_worker_there_ever_is(cluster: Any, tools: Any) -> None:
+    dispatcher = await cluster.start(0, 0)
+    assert dispatcher.ready == (False, "no decode worker is configured")
+    request = tools.request()
+    task = asyncio.create_task(tools.collect(dispatcher, request))
+    await tools.until(lambda: dispatcher.demand(0.0, 0.0).held["decode"] == 1)
+    dispatcher.fleet.reconcile(listed(cluster.add("decode"), cluster.add("prefill")))
+    tokens, _ = await task
+    assert tokens == tools.expected(request.prompt_token_ids, 8)
+    assert dispatcher.demand(0.0, 0.0).held == {"decode": 0, "prefill": 0}
+
+
+async def test_an_address_that_changes_its_role_is_a_new_worker(cluster: Any, tools: Any) -> None:
+    dispatcher = await cluster.start(0, 2)
+    stays, changes = cluster.decode
+    changes.role = "prefill"
+    dispatcher.fleet.reconcile(listed(stays, changes))
+    await tools.until(lambda: is_ready(dispatcher, changes))
+    assert dispatcher.fleet.registry.workers[changes.address].role == "prefill"
+
+
+async def test_nothing_is_left_of_workers_that_came_and_went(cluster: Any, tools: Any) -> None:
+    dispatcher = await cluster.start(0, 1)
+    (stays,) = cluster.decode
+    num_tasks = len(asyncio.all_tasks())
+    guests = [cluster.add("decode") for _ in range(3)]
+    own = 2 * len(guests)  # the fakes' own
+    for _ in range(5):
+        dispatcher.fleet.reconcile(listed(stays, *guests))
+        await tools.until(lambda: all(is_ready(dispatcher, guest) for guest in guests))
+        dispatcher.fleet.reconcile(listed(stays))
+    await tools.until(lambda: len(asyncio.all_tasks()) == num_tasks + own)
+    assert list(dispatcher.fleet.connections) == list(dispatcher.fleet.registry.workers) == [stays.address]
+    assert not dispatcher.fleet.failure
+
+
+async def test_discovery_cannot_bring_more_workers_than_the_router_holds(
+    cluster: Any, tools: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diptych.router.dispatch.fleet.MAX_DISCOVERED", 2)
+    assert MAX_DISCOVERED > 100
+    dispatcher = await cluster.start(0, 1)
+    (worker,) = cluster.decode
+    others = [Endpoint("decode", f"tcp://127.0.0.1:{port}") for port in (1, 2, 3)]
+    dispatcher.fleet.reconcile(listed(worker) + others)
+    assert len(dispatcher.fleet.connections) == 2
+    assert "found 4 workers, the first 2 are used" in caplog.text
+
+
+async def test_pools_that_do_not_fit_are_said_once(cluster: Any, tools: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    cluster.add("prefill", fingerprint="new", version="2.0")
+    cluster.add("prefill", fingerprint="old", version="1.0")
+    dispatcher = await cluster.start(0, 1)
+    (decode,) = cluster.decode
+    assert dispatcher.ready[0]
+    await tools.until(lambda: dispatcher.fleet.pairing.impossible)
+    assert len(dispatcher.fleet.pairing.prefill) == 2 and dispatcher.fleet.pairing.decode == (decode.address,)
+    is_ready, note = dispatcher.ready
+    assert is_ready and "no prefill worker can serve a decode worker" in note and "layout new" in note
+    await asyncio.sleep(0.1)
+    assert caplog.text.count("KV cannot pass between") == 1
+    cluster.prefill[0].die()
+    cluster.prefill[0].tasks = []
+    cluster.add("prefill")
+    dispatcher.fleet.reconcile(listed(*cluster.workers[1:]))
+    await tools.until(lambda: len(dispatcher.fleet.pairing.prefill) == 1 and not dispatcher.fleet.pairing.impossible)
+    assert dispatcher.ready == (True, "")
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_discovery_says_each_request_is_answered_once(cluster: Any, tools: Any, seed: int) -> None:
+    """Random sets of listed, withheld and dying workers; in the end everybody is listed."""
+    source = random.Random(seed)
+    dispatcher = await cluster.start(2, 3, max_retries=100, queue_timeout_s=30.0)
+    for worker in cluster.workers:
+        worker.token_s = 0.01
+    requests = [tools.request([source.randrange(1, 500) for _ in range(20)], max_tokens=25) for _ in range(24)]
+    tasks = [asyncio.create_task(tools.collect(dispatcher, request)) for request in requests]
+    for _ in range(25):
+        there = [worker for worker in cluster.workers if source.random() < 0.6]
+        states = [{}, {}, {"serving": False}, {"terminating": True}]
+        dispatcher.fleet.reconcile([one for worker in there for one in listed(worker, **source.choice(states))])
+        if source.random() < 0.2:
+            victim = source.choice(cluster.workers)
+            victim.die()
+            await victim.restart()
+        await asyncio.sleep(0.03)
+    dispatcher.fleet.reconcile(listed(*cluster.workers))
+    answers = await asyncio.gather(*tasks)
+    for request, (tokens, _) in zip(requests, answers, strict=True):
+        assert tokens == tools.expected(request.prompt_token_ids, 25)
+    await tools.until(lambda: all(is_ready(dispatcher, worker) for worker in cluster.workers))
+    booked = [worker.booked for worker in dispatcher.fleet.registry.workers.values()]
+    assert [(load.num_requests, load.num_tokens, load.num_blocks) for load in booked] == [(0, 0, 0)] * 5
+    assert not dispatcher.fleet.failure

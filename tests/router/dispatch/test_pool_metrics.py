@@ -1,0 +1,126 @@
+"""The router's gauges for autoscalers, against workers that follow a script."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from diptych.router.discovery.endpoint import Endpoint
+from diptych.router.discovery.status import DiscoveryStatus
+from diptych.router.pool_metrics import PoolCollector
+from diptych.router.slo import SLOWindow
+
+
+class Scraper:
+    """A router's `/metrics`, as far as it is about the pools."""
+
+    def __init__(self, dispatcher: Any, window: SLOWindow | None = None) -> None:
+        self.registry, self.window = CollectorRegistry(), window or SLOWindow(0.0, 0.0)
+        self.registry.register(PoolCollector(dispatcher, self.window, {"engine": "router"}))
+
+    def __call__(self) -> dict[str, float]:
+        families = text_string_to_metric_families(generate_latest(self.registry).decode())
+        return {
+            " ".join(
+                [sample.name.removeprefix("diptych_"), *(v for k, v in sorted(sample.labels.items()) if k != "engine")]
+            ): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+def listed(*workers: Any) -> list[Endpoint]:
+    return [Endpoint(worker.role, worker.address) for worker in workers]
+
+
+async def test_requests_held_wake_both_pools(cluster: Any, tools: Any) -> None:
+    dispatcher = await cluster.start(1, 1)
+    prefill, decode = cluster.workers
+    prefill.beat["full_tokens_per_s"] = 200.0
+    scrape = Scraper(dispatcher)
+    await tools.until(lambda: dispatcher.fleet.registry.workers[prefill.address].beat.full_tokens_per_s == 200.0)
+    assert scrape()["pool_workers prefill ready"] == 1
+    dispatcher.fleet.reconcile([])
+    await tools.until(lambda: not dispatcher.fleet.connections)
+    tasks = [
+        asyncio.create_task(tools.collect(dispatcher, tools.request(list(range(1, length)))))
+        for length in (401, 201, 3)
+    ]
+    await tools.until(lambda: scrape()["requests_held decode"] == 3)
+    found = scrape()
+    assert found["requests_held prefill"] == 2, "one prompt is below the local threshold"
+    assert found["pool_backlog_seconds prefill"] == 600 / 200.0
+    assert sum(found[f"pool_workers decode {state}"] for state in ("ready", "dead", "unknown")) == 0
+    dispatcher.fleet.reconcile(listed(decode))
+    await tools.until(lambda: scrape()["requests_held decode"] == 0)
+    await asyncio.gather(*tasks)
+    assert scrape()["pool_backlog_seconds prefill"] == 0
+
+
+async def test_a_prefill_pool_at_zero_is_asked_for_by_those_it_would_serve(cluster: Any, tools: Any) -> None:
+    dispatcher = await cluster.start(1, 1)
+    prefill, decode = cluster.workers
+    decode.token_s = 0.02
+    scrape = Scraper(dispatcher)
+    dispatcher.fleet.reconcile(listed(decode))
+    await tools.until(lambda: scrape()["pool_workers prefill ready"] == 0)
+    task = asyncio.create_task(tools.collect(dispatcher, tools.request(max_tokens=30)))
+    await tools.until(lambda: scrape()["requests_held prefill"] == 1)
+    assert scrape()["requests_held decode"] == 0
+    dispatcher.fleet.reconcile(listed(prefill, decode))
+    await tools.until(lambda: scrape()["requests_held prefill"] == 0)
+    await task
+
+
+async def test_a_router_without_a_prefill_pool_asks_for_none(cluster: Any, tools: Any) -> None:
+    dispatcher = await cluster.start(0, 0)
+    scrape = Scraper(dispatcher)
+    task = asyncio.create_task(tools.collect(dispatcher, tools.request()))
+    await tools.until(lambda: scrape()["requests_held decode"] == 1)
+    assert scrape()["requests_held prefill"] == scrape()["pool_backlog_seconds prefill"] == 0
+    dispatcher.fleet.reconcile(listed(cluster.add("decode")))
+    await task
+
+
+async def test_pressure_is_summed_over_decode_workers(cluster: Any, tools: Any) -> None:
+    for owned in (400, 80):
+        cluster.add("decode").beat["num_owned_blocks"] = owned
+    dispatcher = await cluster.start(0, 0)
+    scrape = Scraper(dispatcher, SLOWindow(0.0, 0.1))
+    assert scrape()["pool_pressure decode"] == pytest.approx(0.4 / 0.8 + 0.08 / 0.8)
+    for _ in range(20):
+        scrape.window.gap(0.03, asyncio.get_running_loop().time())
+    assert scrape()["pool_pressure decode"] == pytest.approx(0.5 + 0.3, rel=0.05)
+    assert scrape()["slo_attainment_ratio tpot"] == 1.0
+    assert "slo_attainment_ratio ttft" not in scrape()
+    dispatcher.fleet.reconcile([])
+    await tools.until(lambda: scrape()["pool_pressure decode"] == 0)
+
+
+async def test_version_skew_shows(cluster: Any, tools: Any) -> None:
+    cluster.add("prefill", fingerprint="new")
+    dispatcher = await cluster.start(1, 1)
+    scrape = Scraper(dispatcher)
+    await tools.until(lambda: scrape()["unpaired_workers prefill"] == 1)
+    assert scrape()["unpaired_workers decode"] == 0
+
+
+async def test_what_discovery_sees(cluster: Any, tools: Any) -> None:
+    dispatcher = await cluster.start(0, 1)
+    scrape = Scraper(dispatcher)
+    assert not [name for name in scrape() if name.startswith("discovery")]
+
+    class Source:
+        status = DiscoveryStatus("dns", {"d:1": "decode"}, 0.0)
+
+    Source.status.failed("no such name", 5.0)
+    Source.status.published([Endpoint("decode", "tcp://a:1"), Endpoint("decode", "tcp://b:1", serving=False)])
+    dispatcher.fleet.source = Source()  # type: ignore[assignment]
+    found = scrape()
+    assert (found["discovery_endpoints decode serving"], found["discovery_endpoints decode unready"]) == (1, 1)
+    assert (found["discovery_syncs_total failed"], found["discovery_syncs_total ok"]) == (1, 0)
+    assert found["discovery_last_sync_age_seconds"] > 0

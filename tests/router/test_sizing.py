@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from diptych.router.sizing import Accelerator, Infeasible, Load, Model, Sizing, main, size
+
+LLAMA_8B = Model(parameters=8e9, weight_bytes=2, kv_bytes=128 * 1024)
+# NVIDIA's data sheet of the H200: 989 TFLOP/s dense bf16, 141 GB, 4.8 TB/s.
+H200 = Accelerator(flops=989e12, memory_bytes=141e9, bandwidth=4.8e12, compute_share=0.66, bandwidth_share=0.7)
+LOAD = Load(rate=20, prompt=3000, output=300, cached=0.0, ttft_s=0.5, tpot_s=0.02)
+
+
+def sized(**load: float) -> Sizing:
+    return size(LLAMA_8B, H200, dataclasses.replace(LOAD, **load))
+
+
+def test_the_link_of_a_prefill_worker_is_what_others_have_computed() -> None:
+    """8B on one H200: about 43 Gb/s keep the transfer hidden."""
+    assert sized().link_bits == pytest.approx(43e9, rel=0.02)
+
+
+def test_no_goal_is_missed_with_what_is_recommended_and_one_prefill_worker_less_misses_it() -> None:
+    found = sized()
+    assert found.prompt_s + found.wait_s <= LOAD.ttft_s
+    assert found.step_s <= LOAD.tpot_s
+    assert LOAD.rate * LOAD.output <= found.decode_workers * found.batch / found.step_s
+    used = LOAD.rate * found.prompt_s / (found.prefill_workers - 1)
+    assert used >= 1 or used > 0.9 or used * found.prompt_s / (2 * (1 - used)) > 0.65 * (LOAD.ttft_s - found.prompt_s)
+
+
+def test_each_side_follows_its_own_load() -> None:
+    base, longer_prompts, longer_answers = sized(), sized(prompt=6000), sized(output=1200)
+    assert longer_prompts.prefill_workers > base.prefill_workers
+    assert longer_answers.prefill_workers == base.prefill_workers
+    assert longer_answers.decode_workers > base.decode_workers
+    assert sized(cached=0.5).prefill_workers < base.prefill_workers
+
+
+@pytest.mark.parametrize("load", ({"ttft_s": 0.05}, {"tpot_s": 0.004}, {"prompt": 2e6, "ttft_s": 1e6}))
+def test_goals_that_cannot_be_met_are_refused(load: dict[str, float]) -> None:
+    with pytest.raises(Infeasible):
+        sized(**load)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    device = ["--tflops", "989", "--memory-gb", "141", "--bandwidth-gbs", "4800"]
+    load = ["--rate", "20", "--prompt", "3000", "--output", "300", "--tpot-ms", "20"]
+    line = ["--parameters", "8e9", "--kv-bytes", "131072", *device, *load]
+    assert main([*line, "--ttft-ms", "500"]) == 0
+    assert "prefill workers" in capsys.readouterr().out
+    assert main([*line, "--ttft-ms", "10"]) == 1
+    assert "cannot be met: TTFT of 10 ms" in capsys.readouterr().err

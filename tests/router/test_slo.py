@@ -1,0 +1,97 @@
+"""How goals about time were kept, and who counts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+import pytest
+
+from diptych.common.errors import InvalidRequest, Overloaded, RequestError, Unavailable
+from diptych.common.sampling_params import SamplingParams
+from diptych.router.dispatch.client import GenerationRequest, TokenEvent
+from diptych.router.dispatch.dispatcher import Dispatcher
+from diptych.router.measured_client import MeasuredClient
+from diptych.router.slo import RecentShare, SLOWindow
+
+REQUEST = GenerationRequest("r", [1], SamplingParams(max_tokens=4))
+
+
+def test_a_share_of_nothing_is_whole_and_old_promises_are_forgotten() -> None:
+    share = RecentShare(60.0)
+    assert share.value(0.0) == 1.0
+    for now, kept in ((1.0, False), (2.0, True), (40.0, True), (41.0, True)):
+        share.add(kept, now)
+    assert share.value(45.0) == 0.75
+    assert share.value(70.0) == 1.0
+    share.add(False, 70.0)
+    assert share.value(70.0) == pytest.approx(2 / 3)
+
+
+def test_only_goals_that_exist_are_told() -> None:
+    assert SLOWindow(0.0, 0.0).attainment(1.0) == {} and not SLOWindow(0.0, 0.0).has_goals
+    assert SLOWindow(0.5, 0.0).attainment(1.0) == {"ttft": 1.0}
+
+
+class Script:
+    """A client that gives tokens at scripted times, and then perhaps an error."""
+
+    def __init__(self, *steps: tuple[float, int] | RequestError) -> None:
+        self.steps, self.now, self.closed = steps, 100.0, False
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        try:
+            for step in self.steps:
+                if isinstance(step, RequestError):
+                    raise step
+                self.now += step[0]
+                yield TokenEvent(tuple(range(step[1])))
+        finally:
+            self.closed = True
+
+
+async def attained(script: Script, *, take: int = 100) -> tuple[dict[str, float], SLOWindow]:
+    window = SLOWindow(0.5, 0.1)
+    client = MeasuredClient(cast(Dispatcher, script), window, lambda: script.now)
+    stream: Any = client.generate(REQUEST)
+    try:
+        async for _ in stream:
+            take -= 1
+            if not take:
+                break
+    except RequestError:
+        pass
+    await stream.aclose()
+    assert script.closed
+    return window.attainment(script.now), window
+
+
+async def test_a_stream_within_its_goals() -> None:
+    shares, window = await attained(Script((0.4, 1), (0.08, 1), (0.09, 1), (0.0, 0)))
+    assert shares == {"ttft": 1.0, "tpot": 1.0}
+    assert window.p95_token_s(100.6) == pytest.approx(0.09, rel=0.05)
+
+
+async def test_a_stream_that_misses_both() -> None:
+    shares, _ = await attained(Script((0.6, 1), (0.5, 2), (0.1, 1)))
+    assert shares == {"ttft": 0.0, "tpot": 0.0}
+
+
+async def test_one_token_promises_nothing_of_the_next() -> None:
+    assert (await attained(Script((0.1, 1))))[0] == {"ttft": 1.0, "tpot": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("error", "ttft"), [(Unavailable("none"), 0.0), (Overloaded("full"), 0.0), (InvalidRequest("bad"), 1.0)]
+)
+async def test_who_is_refused_for_want_of_capacity_was_not_served(error: RequestError, ttft: float) -> None:
+    assert (await attained(Script(error)))[0] == {"ttft": ttft, "tpot": 1.0}
+
+
+async def test_a_stream_that_breaks_off_kept_its_first_promise() -> None:
+    assert (await attained(Script((0.1, 1), Unavailable("gone"))))[0] == {"ttft": 1.0, "tpot": 0.0}
+
+
+async def test_a_client_that_stops_early_has_had_what_it_wanted() -> None:
+    shares, _ = await attained(Script((0.1, 1), (0.05, 1), (9.0, 1)), take=2)
+    assert shares == {"ttft": 1.0, "tpot": 1.0}

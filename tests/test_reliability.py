@@ -1,0 +1,53 @@
+"""The reliability page answers every known way to fail with a test that exists, or says why it cannot happen."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+TEST = re.compile(r"\b(tests/[\w/]+\.py)(?:::(\w+))?")
+ITEM = re.compile(r"^(\d+)\. \*", re.MULTILINE)
+FLAG = re.compile(r"`--([a-z][a-z0-9-]+)`")
+
+
+@pytest.fixture
+def page(repository: Path) -> str:
+    return (repository / "docs" / "reliability.md").read_text(encoding="utf-8")
+
+
+def names_in(file: Path) -> set[str]:
+    """Functions and classes of a module, and what it assigns."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def test_every_test_that_the_page_names_exists(repository: Path, page: str) -> None:
+    missing = []
+    for path, name in TEST.findall(page):
+        file = repository / path
+        if not file.is_file() or (name and name not in names_in(file)):
+            missing.append(f"{path}::{name}")
+    assert not missing
+
+
+def test_every_way_to_fail_is_answered_by_a_test(page: str) -> None:
+    known = page.partition("## Known ways to fail")[2]
+    numbers = [int(number) for number in ITEM.findall(known)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(numbers) >= 30
+    answers = ITEM.split(known)[2::2]
+    assert [number for number, answer in zip(numbers, answers, strict=True) if not TEST.search(answer)] == []
+
+
+def test_every_setting_that_the_page_names_exists(repository: Path, page: str) -> None:
+    documented = (repository / "docs" / "configuration.md").read_text(encoding="utf-8")
+    known = set(FLAG.findall(documented))
+    assert sorted(set(FLAG.findall(page)) - known) == []
