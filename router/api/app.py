@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 
 from diptych.common import __version__
 from diptych.common.errors import RequestError
 from diptych.common.model.files import ModelFiles
 from diptych.common.settings import RouterConfig
+from diptych.router.access.gate import Gate
 from diptych.router.api.errors import CLIENT_CLOSED, MethodNotAllowed, UnknownPath, error_response
 from diptych.router.api.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from diptych.router.api.front import Front
@@ -36,16 +38,20 @@ def build_app(
 ) -> FastAPI:
     """The application over a client of the pools. `app.state.service` is its `Service`, for whoever drains it.
 
-    `failure` says why `/health` must not be 200; "" while all is well.
+    `failure` says why `/health` must not be 200; "" while all is well. Raises ConfigError when a file that the
+    configuration names cannot be used.
     """
-    service = Service(client, text, files, config, metrics, failure)
+    gate = Gate(config, metrics)
+    service = Service(client, text, files, config, metrics, gate, failure)
     app = FastAPI(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    for routes in (generate_routes, model_routes, token_routes, probe_routes):
-        app.include_router(routes(service))
-    app.add_exception_handler(RequestError, _Refusals(service).of_ours)
-    app.add_exception_handler(HTTPException, _Refusals(service).of_framework)
-    app.add_exception_handler(ClientDisconnect, _Refusals(service).of_leaving)
+    routers = [routes(service) for routes in (generate_routes, model_routes, token_routes, probe_routes)]
+    for router in routers:
+        app.include_router(router)
+    refusals = _Refusals(service, [route for router in routers for route in router.routes])
+    app.add_exception_handler(RequestError, refusals.of_ours)
+    app.add_exception_handler(HTTPException, refusals.of_framework)
+    app.add_exception_handler(ClientDisconnect, refusals.of_leaving)
     app.add_middleware(Front, service=service)
     install_openapi(app, (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest))
     return app
@@ -54,8 +60,8 @@ def build_app(
 class _Refusals:
     """Exceptions made into answers, and counted."""
 
-    def __init__(self, service: Service) -> None:
-        self._metrics = service.metrics
+    def __init__(self, service: Service, routes: Sequence[BaseRoute]) -> None:
+        self._metrics, self._routes = service.metrics, routes
 
     async def of_ours(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -68,13 +74,20 @@ class _Refusals:
         path = request.url.path[:MAX_SHOWN_PATH]
         ours: RequestError = UnknownPath(f"there is no {path} here")
         if error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "")
+            allowed = self._methods(request) or (error.headers or {}).get("Allow", "")
             ours = MethodNotAllowed(f"{path} takes {allowed}, not {request.method[:20]}")
+            self._metrics.count_error(ours.status, ours.type)
+            return error_response(ours, {"Allow": allowed})
         elif error.status_code != 404:
             ours = RequestError(str(error.detail))
             ours.status = error.status_code
         self._metrics.count_error(ours.status, ours.type)
         return error_response(ours, error.headers)
+
+    def _methods(self, request: Request) -> str:
+        """Those that any route of the path takes; the framework names those of one route."""
+        routes = [route for route in self._routes if route.matches(request.scope)[0] is not Match.NONE]
+        return ", ".join(sorted({method for route in routes for method in getattr(route, "methods", ())}))
 
     async def of_leaving(self, request: Request, error: Exception) -> Response:
         self._metrics.count_error(CLIENT_CLOSED, "client_closed")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from diptych.common.errors import InvalidRequest
+from diptych.common.errors import InvalidRequest, Unavailable
 from diptych.router.api.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType, invalid_field
 
 M = TypeVar("M", bound=BaseModel)
@@ -18,11 +19,53 @@ BODY_TIMEOUT_S = 60.0
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 """How much of a refused body is still taken off the wire, so that its sender gets to read the answer."""
 DISCARD_TIMEOUT_S = 2.0
+SMALL_BYTES = 64 * 1024
+MAX_BODIES = 32
+"""How many bodies of the largest size may be held at once."""
+BUSY_RETRY_S = 2.0
 
 
-async def read_model(request: Request, model: type[M], max_bytes: int) -> M:
+class BodyBudget:
+    """Bytes of all bodies that are being read or made into prompts. Small ones always find room."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self.max_bytes = MAX_BODIES * max_body_bytes
+        self.num_bytes = 0
+
+    def lease(self) -> BodyLease:
+        """Room for one body, given back at the end of its `with` block."""
+        return BodyLease(self)
+
+
+class BodyLease:
+    """What one body has of the budget."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self.budget = budget
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises Unavailable when other bodies have taken the room."""
+        self._num_bytes += num_bytes
+        self.budget.num_bytes += num_bytes
+        if self._num_bytes > SMALL_BYTES and self.budget.num_bytes > self.budget.max_bytes:
+            held = f"{self.budget.num_bytes:,} bytes of request bodies are held, the bound is {self.budget.max_bytes:,}"
+            raise Unavailable(held, retry_after_s=BUSY_RETRY_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.budget.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
+async def read_model(request: Request, model: type[M], lease: BodyLease) -> M:
     """The body as a checked `model`. Raises RequestError, or ClientDisconnect when the client leaves meanwhile."""
-    data = await read_body(request, max_bytes)
+    data = await read_body(request, lease)
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -35,8 +78,9 @@ async def read_model(request: Request, model: type[M], max_bytes: int) -> M:
         raise invalid_field(error, body) from error
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """At most `max_bytes`. Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout."""
+async def read_body(request: Request, lease: BodyLease) -> bytes:
+    """At most `max_body_bytes`. Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout, Unavailable."""
+    max_bytes = lease.budget.max_body_bytes
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise UnsupportedMediaType(f"the body must be application/json, not {kind[:100]!r}")
@@ -52,6 +96,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                 size += len(part)
                 if size > max_bytes:
                     break
+                lease.take(len(part))
                 parts.append(part)
     except TimeoutError as error:
         raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diptych.common.errors import InvalidRequest
+from diptych.router.access.keys import ApiKey
 from diptych.router.api.choice import Choice, Piece
 from diptych.router.api.fields import ChatRequest, TokenizeRequest
 from diptych.router.api.logprobs import LogprobShapes
@@ -13,7 +14,7 @@ from diptych.router.api.service import Service
 from diptych.router.api.shape import Object
 
 
-async def plan_chat(service: Service, fields: ChatRequest, traceparent: str) -> Plan:
+async def plan_chat(service: Service, fields: ChatRequest, key: ApiKey, traceparent: str) -> Plan:
     """Renders and tokenises the conversation. Raises RequestError."""
     service.check_model(fields.model)
     fields.refuse_unsupported()
@@ -29,6 +30,7 @@ async def plan_chat(service: Service, fields: ChatRequest, traceparent: str) -> 
     return make_plan(
         service,
         fields,
+        key,
         [prompt],
         prefix="chatcmpl",
         num_logprobs=(fields.top_logprobs or 0) if fields.logprobs else -1,

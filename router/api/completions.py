@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diptych.common.errors import InvalidRequest
+from diptych.router.access.keys import ApiKey
 from diptych.router.api.choice import Choice, Piece
 from diptych.router.api.fields import CompletionRequest
 from diptych.router.api.logprobs import LogprobShapes
@@ -15,7 +16,7 @@ from diptych.router.api.shape import Object
 DEFAULT_MAX_TOKENS = 16
 
 
-async def plan_completion(service: Service, fields: CompletionRequest, traceparent: str) -> Plan:
+async def plan_completion(service: Service, fields: CompletionRequest, key: ApiKey, traceparent: str) -> Plan:
     """Tokenises the prompts. Raises RequestError."""
     service.check_model(fields.model)
     fields.refuse_unsupported()
@@ -25,6 +26,7 @@ async def plan_completion(service: Service, fields: CompletionRequest, tracepare
     return make_plan(
         service,
         fields,
+        key,
         prompts,
         prefix="cmpl",
         num_logprobs=-1 if fields.logprobs is None else fields.logprobs,

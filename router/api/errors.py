@@ -15,18 +15,12 @@ import orjson
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from diptych.common.errors import InternalError, InvalidRequest, RequestError
+from diptych.common.errors import InternalError, InvalidRequest, ModelNotFound, RequestError
 
 MAX_SHOWN_CHARS = 80
 DEFAULT_RETRY_AFTER_S = 1.0
 CLIENT_CLOSED = 499
 """nginx's status for a client that went away: in logs and metrics only."""
-
-
-class Unauthorized(RequestError):
-    status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
 
 
 class UnknownPath(RequestError):
@@ -59,6 +53,26 @@ class UnsupportedMediaType(RequestError):
     code = "unsupported_media_type"
 
 
+class HeadTimeout(RequestError):
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
+class HeadTooLarge(RequestError):
+    status = 431
+    type = "invalid_request_error"
+    code = "request_header_fields_too_large"
+
+
+class InvalidField(InvalidRequest):
+    """A field holds what it may not. `problem` says so without showing the value, which may be part of a prompt."""
+
+    def __init__(self, problem: str, shown: str, *, param: str | None) -> None:
+        super().__init__(problem + shown, param=param)
+        self.problem = problem
+
+
 class Unsupported(InvalidRequest):
     """A field that OpenAI or vLLM know and this server does not: never ignored, because the answer would differ."""
 
@@ -87,6 +101,18 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
     return Response(orjson.dumps(error_object(error)), error.status, headers=all_headers, media_type="application/json")
 
 
+def loggable(error: RequestError) -> str:
+    """What a log may say of an error: nothing that a client wrote into a field."""
+    match error:
+        case InvalidField():
+            return error.problem
+        case ModelNotFound():
+            return "there is no such model here"
+        case Unsupported():
+            return f"{error.param}: not supported by this server"
+    return error.message
+
+
 def as_request_error(error: Exception) -> RequestError:
     """What a client may know of an unexpected error: nothing but that it is ours."""
     return error if isinstance(error, RequestError) else InternalError("the server failed to handle this request")
@@ -105,7 +131,7 @@ def invalid_field(error: ValidationError, body: object) -> InvalidRequest:
     param = param_of(path)
     if not path:
         return InvalidRequest(f"the body: {what}")
-    return InvalidRequest(f"{param}: {what}{_got(values[path], what)}", param=param)
+    return InvalidField(f"{param}: {what}", _got(values[path], what), param=param)
 
 
 def param_of(path: Sequence[str | int]) -> str | None:

@@ -9,6 +9,7 @@ The status is held back until something has arrived, so that a full or empty ser
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import orjson
@@ -17,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from diptych.common.errors import DeadlineExceeded, RequestError
 from diptych.router.api.choice import Choice, Piece
-from diptych.router.api.errors import error_object, error_response
+from diptych.router.api.errors import CLIENT_CLOSED, error_object, error_response
 from diptych.router.api.generations import Arrival, ClientGone, Generations
 from diptych.router.api.plan import Plan
 from diptych.router.api.service import Service
@@ -56,7 +57,7 @@ class Exchange(Response):
             "model": plan.model,
             "system_fingerprint": service.fingerprint,
         }
-        log.id, log.stream, log.choices = plan.id, self._stream, plan.choices
+        log.id, log.model, log.stream, log.choices = plan.id, plan.model, self._stream, plan.choices
         log.num_prompt_tokens = plan.num_prompt_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,6 +79,7 @@ class Exchange(Response):
         finally:
             watcher.cancel()
             await generations.close()
+            self._settle()
             self._log.end()
 
     # ------------------------------------------------------------ whole
@@ -90,6 +92,7 @@ class Exchange(Response):
                 for choice, piece in self._take(generations, await generations.next(keepalive_s)):
                     pieces[choice.index].append(piece)
         except RequestError as error:
+            self._service.hint(error)
             self._log.fail(error)
             await error_response(error)(scope, receive, send)
             return
@@ -108,6 +111,7 @@ class Exchange(Response):
         arrivals = await generations.next(keepalive_s)
         refused = next((arrival.error for arrival in arrivals if arrival.error is not None), None)
         if refused is not None:
+            self._service.hint(refused)
             self._log.fail(refused)
             await error_response(refused)(scope, receive, send)
             return
@@ -180,12 +184,21 @@ class Exchange(Response):
         if not num_tokens:
             return
         metrics = self._service.metrics
+        self._service.gate.spend(self._log.visit, num_tokens)
         if not choice.first_at:
             choice.first_at = at
             metrics.ttft.observe(at - self._log.began)
         else:
             metrics.observe_gap(at - choice.last_at, num_tokens)
         choice.last_at = at
+
+    def _settle(self) -> None:
+        """What the end means to others: room for the next one, and tokens given back for a prompt never computed."""
+        log = self._log
+        if log.status == 200:
+            self._service.pace.ended(time.monotonic())
+        elif log.status >= 429 and log.status != CLIENT_CLOSED and not log.num_output_tokens:
+            self._service.gate.spend(log.visit, -log.num_prompt_tokens)
 
     @property
     def _finished(self) -> bool:

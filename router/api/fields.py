@@ -18,6 +18,11 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 128
 MAX_SALT_CHARS = 256
+MIN_REPETITION_PENALTY = 0.01
+"""Logits are divided by it: by less, they are no finite numbers any more."""
+MAX_MESSAGES = 10_000
+MAX_PROMPTS = 1024
+MAX_TOOLS = 1024
 INT64 = 2**63
 
 Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
@@ -64,7 +69,7 @@ class SamplingFields(Fields):
     include_stop_str_in_output: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=10)] | None = None
     logit_bias: LogitBias | None = Field(None, description="token id (as text) -> bias")
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
@@ -142,9 +147,9 @@ class ToolCall(Fields):
 
 class Message(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -161,7 +166,7 @@ class Message(Fields):
 class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         None, description="default: as many as fit"
     )
@@ -171,14 +176,14 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None, description='only with tool_choice "none"'
     )
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
-    modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
+    modalities: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     audio: Any = None
     web_search_options: Any = None
     chat_template: Any = None
@@ -215,8 +220,8 @@ Ids = Annotated[list[TokenId], Field(fail_fast=True)]
 Prompt = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[Ids, Tag("ids")]
-    | Annotated[list[str], Field(fail_fast=True), Tag("texts")]
-    | Annotated[list[Ids], Field(fail_fast=True), Tag("lists of ids")],
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
+    | Annotated[list[Ids], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("lists of ids")],
     Discriminator(_kind_of_prompt),
 ]
 
@@ -243,7 +248,7 @@ class TokenizeRequest(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -10,6 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from diptych.common.errors import RequestError
+from diptych.router.access.keys import ApiKey
+from diptych.router.access.visit import Visit
 from diptych.router.api import responses
 from diptych.router.api.body import read_model
 from diptych.router.api.chat import ChatShape, plan_chat
@@ -47,16 +49,21 @@ async def _serve(
     service: Service,
     request: Request,
     model: type[F],
-    plan: Callable[[Service, F, str], Awaitable[Plan]],
+    plan: Callable[[Service, F, ApiKey, str], Awaitable[Plan]],
     shape: Callable[[Service, F], Shape],
 ) -> Response:
-    log = RequestLog(service.metrics, request.url.path, request.state.request_id)
+    visit: Visit = request.state.visit
+    log = RequestLog(service.metrics, request.url.path, visit)
     try:
         service.check_open()
-        fields = await read_model(request, model, service.config.max_body_bytes)
-        planned = await plan(service, fields, request.headers.get("traceparent", ""))
+        service.gate.check_tokens(visit)
+        with service.bodies.lease() as lease:
+            fields = await read_model(request, model, lease)
+            planned = await plan(service, fields, visit.key, request.headers.get("traceparent", ""))
+        service.gate.take_prompt(visit, planned.num_prompt_tokens)
         return Exchange(service, planned, shape(service, fields), log)
     except RequestError as error:
+        service.hint(error)
         log.fail(error)
         log.end()
         return error_response(error)

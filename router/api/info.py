@@ -47,16 +47,16 @@ def probe_routes(service: Service) -> APIRouter:
             return error_response(Unavailable(failure))
         return _json({"status": "ok"})
 
-    @router.get("/ready", **documented(None, responses.Status))
+    @router.get("/ready", **documented(None, responses.Readiness))
     async def ready() -> Response:
         """200 when requests would be served."""
-        is_ready, reason = service.ready
+        is_ready, detail = service.ready
         if not is_ready:
-            return error_response(Unavailable(reason, retry_after_s=NOT_READY_RETRY_S))
-        return _json({"status": "ready"})
+            return error_response(Unavailable(detail, retry_after_s=NOT_READY_RETRY_S))
+        return _json({"status": "ready", "detail": detail})
 
     @router.get("/ping", **documented(None, responses.Status))
-    @router.post("/ping", include_in_schema=False)
+    @router.post("/ping", operation_id="ping_by_post", **documented(None, responses.Status))
     async def ping() -> Response:
         """Like `/health`, under SageMaker's name."""
         return await health()
@@ -123,9 +123,10 @@ def token_routes(service: Service) -> APIRouter:
     @router.post("/tokenize", **documented(TokenizeRequest, responses.Tokens))
     async def tokenize(request: Request) -> Response:
         """The tokens of a text or of a rendered conversation."""
-        fields = await read_model(request, TokenizeRequest, service.config.max_body_bytes)
-        service.check_model(fields.model)
-        token_ids = await _tokens(service, fields)
+        with service.bodies.lease() as lease:
+            fields = await read_model(request, TokenizeRequest, lease)
+            service.check_model(fields.model)
+            token_ids = await _tokens(service, fields)
         names = [text.tokenizer.id_to_token(token_id) for token_id in token_ids] if fields.return_token_strs else None
         body = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
         return _json(body | {"token_strs": names})
@@ -133,9 +134,10 @@ def token_routes(service: Service) -> APIRouter:
     @router.post("/detokenize", **documented(DetokenizeRequest, responses.Text))
     async def detokenize(request: Request) -> Response:
         """The text of tokens."""
-        fields = await read_model(request, DetokenizeRequest, service.config.max_body_bytes)
-        service.check_model(fields.model)
-        shown = await text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
+        with service.bodies.lease() as lease:
+            fields = await read_model(request, DetokenizeRequest, lease)
+            service.check_model(fields.model)
+            shown = await text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
         return _json({"prompt": shown})
 
     @router.get("/tokenizer_info", **documented(None, responses.TokenizerInfo))

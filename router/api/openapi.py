@@ -16,10 +16,14 @@ REF = "#/components/schemas/{model}"
 STATUSES = {
     400: "the request is wrong",
     401: "missing or wrong key",
+    403: "only for keys with admin = true",
     404: "no such model or path",
+    405: "not this method; see Allow",
+    408: "the request did not arrive in time",
     413: "the body is too large",
     415: "the body is not JSON",
-    429: "more than this service takes; see Retry-After",
+    429: "more than this service or this key takes; see Retry-After",
+    431: "the request's head is too large",
     500: "the server failed",
     503: "no worker, draining or full; see Retry-After",
     504: "a deadline passed",
@@ -32,7 +36,8 @@ def documented(request: type[BaseModel] | None, response: type[BaseModel], *, st
         status: {"model": ErrorBody, "description": text} for status, text in STATUSES.items()
     }
     if streams:
-        events = {"text/event-stream": {"schema": {"type": "string", "description": "chunks, then data: [DONE]"}}}
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        events = {"text/event-stream": {"schema": {**event, "description": "one event: a chunk, in the end [DONE]"}}}
         answers[200] = {"content": events, "description": "the answer; with stream: true as server-sent events"}
     extra: dict[str, Any] = {}
     if request is not None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from diptych.common.errors import ContextLengthExceeded, InvalidRequest
 from diptych.common.sampling_params import SamplingParams
+from diptych.router.access.keys import ApiKey
 from diptych.router.api.choice import Choice
+from diptych.router.api.errors import InvalidField
 from diptych.router.api.fields import SamplingFields
 from diptych.router.api.service import Service
 from diptych.router.dispatch.client import GenerationRequest
@@ -95,6 +97,7 @@ def fit(
 def make_plan(
     service: Service,
     fields: SamplingFields,
+    key: ApiKey,
     prompts: Sequence[Prompt],
     *,
     prefix: str,
@@ -102,9 +105,13 @@ def make_plan(
     traceparent: str = "",
     echo: bool = False,
 ) -> Plan:
-    """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest."""
+    """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest.
+
+    What `key` computed is found again in the prefix caches by the same key, or group of keys, only.
+    """
     answer_id = f"{prefix}-{uuid.uuid4().hex}"
     choices: list[Choice] = []
+    salt = key.salt(fields.cache_salt or "")
     for number, prompt in enumerate(prompts):
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
         for k in range(fields.n or 1):
@@ -114,7 +121,7 @@ def make_plan(
                 request_id=f"{answer_id}-{index}",
                 prompt_token_ids=prompt.token_ids,
                 params=params,
-                cache_salt=fields.cache_salt or "",
+                cache_salt=salt,
                 deadline_s=service.config.request_timeout_s,
                 traceparent=traceparent if TRACEPARENT.fullmatch(traceparent) else "",
             )
@@ -171,7 +178,7 @@ def _logit_bias(service: Service, bias: dict[str, float]) -> tuple[tuple[int, fl
     pairs: dict[int, float] = {}
     for name, value in bias.items():
         if not (name.isascii() and name.isdigit() and len(name) < 12):
-            raise InvalidRequest(f"logit_bias: keys are token ids, not {name[:80]!r}", param="logit_bias")
+            raise InvalidField("logit_bias: keys are token ids", f", not {name[:80]!r}", param="logit_bias")
         pairs[int(name)] = float(value)
     service.text.check_ids(tuple(pairs), param="logit_bias")
     return tuple(pairs.items())

@@ -113,6 +113,12 @@ class Status(BaseModel):
     status: str
 
 
+class Readiness(Status):
+    """`detail`: what does not keep requests from being served, and should not be so."""
+
+    detail: str = ""
+
+
 class Version(BaseModel):
     version: str
 
@@ -127,6 +133,7 @@ class WorkerStatus(BaseModel):
     num_queued_tokens: int
     num_available_blocks: int
     num_blocks: int
+    reason: str
 
 
 class Load(BaseModel):

@@ -1,6 +1,7 @@
 """Runs the application until a signal, and ends it without cutting answers that are nearly done.
 
 SIGTERM ─> /ready 503, new requests 503 ─> running answers get drain_timeout_s ─> what is left ends with an error event
+SIGHUP ──> keys, certificate and audit log are opened anew
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
 
+from diptych.router.api.connection import Bounds, Connection
 from diptych.router.api.service import Service
 
 log = logging.getLogger(__name__)
@@ -25,6 +29,10 @@ CLOSE_S = 1
 KEEP_ALIVE_S = 75
 """Longer than clients and balancers keep idle connections, so that it is they who close them, never under a request."""
 POLL_S = 0.02
+TICKS_A_CHECK = 10
+"""uvicorn ticks ten times a second; connections are looked at once."""
+OTHER_FILES = 256
+"""Descriptors that a router needs beside those of its clients: workers, files, libraries."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -42,8 +50,47 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own."""
+class Server(uvicorn.Server):
+    """uvicorn with bounded connections, and without signal handlers of its own."""
+
+    def __init__(self, service: Service, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        settings, self._metrics = service.config, service.metrics
+        self._bounds = Bounds(settings.max_connections, settings.header_timeout_s, service.metrics.count_rejected)
+        certificate = service.gate.certificate
+        self._tls: ssl.SSLContext | None = None if certificate is None else certificate.context
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens on `sockets`."""
+        handshake_s = None if self._tls is None else self._bounds.header_timeout_s
+        loop = asyncio.get_running_loop()
+        await self.lifespan.startup()
+        self.servers = [
+            await loop.create_server(
+                self._connection, sock=each, ssl=self._tls, ssl_handshake_timeout=handshake_s, backlog=BACKLOG
+            )
+            for each in sockets or ()
+        ]
+        self.started = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_A_CHECK == 0:
+            self.check_connections()
+        return await super().on_tick(counter)
+
+    def check_connections(self) -> None:
+        """Ends those that took too long."""
+        now = asyncio.get_running_loop().time()
+        connections = list(self.server_state.connections)
+        self._metrics.connections.set(len(connections))
+        for connection in connections:
+            assert isinstance(connection, Connection)
+            connection.check(now)
+
+    def _connection(self) -> Connection:
+        return Connection(
+            self._bounds, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -64,6 +111,30 @@ async def serve(
 ) -> None:
     """Serve on `listener` until `stop` is set. `close` ends the app's client once the time to drain is over."""
     service: Service = app.state.service
+    allow_connections(service.config.max_connections)
+    if service.gate.reloads:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
+    server = server_of(app)
+    running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    watching = asyncio.create_task(service.gate.watch(), name="watch")
+    await asyncio.wait((running, stopping, watching), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    try:
+        await _drain(service)
+        await close()
+        server.should_exit = True
+        await running
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await asyncio.to_thread(service.gate.close)
+    if watching.done() and not watching.cancelled():
+        watching.result()  # it ends only by a bug, which must not pass in silence
+
+
+def server_of(app: FastAPI) -> Server:
+    """The server of an application that `build_app` made."""
     config = uvicorn.Config(
         app,
         loop="none",  # it runs already
@@ -78,15 +149,22 @@ async def serve(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )
-    server = _Server(config)
-    running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    stopping = asyncio.create_task(stop.wait(), name="stop")
-    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    await _drain(service)
-    await close()
-    server.should_exit = True
-    await running
+    config.load()
+    server = Server(app.state.service, config)
+    server.lifespan = config.lifespan_class(config)
+    return server
+
+
+def allow_connections(max_connections: int) -> None:
+    """Raises the soft limit of open files towards what `max_connections` need; a lower hard limit is logged."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = max_connections + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    possible = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
+    if possible < needed:
+        log.warning("fewer open files than connections allowed", extra={"files": possible, "wanted": needed})
 
 
 async def _drain(service: Service) -> None:

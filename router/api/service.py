@@ -7,15 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from diptych.common.errors import ModelNotFound, Unavailable
+from diptych.common.errors import ModelNotFound, RequestError, Unavailable
 from diptych.common.model.files import ModelFiles
 from diptych.common.settings import RouterConfig
+from diptych.router.access.gate import Gate
+from diptych.router.access.pace import Pace
+from diptych.router.api.body import BodyBudget
 from diptych.router.dispatch.client import GenerationClient
 from diptych.router.dispatch.load import DispatchLoad
 from diptych.router.metrics import RouterMetrics
 from diptych.router.text.pipeline import TextPipeline
 
 DRAIN_RETRY_AFTER_S = 1.0
+UNKNOWN_RETRY_AFTER_S = 1.0
+"""What a refusal says that knows of no better time."""
 MAX_SHOWN_NAME = 100
 
 
@@ -43,10 +48,16 @@ class Service:
     files: ModelFiles
     config: RouterConfig
     metrics: RouterMetrics
+    gate: Gate
     failure: Callable[[], str] = str
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_active: int = 0
+    pace: Pace = field(default_factory=Pace)
+    bodies: BodyBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyBudget(self.config.max_body_bytes)
 
     @property
     def model_name(self) -> str:
@@ -76,6 +87,13 @@ class Service:
         """Raises Unavailable while the process is about to end."""
         if self.draining:
             raise Unavailable("this router is shutting down", retry_after_s=DRAIN_RETRY_AFTER_S)
+
+    def hint(self, error: RequestError) -> None:
+        """Has a refusal for lack of room say when there will be some, where whoever refused did not know."""
+        unknown = error.retry_after_s is None or error.retry_after_s <= UNKNOWN_RETRY_AFTER_S
+        if error.status in (429, 503) and unknown and not self.draining:
+            seconds = self.pace.drain_s(self.num_active, time.monotonic())
+            error.retry_after_s = error.retry_after_s if seconds is None else max(UNKNOWN_RETRY_AFTER_S, seconds)
 
     @property
     def ready(self) -> tuple[bool, str]:

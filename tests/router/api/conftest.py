@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from diptych.common.errors import RequestError
@@ -21,7 +20,7 @@ from diptych.common.sampling_params import TokenLogprobs
 from diptych.common.settings import RouterConfig
 from diptych.common.stop import finish_reason
 from diptych.router.api.app import build_app
-from diptych.router.api.server import listen
+from diptych.router.api.server import Server, listen, server_of
 from diptych.router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
 from diptych.router.dispatch.load import DispatchLoad, WorkerLoad
 from diptych.router.metrics import RouterMetrics
@@ -111,6 +110,7 @@ class Running:
     engine: Engine
     url: str
     http: httpx.AsyncClient
+    server: Server
 
     async def completion(self, **fields: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"} | fields)
@@ -154,7 +154,7 @@ Start = Callable[..., Awaitable[Running]]
 @pytest.fixture
 async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
     """Starts the application with settings of a test's own."""
-    started: list[tuple[uvicorn.Server, httpx.AsyncClient]] = []
+    started: list[tuple[Server, httpx.AsyncClient]] = []
 
     async def run(engine: Engine | None = None, headers: dict[str, str] | None = None, **settings: Any) -> Running:
         engine = engine or Engine()
@@ -166,7 +166,7 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         client = httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, verify=False, timeout=20)
         started.append((server, client))
-        return Running(app, engine, url, client)
+        return Running(app, engine, url, client, server)
 
     yield run
     for server, client in started:
@@ -174,14 +174,12 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
         for sockets in server.servers:
             sockets.close()
         await until(lambda server=server: not server.server_state.connections and not server.server_state.tasks)
+        server.config.app.state.service.gate.close()
 
 
-async def listening(app: FastAPI, listener: socket.socket) -> uvicorn.Server:
-    """uvicorn without its main loop, whose ticks of 0.1 s would make up most of a test."""
-    config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False)
-    config.load()
-    server = uvicorn.Server(config)
-    server.lifespan = config.lifespan_class(config)
+async def listening(app: FastAPI, listener: socket.socket) -> Server:
+    """The server without its main loop, whose ticks of 0.1 s would make up most of a test."""
+    server = server_of(app)
     await server.startup(sockets=[listener])
     return server
 

@@ -195,6 +195,11 @@ async def test_a_wrong_method(running: Any, method: str, path: str) -> None:
     assert reply.headers["allow"]
 
 
+async def test_every_method_of_a_path_is_named(running: Any) -> None:
+    reply = await running.http.put("/ping")
+    assert (reply.status_code, reply.headers["allow"]) == (405, "GET, POST")
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
 async def test_a_wrong_content_type(running: Any, kind: str) -> None:
     reply = await running.http.post("/v1/completions", content=b'{"prompt":"a"}', headers={"content-type": kind})

@@ -34,7 +34,7 @@ async def test_the_life_of_an_answer(running: Any, tools: Any, caplog: Any, stre
 async def test_a_refusal(running: Any, caplog: Any) -> None:
     reply = await running.completion(n=0)
     line = line_of(caplog)
-    assert (line["status"], line["error"]) == (400, "InvalidRequest")
+    assert (line["status"], line["error"]) == (400, "InvalidField")
     assert line["request_id"] == reply.headers["x-request-id"]
 
 

@@ -1,0 +1,37 @@
+"""Notices that files have other content, however they were replaced: written over, renamed onto, a symlink swapped."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+MAX_BYTES = 8 * 1024 * 1024
+
+
+class FileWatch:
+    """Files that belong together. What is there when it is made counts as known."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = tuple(paths)
+        self._known = self._seen = self._digest()
+
+    def look(self) -> bool:
+        """Whether there is something new. Only what two looks in a row agree on counts: a file may be half written."""
+        found = self._digest()
+        settled, self._seen = found == self._seen, found
+        if not settled or found == self._known:
+            return False
+        self._known = found
+        return True
+
+    def _digest(self) -> bytes:
+        """Of all contents; of the reason for a file that cannot be read."""
+        whole = hashlib.blake2b()
+        for path in self._paths:
+            try:
+                with open(path, "rb") as file:
+                    content = file.read(MAX_BYTES)
+            except OSError as error:
+                content = repr(error.errno).encode()
+            whole.update(len(content).to_bytes(8, "little") + content)
+        return whole.digest()

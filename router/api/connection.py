@@ -1,0 +1,190 @@
+"""One HTTP connection: uvicorn's protocol, with a bound on everything that a client can make it wait for or hold.
+
+    head within header_timeout_s, MAX_HEAD_BYTES, MAX_HEADERS ─> the application ─> answer read, or cut CLOSE_S later
+
+uvicorn itself waits for ever for the first byte and for the end of a head, takes heads of any size, queues as many
+pipelined requests as come in one piece, and logs a warning for each bad one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httptools
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from diptych.common.errors import InvalidRequest, RequestError, Unavailable
+from diptych.router.api.errors import HeadTimeout, HeadTooLarge, error_object
+
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 128
+MAX_PIPELINED = 16
+CLOSE_S = 30.0
+"""How long the peer may take to read the rest of what was sent before a connection was closed."""
+PHRASES = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What connections may do. `on_reject` is told the reason whenever something is turned away."""
+
+    max_connections: int
+    header_timeout_s: float
+    on_reject: Callable[[str], None]
+
+
+class Connection(HttpToolsProtocol):
+    """`awaiting_since`: event loop time since when the client owes a request's head; None while it owes none."""
+
+    def __init__(self, bounds: Bounds, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self.bounds = bounds
+        self.awaiting_since: float | None = None
+        self.closing_since: float | None = None
+        self._in_head = self._refused = False
+        self._late_bytes = self._head_bytes = self._num_headers = 0
+        self._refusal: tuple[RequestError, str] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    # ------------------------------------------------------------ asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.awaiting_since = self.loop.time()
+        if len(self.connections) > self.bounds.max_connections and not self._take_a_place():
+            error = Unavailable(f"{self.bounds.max_connections:,} connections are open, the most this router takes")
+            self._refuse(error, "connections")
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._unset_keepalive_if_required()
+        if self._in_head:
+            self._late_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self.cycle.keep_alive = False  # answered as if it had not asked for an upgrade; nothing can follow
+            self._refused = True
+            return
+        except httptools.HttpParserError:
+            bad = InvalidRequest("the request is not valid HTTP/1.1")
+            self._refuse(*(self._refusal or (bad, "malformed")))
+            return
+        if self._in_head and self._late_bytes > MAX_HEAD_BYTES:  # one endless line calls no callback
+            self._refuse(_too_large(), "head")
+        elif self.awaiting_since is None and self.idle:  # bytes that begin no request, such as empty lines
+            self.awaiting_since = self.loop.time()
+
+    # ------------------------------------------------------------ the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._late_bytes = self._head_bytes = self._num_headers = 0
+        if self.awaiting_since is None:
+            self.awaiting_since = self.loop.time()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self._count(len(name) + len(value))
+        if self._in_head:  # else a trailer: by then the headers have been judged
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self.awaiting_since = None
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._give_up(InvalidRequest(f"more than {MAX_PIPELINED} requests wait on this connection"), "pipelined")
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        if self.awaiting_since is not None:  # the next head came before this answer was through
+            self.awaiting_since = self.loop.time()
+        super().on_response_complete()
+
+    # ------------------------------------------------------------ the server's clock
+
+    def check(self, now: float) -> None:
+        """Ends what took too long; called about once a second."""
+        if self.transport.is_closing():
+            self.closing_since = self.closing_since or now
+            if now - self.closing_since > CLOSE_S:
+                self.transport.abort()
+        elif self.awaiting_since is not None and self.idle:
+            if now - self.awaiting_since <= self.bounds.header_timeout_s:
+                return
+            if self._in_head:
+                allowed = f"{self.bounds.header_timeout_s:g} s"
+                self._refuse(HeadTimeout(f"the request's head did not arrive within {allowed}"), "slow_head")
+            else:  # it never began to ask
+                self.bounds.on_reject("silent")
+                self.transport.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > MAX_HEAD_BYTES or self._num_headers > MAX_HEADERS:
+            self._give_up(_too_large(), "head")
+
+    def _give_up(self, error: RequestError, reason: str) -> None:
+        """From within a callback: the parser stops, and `data_received` answers."""
+        self._refusal = (error, reason)
+        raise error
+
+    def _refuse(self, error: RequestError, reason: str) -> None:
+        """Answer with `error` and close; an answer that is under way already goes first."""
+        self._refused = True
+        self.bounds.on_reject(reason)
+        if self.pipeline:  # whole requests wait before the bad one: which of them is being answered is not known here
+            self.transport.close()
+            return
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and not cycle.more_body:
+            cycle.keep_alive = False  # it is the last one: the connection ends with it
+            return
+        started = cycle is not None and cycle.response_started and not cycle.response_complete
+        if not started and not self.transport.is_closing():
+            self.transport.write(_answer(error))
+        self.transport.close()
+
+    def _take_a_place(self) -> bool:
+        """Close an idle connection in favour of this one."""
+        for other in self.connections:
+            if isinstance(other, Connection) and other.idle and not other.transport.is_closing() and other is not self:
+                other.transport.close()
+                self.bounds.on_reject("evicted")
+                return True
+        return False
+
+
+def _too_large() -> HeadTooLarge:
+    return HeadTooLarge(f"the request's head may have {MAX_HEAD_BYTES:,} bytes and {MAX_HEADERS} headers")
+
+
+def _answer(error: RequestError) -> bytes:
+    body = orjson.dumps(error_object(error))
+    retry = "Retry-After: 1\r\n" if error.status == 503 else ""
+    head = (
+        f"HTTP/1.1 {error.status} {PHRASES[error.status]}\r\nContent-Type: application/json\r\n{retry}"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

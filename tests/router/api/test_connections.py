@@ -1,0 +1,347 @@
+"""Connections that send too slowly, too much or no HTTP: each ends, and the others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from diptych.router.api import connection as connection_module
+from diptych.router.api.body import BodyBudget
+from diptych.router.api.connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED
+
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": "hi", "max_tokens": 3}'
+Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[[Any], Awaitable[Pipe]]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    opened: list[asyncio.StreamWriter] = []
+
+    async def to(running: Any) -> Pipe:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+        opened.append(writer)
+        return reader, writer
+
+    yield to
+    for writer in opened:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def all_of(reader: asyncio.StreamReader) -> bytes:
+    """Everything until the server closes, which it must."""
+    async with asyncio.timeout(20):
+        try:
+            return await reader.read()
+        except ConnectionError:  # it closed with bytes of ours unread
+            return b""
+
+
+async def raw(running: Any, connect: Connect, data: bytes) -> bytes:
+    reader, writer = await connect(running)
+    writer.write(data)
+    return await all_of(reader)
+
+
+def error_in(answer: bytes) -> tuple[int, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"application/json" in head and b"close" in head.lower()
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return int(head.split()[1]), error["code"] or error["type"]
+
+
+async def rejected(running: Any, reason: str) -> float:
+    label = f'engine="router",model_name="tiny-random",reason="{reason}"'
+    count: float = await running.metric(f"diptych_http_rejected_total{{{label}")
+    return count
+
+
+async def closed(running: Any) -> None:
+    """The server's clock ticks until it has closed every connection."""
+    async with asyncio.timeout(20):
+        while running.server.server_state.connections:
+            running.server.check_connections()
+            await asyncio.sleep(0.01)
+
+
+# ---------------------------------------------------------------- heads
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"X: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n",
+        b"".join(b"X%d: %s\r\n" % (i, b"a" * 4096) for i in range(17)) + b"\r\n",
+        b"".join(b"X%d: a\r\n" % i for i in range(MAX_HEADERS + 1)) + b"\r\n",
+        b"X: " + b"a" * 10_000_000,  # never ends
+        b"X" * 10_000_000,
+    ],
+    ids=["one", "several", "many", "an endless value", "an endless name"],
+)
+async def test_a_head_that_is_too_large(running: Any, connect: Connect, head: bytes) -> None:
+    reader, writer = await connect(running)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n" + head)
+    answer = await all_of(reader)
+    assert not answer or error_in(answer) == (431, "request_header_fields_too_large")  # a reset may overtake it
+    assert (
+        await running.metric('diptych_http_rejected_total{engine="router",model_name="tiny-random",reason="head"') == 1
+    )
+
+
+async def test_a_url_that_is_too_long(running: Any, connect: Connect) -> None:
+    answer = await raw(running, connect, b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert error_in(answer)[0] == 431
+
+
+async def test_a_large_head_within_the_bound(running: Any, connect: Connect) -> None:
+    data = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX: " + b"a" * 60_000 + b"\r\n\r\n"
+    assert (await raw(running, connect, data)).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("sent", [b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+async def test_a_head_that_does_not_end(start: Any, tools: Any, connect: Connect, sent: bytes) -> None:
+    running = await start(header_timeout_s=0.1)
+    reader, writer = await connect(running)
+    writer.write(sent)
+    await tools.until(lambda: running.server.server_state.connections)
+    await closed(running)
+    assert error_in(await all_of(reader)) == (408, "request_timeout")
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n\r\n"])
+@pytest.mark.parametrize("used", [False, True])
+async def test_a_connection_that_asks_nothing(start: Any, connect: Connect, used: bool, sent: bytes) -> None:
+    """Empty lines begin no request, and must not stop the clock that runs while a connection is idle."""
+    running = await start(header_timeout_s=0.1)
+    reader, writer = await connect(running)
+    if used:
+        writer.write(GET)
+        assert b"200 OK" in await reader.readuntil(b"}")
+    writer.write(sent)
+    if used and not sent:
+        (connection,) = running.server.server_state.connections
+        assert connection.timeout_keep_alive_task is not None  # it may rest as long as any other
+        return
+    await asyncio.sleep(0.05)
+    await closed(running)
+    assert await all_of(reader) == b""
+
+
+async def test_bytes_that_come_one_by_one_buy_no_time(start: Any, tools: Any, connect: Connect) -> None:
+    running = await start(header_timeout_s=0.3)
+    _, writer = await connect(running)
+    writer.write(b"GET /")
+
+    async def drip() -> None:
+        while not writer.is_closing():
+            writer.write(b"a")
+            await asyncio.sleep(0.01)
+
+    dripping = asyncio.create_task(drip())
+    await tools.until(lambda: running.server.server_state.connections)
+    await closed(running)
+    dripping.cancel()
+    await asyncio.gather(dripping, return_exceptions=True)
+
+
+async def test_a_long_answer_is_no_idle_connection(start: Any, tools: Any, connect: Connect) -> None:
+    running = await start(header_timeout_s=0.05)
+    running.engine.hold_after = 1
+    reader, writer = await connect(running)
+    writer.write(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY)
+    await tools.until(lambda: running.engine.requests)
+    for _ in range(20):
+        running.server.check_connections()
+        await asyncio.sleep(0.01)
+    running.engine.go.set()
+    assert (await all_of(reader)).startswith(b"HTTP/1.1 200")
+
+
+async def test_an_idle_connection_that_was_used_stays(start: Any, connect: Connect) -> None:
+    running = await start(header_timeout_s=0.05)
+    reader, writer = await connect(running)
+    for _ in range(2):
+        writer.write(GET)
+        assert b"200 OK" in await reader.readuntil(b"}")
+        await asyncio.sleep(0.1)
+        running.server.check_connections()
+        await asyncio.sleep(0)
+
+
+async def test_an_answer_that_nobody_reads_holds_no_connection(
+    start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "CLOSE_S", 0.1)
+    running = await start()
+    running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by accept
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", int(running.url.rpartition(":")[2])))
+        await loop.sock_sendall(client, b"GET /openapi.json HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await tools.until(lambda: running.server.server_state.connections)
+        (connection,) = running.server.server_state.connections
+        await tools.until(lambda: connection.cycle is not None and connection.cycle.response_complete)
+        assert connection.transport.is_closing() and connection.transport.get_write_buffer_size()
+        await closed(running)
+
+
+# ---------------------------------------------------------------- how many
+
+
+async def test_a_new_connection_takes_the_place_of_an_idle_one(start: Any, connect: Connect) -> None:
+    running = await start(max_connections=3)
+    idle = [await connect(running) for _ in range(3)]
+    for _ in range(5):
+        data = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        assert (await raw(running, connect, data)).startswith(b"HTTP/1.1 200")
+    assert any(reader.at_eof() for reader, _ in idle)
+
+
+async def test_no_place_is_taken_from_a_request(start: Any, tools: Any, connect: Connect) -> None:
+    running = await start(max_connections=2)
+    running.engine.hold_after = 1
+    busy = [await connect(running) for _ in range(2)]
+    for _, writer in busy:
+        writer.write(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY)
+    await tools.until(lambda: len(running.engine.requests) == 2)
+    answer = await raw(running, connect, b"")
+    assert error_in(answer) == (503, "service_unavailable") and b"Retry-After" in answer
+    running.engine.go.set()
+    for reader, _ in busy:
+        assert (await all_of(reader)).startswith(b"HTTP/1.1 200")
+
+
+# ---------------------------------------------------------------- what is no HTTP
+
+HOSTILE = {
+    "garbage": b"\x00\x01\x02\xff" * 100,
+    "TLS to a plain port": bytes.fromhex("16030100750100007103030000000000000000000000000000000000"),
+    "HTTP/0.9": b"GET /\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "no method": b" / HTTP/1.1\r\n\r\n",
+    "CONNECT": b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a URL that is none": b"GET http://[::1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a URL beyond ASCII": b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a header without a name": b"GET / HTTP/1.1\r\n: x\r\n\r\n",
+    "a folded header": b"GET / HTTP/1.1\r\nHost: x\r\n folded\r\n\r\n",
+    "two lengths": POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
+    "length and chunks": POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a negative length": POST + b"Content-Length: -1\r\n\r\n",
+    "a huge length": POST + b"Content-Length: 99999999999999999999\r\n\r\n",
+    "a bad chunk": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
+    "a huge chunk": POST + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\nabc",
+    "a chunk that is longer": POST + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcdef\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_what_is_no_http_ends_the_connection(running: Any, connect: Connect, caplog: Any, name: str) -> None:
+    reader, writer = await connect(running)
+    writer.write(HOSTILE[name])
+    writer.write_eof()
+    answer = await all_of(reader)
+    assert not answer or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 200")), answer
+    assert running.engine.requests == []
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert (await running.http.get("/health")).status_code == 200
+
+
+async def test_random_bytes_harm_nobody(running: Any, connect: Connect) -> None:
+    """Valid requests with bytes changed, lost and repeated, sent in pieces."""
+    rng = random.Random(7)
+    whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + GET
+    for _ in range(150):
+        data = bytearray(whole)
+        for _ in range(rng.randrange(1, 8)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+        reader, writer = await connect(running)
+        cut = rng.randrange(len(data))
+        for part in (data[:cut], data[cut:]):
+            writer.write(bytes(part))
+            await asyncio.sleep(0)
+        writer.write_eof()
+        answer = await all_of(reader)
+        assert not answer or answer.startswith(b"HTTP/1.1 "), answer
+        assert b"HTTP/1.1 5" not in answer, (data, answer)
+    assert (await running.completion(max_tokens=2)).status_code == 200
+
+
+async def test_pipelined_requests_are_answered_in_order(running: Any, connect: Connect) -> None:
+    ask = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answer = await raw(running, connect, ask * 3 + last)
+    assert answer.count(b"HTTP/1.1 200") == 4 and answer.index(b"version") > answer.rindex(b"text_completion")
+
+
+async def test_too_many_pipelined_requests(running: Any, connect: Connect) -> None:
+    answer = await raw(running, connect, GET * (MAX_PIPELINED + 10))
+    assert answer.count(b"HTTP/1.1 200") <= MAX_PIPELINED + 1
+    assert await rejected(running, "pipelined") == 1
+
+
+async def test_garbage_behind_a_request_waits_for_its_answer(start: Any, tools: Any, connect: Connect) -> None:
+    running = await start()
+    running.engine.hold_after = 1
+    reader, writer = await connect(running)
+    writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+    await tools.until(lambda: running.engine.requests)
+    writer.write(b"\x00garbage")
+    await asyncio.sleep(0.05)
+    running.engine.go.set()
+    answer = await all_of(reader)
+    assert answer.count(b"HTTP/1.1") == 1 and b"text_completion" in answer and running.engine.aborted == []
+
+
+async def test_a_trailer_is_no_header(start: Any, connect: Connect) -> None:
+    running = await start(api_key="the-only-key")
+    trailer = b"0\r\nAuthorization: Bearer the-only-key\r\n\r\n"
+    head = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = await raw(running, connect, head + b"%x\r\n%s\r\n" % (len(BODY), BODY) + trailer)
+    assert answer.startswith(b"HTTP/1.1 401")
+
+
+async def test_an_upgrade_is_ignored(running: Any, connect: Connect) -> None:
+    data = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    assert (await raw(running, connect, data)).startswith(b"HTTP/1.1 200")
+
+
+# ---------------------------------------------------------------- bodies
+
+
+async def test_large_bodies_share_a_budget(start: Any, tools: Any, connect: Connect) -> None:
+    running = await start(max_body_bytes=200_000)
+    service = running.app.state.service
+    service.bodies.num_bytes = service.bodies.max_bytes - 100_000  # as if others were being read
+    body = b'{"prompt": "%s", "max_tokens": 1}' % (b"x" * 150_000)
+    refused = await running.http.post("/v1/completions", content=body)
+    assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+    assert (await running.completion(max_tokens=1)).status_code == 200  # a small one always finds room
+    assert service.bodies.num_bytes == service.bodies.max_bytes - 100_000  # whatever was taken is given back
+
+
+def test_a_lease_is_given_back_whatever_happens() -> None:
+    budget = BodyBudget(1000)
+    with contextlib.suppress(ValueError), budget.lease() as lease:
+        lease.take(500)
+        raise ValueError
+    assert budget.num_bytes == 0
+
+
+async def test_a_body_without_a_content_type_counts_as_json(running: Any, connect: Connect) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+    assert b"text_completion" in await raw(running, connect, head + BODY)
