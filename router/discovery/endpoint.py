@@ -1,0 +1,40 @@
+"""One worker as discovery sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from diptych.router.dispatch.worker import Role
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Endpoint:
+    """`address` is a control address such as tcp://10.0.0.7:7001. `serving`: it passes its readiness probe.
+
+    `terminating`: it was told to end; what runs there goes on.
+    """
+
+    role: Role
+    address: str
+    serving: bool = True
+    terminating: bool = False
+
+    @property
+    def withheld(self) -> str:
+        """Why it gets no new work, in words for people; "" when it may."""
+        if self.terminating:
+            return "is being ended"
+        return "" if self.serving else "does not pass its readiness probe"
+
+    @property
+    def condition(self) -> str:
+        """serving, terminating or unready: the label of a metric."""
+        return "terminating" if self.terminating else "serving" if self.serving else "unready"
+
+
+class Publish(Protocol):
+    """Takes all endpoints that there are now, in place of those it was told before."""
+
+    def __call__(self, endpoints: Sequence[Endpoint]) -> None: ...

@@ -1,0 +1,39 @@
+"""What a router's configuration says about where its workers are."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from diptych.common.settings import RouterConfig
+from diptych.router.discovery.endpoint import Publish
+from diptych.router.discovery.status import DiscoveryStatus
+from diptych.router.dispatch.worker import Role
+
+
+class Source(Protocol):
+    """Publishes the present endpoints whenever they change, until cancelled. What fails outside of it is waited out."""
+
+    @property
+    def status(self) -> DiscoveryStatus: ...
+
+    async def run(self) -> None: ...
+
+
+def open_source(config: RouterConfig, publish: Publish) -> Source | None:
+    """None for a static list, which nobody needs to watch. Raises ConfigError."""
+    services: dict[str, Role] = dict.fromkeys(config.decode_services, "decode")
+    services |= dict.fromkeys(config.prefill_services, "prefill")
+    match config.discovery:
+        case "dns":
+            from diptych.router.discovery.dns_source import DNSSource
+
+            return DNSSource(services, publish, interval_s=config.discovery_interval_s)
+        case "kubernetes":
+            # Imported here: an HTTP client that no other router needs.
+            from diptych.common.kubernetes import KubernetesClient
+            from diptych.router.discovery.kubernetes_source import KubernetesSource
+
+            access = config.cluster
+            namespace = access.namespace(config.discovery_namespace, "discovery_namespace")
+            return KubernetesSource(KubernetesClient(access), namespace, services, publish)
+    return None
