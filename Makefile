@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NEWER := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve fetch bench compare test test-all lint format docs clean
+.PHONY: help serve fetch bench compare test test-all chaos soak lint format docs clean
 
 help:
 	@echo "make serve      a service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
@@ -20,7 +20,9 @@ help:
 	@echo "make compare    Diptych beside another engine (ARGS='--peer openvino --peer-env DIR'; --help)"
 	@echo "make test       lint and every quick test"
 	@echo "make test-all   lint and every test that this machine can run"
-	@echo "make lint       ruff and mypy;  make format  rewrites as ruff wants it;  make docs  rewrites docs/configuration.md"
+	@echo "make chaos      kills, freezes and cuts off workers for minutes (SEED=1 DURATION=180)"
+	@echo "make soak       half an hour of load, to see what grows (DURATION=1800 PLOT=build/soak.png)"
+	@echo "make lint       ruff and mypy;  make format  rewrites as ruff wants it;  make docs  rewrites docs/configuration.md and helm/"
 	@echo "make clean      remove what was built, the virtual environment included"
 
 # ------------------------------------------------------------------ environment: made on demand, remade when NEWER changes
@@ -79,12 +81,19 @@ format: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(BIN)/python -P docs/write_configuration.py > docs/configuration.md
+	@for page in schema readme dashboards; do $(BIN)/python -P helm/write_$$page.py; done
 
 test: lint
 	$(BIN)/pytest -m "not slow and not gpu and not chaos" $(ARGS)
 
 test-all: lint
 	$(BIN)/pytest $(ARGS)
+
+chaos: $(VENV)/.dev
+	CHAOS_SEED=$(or $(SEED),1) CHAOS_SECONDS=$(or $(DURATION),180) $(BIN)/pytest -s -m chaos tests/chaos $(ARGS)
+
+soak: $(VENV)/.dev
+	SOAK_SECONDS=$(or $(DURATION),1800) SOAK_PLOT=$(or $(PLOT),build/soak.png) $(BIN)/pytest -s tests/chaos/test_soak.py
 
 clean:
 	rm -rf build dist .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

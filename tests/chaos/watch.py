@@ -1,0 +1,76 @@
+"""What the processes of a stack say of themselves: blocks, requests, counters, memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import httpx
+import psutil
+
+from diptych.benchmarks.stack import Stack, StackProcess
+
+PROBE_TIMEOUT_S = 10.0
+POLL_S = 0.05
+PATIENCE_S = 60.0
+
+
+async def fetch(process: StackProcess, path: str) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
+        return await client.get(f"{process.http_url}{path}")
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str, within_s: float = PATIENCE_S) -> None:
+    """Wait for a condition. Fails with `what` when it does not come true."""
+    deadline = time.monotonic() + within_s
+    while not await condition():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        await asyncio.sleep(POLL_S)
+
+
+async def is_ready(process: StackProcess) -> bool:
+    try:
+        return (await fetch(process, "/ready")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def counter(processes: Sequence[StackProcess], name: str, label: str = "") -> float:
+    """The sum of a metric's samples over processes, of those samples that have `label` among their labels."""
+    total = 0.0
+    for process in processes:
+        for line in (await fetch(process, "/metrics")).text.splitlines():
+            if line.startswith((f"{name}{{", f"{name} ", f"{name}_total{{", f"{name}_total ")) and label in line:
+                total += float(line.rsplit(" ", 1)[1])
+    return total
+
+
+async def still_held(stack: Stack) -> str:
+    """Which worker owns blocks and which router has requests; "" when none does. Fails for one that is not healthy."""
+    held = []
+    for worker in stack.workers():
+        reply = await fetch(worker, "/health")
+        assert reply.status_code == 200, f"{worker.name} is not healthy: {reply.text}\n{worker.log_tail()}"
+        owned = reply.json().get("blocks", {}).get("owned", 0)  # none while it loads
+        if owned:
+            held.append(f"{worker.name} owns {owned} blocks")
+    for router in stack.routers:
+        stages = (await fetch(router, "/load")).json()["stages"]
+        if any(stages.values()):
+            held.append(f"{router.name} has {stages}")
+    return ", ".join(held)
+
+
+async def settle(stack: Stack, within_s: float = 20.0) -> float:
+    """Wait until nobody holds anything; the seconds that took. Fails with the numbers when it does not happen."""
+    began = time.monotonic()
+    while held := await still_held(stack):
+        assert time.monotonic() - began < within_s, f"{within_s:g} s after the last request: {held}"
+        await asyncio.sleep(POLL_S)
+    return time.monotonic() - began
+
+
+def memory_mib(process: StackProcess) -> float:
+    """Resident memory."""
+    return float(psutil.Process(process.pid).memory_info().rss) / 2**20
