@@ -1,0 +1,155 @@
+{{/* Pod Security "restricted". */}}
+{{- define "diptych.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "diptych.securityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* A pause before SIGTERM: (root, seconds). */}}
+{{- define "diptych.preStop" -}}
+{{- if .seconds }}
+lifecycle:
+  preStop:
+    {{- if semverCompare ">=1.30-0" .root.Capabilities.KubeVersion.Version }}
+    sleep: {seconds: {{ int .seconds }}}
+    {{- else }}
+    exec: {command: [sleep, {{ int .seconds | quote }}]}
+    {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Where a process may write, and where it looks. */}}
+{{- define "diptych.environment" -}}
+- {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+- {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
+- {name: HOME, value: /var/cache/diptych}
+- {name: DIPTYCH_CACHE, value: /var/cache/diptych}
+- {name: HF_HOME, value: /var/cache/diptych/huggingface}
+- {name: TRITON_CACHE_DIR, value: /var/cache/diptych/triton}
+{{- end }}
+
+{{/* Mounts that every container of a pod has: (root, model). */}}
+{{- define "diptych.modelMounts" -}}
+- {name: cache, mountPath: /var/cache/diptych}
+- {name: tmp, mountPath: /tmp}
+{{- if ne .model.source.type "hub" }}
+- {name: model, mountPath: /models, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "diptych.secretMounts" -}}
+{{- if .root.Values.curve.existingSecret }}
+- {name: curve, mountPath: /etc/diptych/curve, readOnly: true}
+{{- end }}
+{{- if eq .role "router" }}
+{{- if .root.Values.apiKeys.existingSecret }}
+- {name: api-keys, mountPath: /etc/diptych/api-keys, readOnly: true}
+{{- end }}
+{{- if include "diptych.tlsSecret" .root }}
+- {name: tls, mountPath: /etc/diptych/tls, readOnly: true}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Volumes: (root, role, model, config). */}}
+{{- define "diptych.volumes" -}}
+- name: config
+  configMap: {name: {{ .config }}}
+- name: tmp
+  emptyDir: {}
+- name: cache
+  {{- if .model.source.cacheClaim }}
+  persistentVolumeClaim: {claimName: {{ .model.source.cacheClaim }}}
+  {{- else }}
+  emptyDir: {{ if .model.source.cacheSize }}{sizeLimit: {{ .model.source.cacheSize }}}{{ else }}{}{{ end }}
+  {{- end }}
+{{- if eq .model.source.type "pvc" }}
+- name: model
+  persistentVolumeClaim: {claimName: {{ .model.source.claimName }}, readOnly: true}
+{{- else if eq .model.source.type "image" }}
+- name: model
+  image: {reference: {{ .model.source.reference | quote }}, pullPolicy: {{ .model.source.pullPolicy | default "IfNotPresent" }}}
+{{- end }}
+{{- with .root.Values.curve.existingSecret }}
+- name: curve
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- if eq .role "router" }}
+{{- with .root.Values.apiKeys.existingSecret }}
+- name: api-keys
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- with include "diptych.tlsSecret" .root }}
+- name: tls
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Fetches a hub model before the process starts; its log shows the progress: (root, kind, model, resources). */}}
+{{- define "diptych.fetchContainer" -}}
+- name: fetch-model
+  image: {{ include "diptych.image" . | quote }}
+  imagePullPolicy: {{ (index .root.Values.images .kind).pullPolicy }}
+  command: [diptych, fetch]
+  args: [{{ .model.source.id | quote }}]
+  env:
+    {{- include "diptych.environment" . | nindent 4 }}
+    - {name: TQDM_MININTERVAL, value: "10"}
+    {{- with .model.source.tokenSecret }}
+    - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}}
+    {{- end }}
+  resources:
+    {{- toYaml (pick .resources "requests" "limits") | nindent 4 }}
+  securityContext:
+    {{- include "diptych.securityContext" . | nindent 4 }}
+  volumeMounts:
+    {{- include "diptych.modelMounts" . | nindent 4 }}
+{{- end }}
+
+{{/* Where pods may and should run: (root, role, name, spec). */}}
+{{- define "diptych.scheduling" -}}
+{{- with .spec.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.topologySpread }}
+topologySpreadConstraints:
+  {{- range . }}
+  - topologyKey: {{ .topologyKey }}
+    maxSkew: {{ int (.maxSkew | default 1) }}
+    whenUnsatisfiable: {{ .whenUnsatisfiable | default "ScheduleAnyway" }}
+    labelSelector:
+      matchLabels:
+        {{- include "diptych.selectorLabels" $ | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- with .spec.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .spec.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}

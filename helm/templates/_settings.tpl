@@ -1,0 +1,116 @@
+{{/* One TOML value. Whole numbers stay whole: YAML through Helm makes floats of them. */}}
+{{- define "diptych.tomlValue" -}}
+{{- if kindIs "float64" . }}
+{{- if eq (floor .) . }}{{ int64 . }}{{ else }}{{ toString . }}{{ end }}
+{{- else if or (kindIs "bool" .) (kindIs "int64" .) (kindIs "int" .) }}
+{{- . }}
+{{- else }}
+{{- toJson . }}
+{{- end }}
+{{- end }}
+
+{{/* A TOML section: (section, settings). */}}
+{{- define "diptych.toml" -}}
+[{{ .section }}]
+{{- range $name := keys .settings | sortAlpha }}
+{{ $name }} = {{ include "diptych.tomlValue" (index $.settings $name) }}
+{{- end }}
+{{- end }}
+
+{{/* What `model` is set to: (root, model). */}}
+{{- define "diptych.modelSetting" -}}
+{{- if eq .source.type "hub" }}
+{{- .source.id }}
+{{- else }}
+{{- printf "/models/%s" (.source.path | default "") | trimSuffix "/" }}
+{{- end }}
+{{- end }}
+
+{{/* Settings that keep a process private to the cluster, as YAML: (root, role). */}}
+{{- define "diptych.curveSettings" -}}
+{{- with .root.Values.curve }}
+{{- if .existingSecret }}
+curve_key: /etc/diptych/curve/{{ .key }}
+{{- if .authorizedKey }}
+curve_authorized: /etc/diptych/curve/{{ .authorizedKey }}
+{{- end }}
+{{- else if ne $.role "router" }}
+allow_remote: true
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The settings of a pool's workers, the chart's own over the user's, as YAML: (root, role, pool). */}}
+{{- define "diptych.workerSettings" -}}
+{{- $model := include "diptych.model" (dict "root" .root "name" .pool.model "for" .pool.name) | fromYaml }}
+{{- $settings := mustMergeOverwrite (dict "log_json" true) (mustDeepCopy .pool.settings) }}
+{{- $_ := set $settings "model" (include "diptych.modelSetting" $model) }}
+{{- $_ := set $settings "host" "0.0.0.0" }}
+{{- $_ := set $settings "port" 7001 }}
+{{- $_ := set $settings "http_port" 7003 }}
+{{- $_ := set $settings "device" (include "diptych.device" .pool.accelerator) }}
+{{- $_ := set $settings "drain_timeout_s" (int .pool.drainSeconds) }}
+{{- if eq .role "decode" }}
+{{- $_ := set $settings "kv_port" 7002 }}
+{{- with $model.slo }}{{ if .tpotMs }}{{ $_ := set $settings "slo_tpot_ms" .tpotMs }}{{ end }}{{ end }}
+{{- end }}
+{{- if .root.Values.podDeletionCost.enabled }}
+{{- $_ := set $settings "pod_deletion_cost" true }}
+{{- end }}
+{{- toYaml (mustMergeOverwrite $settings (include "diptych.curveSettings" . | fromYaml)) }}
+{{- end }}
+
+{{/* The settings of a model's router, as YAML: (root, model, router). */}}
+{{- define "diptych.routerSettings" -}}
+{{- $root := .root }}
+{{- $model := .model }}
+{{- $settings := mustMergeOverwrite (dict "log_json" true) (mustDeepCopy .router.settings) }}
+{{- $_ := set $settings "model" (include "diptych.modelSetting" $model) }}
+{{- $_ := set $settings "host" "0.0.0.0" }}
+{{- $_ := set $settings "port" 8000 }}
+{{- $_ := set $settings "served_model_name" ($model.servedName | default $model.name) }}
+{{- $_ := set $settings "drain_timeout_s" (int .router.drainSeconds) }}
+{{- $_ := set $settings "discovery" .root.Values.discovery.type }}
+{{- if eq .root.Values.discovery.type "kubernetes" }}
+{{- $_ := set $settings "discovery_namespace" .root.Release.Namespace }}
+{{- end }}
+{{- range $role := list "prefill" "decode" }}
+{{- $services := list }}
+{{- range (include "diptych.pools" (dict "root" $root "role" $role "model" $model.name) | fromYaml).pools }}
+{{- $service := include "diptych.objectName" (dict "root" $root "role" $role "name" .name) }}
+{{- if eq $root.Values.discovery.type "dns" }}
+{{- $service = printf "%s.%s.svc:7001" $service $root.Release.Namespace }}
+{{- end }}
+{{- $services = append $services $service }}
+{{- end }}
+{{- $_ := set $settings (printf "%s_services" $role) $services }}
+{{- end }}
+{{- with $model.slo }}
+{{- if .ttftMs }}{{ $_ := set $settings "slo_ttft_ms" .ttftMs }}{{ end }}
+{{- if .tpotMs }}{{ $_ := set $settings "slo_tpot_ms" .tpotMs }}{{ end }}
+{{- end }}
+{{- with .root.Values.apiKeys }}
+{{- if .existingSecret }}{{ $_ := set $settings "api_key_file" (printf "/etc/diptych/api-keys/%s" .key) }}{{ end }}
+{{- end }}
+{{- if include "diptych.tlsSecret" .root }}
+{{- $_ := set $settings "tls_cert" "/etc/diptych/tls/tls.crt" }}
+{{- $_ := set $settings "tls_key" "/etc/diptych/tls/tls.key" }}
+{{- end }}
+{{- toYaml (mustMergeOverwrite $settings (include "diptych.curveSettings" (dict "root" .root "role" "router") | fromYaml)) }}
+{{- end }}
+
+{{/* The `device` setting of an accelerator. */}}
+{{- define "diptych.device" -}}
+{{- if .device }}
+{{- .device }}
+{{- else if eq .vendor "none" }}cpu
+{{- else if has .vendor (list "nvidia" "amd") }}cuda
+{{- else }}
+{{- fail (printf "accelerator.vendor %s needs accelerator.device: the name under which the image's torch knows it" .vendor) }}
+{{- end }}
+{{- end }}
+
+{{/* The resource name of an accelerator. */}}
+{{- define "diptych.acceleratorResource" -}}
+{{- .resource | default (index (dict "nvidia" "nvidia.com/gpu" "amd" "amd.com/gpu" "intel" "gpu.intel.com/xe") .vendor) }}
+{{- end }}

@@ -1,0 +1,85 @@
+"""Writes README.md: `make docs`. The table is values.yaml with its comments; a value without one is an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+FOLDER = Path(__file__).parent
+TARGET = FOLDER / "README.md"
+INTRODUCTION = """\
+# Diptych on Kubernetes
+
+A Helm chart for routers, prefill pools and decode pools that scale on their own. This page is written by `make docs`
+from `values.yaml`; a test compares the two. [docs/kubernetes.md](../docs/kubernetes.md) says how to install, scale and
+upgrade, [docs/operations.md](../docs/operations.md) what to do when an alert fires.
+
+    docker build --target router -t REGISTRY/diptych-router:0.1.0 .
+    docker build --target worker -t REGISTRY/diptych-worker:0.1.0 .
+    helm install demo helm --set images.router.repository=REGISTRY/diptych-router \
+                           --set images.worker.repository=REGISTRY/diptych-worker
+    helm test demo --logs
+
+Nothing but Kubernetes 1.27 is needed. The Prometheus operator, KEDA, the Gateway API and cert-manager are used where
+they are. Whole sets of values to start from are in [examples/](examples).
+
+A pool under `prefill.pools` or `decode.pools` takes its `name`, its `model`, and everything under `workers`; what it
+does not say comes from `prefill.defaults` or `decode.defaults`, and then from `workers`. A router Deployment serves one
+model: each entry of `models` gets its own, with what it says under `router` over the chart's `router`.
+
+| value | default | what it is |
+|---|---|---|
+"""
+
+
+def comments_above(lines: list[str], line: int) -> str:
+    """The comment lines right above a line, joined; those of a paragraph of their own do not count."""
+    found: list[str] = []
+    while line > 0 and lines[line - 1].strip().startswith("#"):
+        line -= 1
+        found.insert(0, lines[line].strip().lstrip("#").strip())
+    return " ".join(found)
+
+
+def rows(node: yaml.MappingNode, lines: list[str], path: tuple[str, ...] = ()) -> Iterator[tuple[str, str, str]]:
+    """(path, default, comment) of every value; a mapping whose first key has a comment is taken apart."""
+    for key, value in node.value:
+        here = (*path, key.value)
+        comment = comments_above(lines, key.start_mark.line)
+        inside = value.value if isinstance(value, yaml.MappingNode) and not value.flow_style else []
+        if inside and (len(here) == 1 or is_described(value, lines)):
+            if comment:
+                yield ".".join(here), "", comment
+            yield from rows(value, lines, here)
+            continue
+        if not comment:
+            raise SystemExit(f"values.yaml: {'.'.join(here)} has no comment")
+        yield ".".join(here), json.dumps(yaml.safe_load(yaml.serialize(value))), comment
+
+
+def is_described(node: yaml.MappingNode, lines: list[str]) -> bool:
+    """Whether some key below has a comment of its own."""
+    return any(
+        comments_above(lines, key.start_mark.line)
+        or (isinstance(value, yaml.MappingNode) and is_described(value, lines))
+        for key, value in node.value
+    )
+
+
+def render() -> str:
+    """The page."""
+    source = (FOLDER / "values.yaml").read_text(encoding="utf-8")
+    root = yaml.compose(source)
+    assert isinstance(root, yaml.MappingNode)
+    table = [
+        f"| `{path}` | {f'`{default}`' if default else ''} | {comment} |".replace("||", "|&#124;")
+        for path, default, comment in rows(root, source.splitlines())
+    ]
+    return INTRODUCTION + "\n".join(table) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")

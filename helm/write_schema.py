@@ -1,0 +1,362 @@
+"""Writes values.schema.json: `make docs`. Settings come from the settings classes, so that none can be misspelt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from diptych.common.config_field import Config, Field, fields_of
+from diptych.common.settings import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig
+
+Schema = dict[str, Any]
+
+TARGET = Path(__file__).with_name("values.schema.json")
+# The chart sets these itself, from other values; two places for one thing could disagree.
+CHART_SETS = frozenset(
+    (
+        *("host", "port", "http_port", "kv_port", "advertise_host", "allow_remote", "address_file", "worker_id"),
+        *("model", "served_model_name", "device", "drain_timeout_s", "config", "core_share", "cores"),
+        *("prefill", "decode", "prefill_services", "decode_services", "discovery", "discovery_namespace"),
+        *("kubernetes_api", "kubernetes_credentials", "pod_deletion_cost", "slo_ttft_ms", "slo_tpot_ms"),
+        *("curve_key", "curve_authorized", "api_key", "api_key_file", "tls_cert", "tls_key"),
+    )
+)
+LABEL = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
+KEYWORD = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+def closed(properties: Schema, required: tuple[str, ...] = ()) -> Schema:
+    """An object with these keys and no others."""
+    schema = {"type": "object", "additionalProperties": False, "properties": properties}
+    return schema | ({"required": list(required)} if required else {})
+
+
+def text(*choices: str, pattern: str = "") -> Schema:
+    schema: Schema = {"type": "string"}
+    if choices:
+        schema["enum"] = list(choices)
+    return schema | ({"pattern": pattern} if pattern else {})
+
+
+def whole(low: int, high: int | None = None) -> Schema:
+    return {"type": "integer", "minimum": low} | ({} if high is None else {"maximum": high})
+
+
+def many(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": f"#/definitions/{name}"}
+
+
+FLAG: Schema = {"type": "boolean"}
+TEXT: Schema = {"type": "string"}
+NAME = text(pattern=LABEL)
+FREE: Schema = {"type": "object"}
+MAP: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+COUNT_OR_SHARE: Schema = {"anyOf": [whole(0), text(pattern=r"^[0-9]+%$")]}
+LIST_OF_OBJECTS = many(FREE)
+AMOUNTS: Schema = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+
+
+def of_field(field: Field) -> Schema:
+    """What one setting takes."""
+    rule = field.rule
+    schema: Schema = {"description": rule.help}
+    if field.type in KEYWORD:
+        schema["type"] = KEYWORD[field.type]
+    else:
+        schema |= {"type": "array", "items": {"type": "string"}}
+    if rule.choices:
+        schema["enum"] = list(rule.choices)
+    if rule.ge is not None:
+        schema["minimum"] = rule.ge
+    if rule.le is not None:
+        schema["maximum"] = rule.le
+    return schema
+
+
+def settings(cls: type[Config]) -> Schema:
+    fields = [field for field in fields_of(cls) if field.name not in CHART_SETS and field.rule.in_file]
+    return closed({field.name: of_field(field) for field in sorted(fields, key=lambda field: field.name)})
+
+
+def placement() -> Schema:
+    """Where pods run, and what is stuck on them."""
+    spread = closed(
+        {
+            "topologyKey": TEXT,
+            "maxSkew": whole(1),
+            "whenUnsatisfiable": text("DoNotSchedule", "ScheduleAnyway"),
+        },
+        ("topologyKey",),
+    )
+    return {
+        "env": many(closed({"name": TEXT, "value": TEXT, "valueFrom": FREE}, ("name",))),
+        "podLabels": MAP,
+        "podAnnotations": MAP,
+        "nodeSelector": MAP,
+        "tolerations": LIST_OF_OBJECTS,
+        "affinity": FREE,
+        "topologySpread": many(spread),
+        "priorityClassName": TEXT,
+        "runtimeClassName": TEXT,
+        "pdb": closed({"enabled": FLAG, "maxUnavailable": COUNT_OR_SHARE, "minAvailable": COUNT_OR_SHARE}),
+        "strategy": closed({"maxSurge": COUNT_OR_SHARE, "maxUnavailable": COUNT_OR_SHARE}),
+        "resources": closed({"requests": AMOUNTS, "limits": AMOUNTS, "claims": LIST_OF_OBJECTS}),
+    }
+
+
+def router() -> Schema:
+    return closed(
+        {
+            "replicas": whole(0),
+            "settings": ref("routerSettings"),
+            "readiness": text("auto", "workers", "process"),
+            "drainSeconds": whole(0, 86400),
+            "preStopSeconds": whole(0, 3600),
+            "startupSeconds": whole(1, 86400),
+            "service": closed(
+                {"type": text("ClusterIP", "NodePort", "LoadBalancer"), "port": whole(1, 65535), "annotations": MAP}
+            ),
+            "autoscaling": closed(
+                {
+                    "enabled": FLAG,
+                    "minReplicas": whole(1),
+                    "maxReplicas": whole(1),
+                    "targetCPUPercent": whole(1, 100),
+                }
+            ),
+            **placement(),
+        }
+    )
+
+
+def pool(role: str, *, named: bool) -> Schema:
+    """A pool, or the defaults of all pools of a role ("" for both)."""
+    scaling = closed(
+        {
+            "type": text("none", "hpa", "keda"),
+            "minReplicas": whole(0),
+            "maxReplicas": whole(1),
+            "target": {"type": "number", "minimum": 0},
+            "hpaMetric": text("pods", "cpu"),
+            "targetCPUPercent": whole(1, 100),
+            "kedaTrigger": text("metrics-api", "prometheus"),
+            "pollingSeconds": whole(1),
+            "cooldownSeconds": whole(0),
+            "heldPerReplica": whole(1),
+            "scaleUp": closed(
+                {
+                    "pods": whole(1),
+                    "percent": whole(1),
+                    "periodSeconds": whole(1, 1800),
+                    "stabilizationSeconds": whole(0, 3600),
+                }
+            ),
+            "scaleDown": closed(
+                {"pods": whole(1), "periodSeconds": whole(1, 1800), "stabilizationSeconds": whole(0, 3600)}
+            ),
+        }
+    )
+    properties = {
+        "replicas": whole(0),
+        "settings": ref(f"{role or 'worker'}Settings"),
+        "accelerator": closed(
+            {
+                "vendor": text("none", "nvidia", "amd", "intel"),
+                "count": whole(1),
+                "resource": TEXT,
+                "device": TEXT,
+            }
+        ),
+        "drainSeconds": whole(0, 86400),
+        "preStopSeconds": whole(0, 3600),
+        "startupSeconds": whole(1, 86400),
+        "livenessSeconds": whole(10, 3600),
+        "shm": closed({"enabled": FLAG, "size": TEXT}),
+        "autoscaling": scaling,
+        **placement(),
+    }
+    if not named:
+        return closed(properties)
+    return closed({"name": NAME, "model": NAME, **properties}, ("name",))
+
+
+def model() -> Schema:
+    cache = {"cacheClaim": TEXT, "cacheSize": TEXT}
+    secret = closed({"name": TEXT, "key": TEXT}, ("name", "key"))
+    sources = [
+        closed(
+            {"type": {"const": "hub"}, "id": text(pattern=".+"), "tokenSecret": secret, **cache},
+            ("type", "id"),
+        ),
+        closed(
+            {"type": {"const": "pvc"}, "claimName": text(pattern=".+"), "path": TEXT, **cache}, ("type", "claimName")
+        ),
+        closed(
+            {
+                "type": {"const": "image"},
+                "reference": text(pattern=".+"),
+                "pullPolicy": text("Always", "IfNotPresent", "Never"),
+                "path": TEXT,
+                **cache,
+            },
+            ("type", "reference"),
+        ),
+    ]
+    goal = {"type": "number", "minimum": 0}
+    return closed(
+        {
+            "name": NAME,
+            "servedName": TEXT,
+            "source": {"oneOf": sources},
+            "slo": closed({"ttftMs": goal, "tpotMs": goal}),
+            "router": ref("router"),
+        },
+        ("name", "source"),
+    )
+
+
+def network() -> Schema:
+    peers = many(closed({"podSelector": FREE, "namespaceSelector": FREE, "ipBlock": FREE}))
+    return closed(
+        {
+            "enabled": FLAG,
+            "clients": peers,
+            "monitoring": peers,
+            "keda": peers,
+            "apiServerCIDRs": many(TEXT),
+            "hubCIDRs": many(TEXT),
+        }
+    )
+
+
+def gateway() -> Schema:
+    backend = closed(
+        {"name": TEXT, "namespace": TEXT, "port": whole(1, 65535), "weight": whole(0)}, ("name", "port", "weight")
+    )
+    rule = closed({"model": NAME, "matches": LIST_OF_OBJECTS, "weight": whole(0), "backends": many(backend)})
+    parent = closed({"name": TEXT, "namespace": TEXT, "sectionName": TEXT, "port": whole(1, 65535)}, ("name",))
+    return closed(
+        {
+            "enabled": FLAG,
+            "annotations": MAP,
+            "parentRefs": many(parent),
+            "hostnames": many(TEXT),
+            "weight": whole(0),
+            "backends": many(backend),
+            "rules": many(rule),
+            "requestTimeout": TEXT,
+        }
+    )
+
+
+def monitoring() -> Schema:
+    monitor = closed({"enabled": FLAG, "interval": text(pattern=r"^[0-9]+(ms|s|m)$"), "labels": MAP})
+    rules = closed({"enabled": FLAG, "labels": MAP, "runbookURL": TEXT, "disabled": many(TEXT), "alertLabels": MAP})
+    return closed(
+        {
+            "podMonitor": monitor,
+            "serviceMonitor": monitor,
+            "scrapeAnnotations": FLAG,
+            "rules": rules,
+            "dashboards": closed({"enabled": FLAG, "labels": MAP, "annotations": MAP}),
+            "prometheusAddress": TEXT,
+        }
+    )
+
+
+def values() -> Schema:
+    """The whole schema."""
+    image = closed(
+        {
+            "repository": text(pattern=".+"),
+            "tag": TEXT,
+            "digest": text(pattern="^(sha256:[0-9a-f]{64})?$"),
+            "pullPolicy": text("Always", "IfNotPresent", "Never"),
+        }
+    )
+    account = closed({"create": FLAG, "name": TEXT, "annotations": MAP})
+    key_secret = closed({"name": TEXT, "key": TEXT})
+    ingress = closed(
+        {
+            "enabled": FLAG,
+            "className": TEXT,
+            "annotations": MAP,
+            "hosts": many(closed({"host": TEXT, "path": TEXT, "model": NAME}, ("host",))),
+            "tls": many(closed({"secretName": TEXT, "hosts": many(TEXT)})),
+        }
+    )
+    issuer = closed({"name": TEXT, "kind": TEXT, "group": TEXT})
+    pools = {
+        role: closed(
+            {
+                "defaults": pool(role, named=False),
+                "pools": many(pool(role, named=True)) | ({"minItems": 1} if role == "decode" else {}),
+            }
+        )
+        for role in ("prefill", "decode")
+    }
+    # A setting for all workers must be one that both kinds have.
+    decode_settings = settings(DecodeWorkerConfig)["properties"]
+    shared = {
+        name: field for name, field in settings(PrefillWorkerConfig)["properties"].items() if name in decode_settings
+    }
+    definitions = {
+        "routerSettings": settings(RouterConfig),
+        "prefillSettings": settings(PrefillWorkerConfig),
+        "decodeSettings": settings(DecodeWorkerConfig),
+        "workerSettings": closed(shared),
+        "router": router(),
+    }
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Values of the Diptych chart; written by make docs",
+        "definitions": definitions,
+        **closed(
+            {
+                "global": FREE,
+                "nameOverride": TEXT,
+                "fullnameOverride": TEXT,
+                "commonLabels": MAP,
+                "imagePullSecrets": many(closed({"name": TEXT}, ("name",))),
+                "images": closed({"router": image, "worker": image}),
+                "models": many(model()) | {"minItems": 1},
+                "router": ref("router"),
+                "workers": pool("", named=False),
+                **pools,
+                "discovery": closed({"type": text("kubernetes", "dns")}),
+                "apiKeys": closed({"existingSecret": TEXT, "key": TEXT}),
+                "curve": closed({"existingSecret": TEXT, "key": TEXT, "authorizedKey": TEXT}),
+                "tls": closed(
+                    {
+                        "existingSecret": TEXT,
+                        "certManager": closed({"enabled": FLAG, "issuerRef": issuer, "dnsNames": many(TEXT)}),
+                    }
+                ),
+                "serviceAccount": closed({"router": account, "worker": account}),
+                "rbac": closed({"create": FLAG}),
+                "podDeletionCost": closed({"enabled": FLAG, "admissionPolicy": FLAG}),
+                "networkPolicy": network(),
+                "ingress": ingress,
+                "httpRoute": gateway(),
+                "inferencePool": closed(
+                    {"enabled": FLAG, "endpointPicker": closed({"name": TEXT, "port": whole(1, 65535)})}
+                ),
+                "monitoring": monitoring(),
+                "test": closed({"apiKeySecret": key_secret, "timeoutSeconds": whole(1, 3600)}),
+            }
+        ),
+    }
+
+
+def render() -> str:
+    """The file's text."""
+    return json.dumps(values(), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")

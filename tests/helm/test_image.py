@@ -1,0 +1,139 @@
+"""The Dockerfile: linted, and its pip steps run as they stand, in environments that did not exist before."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+INSTALL_TIMEOUT_S = 900
+
+
+@pytest.fixture(scope="module")
+def stages(pytestconfig: pytest.Config) -> dict[str, list[tuple[str, str]]]:
+    """Stage -> (instruction, rest), continued lines joined and comments dropped."""
+    text = (pytestconfig.rootpath / "Dockerfile").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
+    found: dict[str, list[tuple[str, str]]] = {}
+    name = ""
+    for line in joined:
+        instruction, _, rest = line.partition(" ")
+        if instruction == "FROM":
+            name = rest.rpartition(" AS ")[2]
+        found.setdefault(name, []).append((instruction, rest.strip()))
+    return found
+
+
+def pins(repository: Path) -> dict[str, Version]:
+    lines = (repository / "image-constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {name.lower().replace("_", "-"): Version(version) for name, version in pairs}
+
+
+def test_the_linter_finds_nothing(repository: Path) -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    if not hadolint.exists():
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run([str(hadolint), "Dockerfile"], cwd=repository, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_both_images_run_as_nobody_in_particular(stages: dict[str, list[tuple[str, str]]]) -> None:
+    for target in ("router", "worker"):
+        instructions = dict(stages[target])
+        assert instructions["FROM"].startswith("base")
+        assert instructions["USER"] == "10001:10001"
+        assert instructions["ENTRYPOINT"] == '["diptych"]'
+        assert "/health" in instructions["HEALTHCHECK"]
+        assert instructions["VOLUME"] == "/var/cache/diptych"
+        order = [instruction for instruction, _ in stages[target]]
+        assert order.index("USER") > max(i for i, each in enumerate(order) if each == "RUN")
+    labels = dict(stages["base"])["LABEL"]
+    for label in ("title", "version", "revision", "licenses"):
+        assert f"org.opencontainers.image.{label}=" in labels
+    bases = {rest for name in stages for instruction, rest in stages[name] if instruction == "FROM"}
+    assert {base.partition(" ")[0] for base in bases} == {"${PYTHON_IMAGE}", "base"}
+
+
+def test_the_build_sees_all_code_and_nothing_else(repository: Path) -> None:
+    lines = (repository / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in lines
+    allowed = {line[1:] for line in lines if line.startswith("!")}
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = set(project["tool"]["setuptools"]["package-dir"].values())
+    assert allowed == folders | {"pyproject.toml", "image-constraints.txt", "README.md", "LICENSE"}
+
+
+def test_every_dependency_is_pinned_within_its_range(repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [line for name in ("router", "worker", "hub") for line in project["optional-dependencies"][name]]
+    held = pins(repository)
+    for line in (*project["dependencies"], *extras):
+        requirement = Requirement(line)
+        name = requirement.name.lower().replace("_", "-")
+        assert name in held, f"{name} is not in image-constraints.txt"
+        assert requirement.specifier.contains(held[name]), f"{line} does not allow {held[name]}"
+    tested = (repository / "constraints.txt").read_text(encoding="utf-8")
+    assert f"torch=={held['torch']}" in tested
+
+
+def pip_command(stages: dict[str, list[tuple[str, str]]], target: str) -> str:
+    """The shell command of the stage that calls pip, without what BuildKit mounts."""
+    (command,) = [rest for instruction, rest in stages[target] if instruction == "RUN" and "pip " in rest]
+    return re.sub(r"--mount=\S+\s*", "", command)
+
+
+def build(command: str, environment: Path, source: Path, wheels: Path) -> None:
+    """Run a stage's command with this environment's python, and its paths turned into ours."""
+    places = {
+        "/wheels": str(wheels),
+        "/etc/diptych/constraints.txt": str(source / "image-constraints.txt"),
+        "python -m pip": f"{environment / 'bin' / 'python'} -m pip --disable-pip-version-check --quiet",
+    }
+    for place, here in places.items():
+        command = command.replace(place, here)
+    done = subprocess.run(
+        ["sh", "-ec", command], cwd=source, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("target", ("router", "worker"))
+def test_the_pip_steps_bring_exactly_the_pinned_versions(
+    stages: dict[str, list[tuple[str, str]]], repository: Path, tmp_path: Path, target: str
+) -> None:
+    source, wheels, environment = tmp_path / "source", tmp_path / "wheels", tmp_path / "venv"
+    source.mkdir()
+    for line in (repository / ".dockerignore").read_text(encoding="utf-8").splitlines():
+        if line.startswith("!"):
+            here = repository / line[1:]
+            copy = shutil.copytree if here.is_dir() else shutil.copy
+            copy(here, source / line[1:])
+    venv.create(environment, with_pip=True)
+    build(pip_command(stages, "wheel"), environment, source, wheels)
+    build(pip_command(stages, target), environment, source, wheels)
+
+    python = str(environment / "bin" / "python")
+    freeze = subprocess.run([python, "-m", "pip", "freeze"], capture_output=True, text=True, timeout=120, check=True)
+    held = pins(repository)
+    for line in freeze.stdout.splitlines():
+        name, _, version = line.partition("==")
+        if version and not name.startswith(("nvidia", "triton", "cuda")):  # torch pins those itself
+            assert held[name.lower().replace("_", "-")] == Version(Version(version).public)
+    has_torch = subprocess.run([python, "-c", "import torch"], capture_output=True, timeout=120).returncode == 0
+    assert has_torch == (target == "worker")
+    command = {"router": ["router"], "worker": ["decode-worker"]}[target]
+    diptych = str(environment / "bin" / "diptych")
+    subprocess.run([diptych, *command, "--help"], capture_output=True, timeout=120, check=True)
+    subprocess.run([diptych, "fetch", "tiny-random"], capture_output=True, timeout=120, check=True)

@@ -1,0 +1,354 @@
+"""What one rendered object says of another is true, and every pod is as confined as it can be."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.common.config import Sources
+from diptych.common.config_field import fields_of
+from diptych.common.settings import CONFIG_CLASSES
+
+from .chart import EXAMPLES, Object, Rendered, containers, render
+
+pytestmark = pytest.mark.helm
+
+CONTROL, KV, HTTP = 7001, 7002, 7003
+SAFE_VOLUMES = {"configMap", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+MARGIN_S = 15
+
+
+@pytest.fixture(scope="module", params=("", *EXAMPLES), ids=lambda name: name or "default")
+def rendered(request: pytest.FixtureRequest, helm4: Path) -> Rendered:
+    return render(helm4, *((request.param,) if request.param else ()))
+
+
+def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+def matched(rendered: Rendered, selector: dict[str, str]) -> list[Object]:
+    return [pod for _, pod in rendered.pods() if selects(selector, pod["metadata"]["labels"])]
+
+
+def ports_of(pod: Object) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for each in pod["spec"]["containers"] for port in each.get("ports", ())}
+
+
+def settings_of(rendered: Rendered, deployment: Object) -> dict[str, Any]:
+    """The one section of the configuration file that a Deployment's pods read."""
+    spec = deployment["spec"]["template"]["spec"]
+    name = next(volume["configMap"]["name"] for volume in spec["volumes"] if volume["name"] == "config")
+    table = tomllib.loads(rendered.named("ConfigMap", name)["data"]["diptych.toml"])
+    assert len(table) == 1
+    return next(iter(table.values()))
+
+
+def test_object_names_are_unique_and_everything_is_in_the_namespace(rendered: Rendered) -> None:
+    names = [(item["kind"], item["metadata"]["name"]) for item in rendered.objects]
+    assert len(names) == len(set(names))
+    assert all(len(name) <= 63 for kind, name in names if kind != "ValidatingAdmissionPolicy")
+    cluster_wide = {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
+    assert {item["metadata"].get("namespace") for item in rendered.objects if item["kind"] not in cluster_wide} == {
+        "llm"
+    }
+
+
+def test_deployments_select_their_own_pods_and_no_others(rendered: Rendered) -> None:
+    for deployment in rendered.of("Deployment"):
+        found = matched(rendered, deployment["spec"]["selector"]["matchLabels"])
+        assert found == [deployment["spec"]["template"]], deployment["metadata"]["name"]
+
+
+def test_services_lead_to_ports_that_exist(rendered: Rendered) -> None:
+    for service in rendered.of("Service"):
+        pods = matched(rendered, service["spec"]["selector"])
+        assert len(pods) == 1, service["metadata"]["name"]
+        ports = ports_of(pods[0])
+        for port in service["spec"]["ports"]:
+            assert port["targetPort"] in ports
+            if service["spec"].get("clusterIP") == "None":  # a headless Service cannot translate ports
+                assert port["port"] == ports[port["targetPort"]]
+
+
+def test_worker_services_name_their_ports_as_discovery_wants_them(rendered: Rendered) -> None:
+    for deployment in rendered.of("Deployment"):
+        role = deployment["metadata"]["labels"]["app.kubernetes.io/component"]
+        service = rendered.named("Service", deployment["metadata"]["name"])
+        ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+        if role == "router":
+            assert list(ports) == ["http"]
+            continue
+        assert ports == {"control": CONTROL, "http": HTTP} | ({"kv": KV} if role == "decode" else {})
+        assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_routers_look_for_services_that_exist(rendered: Rendered) -> None:
+    services = {item["metadata"]["name"]: item for item in rendered.of("Service")}
+    found: list[str] = []
+    for deployment in rendered.of("Deployment"):
+        if deployment["metadata"]["labels"]["app.kubernetes.io/component"] != "router":
+            continue
+        settings = settings_of(rendered, deployment)
+        assert settings["discovery_namespace"] == deployment["metadata"]["namespace"]
+        for role in ("prefill", "decode"):
+            for name in settings[f"{role}_services"]:
+                labels = services[name]["metadata"]["labels"]
+                assert labels["app.kubernetes.io/component"] == role
+                assert labels["diptych/model"] == deployment["metadata"]["labels"]["diptych/model"]
+                found.append(name)
+    workers = {name for name, item in services.items() if item["spec"].get("clusterIP") == "None"}
+    assert sorted(found) == sorted(workers)
+
+
+def test_settings_are_what_the_processes_read(rendered: Rendered, tmp_path: Path) -> None:
+    classes = {cls.section: cls for cls in CONFIG_CLASSES}
+    for deployment in rendered.of("Deployment"):
+        name = deployment["metadata"]["name"]
+        file = tmp_path / f"{name}.toml"
+        file.write_text(rendered.named("ConfigMap", name)["data"]["diptych.toml"])
+        container = deployment["spec"]["template"]["spec"]["containers"][0]
+        assert container["args"] == ["--config", "/etc/diptych/config/diptych.toml"]
+        section = next(iter(tomllib.loads(file.read_text())))
+        cls = classes[section]
+        assert container["command"] == ["diptych", section.replace("_", "-")]
+        fixed = {"name": "10.0.0.1", "DIPTYCH_ADVERTISE_HOST": "10.0.0.1", "DIPTYCH_THREADS": "4"}
+        names = [variable["name"] for variable in container["env"] if variable["name"].startswith("DIPTYCH_")]
+        environ = {variable: fixed.get(variable, "x") for variable in names}
+        values = Sources.open(str(file), environ, cls).values(cls)
+        config = cls(**values)  # refuses what is out of range
+        assert {field.name for field in fields_of(cls)} >= values.keys()
+        assert getattr(config, "host", "") == "0.0.0.0"
+
+
+def test_the_grace_period_covers_the_drain(rendered: Rendered) -> None:
+    for deployment in rendered.of("Deployment"):
+        spec = deployment["spec"]["template"]["spec"]
+        pause = spec["containers"][0].get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        drain = settings_of(rendered, deployment)["drain_timeout_s"]
+        assert spec["terminationGracePeriodSeconds"] == pause + drain + MARGIN_S
+
+
+def test_every_probe_asks_its_own_question(rendered: Rendered) -> None:
+    for deployment in rendered.of("Deployment"):
+        container = deployment["spec"]["template"]["spec"]["containers"][0]
+        paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
+        assert {probe["httpGet"]["port"] for name, probe in container.items() if name.endswith("Probe")} == {"http"}
+        role = deployment["metadata"]["labels"]["app.kubernetes.io/component"]
+        assert paths["liveness"] == "/health"
+        assert paths["startup"] == ("/health" if role == "router" else "/ready")
+        if role != "router":
+            assert paths["readiness"] == "/ready"
+
+
+def test_a_router_before_empty_pools_takes_requests(helm4: Path) -> None:
+    def path(rendered: Rendered) -> str:
+        routers = [item for item in rendered.of("Deployment") if "-router-" in item["metadata"]["name"]]
+        return str(routers[0]["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["path"])
+
+    assert path(render(helm4)) == "/ready"
+    assert path(render(helm4, "many-nodes")) == "/health"
+    assert path(render(helm4, "many-nodes", over={"router": {"readiness": "workers"}})) == "/ready"
+
+
+def test_autoscalers_and_budgets_have_targets_and_each_target_one_master(rendered: Rendered) -> None:
+    deployments = {item["metadata"]["name"]: item for item in rendered.of("Deployment")}
+    scaled = [item["spec"]["scaleTargetRef"]["name"] for item in rendered.of("HorizontalPodAutoscaler", "ScaledObject")]
+    assert len(scaled) == len(set(scaled))
+    for name, deployment in deployments.items():
+        assert ("replicas" in deployment["spec"]) == (name not in scaled)
+    assert set(scaled) <= set(deployments)
+    budgets = rendered.of("PodDisruptionBudget")
+    assert {budget["metadata"]["name"] for budget in budgets} == set(deployments)
+    for budget in budgets:
+        assert len(matched(rendered, budget["spec"]["selector"]["matchLabels"])) == 1
+        assert ("minAvailable" in budget["spec"]) != ("maxUnavailable" in budget["spec"])
+
+
+def test_keda_never_scales_on_a_metric_that_is_lost(rendered: Rendered) -> None:
+    for item in rendered.of("ScaledObject"):
+        spec = item["spec"]
+        assert spec["fallback"]["behavior"] == "currentReplicas"
+        assert {trigger["name"] for trigger in spec["triggers"]} >= {"load"}
+        for trigger in spec["triggers"]:
+            assert all(isinstance(value, str) for value in trigger["metadata"].values())
+            if trigger["type"] == "prometheus":
+                assert trigger["metadata"]["ignoreNullValues"] == "false"
+                assert "avg(" not in trigger["metadata"]["query"]
+
+
+def test_every_pod_is_restricted(rendered: Rendered) -> None:
+    """Kubernetes' Pod Security Standard "restricted", and a read-only root file system besides."""
+    for name, pod in rendered.pods():
+        spec = pod["spec"]
+        context = spec["securityContext"]
+        assert context["runAsNonRoot"] is True and context["runAsUser"] > 0, name
+        assert context["seccompProfile"]["type"] == "RuntimeDefault"
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        assert spec["enableServiceLinks"] is False
+        for container in containers(pod):
+            own = container["securityContext"]
+            assert own["allowPrivilegeEscalation"] is False and own["readOnlyRootFilesystem"] is True
+            assert own["capabilities"] == {"drop": ["ALL"]} and own["runAsNonRoot"] is True
+            assert not {"privileged", "procMount", "runAsUser"} & own.keys()
+            assert "hostPort" not in str(container.get("ports"))
+        for volume in spec["volumes"]:
+            # OCI images count as safe since Kubernetes 1.33, which the chart wants for them.
+            assert set(volume) - {"name"} <= SAFE_VOLUMES | {"image"}
+
+
+def test_mounts_have_volumes_and_what_is_written_to_is_writable(rendered: Rendered) -> None:
+    for name, pod in rendered.pods():
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        mounted = {mount["name"] for container in containers(pod) for mount in container["volumeMounts"]}
+        assert mounted == set(volumes), name
+        for container in containers(pod):
+            if container["command"][0] == "diptych":
+                paths = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+                assert {"/var/cache/diptych", "/tmp"} <= paths
+                homes = {each["name"]: each.get("value", "") for each in container["env"]}
+                assert all(homes[key].startswith("/var/cache/diptych") for key in ("HOME", "DIPTYCH_CACHE", "HF_HOME"))
+
+
+def test_config_maps_that_pods_read_exist(rendered: Rendered) -> None:
+    names = {item["metadata"]["name"] for item in rendered.of("ConfigMap")}
+    for _, pod in rendered.pods():
+        assert {v["configMap"]["name"] for v in pod["spec"]["volumes"] if "configMap" in v} <= names
+    secrets = {v["secret"]["secretName"] for _, pod in rendered.pods() for v in pod["spec"]["volumes"] if "secret" in v}
+    made = {item["spec"]["secretName"] for item in rendered.of("Certificate")}
+    # No Secret is made by the chart but through cert-manager: the others are the user's.
+    assert secrets - made <= {"diptych-api-keys", "diptych-curve"}
+    assert not rendered.of("Secret")
+
+
+def test_a_changed_setting_rolls_the_pods(helm4: Path) -> None:
+    def checksum(**settings: Any) -> str:
+        rendered = render(helm4, over={"decode": {"defaults": {"settings": settings}}})
+        template = rendered.named("Deployment", "demo-diptych-decode-default")["spec"]["template"]
+        return str(template["metadata"]["annotations"]["checksum/config"])
+
+    assert checksum() == checksum()
+    assert checksum() != checksum(max_num_seqs=8)
+
+
+def allowed(rendered: Rendered, source: dict[str, str], target: dict[str, str], port: int) -> bool:
+    """Whether the NetworkPolicies let a pod with labels `source` reach `port` of one with labels `target`."""
+
+    def lets(direction: str, here: dict[str, str], peer: dict[str, str]) -> bool:
+        side = "from" if direction == "ingress" else "to"
+        policies = [
+            p["spec"] for p in rendered.of("NetworkPolicy") if selects(p["spec"]["podSelector"]["matchLabels"], here)
+        ]
+        if not policies:
+            return True
+        for rule in (rule for policy in policies for rule in policy[direction]):
+            peers = rule.get(side)
+            named = peers is None or any(
+                "podSelector" in each
+                and "namespaceSelector" not in each
+                and selects(each["podSelector"]["matchLabels"], peer)
+                for each in peers
+            )
+            if named and any(each["port"] == port for each in rule["ports"]):
+                return True
+        return False
+
+    return lets("egress", source, target) and lets("ingress", target, source)
+
+
+def test_network_policies_open_exactly_the_ways_that_are_used(rendered: Rendered) -> None:
+    roles: dict[str, dict[str, str]] = {}
+    for _, pod in rendered.pods():
+        roles.setdefault(pod["metadata"]["labels"]["app.kubernetes.io/component"], pod["metadata"]["labels"])
+    ways = {
+        (source, target, port)
+        for source in roles
+        for target in roles
+        for port in (8000, CONTROL, KV, HTTP)
+        if allowed(rendered, roles[source], roles[target], port)
+    }
+    assert ways == {
+        ("router", "prefill", CONTROL),
+        ("router", "decode", CONTROL),
+        ("prefill", "decode", KV),
+        ("decode", "decode", KV),
+        ("test", "router", 8000),
+        ("test", "prefill", HTTP),
+        ("test", "decode", HTTP),
+    }
+    used = {port for _, pod in rendered.pods() for port in ports_of(pod).values()}
+    assert used == {8000, CONTROL, KV, HTTP}
+
+
+def test_rights_are_the_least_that_work(rendered: Rendered, request: pytest.FixtureRequest) -> None:
+    bound = {binding["roleRef"]["name"]: binding["subjects"][0]["name"] for binding in rendered.of("RoleBinding")}
+    accounts = {item["metadata"]["name"] for item in rendered.of("ServiceAccount")}
+    assert set(bound.values()) <= accounts
+    rights = {role["metadata"]["name"]: role["rules"] for role in rendered.of("Role")}
+    expected = [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}]
+    assert rights.pop("demo-diptych-router") == expected
+    token_users = {
+        pod["spec"]["serviceAccountName"] for _, pod in rendered.pods() if pod["spec"]["automountServiceAccountToken"]
+    }
+    if rights:
+        assert rights == {"demo-diptych-worker": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}]}
+        assert rendered.of("ValidatingAdmissionPolicy")
+    assert token_users == set(bound.values())
+    assert not rendered.of("ClusterRole", "ClusterRoleBinding")
+
+
+def test_routes_end_at_routers(rendered: Rendered) -> None:
+    services = {item["metadata"]["name"]: item for item in rendered.of("Service")}
+    for ingress in rendered.of("Ingress"):
+        for rule in ingress["spec"]["rules"]:
+            for path in rule["http"]["paths"]:
+                backend = path["backend"]["service"]
+                names = [port["name"] for port in services[backend["name"]]["spec"]["ports"]]
+                assert backend["port"]["name"] in names
+    for route in rendered.of("HTTPRoute"):
+        own = [
+            backend for rule in route["spec"]["rules"] for backend in rule["backendRefs"] if backend["name"] in services
+        ]
+        assert own and all(backend["port"] == 80 for backend in own)
+
+
+def test_a_gpu_pod_asks_for_its_device_and_computes_on_it(helm4: Path) -> None:
+    for vendor, resource in (("nvidia", "nvidia.com/gpu"), ("amd", "amd.com/gpu")):
+        rendered = render(helm4, over={"decode": {"pools": [{"name": "gpu", "accelerator": {"vendor": vendor}}]}})
+        deployment = rendered.named("Deployment", "demo-diptych-decode-gpu")
+        assert deployment["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"][resource] == 1
+        assert settings_of(rendered, deployment)["device"] == "cuda"
+        names = [variable["name"] for variable in deployment["spec"]["template"]["spec"]["containers"][0]["env"]]
+        assert "DIPTYCH_THREADS" not in names
+
+
+def test_pools_inherit_and_override(helm4: Path) -> None:
+    over = {
+        "workers": {"settings": {"block_size": 32, "enable_prefix_caching": True}, "drainSeconds": 100},
+        "decode": {
+            "defaults": {"settings": {"max_num_seqs": 1000000 // 1000}, "drainSeconds": 200},
+            "pools": [
+                {"name": "a"},
+                {
+                    "name": "b",
+                    "drainSeconds": 0,
+                    "settings": {"block_size": 64, "enable_prefix_caching": False, "watermark": 0.25},
+                    "topologySpread": [],
+                    "pdb": {"enabled": False},
+                    "shm": {"enabled": False},
+                },
+            ],
+        },
+    }
+    rendered = render(helm4, over=over)
+    a, b = (settings_of(rendered, rendered.named("Deployment", f"demo-diptych-decode-{name}")) for name in "ab")
+    assert (a["block_size"], a["enable_prefix_caching"], a["drain_timeout_s"]) == (32, True, 200)
+    assert (b["block_size"], b["enable_prefix_caching"], b["drain_timeout_s"]) == (64, False, 0)
+    assert b["watermark"] == 0.25 and a["max_num_seqs"] == b["max_num_seqs"] == 1000
+    assert isinstance(b["max_num_seqs"], int)
+    spec = rendered.named("Deployment", "demo-diptych-decode-b")["spec"]["template"]["spec"]
+    assert "topologySpreadConstraints" not in spec and "shm" not in [volume["name"] for volume in spec["volumes"]]
+    assert "demo-diptych-decode-b" not in [item["metadata"]["name"] for item in rendered.of("PodDisruptionBudget")]

@@ -1,0 +1,204 @@
+"""A real Prometheus scrapes a real stack under load: every expression of the chart says something, and one thing."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from .chart import NAMESPACE, Rendered, render
+from .cluster import Cluster, loopback_address, running, small_values
+from .test_rules import dashboard_expressions
+
+pytestmark = [pytest.mark.helm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_REQUESTS, AT_ONCE = 40, 8
+READY_TIMEOUT_S = 60.0
+# Panels of what does not happen in a healthy system: they may show nothing.
+RARE = {
+    "overview: Moves to another worker",
+    "overview: Given up",
+    "transfer: Failed",
+    "transfer: Streams handed over",
+}
+KEDA = {"type": "keda", "minReplicas": 0}
+MODELS = [{"name": "tiny", "source": {"type": "hub", "id": "tiny-random"}, "slo": {"ttftMs": 60000, "tpotMs": 60000}}]
+
+
+def values(trigger: str) -> dict[str, Any]:
+    base = small_values(models=MODELS)
+    base["workers"]["autoscaling"] = KEDA | {"kedaTrigger": trigger}
+    return base
+
+
+@pytest.fixture(scope="module")
+def rendered(helm4: Path) -> Rendered:
+    return render(helm4, "laptop", over=values("prometheus"))
+
+
+def scrape_config(cluster: Cluster) -> list[dict[str, Any]]:
+    """What the operator would make of the PodMonitors: the same relabelings over the same pod labels."""
+    jobs = []
+    for monitor in cluster.rendered.of("PodMonitor"):
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        targets = []
+        for name, container in cluster.containers.items():
+            labels = cluster.rendered.named("Deployment", name)["spec"]["template"]["metadata"]["labels"]
+            if not wanted.items() <= labels.items():
+                continue
+            ports = {port["name"]: port["containerPort"] for port in container.spec["containers"][0]["ports"]}
+            meta = {"__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", key): str(labels[key]) for key in labels}
+            meta |= {"namespace": NAMESPACE, "pod": f"{name}-0"}
+            targets.append({"targets": [f"{container.address}:{ports[endpoint['port']]}"], "labels": meta})
+        relabelings = [
+            {"source_labels": each["sourceLabels"], "target_label": each["targetLabel"]}
+            for each in endpoint["relabelings"]
+        ]
+        jobs.append(
+            {
+                "job_name": monitor["metadata"]["name"],
+                "metrics_path": endpoint["path"],
+                "static_configs": targets,
+                "relabel_configs": relabelings,
+            }
+        )
+    return jobs
+
+
+class Prometheus:
+    """A Prometheus of our own with a client to ask it."""
+
+    def __init__(self, program: str, cluster: Cluster, folder: Path) -> None:
+        (rules,) = cluster.rendered.of("PrometheusRule")
+        (folder / "rules.yaml").write_text(yaml.safe_dump({"groups": rules["spec"]["groups"]}))
+        times = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config = {"global": times, "rule_files": ["rules.yaml"], "scrape_configs": scrape_config(cluster)}
+        (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        self.url = f"http://{loopback_address()}:9090"
+        flags = [f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}"]
+        self.log = (folder / "log").open("wb")
+        listen = f"--web.listen-address={self.url.removeprefix('http://')}"
+        self.process = subprocess.Popen([program, *flags, listen], stdout=self.log, stderr=subprocess.STDOUT)
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        reply = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=30, trust_env=False)
+        assert reply.status_code == 200, f"{expression}: {reply.text}"
+        return [(each["metric"], float(each["value"][1])) for each in reply.json()["data"]["result"]]
+
+    def wait(self, expression: str) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while True:
+            try:
+                if self.query(expression):
+                    return
+            except httpx.TransportError:
+                assert self.process.poll() is None, "Prometheus ended"
+            assert time.monotonic() < deadline, expression
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(rendered: Rendered, prometheus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(rendered, tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def scraped(cluster: Cluster, prometheus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    server = Prometheus(prometheus, cluster, tmp_path_factory.mktemp("prometheus"))
+    try:
+        server.wait(f'count(up{{diptych_release="demo"}} == 1) == {len(cluster.containers)}')
+        load(cluster)
+        time.sleep(3)  # two more scrapes
+        server.wait("diptych:requests:rate5m > 0")
+        yield server
+    finally:
+        server.stop()
+
+
+def load(cluster: Cluster) -> None:
+    """Prompts long enough for both pools, some of them with a prefix in common."""
+    (router,) = cluster.of("router")
+
+    def ask(number: int) -> int:
+        prompt = "a common beginning that is longer than a block " * 3 + f"{number:03d} " * (20 + number % 5)
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+        url = f"http://{router.address}:8000/v1/completions"
+        return httpx.post(url, json=body, timeout=120, trust_env=False).status_code
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        assert set(pool.map(ask, range(NUM_REQUESTS))) == {200}
+
+
+def test_every_panel_shows_finite_numbers(scraped: Prometheus) -> None:
+    empty, odd = [], []
+    for panel, expression in dashboard_expressions():
+        found = scraped.query(expression)
+        if not found and panel not in RARE:
+            empty.append(f"{panel}: {expression}")
+        odd += [f"{panel}: {value} of {labels}" for labels, value in found if not math.isfinite(value)]
+    assert not empty, "\n".join(empty)
+    assert not odd, "\n".join(odd)
+
+
+def test_every_autoscaler_expression_is_one_finite_number(scraped: Prometheus, rendered: Rendered) -> None:
+    triggers = [trigger for item in rendered.of("ScaledObject") for trigger in item["spec"]["triggers"]]
+    assert len(triggers) == 6
+    for trigger in triggers:
+        found = scraped.query(trigger["metadata"]["query"])
+        assert len(found) == 1 and math.isfinite(found[0][1]), f"{trigger['name']}: {found}"
+
+
+def test_every_record_is_there_and_no_alert_fires(scraped: Prometheus, rendered: Rendered) -> None:
+    (rules,) = rendered.of("PrometheusRule")
+    for rule in rules["spec"]["groups"][0]["rules"]:
+        found = scraped.query(rule["record"])
+        # No request has failed or was turned away: a ratio of nothing is nothing.
+        if not rule["record"].startswith(("diptych:errors", "diptych:rejected")):
+            assert found and all(math.isfinite(value) for _, value in found), rule["record"]
+    assert scraped.query('ALERTS{alertstate="firing"}') == []
+
+
+def test_every_metrics_api_trigger_finds_its_value(cluster: Cluster, helm4: Path) -> None:
+    """KEDA takes the first sample whose labels have the given values, over plain HTTP."""
+    (router,) = cluster.of("router")
+    text = httpx.get(f"http://{router.address}:8000/metrics", timeout=30, trust_env=False).text
+    scaled = render(helm4, "laptop", over=values("metrics-api")).of("ScaledObject")
+    triggers = [trigger["metadata"] for item in scaled for trigger in item["spec"]["triggers"]]
+    assert len(triggers) == 4
+    for trigger in triggers:
+        name, _, selector = trigger["valueLocation"].partition("{")
+        labels = selector.rstrip("}").split(",")
+        lines = [
+            line for line in text.splitlines() if line.startswith(name + "{") and all(each in line for each in labels)
+        ]
+        assert len(lines) == 1 and math.isfinite(float(lines[0].rsplit(" ", 1)[1])), trigger["valueLocation"]
+
+
+def test_a_pool_that_nobody_reports_is_an_error_unless_it_is_empty(scraped: Prometheus, rendered: Rendered) -> None:
+    """Lost series: no answer, so nothing scales. A pool that the routers know to be empty: zero."""
+    (load_trigger,) = [
+        trigger["metadata"]["query"]
+        for item in rendered.of("ScaledObject")
+        for trigger in item["spec"]["triggers"]
+        if trigger["name"] == "load" and "decode" in item["metadata"]["name"]
+    ]
+    assert scraped.query(load_trigger.replace("diptych_decode_pressure", "diptych_lost_metric")) == []
+    emptied = load_trigger.replace("diptych_decode_pressure", "diptych_lost_metric")
+    emptied = emptied.replace('role="decode"}', 'role="decode",state="dead"}')
+    assert [value for _, value in scraped.query(emptied)] == [0.0]

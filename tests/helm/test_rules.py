@@ -1,0 +1,139 @@
+"""Every PromQL expression parses, every alert fires when it must and only then, and every alert has its runbook."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+
+from .alert_cases import CASES, RECORDS
+from .chart import CHART, EXAMPLES, render
+
+pytestmark = pytest.mark.helm
+
+VARIABLES = {"$namespace": "llm", "$release": "demo", "$model": ".*"}
+Rule = dict[str, Any]
+
+
+def groups_of(helm: Path) -> list[dict[str, Any]]:
+    (rules,) = render(helm).of("PrometheusRule")
+    found: list[dict[str, Any]] = copy.deepcopy(rules["spec"]["groups"])
+    return found
+
+
+def rules_of(helm: Path) -> list[Rule]:
+    return [rule for group in groups_of(helm) for rule in group["rules"]]
+
+
+def dashboard_expressions() -> Iterator[tuple[str, str]]:
+    """(panel, expression) of every dashboard, its variables filled in."""
+    for file in sorted(CHART.glob("dashboards/*.json")):
+        for panel in json.loads(file.read_text(encoding="utf-8"))["panels"]:
+            for target in panel["targets"]:
+                expression = target["expr"]
+                for name, value in VARIABLES.items():
+                    expression = expression.replace(name, value)
+                yield f"{file.stem}: {panel['title']}", expression
+
+
+def scaling_expressions(helm: Path) -> Iterator[tuple[str, str]]:
+    """(ScaledObject and trigger, query) of every KEDA trigger that asks Prometheus."""
+    for example in EXAMPLES:
+        for item in render(helm, example).of("ScaledObject"):
+            for trigger in item["spec"]["triggers"]:
+                if trigger["type"] == "prometheus":
+                    yield f"{item['metadata']['name']}: {trigger['name']}", trigger["metadata"]["query"]
+
+
+def test_every_expression_parses(helm4: Path) -> None:
+    expressions = [rule["expr"] for rule in rules_of(helm4)]
+    expressions += [expression for _, expression in (*dashboard_expressions(), *scaling_expressions(helm4))]
+    assert len(expressions) > 60
+    for expression in expressions:
+        promql_parser.parse(expression)
+
+
+def test_every_expression_uses_metrics_that_exist(helm4: Path, repository: Path) -> None:
+    documented = (repository / "docs" / "metrics.md").read_text(encoding="utf-8")
+    records = {rule["record"] for rule in rules_of(helm4) if "record" in rule}
+    expressions = [rule["expr"] for rule in rules_of(helm4)]
+    expressions += [expression for _, expression in (*dashboard_expressions(), *scaling_expressions(helm4))]
+    triggers = [t for e in EXAMPLES for i in render(helm4, e).of("ScaledObject") for t in i["spec"]["triggers"]]
+    expressions += [trigger["metadata"].get("valueLocation", "") for trigger in triggers]
+    names = {name for text in expressions for name in re.findall(r"(?<![\w$])((?:vllm|diptych)[:_][\w:]+)(?=\{)", text)}
+    assert len(names) > 25
+    for name in names - records:
+        assert f"`{name.removesuffix('_bucket')}`" in documented, name
+
+
+def test_every_alert_has_a_runbook_and_a_case(helm4: Path, repository: Path) -> None:
+    alerts = {rule["alert"]: rule for rule in rules_of(helm4) if "alert" in rule}
+    headings = re.findall(r"^#+ (.*)$", (repository / "docs" / "operations.md").read_text(encoding="utf-8"), flags=re.M)
+    anchors = {heading.strip().lower().replace(" ", "-") for heading in headings}
+    for name, rule in alerts.items():
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert page == "docs/operations.md" and anchor in anchors, f"{name} has no section in docs/operations.md"
+        assert rule["labels"]["severity"] in ("critical", "warning")
+    assert set(CASES) == set(alerts)
+    assert set(RECORDS) == {rule["record"] for rule in rules_of(helm4) if "record" in rule}
+
+
+def test_an_alert_can_be_left_out_and_labelled(helm4: Path) -> None:
+    over = {"disabled": ["DiptychRetries"], "alertLabels": {"team": "ml"}, "runbookURL": "https://example.com/runs"}
+    (rules,) = render(helm4, over={"monitoring": {"rules": over}}).of("PrometheusRule")
+    alerts = {rule["alert"]: rule for rule in rules["spec"]["groups"][1]["rules"]}
+    assert "DiptychRetries" not in alerts and len(alerts) == len(CASES) - 1
+    assert alerts["DiptychErrors"]["labels"] == {"severity": "critical", "team": "ml"}
+    assert alerts["DiptychErrors"]["annotations"]["runbook_url"] == "https://example.com/runs#diptycherrors"
+
+
+def input_series(series: dict[str, str]) -> list[dict[str, str]]:
+    return [{"series": name, "values": values} for name, values in series.items()]
+
+
+def promtool_tests() -> dict[str, Any]:
+    """promtool's own test file: each case alone, so that nothing of one leaks into another."""
+    tests: list[dict[str, Any]] = []
+    for name, case in CASES.items():
+        fired = [{"exp_labels": case.labels | {"severity": case.severity}}]
+        for series, expected in ((case.fires, fired), (case.quiet, [])):
+            check = {"eval_time": f"{case.at}m", "alertname": name, "exp_alerts": expected}
+            tests.append({"interval": "1m", "input_series": input_series(series), "alert_rule_test": [check]})
+    for name, (series, value, labels) in RECORDS.items():
+        shown = ", ".join(f'{key}="{labels[key]}"' for key in sorted(labels))
+        sample = {"labels": f"{{{shown}}}", "value": value}
+        expected = {"expr": f"round({name}, 0.001)", "eval_time": "20m", "exp_samples": [sample]}
+        tests.append({"interval": "1m", "input_series": input_series(series), "promql_expr_test": [expected]})
+    return {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_promtool_finds_nothing_wrong(promtool: str, helm4: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": groups_of(helm4)}), encoding="utf-8")
+    assert f"{len(CASES) + len(RECORDS)} rules found" in run(promtool, "check", "rules", str(file))
+
+
+def test_every_alert_fires_and_keeps_quiet_and_every_record_is_right(
+    promtool: str, helm4: Path, tmp_path: Path
+) -> None:
+    groups = groups_of(helm4)
+    for group in groups:
+        for rule in group["rules"]:
+            rule.pop("annotations", None)  # promtool would want their text repeated here
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups}), encoding="utf-8")
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(promtool_tests()), encoding="utf-8")
+    run(promtool, "test", "rules", str(tmp_path / "tests.yaml"))
