@@ -29,6 +29,7 @@ from diptych.common.model.kv_cache import KVCache
 from diptych.common.model.load import load_model
 from diptych.common.model.runner import ModelRunner
 from diptych.kernels import Linear, quantise
+from diptych.kernels.large_pages import Arena
 from diptych.kernels.native_backend import NativeBackend, native_backend
 
 PROGRAM: Final = "python -m diptych.benchmarks.cpu"
@@ -86,7 +87,7 @@ def best_of(call: Callable[[], object], rounds: int) -> float:
 
 
 def measure_rates(native: NativeBackend, quantization: str, dtype: torch.dtype) -> Rates:
-    memory = torch.ones(2**28, dtype=torch.uint8)  # beyond any cache
+    memory = Arena().take(2**28).fill_(1)  # beyond any cache, in pages as the weights are
     reading = best_of(lambda: native.read(memory), 8)
     plain = multiplication_rate(native, "none", dtype)
     coded = plain if quantization == "none" else multiplication_rate(native, quantization, dtype)

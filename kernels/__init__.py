@@ -7,6 +7,7 @@
     gather_blocks, scatter_blocks           KV blocks to and from a transfer buffer, in 8 bits if wanted
     rms_norm, add_rms_norm, gated           the element-wise steps between the matrix products
     Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8- or 4-bit codes
+    Embedding                               rows of a table, which the head of a tied model may hold
     record, Recorder, Program               a whole forward pass as one native call
 
 KV caches are `[num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head_dim]`, contiguous.
@@ -32,6 +33,7 @@ from diptych.kernels.dispatch import (
     rms_norm,
     rotate_and_write,
 )
+from diptych.kernels.embedding import Embedding
 from diptych.kernels.linear import GatedLinear, Linear, Weight
 from diptych.kernels.native_backend import NativePlan, record
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
@@ -43,6 +45,7 @@ __all__ = [
     "AttentionPlan",
     "Backend",
     "Draw",
+    "Embedding",
     "GatedLinear",
     "KVLayout",
     "Linear",

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from diptych.kernels.large_pages import ARENA
 from diptych.kernels.quantised import QuantisedWeight
 
 PANEL: Final = 32
@@ -119,6 +120,13 @@ def unpack(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
     return _rows(weight.reshape(-1, columns), packed).to(dtype)
 
 
+def packed_rows(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Some rows of dense W, int64 [T], as they were given in `dtype`: [T, in]. Not of a gated product."""
+    pair = PAIR[packed.format]
+    panels = _values(packed.codes, dtype).view(-1, packed.in_features // pair, PANEL, pair)
+    return panels[rows // PANEL, :, rows % PANEL].reshape(-1, packed.in_features)
+
+
 def _panels(rows: Tensor, gated: bool) -> Tensor:
     """Rows in the panels' order, padded with zeros to whole panels."""
     if gated:
@@ -139,7 +147,8 @@ def _rows(panels: Tensor, packed: PackedWeight) -> Tensor:
 
 def _by_group(values: Tensor, groups: int) -> Tensor:
     """[rows, groups] to [panel][group][32]."""
-    return values.view(-1, PANEL, groups).transpose(1, 2).contiguous()
+    panels = values.view(-1, PANEL, groups).transpose(1, 2)
+    return _flat(panels).view(values.dtype).view(panels.shape)
 
 
 def _bias(bias: Tensor | None, gated: bool) -> Tensor | None:
@@ -149,9 +158,7 @@ def _bias(bias: Tensor | None, gated: bool) -> Tensor | None:
 def _flat(panels: Tensor) -> Tensor:
     """Contiguous bytes, aligned to a cache line, with room behind them for what a prefetch names."""
     size = panels.numel() * panels.element_size()
-    raw = torch.empty(size + READ_AHEAD, dtype=torch.uint8)
-    start = -raw.data_ptr() % 64
-    place = raw[start : start + size]
+    place = ARENA.take(size + READ_AHEAD)[:size]
     place.view(panels.dtype).view(panels.shape).copy_(panels)
     return place
 

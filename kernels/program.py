@@ -112,10 +112,13 @@ class Recorder:
     def release(self, buffer: int) -> None:
         self._free.append(buffer)
 
-    def embed(self, table: Tensor, scale: float) -> Tensor:
+    def embed(self, table: Tensor | PackedWeight, scale: float) -> Tensor:
         """Rows of `table` [vocab, width] for the step's token ids, times `scale`."""
-        out = self._slot(table.shape[1], ALL_ROWS)
-        self._add(EMBED, ALL_ROWS, output=out.buffer, width=out.width, weights=(table,), scale=scale)
+        packed = isinstance(table, PackedWeight)
+        out = self._slot(table.in_features if isinstance(table, PackedWeight) else table.shape[1], ALL_ROWS)
+        self._add(
+            *(EMBED, ALL_ROWS), output=out.buffer, width=out.width, weights=(table,), scale=scale, flags=int(packed)
+        )
         return cast(Tensor, out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

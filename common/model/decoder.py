@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from diptych.common.model.batch import ForwardBatch
 from diptych.common.model.config import ModelConfig, RopeConfig
@@ -51,7 +50,7 @@ class Decoder(ABC):
             return self._capped(self._program.run(*index, kv.tensor, batch.plan))
         ropes = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
         step = Step(batch.slots, batch.sampled, batch.plan, kv.tensor, ropes)
-        hidden = functional.embedding(batch.token_ids, self.weights.embedding)
+        hidden = self.weights.embedding(batch.token_ids)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         return self._capped(self.weights.lm_head(self.layers(hidden, step), wide=True))
@@ -69,7 +68,7 @@ class Decoder(ABC):
         """What `forward` does, with slots for tensors: the logits' slot."""
         ropes = {rope: recorder.rope(table.cos, table.sin) for rope, table in self._ropes.items()}
         step = Step(recorder.open, recorder.open, AttentionPlan(), kv, ropes)
-        hidden = recorder.embed(self.weights.embedding, float(self._embedding_scale))
+        hidden = self.weights.embedding.record(recorder, float(self._embedding_scale))
         return self.weights.lm_head(self.layers(hidden, step), wide=True)
 
     @abstractmethod

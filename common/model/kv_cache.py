@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diptych.common.errors import BlockError, ModelError
 from diptych.common.shared_memory import NotShared, SharedMemory
+from diptych.kernels.large_pages import prefer_large_pages
 
 if TYPE_CHECKING:
     from diptych.common.model.config import ModelConfig
@@ -77,6 +78,7 @@ class KVCache:
             except NotShared as error:
                 log.warning("KV memory cannot be shared with this host's decode workers: %s", error)
         pages = self.shared.pages if self.shared else mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        prefer_large_pages(pages)
         self._host = memoryview(pages)[:num_bytes]
         return torch.frombuffer(self._host, dtype=self.dtype).view(shape)
 

@@ -54,7 +54,7 @@ class Oracle:
         self.config, self.model = model.config, model
         self.dtype = dtype or model.dtype
         weights = model.weights
-        self.embedding, self.head = weights.embedding.to(self.dtype), weights.lm_head.weight.to(self.dtype)
+        self.embedding, self.head = weights.embedding.weight.to(self.dtype), weights.lm_head.weight.to(self.dtype)
         self.matrices = [
             tuple(linear.weight.to(self.dtype) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
             for layer in weights.layers

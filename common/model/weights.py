@@ -12,7 +12,7 @@ from torch import Tensor
 from diptych.common.errors import ModelError
 from diptych.common.model.config import ModelConfig
 from diptych.common.model.quantization import Quantization
-from diptych.kernels import GatedLinear, Linear, QuantisedWeight, Weight, quantise, stack
+from diptych.kernels import Embedding, GatedLinear, Linear, QuantisedWeight, Weight, quantise, stack
 
 L = TypeVar("L", bound=Linear)
 
@@ -63,7 +63,7 @@ class LayerWeights:
 class ModelWeights:
     """embedding [vocab, hidden]; lm_head multiplies by the same when they are tied. rope_factors: see `rope`."""
 
-    embedding: Tensor
+    embedding: Embedding
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     lm_head: Linear
@@ -86,16 +86,18 @@ class Assembler:
 
     def assemble(self) -> ModelWeights:
         config = self.config
-        embedding = self.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        table = self.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
         if self.quantization is Quantization.NONE and config.tie_embeddings:
-            head: Weight = embedding
+            head = Linear(table)
+            embedding = Embedding.tied(table, head)
         else:
-            head = self.weight({name: config.vocab_size}, config.hidden_size, self.quantization.head)
+            weight = self.weight({name: config.vocab_size}, config.hidden_size, self.quantization.head)
+            head, embedding = Linear(weight, dtype=self.dtype), Embedding(table)
         norm = self.norm("model.norm.weight", config.hidden_size)
         layers = tuple(self.layer(f"model.layers.{i}.") for i in range(config.num_layers))
         factors = self.source.read("rope_factors").float() if self.source.has("rope_factors") else None
-        return ModelWeights(embedding, layers, norm, Linear(head, dtype=self.dtype), factors)
+        return ModelWeights(embedding, layers, norm, head, factors)
 
     def layer(self, prefix: str) -> LayerWeights:
         config, hidden = self.config, self.config.hidden_size

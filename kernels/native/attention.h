@@ -11,6 +11,7 @@ namespace diptych {
 
 constexpr int TILE = 64;              // keys per tile
 constexpr int VECTORS = TILE / LANES; // accumulators per row of a score tile
+constexpr float LOG2_E = 1.44269504088896341f;
 
 struct Shape {
     int64_t num_layers, num_kv_heads, block_size, head_dim, num_heads;
@@ -25,58 +26,196 @@ struct Span { // of the plan: see native_backend.py
     int64_t row, count, start, table;
 };
 
-struct Scratch {
-    std::vector<float> keys, values, queries, scores, sums, top, total;
+alignas(64) const float NOTHING[2048] = {};
 
-    void reserve(int rows, int dim) {
-        keys.resize(TILE * dim);
-        values.resize(TILE * dim);
-        queries.resize(rows * dim);
+// Where up to 64 keys lie, each with its value behind it. Those that the unit does not see are zeros, so that slots which
+// belong to nobody are never read.
+template <typename T> struct Tile {
+    const T *rows[TILE];
+    int64_t base;
+    int count; // a multiple of 16: of a sequence's last tile only what is there, as the others would add nothing
+};
+
+// What a unit's rows have summed so far.
+struct Sums {
+    std::vector<float> scores, sums, top, total; // [rows][TILE], [rows][dim], [rows], [rows][LANES]
+
+    void begin(int rows, int dim) {
         scores.resize(rows * TILE);
-        sums.resize(rows * dim);
-        top.resize(rows);
-        total.resize(rows);
+        sums.assign(rows * dim, 0.f);
+        top.assign(rows, NEG_INF);
+        total.assign(rows * LANES, 0.f);
     }
 };
 
-alignas(64) const float NOTHING[1024] = {};
+// One row's scores of a tile, times log2(e), to weights relative to a running maximum; rescales what the row has summed so far.
+template <typename W>
+void soften(const float *scores, W *weights, int64_t base, int64_t from, int64_t to, float softcap, float *sums, int dim, float &top,
+            float *total) {
+    f32x16 s[VECTORS];
+    for (int v = 0; v < VECTORS; v++) s[v] = load(scores + v * LANES);
+    if (softcap > 0.f)
+        for (int v = 0; v < VECTORS; v++) // tanh(x) = 1 - 2 / (e^2x + 1)
+            s[v] = softcap * LOG2_E * (1.f - 2.f / (exponential(s[v] * (2.f / (softcap * LOG2_E))) + 1.f));
+    if (base < from || base + TILE > to) {
+        static const i32x16 iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const int32_t first = from > base ? int32_t(from - base) : 0;
+        const int32_t last = to < base + TILE ? int32_t(to - base) : TILE;
+        for (int v = 0; v < VECTORS; v++) {
+            const i32x16 at = iota + v * LANES;
+            s[v] = ((at >= first) & (at < last)) ? s[v] : splat(NEG_INF);
+        }
+    }
+    f32x16 best = s[0];
+    for (int v = 1; v < VECTORS; v++) best = s[v] > best ? s[v] : best;
+    if (any_above(best, top)) {
+        const float next = largest(best);
+        const float shrink = top == NEG_INF ? 0.f : power_of_two(splat(top - next))[0];
+        for (int d = 0; d < dim; d += LANES) store(sums + d, load(sums + d) * shrink);
+        store(total, load(total) * shrink);
+        top = next;
+    }
+    if (top == NEG_INF) { // nothing was seen yet
+        for (int v = 0; v < VECTORS; v++) store(weights + v * LANES, f32x16{});
+        return;
+    }
+    f32x16 added = load(total);
+    for (int v = 0; v < VECTORS; v++) {
+        const f32x16 weight = power_of_two(s[v] - top);
+        added += weight;
+        store(weights + v * LANES, weight);
+    }
+    store(total, added);
+}
 
-// Rows of a tile's positions in the cache; those outside of [begin, end) point at zeros, so that slots which belong to nobody
-// are never read.
-template <typename T>
-void find_rows(const T *kv, const Shape &s, int64_t layer, int head, const int32_t *table, int64_t base, int64_t begin,
-               int64_t end, const T *(&rows)[TILE], const T *(&values)[TILE]) {
-    for (int i = 0; i < TILE; i++) rows[i] = values[i] = reinterpret_cast<const T *>(NOTHING);
-    int64_t at = base > begin ? base : begin;
-    const int64_t last = base + TILE < end ? base + TILE : end;
-    while (at < last) {
-        const int64_t block = at / s.block_size, slot = at % s.block_size;
-        const int64_t until = last < (block + 1) * s.block_size ? last : (block + 1) * s.block_size;
-        const T *row = kv + (((table[block] * s.num_layers + layer) * s.num_kv_heads + head) * s.block_size + slot) * 2 * s.head_dim;
-        for (; at < until; at++, row += 2 * s.head_dim) rows[at - base] = row, values[at - base] = row + s.head_dim;
+// Calls back with the number of rows, at most four, as a constant.
+template <typename F> void by_rows(int rows, F &&call) {
+    switch (rows) {
+    case 1: return call(std::integral_constant<int, 1>{});
+    case 2: return call(std::integral_constant<int, 2>{});
+    case 3: return call(std::integral_constant<int, 3>{});
+    default: return call(std::integral_constant<int, 4>{});
     }
 }
 
-// Keys and values of those rows, float32: keys [head_dim][TILE], values [TILE][head_dim]. Fetches the next tile's meanwhile.
-template <typename T>
-void read_tile(const T *const (&rows)[TILE], const T *const (&values)[TILE], const T *const (&next)[TILE], int dim,
-               Scratch &scratch) {
-    float *keys = scratch.keys.data(), *out = scratch.values.data();
-    for (int i = 0; i < TILE; i += LANES)
-        for (int d = 0; d < dim; d += LANES) {
-            f32x16 part[LANES];
-#pragma GCC unroll 16
-            for (int j = 0; j < LANES; j++) part[j] = load(rows[i + j] + d);
-            transpose16(part, keys + d * TILE + i, TILE);
-            for (int j = 0; j < LANES; j++) { // K and V of 16 rows, in dim / 16 steps
-                const char *line = reinterpret_cast<const char *>(next[i + j]) + 2 * d * sizeof(T);
-                __builtin_prefetch(line);
-                if (sizeof(T) == 4) __builtin_prefetch(line + 64);
+template <typename T> class RowStream;
+
+// Attention of one step and layer. `Work` multiplies: see PlainWork.
+template <typename T> struct Attention {
+    const T *q;
+    int64_t q_stride; // elements from one token to the next
+    T *out;
+    const T *kv;
+    const Span *spans;
+    const int32_t *tables;
+    Shape shape;
+    int64_t layer, window;
+    float scale, softcap;
+
+    int64_t first(const Unit &unit) const { return spans[unit.span].start + unit.first; } // position of its first query
+    int64_t end(const Unit &unit) const { return first(unit) + unit.count; }
+    int64_t begin(const Unit &unit) const { return window && first(unit) + 1 > window ? first(unit) + 1 - window : 0; }
+
+    // The key at a position of the unit, and how many keys, with their values, follow each other from there on.
+    const T *row(const Unit &unit, int64_t at, int64_t &count) const {
+        const uint32_t size = uint32_t(shape.block_size), block = uint32_t(at) / size, slot = uint32_t(at) - block * size;
+        const int64_t place = (tables[spans[unit.span].table + block] * shape.num_layers + layer) * shape.num_kv_heads + unit.head;
+        count = size - slot;
+        return kv + (place * size + slot) * 2 * shape.head_dim;
+    }
+
+    template <typename Work> void run(const Unit &unit, Work &work, RowStream<T> &stream) const {
+        const Span &span = spans[unit.span];
+        const int dim = int(shape.head_dim), group = int(shape.num_heads / shape.num_kv_heads), rows = unit.count * group;
+        work.begin(rows, dim);
+        Sums &so_far = work.so_far;
+        so_far.begin(rows, dim);
+        for (int i = 0; i < rows; i++)
+            work.take(i, q + (span.row + unit.first + i / group) * q_stride + (unit.head * group + i % group) * dim, dim, scale * LOG2_E);
+        Tile<T> tile;
+        for (int64_t base = begin(unit) / TILE * TILE; base < end(unit); base += TILE) {
+            stream.take(base, tile);
+            const int64_t behind = (base - first(unit)) * group; // rows before this one see nothing of the tile
+            const int some = behind > 0 ? int(behind) / 4 * 4 : 0;
+            work.score(tile, some, rows, dim, scale * LOG2_E, stream);
+            for (int i = some; i < rows; i++) {
+                const int64_t at = first(unit) + i / group; // position of this query
+                const int64_t from = window && at + 1 > window ? at + 1 - window : 0;
+                soften(&so_far.scores[i * TILE], work.weights(i), base, from, at + 1, softcap, &so_far.sums[i * dim], dim,
+                       so_far.top[i], &so_far.total[i * LANES]);
             }
+            work.add(tile, some, rows, dim, stream);
         }
-    for (int i = 0; i < TILE; i++)
-        for (int d = 0; d < dim; d += LANES) store(out + i * dim + d, load(values[i] + d));
-}
+        for (int i = 0; i < rows; i++) {
+            T *to = out + ((span.row + unit.first + i / group) * shape.num_heads + unit.head * group + i % group) * dim;
+            const float inverse = 1.f / sum(load(&so_far.total[i * LANES]));
+            for (int d = 0; d < dim; d += LANES) store(to + d, load(&so_far.sums[i * dim + d]) * inverse);
+        }
+    }
+};
+
+// The rows that a thread reads, unit after unit. Those of the next tile are fetched at the pace at which this one is read: asked
+// for more lines than it can wait for, a core forgets some.
+template <typename T> class RowStream {
+public:
+    void clear() { current = nullptr; }
+
+    // `unit` is read now, and `following`, unless null, after it.
+    void begin(const Attention<T> &of, const Unit &unit, const Unit *following) {
+        attention = &of, next = following;
+        lines = int(2 * of.shape.head_dim * int64_t(sizeof(T)) / LINE);
+        first = of.begin(unit), end = of.end(unit);
+        if (current == &unit) return; // begun ahead
+        current = &unit, position = first, filled = fetched = taken = 0;
+    }
+
+    // The unit's tile at position `base`; each of its tiles once, in order.
+    void take(int64_t base, Tile<T> &tile) {
+        const int from = base < first ? int(first - base) : 0, to = int(std::min<int64_t>(TILE, end - base));
+        while (filled - taken < 2 * TILE && fill()) {}
+        if (to - from < TILE) std::fill(tile.rows, tile.rows + TILE, reinterpret_cast<const T *>(NOTHING));
+        std::memcpy(tile.rows + from, rows + taken, (to - from) * sizeof *rows);
+        taken += to - from;
+        if (fetched < taken) fetched = taken;
+        tile.base = base, tile.count = (to + LANES - 1) / LANES * LANES;
+    }
+
+    // Fetches some of the rows that come next.
+    void fetch(int count) {
+        for (; count > 0 && fetched != filled; count--) {
+            const char *row = reinterpret_cast<const char *>(rows[fetched++]);
+            for (int i = 0; i < lines; i++) __builtin_prefetch(row + i * LINE, 0, 2);
+        }
+    }
+
+private:
+    static constexpr int SIZE = 16 * TILE;
+    const T *rows[SIZE];
+    int filled = 0, fetched = 0, taken = 0; // so many rows are known, asked for, read
+    int lines = 0; // of a row
+    const Attention<T> *attention = nullptr;
+    const Unit *current = nullptr, *next = nullptr; // the unit in whose rows `position` is, and the one after it
+    int64_t position = 0, first = 0, end = 0;
+
+    // Up to 64 rows more; false at the end of what is known. Kept out of the loops that fetch: they need the registers.
+    __attribute__((noinline)) bool fill() {
+        if (position >= attention->end(*current)) {
+            if (!next) return false;
+            current = next, next = nullptr, position = attention->begin(*current);
+        }
+        if (filled + TILE > SIZE) { // at most two tiles are left
+            std::memmove(rows, rows + taken, (filled - taken) * sizeof *rows);
+            filled -= taken, fetched -= taken, taken = 0;
+        }
+        int64_t count;
+        const T *row = attention->row(*current, position, count);
+        const int more = int(std::min(std::min<int64_t>(count, TILE), attention->end(*current) - position));
+        const int64_t stride = 2 * attention->shape.head_dim;
+        for (int i = 0; i < more; i++) rows[filled + i] = row + i * stride;
+        filled += more, position += more;
+        return true;
+    }
+};
 
 // scores[R][TILE] = queries[R][dim] . keys[dim][TILE]
 template <int R> void multiply_keys(const float *queries, const float *keys, float *scores, int dim) {
@@ -93,8 +232,8 @@ template <int R> void multiply_keys(const float *queries, const float *keys, flo
         for (int v = 0; v < VECTORS; v++) store(scores + r * TILE + v * LANES, acc[r][v]);
 }
 
-// sums[R][V * 16 of dim] += scores[R][TILE] . values[TILE][V * 16 of dim]
-template <int R, int V> void add_values(const float *scores, const float *values, float *sums, int dim) {
+// sums[R][V * 16 of dim] += weights[R][TILE] . values[TILE][V * 16 of dim]
+template <int R, int V> void add_values(const float *weights, const float *values, float *sums, int dim) {
     f32x16 acc[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) acc[r][v] = load(sums + r * dim + v * LANES);
@@ -102,7 +241,7 @@ template <int R, int V> void add_values(const float *scores, const float *values
         f32x16 value[V];
         for (int v = 0; v < V; v++) hold(value[v] = load(values + i * dim + v * LANES));
         for (int r = 0; r < R; r++) {
-            const f32x16 p = splat(scores[r * TILE + i]);
+            const f32x16 p = splat(weights[r * TILE + i]);
             for (int v = 0; v < V; v++) acc[r][v] = p * value[v] + acc[r][v];
         }
     }
@@ -110,131 +249,73 @@ template <int R, int V> void add_values(const float *scores, const float *values
         for (int v = 0; v < V; v++) store(sums + r * dim + v * LANES, acc[r][v]);
 }
 
-template <int R> void add_all_values(const float *scores, const float *values, float *sums, int dim) {
+template <int R> void add_all_values(const float *weights, const float *values, float *sums, int dim) {
     int d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) add_values<R, 4>(scores, values + d, sums + d, dim);
-    for (; d < dim; d += LANES) add_values<R, 1>(scores, values + d, sums + d, dim);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) add_values<R, 4>(weights, values + d, sums + d, dim);
+    for (; d < dim; d += LANES) add_values<R, 1>(weights, values + d, sums + d, dim);
 }
 
-// Calls back with the number of rows, at most four, as a constant.
-template <typename F> void by_rows(int rows, F &&call) {
-    switch (rows) {
-    case 1: return call(std::integral_constant<int, 1>{});
-    case 2: return call(std::integral_constant<int, 2>{});
-    case 3: return call(std::integral_constant<int, 3>{});
-    default: return call(std::integral_constant<int, 4>{});
-    }
-}
+// In float32, on any machine: tiles are converted first, keys [dim][TILE], values [TILE][dim].
+template <typename T> struct PlainWork {
+    std::vector<float> queries, keys, values;
+    Sums so_far;
 
-// One row's scores of a tile to weights relative to a running maximum; rescales what the row has summed so far.
-inline void soften(float *scores, int64_t base, int64_t from, int64_t to, float softcap, float *sums, int dim, float &top,
-            float &total) {
-    f32x16 s[VECTORS];
-    for (int v = 0; v < VECTORS; v++) s[v] = load(scores + v * LANES);
-    if (softcap > 0.f)
-        for (int v = 0; v < VECTORS; v++) // tanh(x) = 1 - 2 / (e^2x + 1)
-            s[v] = softcap * (1.f - 2.f / (exponential(s[v] * (2.f / softcap)) + 1.f));
-    if (base < from || base + TILE > to) {
-        static const i32x16 iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const int32_t first = from > base ? int32_t(from - base) : 0;
-        const int32_t last = to < base + TILE ? int32_t(to - base) : TILE;
-        for (int v = 0; v < VECTORS; v++) {
-            const i32x16 at = iota + v * LANES;
-            s[v] = ((at >= first) & (at < last)) ? s[v] : splat(NEG_INF);
-        }
-    }
-    f32x16 best = s[0];
-    for (int v = 1; v < VECTORS; v++) best = s[v] > best ? s[v] : best;
-    const float peak = largest(best);
-    const float next = peak > top ? peak : top;
-    f32x16 added = {};
-    for (int v = 0; v < VECTORS; v++) {
-        const f32x16 weight = s[v] == NEG_INF ? f32x16{} : exponential(s[v] - next);
-        added += weight;
-        store(scores + v * LANES, weight);
-    }
-    if (next > top) {
-        const float shrink = top == NEG_INF ? 0.f : exponential(splat(top - next))[0];
-        for (int d = 0; d < dim; d += LANES) store(sums + d, load(sums + d) * shrink);
-        total *= shrink;
-        top = next;
-    }
-    total += sum(added);
-}
-
-template <typename T> struct Attention {
-    const T *q;
-    int64_t q_stride; // elements from one token to the next
-    T *out;
-    const T *kv;
-    const Span *spans;
-    const int32_t *tables;
-    Shape shape;
-    int64_t layer, window;
-    float scale, softcap;
-
-    void run(const Unit &unit, Scratch &scratch) const {
-        const Span &span = spans[unit.span];
-        const int dim = int(shape.head_dim), group = int(shape.num_heads / shape.num_kv_heads);
-        const int rows = unit.count * group;
-        scratch.reserve(rows, dim);
-        for (int i = 0; i < rows; i++) {
-            const T *from = q + (span.row + unit.first + i / group) * q_stride + (unit.head * group + i % group) * dim;
-            for (int d = 0; d < dim; d += LANES) store(&scratch.queries[i * dim + d], load(from + d) * scale);
-            scratch.top[i] = NEG_INF;
-            scratch.total[i] = 0.f;
-        }
-        std::fill(scratch.sums.begin(), scratch.sums.begin() + rows * dim, 0.f);
-        const int64_t first = span.start + unit.first, end = first + unit.count; // positions of the queries
-        const int64_t begin = window && first + 1 > window ? first + 1 - window : 0;
-        const T *keys[2][TILE], *values[2][TILE]; // of this tile and of the next, which is fetched meanwhile
-        const int32_t *table = tables + span.table;
-        int64_t base = begin / TILE * TILE;
-        find_rows(kv, shape, layer, unit.head, table, base, begin, end, keys[0], values[0]);
-        for (int turn = 0; base < end; base += TILE, turn ^= 1) {
-            find_rows(kv, shape, layer, unit.head, table, base + TILE, begin, end, keys[turn ^ 1], values[turn ^ 1]);
-            read_tile(keys[turn], values[turn], keys[turn ^ 1], dim, scratch);
-            visit(base, rows, group, first, scratch);
-        }
-        for (int i = 0; i < rows; i++) {
-            T *to = out + ((span.row + unit.first + i / group) * shape.num_heads + unit.head * group + i % group) * dim;
-            const float inverse = 1.f / scratch.total[i];
-            for (int d = 0; d < dim; d += LANES) store(to + d, load(&scratch.sums[i * dim + d]) * inverse);
-        }
+    void begin(int rows, int dim) {
+        queries.resize(rows * dim);
+        keys.resize(TILE * dim);
+        values.resize(TILE * dim);
     }
 
-    void visit(int64_t base, int rows, int group, int64_t first, Scratch &scratch) const {
-        const int dim = int(shape.head_dim);
-        const int64_t behind = (base - first) * group; // rows before this one see nothing of the tile
-        const int begin = behind > 0 ? int(behind) / 4 * 4 : 0;
-        const float *keys = scratch.keys.data(), *values = scratch.values.data();
-        float *queries = scratch.queries.data(), *scores = scratch.scores.data(), *sums = scratch.sums.data();
-        for (int i = begin; i < rows; i += 4)
-            by_rows(rows - i, [&](auto count) { multiply_keys<count>(queries + i * dim, keys, scores + i * TILE, dim); });
-        for (int i = begin; i < rows; i++) {
-            const int64_t at = first + i / group; // position of this query
-            const int64_t from = window && at + 1 > window ? at + 1 - window : 0;
-            soften(scores + i * TILE, base, from, at + 1, softcap, sums + i * dim, dim, scratch.top[i], scratch.total[i]);
-        }
-        for (int i = begin; i < rows; i += 4)
-            by_rows(rows - i, [&](auto count) { add_all_values<count>(scores + i * TILE, values, sums + i * dim, dim); });
+    void take(int row, const T *query, int dim, float scale) {
+        for (int d = 0; d < dim; d += LANES) store(&queries[row * dim + d], load(query + d) * scale);
+    }
+
+    float *weights(int row) { return &so_far.scores[row * TILE]; }
+
+    void score(const Tile<T> &tile, int first, int rows, int dim, float, RowStream<T> &stream) {
+        read(tile, dim, stream);
+        for (int i = first; i < rows; i += 4)
+            by_rows(rows - i, [&](auto r) { multiply_keys<r>(&queries[i * dim], keys.data(), &so_far.scores[i * TILE], dim); });
+    }
+
+    void add(const Tile<T> &, int first, int rows, int dim, RowStream<T> &) {
+        for (int i = first; i < rows; i += 4)
+            by_rows(rows - i, [&](auto r) { add_all_values<r>(weights(i), values.data(), &so_far.sums[i * dim], dim); });
+    }
+
+    void read(const Tile<T> &tile, int dim, RowStream<T> &stream) {
+        for (int i = 0; i < TILE; i += LANES)
+            for (int d = 0; d < dim; d += LANES) {
+                f32x16 part[LANES];
+                stream.fetch(std::max(1, LANES * LANES / dim));
+#pragma GCC unroll 16
+                for (int j = 0; j < LANES; j++) part[j] = load(tile.rows[i + j] + d);
+                transpose16(part);
+#pragma GCC unroll 16
+                for (int j = 0; j < LANES; j++) store(&keys[(d + j) * TILE + i], part[j]);
+            }
+        for (int i = 0; i < TILE; i++)
+            for (int d = 0; d < dim; d += LANES) store(&values[i * dim + d], load(tile.rows[i] + dim + d));
     }
 };
 
 // Which implementation serves an element type.
-template <typename T> struct Kernel {
-    typedef Attention<T> type;
-    typedef Scratch scratch;
+template <typename T> struct Chosen {
+    typedef PlainWork<T> Work;
 };
 
-template <typename T> void attend_unit(const Attention<T> &attention, const Unit &unit) {
-    static thread_local typename Kernel<T>::scratch scratch;
-    typename Kernel<T>::type(attention).run(unit, scratch);
+template <typename T> void attend_unit(const Attention<T> &attention, const Unit &unit, const Unit *following, RowStream<T> &stream) {
+    static thread_local typename Chosen<T>::Work work;
+    stream.begin(attention, unit, following);
+    attention.run(unit, work, stream);
 }
 
 template <typename T> void attend(const Attention<T> &attention, const Unit *units, int64_t num_units, int threads) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && num_units > 1)
-    for (int64_t i = 0; i < num_units; i++) attend_unit(attention, units[i]);
+    for (int64_t i = 0; i < num_units; i++) {
+        RowStream<T> stream;
+        attend_unit(attention, units[i], nullptr, stream);
+    }
 }
 
 } // namespace diptych

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "elementwise.h"
+#include "fetch.h"
 
 #include <algorithm>
 #include <cmath>
@@ -15,6 +16,9 @@ namespace diptych {
 constexpr int PANEL = 2 * LANES;    // outputs of a panel
 constexpr int ROWS_AT_ONCE = 96;    // rows that share one pass over a panel while it is in the cache
 constexpr int PREFETCH_BYTES = 2048; // ahead of a panel that streams from memory
+constexpr int STREAMED_ROWS = 4;     // as many rows wait for memory all the time, more of them now and then
+constexpr int DENSE_ROWS = 12, CODED_ROWS = 6; // of a tile at most: what the registers hold
+constexpr int64_t STRIDE = 64;       // inputs between two steps of fetching
 
 enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
 
@@ -30,7 +34,30 @@ struct Weights {
     int64_t n, k, group, format;
 
     int64_t panels() const { return (n + PANEL - 1) / PANEL; }
+    bool coded() const { return format >= INT8; }
+
+    // Calls of `Fetcher::step` while `rows` rows meet one panel.
+    int64_t steps(int64_t rows) const {
+        const int64_t most = coded() ? CODED_ROWS : DENSE_ROWS;
+        return (rows + most - 1) / most * (coded() ? k / group : (k + STRIDE - 1) / STRIDE);
+    }
+
+    void fetch(int64_t panel, Fetcher &fetcher) const {
+        static const int64_t eighths[] = {32, 16, 8, 4}; // of a byte, for a weight
+        const int64_t bytes = k * PANEL * eighths[format] / 8, scales = coded() ? k / group * PANEL * 2 : 0;
+        const int64_t offsets = format == INT8 ? 2 * scales : scales;
+        fetcher.add(static_cast<const char *>(codes) + panel * bytes, bytes);
+        fetcher.add(static_cast<const char *>(scale) + panel * scales, scales);
+        fetcher.add(static_cast<const char *>(offset) + panel * offsets, offsets);
+    }
 };
+
+// One row of dense weights, as it was before it was packed.
+inline void unpack_row(const Weights &w, int64_t row, void *to) {
+    const int64_t words = w.format == FLOAT32 ? w.k : w.k / 2; // of four bytes
+    const uint32_t *from = static_cast<const uint32_t *>(w.codes) + row / PANEL * words * PANEL + row % PANEL;
+    for (int64_t i = 0; i < words; i++) std::memcpy(static_cast<uint32_t *>(to) + i, from + i * PANEL, sizeof *from);
+}
 
 // Rows as the product wants them: float32 or bf16 [rows][k]; for INT8 uint8 codes, x = scale * (code - 128), for INT4 int8 codes,
 // x = scale * code, a scale for each group of k, and for INT4 the sum of the group's values.
@@ -121,18 +148,20 @@ inline f32x16 dot_pairs(f32x16 acc, acc32 x, acc32 w) {
 }
 #endif
 
-template <int R> inline void fetch_ahead(const char *weights) { // few rows wait for memory, many do not
-    if (R > 4) return;
+template <int R> inline void fetch_ahead(const char *weights) {
+    if (R > STREAMED_ROWS) return;
     __builtin_prefetch(weights + PREFETCH_BYTES);
     __builtin_prefetch(weights + PREFETCH_BYTES + 64);
 }
 
 // R rows by 32 outputs, to out[R][2].
-template <int R> inline void multiply_float32(const Weights &w, int64_t panel, const Inputs &x, int64_t row, f32x16 (&out)[R][2]) {
+template <int R>
+inline void multiply_float32(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32x16 (&out)[R][2]) {
     const float *weights = static_cast<const float *>(w.codes) + panel * w.k * PANEL;
     const float *rows = static_cast<const float *>(x.codes) + row * w.k;
     f32x16 acc[R][2] = {};
     for (int64_t i = 0; i < w.k; i++, weights += PANEL, rows++) {
+        if (i % STRIDE == 0) fetcher.step();
         const f32x16 low = load(weights), high = load(weights + LANES);
         fetch_ahead<R>(reinterpret_cast<const char *>(weights));
 #pragma GCC unroll 16
@@ -146,12 +175,14 @@ template <int R> inline void multiply_float32(const Weights &w, int64_t panel, c
     for (int r = 0; r < R; r++) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
 }
 
-template <int R> inline void multiply_bfloat16(const Weights &w, int64_t panel, const Inputs &x, int64_t row, f32x16 (&out)[R][2]) {
+template <int R>
+inline void multiply_bfloat16(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32x16 (&out)[R][2]) {
     const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL * 2;
     const char *rows = static_cast<const char *>(x.codes) + row * w.k * 2;
     const int64_t stride = w.k * 2;
     f32x16 acc[R][2] = {};
     for (int64_t pair = 0; pair < w.k / 2; pair++, weights += 128, rows += 4) {
+        if (pair % (STRIDE / 2) == 0) fetcher.step();
         const acc32 low = load_bytes(weights), high = load_bytes(weights + 64);
         fetch_ahead<R>(weights);
 #pragma GCC unroll 16
@@ -165,7 +196,8 @@ template <int R> inline void multiply_bfloat16(const Weights &w, int64_t panel, 
     for (int r = 0; r < R; r++) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
 }
 
-template <int R> inline void multiply_int8(const Weights &w, int64_t panel, const Inputs &x, int64_t row, f32x16 (&out)[R][2]) {
+template <int R>
+inline void multiply_int8(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32x16 (&out)[R][2]) {
     const int64_t groups = w.k / w.group, quads = w.group / 4;
     const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL;
     const uint16_t *scale = static_cast<const uint16_t *>(w.scale) + panel * groups * PANEL;
@@ -174,6 +206,7 @@ template <int R> inline void multiply_int8(const Weights &w, int64_t panel, cons
     const float *factor = x.scale + row * groups;
     f32x16 total[R][2] = {};
     for (int64_t g = 0; g < groups; g++, scale += PANEL, offset += PANEL) {
+        fetcher.step();
         acc32 acc[R][2];
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) acc[r][0] = load_bytes(offset), acc[r][1] = load_bytes(offset + LANES);
@@ -199,7 +232,8 @@ template <int R> inline void multiply_int8(const Weights &w, int64_t panel, cons
     for (int r = 0; r < R; r++) out[r][0] = total[r][0], out[r][1] = total[r][1];
 }
 
-template <int R> inline void multiply_int4(const Weights &w, int64_t panel, const Inputs &x, int64_t row, f32x16 (&out)[R][2]) {
+template <int R>
+inline void multiply_int4(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32x16 (&out)[R][2]) {
     const int64_t groups = w.k / w.group, octets = w.group / 8;
     const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL / 2;
     const uint16_t *scale = static_cast<const uint16_t *>(w.scale) + panel * groups * PANEL;
@@ -209,6 +243,7 @@ template <int R> inline void multiply_int4(const Weights &w, int64_t panel, cons
     const acc32 low_half = splat_word("\x0f\x0f\x0f\x0f");
     f32x16 total[R][2] = {};
     for (int64_t g = 0; g < groups; g++, scale += PANEL, offset += PANEL) {
+        fetcher.step();
         acc32 acc[R][2] = {};
         for (int64_t octet = 0; octet < octets; octet++, weights += 128, rows += 8) {
             const acc32 both = load_bytes(weights), both2 = load_bytes(weights + 64);
@@ -257,10 +292,7 @@ void quantise_row(const T *x, int64_t k, int64_t group, bool offset, uint8_t *co
             std::memcpy(codes + i, &bytes, sizeof bytes);
         }
         scale[g] = step;
-        int32_t each[LANES], all = 0;
-        std::memcpy(each, &total, sizeof total);
-        for (int i = 0; i < LANES; i++) all += each[i];
-        sum[g] = step * float(all);
+        sum[g] = step * float(diptych::sum(total));
     }
 }
 
@@ -275,13 +307,17 @@ template <typename Out> inline void store_some(Out *to, f32x16 v, int64_t count)
 
 // Rows [row, row + R) of one panel: product, bias, and the epilogue. With a gate, a panel is 16 gates and their 16 ups.
 template <int R, typename Out>
-void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Epilogue epilogue, Out *out) {
+void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Epilogue epilogue, Out *out, Fetcher &fetcher) {
     f32x16 y[R][2];
-    switch (w.format) {
-    case FLOAT32: multiply_float32<R>(w, panel, x, row, y); break;
-    case BFLOAT16: multiply_bfloat16<R>(w, panel, x, row, y); break;
-    case INT8: multiply_int8<R>(w, panel, x, row, y); break;
-    default: multiply_int4<R>(w, panel, x, row, y);
+    if (w.format == FLOAT32)
+        multiply_float32<R>(w, panel, x, row, fetcher, y);
+    else if (w.format == BFLOAT16)
+        multiply_bfloat16<R>(w, panel, x, row, fetcher, y);
+    else if constexpr (R <= CODED_ROWS) {
+        if (w.format == INT8)
+            multiply_int8<R>(w, panel, x, row, fetcher, y);
+        else
+            multiply_int4<R>(w, panel, x, row, fetcher, y);
     }
     if (w.bias)
         for (int r = 0; r < R; r++) y[r][0] += load(w.bias + panel * PANEL), y[r][1] += load(w.bias + panel * PANEL + LANES);
@@ -303,23 +339,23 @@ void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, 
     }
 }
 
+// The same for a number of rows, at most R.
 template <int R, typename Out>
-void finish_rows(const Weights &w, int64_t panel, const Inputs &x, int64_t row, int64_t end, Epilogue epilogue, Out *out) {
-    for (; row + R <= end; row += R) finish_tile<R>(w, panel, x, row, epilogue, out);
-    if constexpr (R > 1) {
-        if (row < end) finish_rows<(R + 1) / 2>(w, panel, x, row, end, epilogue, out);
-    }
+void finish_rows(const Weights &w, int64_t panel, const Inputs &x, int64_t row, int64_t rows, Epilogue epilogue, Out *out,
+                 Fetcher &fetcher) {
+    if (rows == R) return finish_tile<R>(w, panel, x, row, epilogue, out, fetcher);
+    if constexpr (R > 1) finish_rows<R - 1>(w, panel, x, row, rows, epilogue, out, fetcher);
 }
 
-// Rows [row, end) of panels [first, last).
+// Rows [row, end) of one panel, in tiles of nearly equal height.
 template <typename Out>
-void multiply(const Weights &w, int64_t first, int64_t last, const Inputs &x, int64_t row, int64_t end, Epilogue epilogue,
-              Out *out) {
-    for (int64_t panel = first; panel < last; panel++) {
-        if (w.format <= BFLOAT16)
-            finish_rows<12>(w, panel, x, row, end, epilogue, out);
-        else
-            finish_rows<6>(w, panel, x, row, end, epilogue, out);
+void multiply(const Weights &w, int64_t panel, const Inputs &x, int64_t row, int64_t end, Epilogue epilogue, Out *out,
+              Fetcher &fetcher) {
+    const int64_t most = w.coded() ? CODED_ROWS : DENSE_ROWS;
+    for (int64_t tiles = (end - row + most - 1) / most; tiles > 0; tiles--) {
+        const int64_t rows = (end - row + tiles - 1) / tiles;
+        finish_rows<DENSE_ROWS>(w, panel, x, row, rows, epilogue, out, fetcher);
+        row += rows;
     }
 }
 

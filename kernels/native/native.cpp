@@ -107,11 +107,13 @@ void diptych_linear(const void *weights, const void *x, const float *scale, cons
     for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE) {
         const int64_t end = std::min<int64_t>(rows, row + ROWS_AT_ONCE);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-        for (int64_t panel = 0; panel < w.panels(); panel++)
+        for (int64_t panel = 0; panel < w.panels(); panel++) {
+            Fetcher nothing;
             if (out_type == 0)
-                multiply(w, panel, panel + 1, inputs, row, end, Epilogue(epilogue), (float *)out);
+                multiply(w, panel, inputs, row, end, Epilogue(epilogue), (float *)out, nothing);
             else
-                multiply(w, panel, panel + 1, inputs, row, end, Epilogue(epilogue), (bf16 *)out);
+                multiply(w, panel, inputs, row, end, Epilogue(epilogue), (bf16 *)out, nothing);
+        }
     }
 }
 

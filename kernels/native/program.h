@@ -4,6 +4,7 @@
 #include "attention_bf16.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "step.h"
 
 #include <atomic>
 #include <chrono>
@@ -13,49 +14,26 @@
 
 namespace diptych {
 
-enum class Kind : int64_t { EMBED = 0, NORM = 1, QUANTISE = 2, LINEAR = 3, ROTATE = 4, ATTEND = 5, SELECT = 6 };
-
-// Buffers are named by number: see Step.buffers. -1 is none. What a field means for a kind is said where it runs.
-struct Op {
-    int64_t kind;
-    int64_t rows;            // 0: every token's row, 1: the sampled ones
-    int64_t in, out, extra, extra2;
-    int64_t width, layer, window, flags;
-    const void *weights[3];
-    double scale, eps;
-};
-
-// What differs from step to step.
-struct Step {
-    int64_t num_rows, num_sampled;
-    const int64_t *token_ids, *positions, *slots, *sampled; // sampled may be null: all rows in order
-    void *kv;
-    const int64_t *shape; // Shape
-    const int64_t *spans;
-    const int32_t *tables, *units;
-    int64_t num_units;
-    char *const *buffers; // rows of each buffer, one behind the other
-    int64_t *times;       // nanoseconds of each operation are added here, unless null
-};
-
 template <typename T> class Program {
 public:
-    Program(const Op *ops, int64_t num_ops, const Step &step, int threads) : ops(ops), num_ops(num_ops), step(step), threads(threads) {
+    Program(const Op *ops, int64_t num_ops, const Step &step, int threads)
+        : ops(ops), num_ops(num_ops), step(step), threads(threads) {
         std::memcpy(&shape, step.shape, sizeof shape);
     }
 
     void run() {
-        std::vector<std::atomic<int64_t>> next(num_ops); // part of each operation that is taken next
+        std::vector<std::atomic<int64_t>> next(num_ops); // part of each chain that is taken next
         for (auto &counter : next) counter.store(0, std::memory_order_relaxed);
 #pragma omp parallel num_threads(threads) if (threads > 1)
-        for (int64_t i = 0; i < num_ops; i++) {
-            const auto began = std::chrono::steady_clock::now();
-            const int64_t parts = num_parts(ops[i]);
-            for (int64_t part; (part = next[i].fetch_add(1, std::memory_order_relaxed)) < parts;) run_part(ops[i], part, parts);
+        {
+            Ahead ahead;
+            Clock clock{step.times && is_first_thread() ? step.times : nullptr};
+            for (int64_t from = 0, to; from < num_ops; from = to) {
+                to = end_of_chain(from);
+                run_chain(from, to, next[from], ahead, clock);
 #pragma omp barrier
-#pragma omp master
-            if (step.times)
-                step.times[i] += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - began).count();
+                clock.stop(to - 1);
+            }
         }
     }
 
@@ -66,20 +44,80 @@ private:
     const int threads;
     Shape shape;
 
+    // Of one thread: what has passed since the last stop is an operation's.
+    struct Clock {
+        int64_t *times;
+        std::chrono::steady_clock::time_point began = std::chrono::steady_clock::now();
+
+        void stop(int64_t op) {
+            if (!times) return;
+            const auto now = std::chrono::steady_clock::now();
+            times[op] += std::chrono::duration_cast<std::chrono::nanoseconds>(now - began).count();
+            began = now;
+        }
+    };
+
+    // Of one thread: what it fetches.
+    struct Ahead {
+        Fetcher weights;
+        RowStream<T> rows;
+    };
+
+    static bool is_first_thread() {
+#ifdef _OPENMP
+        return omp_get_thread_num() == 0;
+#else
+        return true;
+#endif
+    }
+
     template <typename U = T> U *buffer(int64_t index) const { return reinterpret_cast<U *>(step.buffers[index]); }
     int64_t rows(const Op &op) const { return op.rows ? step.num_sampled : step.num_rows; }
     static int64_t ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+    static bool by_row(const Op &op) { return Kind(op.kind) != Kind::LINEAR && Kind(op.kind) != Kind::ATTEND; }
+
+    // Operations that follow each other row by row are one chain: a row goes through all of them, and nobody waits in between.
+    int64_t end_of_chain(int64_t from) const {
+        int64_t to = from + 1;
+        while (to < num_ops && by_row(ops[from]) && by_row(ops[to]) && Kind(ops[to].kind) != Kind::SELECT &&
+               ops[to].rows == ops[from].rows)
+            to++;
+        return to;
+    }
+
+    // A thread that has a long part to do knows the one after it too, and fetches what that will read.
+    void run_chain(int64_t from, int64_t to, std::atomic<int64_t> &next, Ahead &ahead, Clock &clock) const {
+        const Op &op = ops[from];
+        const int64_t parts = num_parts(from, to);
+        const Attention<T> attention = attention_of(op);
+        ahead.rows.clear();
+        int64_t part = next.fetch_add(1, std::memory_order_relaxed);
+        while (part < parts) {
+            if (by_row(op)) {
+                for (int64_t i = from; i < to; i++) {
+                    run_rows(ops[i], part * rows_at_once(from, to), std::min(rows(op), (part + 1) * rows_at_once(from, to)));
+                    clock.stop(i);
+                }
+                part = next.fetch_add(1, std::memory_order_relaxed);
+                continue;
+            }
+            const int64_t following = next.fetch_add(1, std::memory_order_relaxed);
+            if (Kind(op.kind) == Kind::LINEAR)
+                linear(from, part, parts, following, ahead.weights);
+            else
+                attend_unit(attention, units()[part], following < parts ? units() + following : nullptr, ahead.rows);
+            part = following;
+        }
+    }
+
     // Parts are small enough that threads end together, and large enough to be worth taking.
-    int64_t num_parts(const Op &op) const {
-        switch (Kind(op.kind)) {
-        case Kind::LINEAR: {
-            const Weights &w = *static_cast<const Weights *>(op.weights[0]);
-            return ceil(rows(op), ROWS_AT_ONCE) * ceil(w.panels(), panels_at_once(w, rows(op)));
-        }
-        case Kind::ATTEND: return step.num_units;
-        default: return ceil(rows(op), rows_at_once(op));
-        }
+    int64_t num_parts(int64_t from, int64_t to) const {
+        const Op &op = ops[from];
+        if (Kind(op.kind) == Kind::ATTEND) return step.num_units;
+        if (by_row(op)) return ceil(rows(op), rows_at_once(from, to));
+        const Weights &w = *static_cast<const Weights *>(op.weights[0]);
+        return ceil(rows(op), ROWS_AT_ONCE) * ceil(w.panels(), panels_at_once(w, rows(op)));
     }
 
     int64_t panels_at_once(const Weights &w, int64_t num_rows) const {
@@ -87,12 +125,13 @@ private:
         return num_rows > 16 ? 1 : std::max<int64_t>(1, std::min<int64_t>(16, w.panels() / (threads * 4)));
     }
 
-    int64_t rows_at_once(const Op &op) const { return threads == 1 ? rows(op) + 1 : std::max<int64_t>(1, 16384 / (op.width + 1)); }
+    int64_t rows_at_once(int64_t from, int64_t to) const {
+        int64_t width = 1;
+        for (int64_t i = from; i < to; i++) width = std::max(width, ops[i].width);
+        return std::max<int64_t>(1, 4096 / width);
+    }
 
-    void run_part(const Op &op, int64_t part, int64_t parts) const {
-        if (Kind(op.kind) == Kind::LINEAR) return linear(op, part);
-        if (Kind(op.kind) == Kind::ATTEND) return attend(op, part);
-        const int64_t first = part * rows_at_once(op), last = std::min(rows(op), first + rows_at_once(op));
+    void run_rows(const Op &op, int64_t first, int64_t last) const {
         switch (Kind(op.kind)) {
         case Kind::EMBED: return embed(op, first, last);
         case Kind::NORM: return norm(op, first, last);
@@ -102,17 +141,17 @@ private:
         }
     }
 
-    // out = scale * weights[0][token id]
+    // out = scale * weights[0][token id]; flags: whether those are packed.
     void embed(const Op &op, int64_t first, int64_t last) const {
-        const T *table = static_cast<const T *>(op.weights[0]);
         for (int64_t row = first; row < last; row++) {
-            const T *from = table + step.token_ids[row] * op.width;
+            const int64_t id = step.token_ids[row];
             T *to = buffer(op.out) + row * op.width;
-            if (op.scale == 1.0) {
-                std::memcpy(to, from, op.width * sizeof(T));
-                continue;
-            }
-            for (int64_t i = 0; i < op.width; i += LANES) store(to + i, load(from + i) * float(op.scale));
+            if (op.flags)
+                unpack_row(*static_cast<const Weights *>(op.weights[0]), id, to);
+            else
+                std::memcpy(to, static_cast<const T *>(op.weights[0]) + id * op.width, op.width * sizeof(T));
+            if (op.scale == 1.0) continue;
+            for (int64_t i = 0; i < op.width; i += LANES) store(to + i, load(to + i) * float(op.scale));
         }
     }
 
@@ -135,18 +174,28 @@ private:
     }
 
     // out = in times weights[0]; flags: the epilogue, + 16 for float32 out.
-    void linear(const Op &op, int64_t part) const {
+    void linear(int64_t index, int64_t part, int64_t parts, int64_t following, Fetcher &fetcher) const {
+        const Op &op = ops[index];
         const Weights &w = *static_cast<const Weights *>(op.weights[0]);
         const int64_t step_panels = panels_at_once(w, rows(op)), columns = ceil(w.panels(), step_panels);
         const int64_t first = part % columns * step_panels, last = std::min(w.panels(), first + step_panels);
         const int64_t row = part / columns * ROWS_AT_ONCE, end = std::min(rows(op), row + ROWS_AT_ONCE);
-        const bool coded = w.format >= INT8;
+        const int64_t after = following < parts ? following % columns * step_panels : -1;
+        const bool coded = w.coded();
         const Inputs x{buffer<char>(op.in), coded ? buffer<float>(op.extra) : nullptr, coded ? buffer<float>(op.extra2) : nullptr};
         const Epilogue epilogue = Epilogue(op.flags & 15);
-        if (op.flags & 16)
-            multiply(w, first, last, x, row, end, epilogue, buffer<float>(op.out));
-        else
-            multiply(w, first, last, x, row, end, epilogue, buffer(op.out));
+        for (int64_t panel = first; panel < last; panel++) {
+            fetcher.clear();
+            if (end - row > STREAMED_ROWS) {
+                const int64_t coming = panel + 1 < last ? panel + 1 : after;
+                if (coming >= 0) w.fetch(coming, fetcher);
+                fetcher.spread(w.steps(end - row));
+            }
+            if (op.flags & 16)
+                multiply(w, panel, x, row, end, epilogue, buffer<float>(op.out), fetcher);
+            else
+                multiply(w, panel, x, row, end, epilogue, buffer(op.out), fetcher);
+        }
     }
 
     // in: q, k, v of a token; q rotated to out, k and v into the cache. weights: cosines, sines, and a pair of norms or null.
@@ -162,12 +211,14 @@ private:
         }
     }
 
-    void attend(const Op &op, int64_t part) const {
-        const Attention<T> attention{buffer<const T>(op.in), shape.num_heads * shape.head_dim, buffer(op.out),
-                                     static_cast<const T *>(step.kv), reinterpret_cast<const Span *>(step.spans), step.tables,
-                                     shape, op.layer, op.window, float(op.scale), float(op.eps)}; // eps: the softcap
-        attend_unit(attention, reinterpret_cast<const Unit *>(step.units)[part]);
+    Attention<T> attention_of(const Op &op) const {
+        if (Kind(op.kind) != Kind::ATTEND) return {};
+        return {buffer<const T>(op.in), shape.num_heads * shape.head_dim, buffer(op.out), static_cast<const T *>(step.kv),
+                reinterpret_cast<const Span *>(step.spans), step.tables, shape, op.layer, op.window, float(op.scale),
+                float(op.eps)}; // eps: the softcap
     }
+
+    const Unit *units() const { return reinterpret_cast<const Unit *>(step.units); }
 
     void select(const Op &op, int64_t first, int64_t last) const {
         for (int64_t row = first; row < last; row++) {

@@ -11,6 +11,7 @@
 namespace diptych {
 
 constexpr int LANES = 16;
+constexpr int LINE = 64; // bytes of the cache's lines
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
 typedef float f32x16 __attribute__((vector_size(64)));
@@ -74,6 +75,7 @@ inline void store(bf16 *p, f32x16 v) { // to nearest, ties to even; NaN stays Na
 #if defined(__AVX512F__)
 inline float sum(f32x16 v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float largest(f32x16 v) { return _mm512_reduce_max_ps((__m512)v); }
+inline int32_t sum(i32x16 v) { return _mm512_reduce_add_epi32((__m512i)v); }
 #else
 inline float sum(f32x16 v) {
     float lanes[LANES];
@@ -81,6 +83,12 @@ inline float sum(f32x16 v) {
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
     return lanes[0];
+}
+
+inline int32_t sum(i32x16 v) {
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += v[i];
+    return total;
 }
 
 inline float largest(f32x16 v) {
@@ -113,11 +121,50 @@ inline f32x16 exponential(f32x16 x) {
     return p * scale;
 }
 
+// 2^x to about one unit in the last place (Cephes' exp2f), for x <= 127; zero far below, and for what is no number.
+inline f32x16 power_of_two(f32x16 x) {
 #if defined(__AVX512F__)
-inline void transpose16(const f32x16 *in, float *out, int stride) {
+    x = x > -200.f ? x : splat(-200.f);
+    const f32x16 n = (f32x16)_mm512_roundscale_ps((__m512)x, 0);
+#else
+    const i32x16 seen = x > -126.f;
+    x = seen ? x : splat(-126.f);
+    const f32x16 magic = splat(12582912.f); // 1.5 * 2^23: adding and subtracting it rounds to an integer
+    const f32x16 n = (x + magic) - magic;
+#endif
+    const f32x16 r = x - n;
+    f32x16 p = splat(1.535336188319500e-4f);
+    p = p * r + 1.339887440266574e-3f;
+    p = p * r + 9.618437357674640e-3f;
+    p = p * r + 5.550332471162809e-2f;
+    p = p * r + 2.402264791363012e-1f;
+    p = p * r + 6.931472028550421e-1f;
+    p = p * r + 1.f;
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    const i32x16 power = (__builtin_convertvector(n, i32x16) + 127) << 23;
+    f32x16 scale;
+    std::memcpy(&scale, &power, sizeof scale);
+    return seen ? p * scale : f32x16{};
+#endif
+}
+
+// Whether a lane of x is above `limit`.
+inline bool any_above(f32x16 x, float limit) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#else
+    return largest(x) > limit;
+#endif
+}
+
+#if defined(__AVX512F__)
+// 16 rows of 16 to 16 columns, in registers.
+inline void transpose16(f32x16 (&block)[16]) {
     __m512 t[16], r[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) r[i] = (__m512)in[i];
+    for (int i = 0; i < 16; i++) r[i] = (__m512)block[i];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
@@ -141,16 +188,20 @@ inline void transpose16(const f32x16 *in, float *out, int stride) {
     }
 #pragma GCC unroll 16
     for (int i = 0; i < 4; i++) {
-        _mm512_storeu_ps(out + i * stride, _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88));
-        _mm512_storeu_ps(out + (i + 4) * stride, _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88));
-        _mm512_storeu_ps(out + (i + 8) * stride, _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd));
-        _mm512_storeu_ps(out + (i + 12) * stride, _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd));
+        block[i] = (f32x16)_mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
+        block[i + 4] = (f32x16)_mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
+        block[i + 8] = (f32x16)_mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
+        block[i + 12] = (f32x16)_mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
     }
 }
 #else
-inline void transpose16(const f32x16 *in, float *out, int stride) {
+inline void transpose16(f32x16 (&block)[16]) {
     for (int d = 0; d < LANES; d++)
-        for (int i = 0; i < LANES; i++) out[d * stride + i] = in[i][d];
+        for (int i = 0; i < d; i++) {
+            const float held = block[i][d];
+            block[i][d] = block[d][i];
+            block[d][i] = held;
+        }
 }
 #endif
 

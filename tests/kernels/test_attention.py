@@ -65,6 +65,17 @@ def test_large_scores_stay_finite(each_backend: Any, make_case: Any) -> None:
     assert out.isfinite().all() and worst(case, out) < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_number_stays_none(native: Any, make_case: Any, dtype: torch.dtype) -> None:
+    """So that a sequence whose numbers overflowed is seen, and only that one."""
+    case = make_case([(1, 70), (1, 70), (9, 0)], dtype=dtype)
+    case.q[1, :, 3] = float("nan")
+    case.q[5, 0, 0] = float("nan")
+    out = case.run(native)
+    assert out[1].isnan().all() and out[5, 0].isnan().all()
+    assert out[[0, 2, 3, 4, 6, 7, 8, 9, 10]].isfinite().all()
+
+
 def test_shared_prefix_blocks(each_backend: Any, make_case: Any) -> None:
     case = make_case([(1, 100), (1, 100)])
     first, second = case.spans
@@ -79,9 +90,12 @@ def test_queries_may_be_a_slice_of_a_wider_tensor(each_backend: Any, make_case: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_batch_or_chunk(native: Any, make_case: Any, dtype: torch.dtype) -> None:
-    """Bit for bit, as one prompt of 200 tokens or as steps of a few tokens."""
-    case = make_case([(200, 0), (1, 77), (30, 9)], heads=9, kv_heads=3, dtype=dtype)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (8, 2, 128), (5, 1, 16)])
+def test_a_row_does_not_depend_on_batch_or_chunk(
+    native: Any, make_case: Any, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> None:
+    """Bit for bit, as one prompt of 200 tokens or as steps of a few tokens, which few rows go another way for."""
+    case = make_case([(200, 0), (1, 77), (30, 9)], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
     together = case.run(native, window=50)
     whole, queries = case.spans[0], case.q
     for first, count in [(0, 1), (63, 2), (64, 1), (130, 70), (199, 1)]:

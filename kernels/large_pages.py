@@ -1,0 +1,56 @@
+"""Memory in large pages, where the system gives them: for weights and KV, which every step reads from end to end.
+
+Pages of 4 KiB are read more slowly: each is looked up anew, and a core fetches ahead within a page only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from typing import Final
+
+import torch
+from torch import Tensor
+
+LARGE_PAGE: Final = 2 * 1024 * 1024
+CHUNK: Final = 32 * 1024 * 1024
+LINE: Final = 64
+
+
+def prefer_large_pages(pages: mmap.mmap) -> None:
+    """Ask for them; a system that has none, or gives none, goes on in small ones."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel that was built without them
+            return
+
+
+class Arena:
+    """Hands out pieces of large chunks, each of which is freed when the last of its pieces is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes] at a cache line's begin; zero at first."""
+        with self._lock:
+            begin = -(-self._used // LINE) * LINE
+            if begin + num_bytes > self._chunk.numel():
+                self._chunk, begin = _map(max(num_bytes, CHUNK)), 0
+            self._used = begin + num_bytes
+            return self._chunk[begin : self._used]
+
+
+def _map(num_bytes: int) -> Tensor:
+    """Whole large pages, as many as needed, at a large page's begin."""
+    size = -(-num_bytes // LARGE_PAGE) * LARGE_PAGE
+    pages = mmap.mmap(-1, size + LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    prefer_large_pages(pages)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    begin = -memory.data_ptr() % LARGE_PAGE
+    return memory[begin : begin + size]
+
+
+ARENA: Final = Arena()

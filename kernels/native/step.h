@@ -1,0 +1,33 @@
+// What a program runs, and on what: the Python side of both is kernels/program.py.
+#pragma once
+
+#include <cstdint>
+
+namespace diptych {
+
+enum class Kind : int64_t { EMBED = 0, NORM = 1, QUANTISE = 2, LINEAR = 3, ROTATE = 4, ATTEND = 5, SELECT = 6 };
+
+// Buffers are named by number: see Step.buffers. -1 is none. What a field means for a kind is said where it runs.
+struct Op {
+    int64_t kind;
+    int64_t rows;            // 0: every token's row, 1: the sampled ones
+    int64_t in, out, extra, extra2;
+    int64_t width, layer, window, flags;
+    const void *weights[3];
+    double scale, eps;
+};
+
+// What differs from step to step.
+struct Step {
+    int64_t num_rows, num_sampled;
+    const int64_t *token_ids, *positions, *slots, *sampled; // sampled may be null: all rows in order
+    void *kv;
+    const int64_t *shape; // Shape
+    const int64_t *spans;
+    const int32_t *tables, *units;
+    int64_t num_units;
+    char *const *buffers; // rows of each buffer, one behind the other
+    int64_t *times;       // nanoseconds of each operation are added here, unless null
+};
+
+} // namespace diptych
