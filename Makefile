@@ -4,6 +4,8 @@ VENV ?= .venv
 PORT ?= 8000
 MODEL ?= smollm2-135m
 ARGS ?=
+# Test files that run side by side: many of them wait for processes of their own.
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PACKAGES := kernels common prefill_worker decode_worker router benchmarks
@@ -84,7 +86,7 @@ docs: $(VENV)/.dev
 	@for page in schema readme dashboards; do $(BIN)/python -P helm/write_$$page.py; done
 
 test: lint
-	$(BIN)/pytest -m "not slow and not gpu and not chaos" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow and not gpu and not chaos" $(ARGS)
 
 test-all: lint
 	$(BIN)/pytest $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import stat
@@ -69,6 +70,7 @@ def test_keygen_writes_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (f'public = "{OTHER.public.decode()}"\nsecret = "{PAIR.secret.decode()}"', "does not belong"),
         (PAIR.secret.decode(), "not TOML"),
     ],
+    ids=itertools.count(),
 )
 def test_a_bad_pair_is_refused(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "key"

@@ -148,6 +148,7 @@ def test_first_token_ends_it(system_of: Any, tiny_oracle: Any, random_prompts: A
     )
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("model", "shape"), [("smollm2-135m", (1, 1)), ("smollm2-135m", (0, 1)), ("gemma3-270m", (1, 1))]
 )
