@@ -148,12 +148,17 @@ async def run_load(client: CompletionClient, workload: Workload, load: Load, opt
 
 
 def measure(
-    engine: Engine, loads: Sequence[Load], ids: tuple[int, ...], options: Namespace, seed: int, log_dir: Path
-) -> tuple[dict[Load, Summary], float]:
-    """Every load's summary, and the seconds that the start took. Raises PeerError and ServerError."""
+    engine: Engine,
+    loads: Sequence[Load],
+    ids: tuple[int, ...],
+    options: Namespace,
+    seed: int,
+    log_dir: Path,
+    done: Callable[[Load, Summary], None],
+) -> float:
+    """Tells `done` each load's summary; the seconds that the start took. Raises PeerError and ServerError."""
     launch = engine.launch([free_port() for _ in range(NUM_PORTS)])
     vocabulary = Vocabulary(words=WORDS) if launch.text_only else Vocabulary(ids)
-    found = {}
     with (
         RunningEngine(launch, log_dir, options.ready_timeout_s) as running,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
@@ -169,9 +174,9 @@ def measure(
             of_load = seed + number
             lengths = LengthRange(load.input_len, load.input_len), LengthRange(load.output_len, load.output_len)
             workload = Workload(vocabulary, *lengths, seed=of_load)
-            found[load] = runner.run(run_load(client, workload, load, options, of_load))
+            done(load, runner.run(run_load(client, workload, load, options, of_load)))
         runner.run(client.close())
-    return found, running.start_s
+    return running.start_s
 
 
 def compare(
@@ -186,15 +191,18 @@ def compare(
             for engine in reversed(engines) if number % 2 else engines:
                 console.print(f"round {number + 1} of {options.repeats}: {engine.name}", highlight=False)
                 folder = logs / f"{number}-{engine.name.replace(':', '-')}"
+
+                def done(load: Load, summary: Summary, name: str = engine.name) -> None:
+                    console.print(f"  {load}: {summary.output_tokens_per_s:,.1f} output tok/s", highlight=False)
+                    results[name][load].add(load, summary)
+
                 try:
-                    found, start_s = measure(engine, loads, ids, options, options.seed + 1000 * number, folder)
+                    start_s = measure(engine, loads, ids, options, options.seed + 1000 * number, folder, done)
                 except (PeerError, ServerError) as error:
                     console.print(f"{engine.name} failed: {error}", highlight=False, markup=False, style="red")
                     starts[engine.name].append(str(error))
                     continue
                 starts[engine.name].append(round(start_s, 1))
-                for load, summary in found.items():
-                    results[engine.name][load].add(load, summary)
     return results, starts
 
 
