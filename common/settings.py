@@ -166,7 +166,7 @@ class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings):
         le=86400,
     )
     max_wait_s: float = setting(
-        10.0,
+        30.0,
         "seconds that a new request may be bound to wait behind others; one that would wait longer gets 429 at once",
         group="Deadlines",
         ge=0.05,
