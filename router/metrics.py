@@ -102,57 +102,45 @@ class RouterMetrics:
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token")
         self.cached_tokens = counter("diptych_cached_prompt_tokens", "Those of them that a prefix cache held")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
-        self._success = Counter(
-            "vllm:request_success",
-            "Sequences that ended, by reason",
-            [*self._labels, "finished_reason"],
-            registry=self.registry,
-        )
-        self._requests = Counter(
+        self._success = self._labelled("vllm:request_success", "Sequences that ended, by reason", "finished_reason")
+        self._requests = self._labelled(
             "diptych_http_requests",
             "HTTP requests to the API, by path and status; 499 is a client that went away",
-            [*self._labels, "path", "status"],
-            registry=self.registry,
+            "path",
+            "status",
         )
-        self._errors = Counter(
-            "diptych_http_errors",
-            "Errors that clients were told, by status and type",
-            [*self._labels, "status", "type"],
-            registry=self.registry,
+        self._errors = self._labelled(
+            "diptych_http_errors", "Errors that clients were told, by status and type", "status", "type"
         )
-        self._rejected = Counter(
+        self._rejected = self._labelled(
             "diptych_http_rejected",
             "Connections and requests that were turned away before the API saw them, by reason",
-            [*self._labels, "reason"],
-            registry=self.registry,
+            "reason",
         )
         self.connections = Gauge(
             "diptych_http_connections", "Open HTTP connections", list(self._labels), registry=self.registry
         ).labels(*self._labels.values())
-        self._key_requests = Counter(
+        self._key_requests = self._labelled(
             "diptych_key_requests",
             "Requests that want a key, by its name and status; the name is empty for a wrong key",
-            [*self._labels, "key", "status"],
-            registry=self.registry,
+            "key",
+            "status",
         )
-        self._key_tokens = Counter(
-            "diptych_key_tokens",
-            "Tokens by the name of the key that used them, prompt or output",
-            [*self._labels, "key", "kind"],
-            registry=self.registry,
+        self._key_tokens = self._labelled(
+            "diptych_key_tokens", "Tokens by the name of the key that used them, prompt or output", "key", "kind"
         )
-        self._rate_limited = Counter(
+        self._rate_limited = self._labelled(
             "diptych_rate_limited",
             "Requests refused because a key had used up a limit: requests, tokens or concurrency",
-            [*self._labels, "key", "limit"],
-            registry=self.registry,
+            "key",
+            "limit",
         )
         self._audit_dropped = counter("diptych_audit_dropped", "Lines that the audit log lost")
-        self._reloads = Counter(
+        self._reloads = self._labelled(
             "diptych_reloads",
             "Times that a file was read anew, by setting and whether it was taken",
-            [*self._labels, "setting", "result"],
-            registry=self.registry,
+            "setting",
+            "result",
         )
 
     def render(self) -> bytes:
@@ -216,6 +204,10 @@ class RouterMetrics:
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
+
+    def _labelled(self, name: str, text: str, *labels: str) -> Counter:
+        """A counter with labels beside those that all have."""
+        return Counter(name, text, [*self._labels, *labels], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         return Histogram(name, text, list(self._labels), buckets=buckets, registry=self.registry).labels(
