@@ -20,6 +20,7 @@ import zmq.asyncio
 from diptych.common.curve import AnySocket, Curve
 from diptych.common.drop_log import DropLog
 from diptych.common.errors import WireError
+from diptych.common.listening import in_url, listening_host
 from diptych.common.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -222,8 +223,8 @@ def bind(socket: AnySocket, host: str, port: int, curve: Curve | None = None) ->
         curve.serve(socket)
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.set(zmq.BACKLOG, BACKLOG)
-    name = f"[{host}]" if ":" in host else host
+    host = listening_host(host)
     if ":" in host:
         socket.set(zmq.IPV6, 1)
-    socket.bind(f"tcp://{name}:{port or '*'}")
+    socket.bind(f"tcp://{in_url(host)}:{port or '*'}")
     return socket.get_string(zmq.LAST_ENDPOINT)

@@ -11,6 +11,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
@@ -19,8 +20,15 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from diptych.common.listening import listen
 
 BACKLOG = 128
+ANSWER_S = 10.0
+"""How long a connection may go without an answer that was asked for and read."""
+MAX_CONNECTIONS = 256
+MAX_REQUEST_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -32,12 +40,50 @@ class WorkerStatus:
     detail: dict[str, object] = field(default_factory=dict)
 
 
+class _Connection(HttpToolsProtocol):
+    """uvicorn's, which waits for ever for requests of any size, with a bound on what strangers can hold of a worker."""
+
+    def __init__(self, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self.answered_at = self.loop.time()
+        self._num_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:  # probes must get in whoever else is here
+            others = (other for other in self.connections if isinstance(other, _Connection) and other is not self)
+            min(others, key=lambda other: other.answered_at).cut()
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_REQUEST_BYTES:
+            self.cut()
+        else:
+            super().data_received(data)
+
+    def on_response_complete(self) -> None:
+        self.answered_at, self._num_bytes = self.loop.time(), 0
+        super().on_response_complete()
+
+    def cut(self) -> None:
+        self.connections.discard(self)
+        self.transport.abort()
+
+
 class _QuietServer(uvicorn.Server):
     """uvicorn without signal handlers: the worker decides when it ends. `listening` is set once it answers."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, answer_s: float) -> None:
         super().__init__(config)
+        self._answer_s = answer_s
         self.listening = asyncio.Event()
+
+    async def on_tick(self, counter: int) -> bool:
+        now = asyncio.get_running_loop().time()
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, _Connection) and now - connection.answered_at > self._answer_s:
+                connection.cut()
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
@@ -51,14 +97,23 @@ class _QuietServer(uvicorn.Server):
 class WorkerHTTP:
     """The small HTTP server of one worker. `status` is called for every probe and must be quick."""
 
-    def __init__(self, host: str, port: int, status: Callable[[], WorkerStatus], registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        status: Callable[[], WorkerStatus],
+        registry: CollectorRegistry,
+        *,
+        answer_s: float = ANSWER_S,
+    ) -> None:
         self._host, self._port, self._status, self._registry = host, port, status, registry
+        self._answer_s = answer_s
         self._server: _QuietServer | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
         """Listens and returns the port, which differs from the one asked for when that was 0. Raises OSError."""
-        listener = _listen(self._host, self._port)
+        listener = listen(self._host, self._port, BACKLOG)
         app = Starlette(
             routes=[
                 Route("/health", self._health),
@@ -70,11 +125,15 @@ class WorkerHTTP:
             uvicorn.Config(
                 app,
                 loop="none",  # the worker's loop runs already
+                http=_Connection,
+                ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="error",  # else a line for each request that is none
                 access_log=False,
                 timeout_graceful_shutdown=1,
-            )
+            ),
+            self._answer_s,
         )
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="worker-http")
         await self._server.listening.wait()
@@ -98,20 +157,6 @@ class WorkerHTTP:
 
     async def _metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def _answer(good: bool, status: WorkerStatus) -> Response:

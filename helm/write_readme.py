@@ -23,8 +23,21 @@ upgrade, [docs/operations.md](../docs/operations.md) what to do when an alert fi
                            --set images.worker.repository=REGISTRY/diptych-worker
     helm test demo --logs
 
-Nothing but Kubernetes 1.27 is needed. The Prometheus operator, KEDA, the Gateway API and cert-manager are used where
-they are. Whole sets of values to start from are in [examples/](examples).
+Nothing but Kubernetes 1.27 is needed; the rest is used where it is. Whole sets of values to start from are in
+[examples/](examples).
+
+| for | needs at least | or else |
+|---|---|---|
+| an OCI image as a model | Kubernetes 1.33 (before 1.35 the feature gate `ImageVolume`) | refused |
+| `podDeletionCost.admissionPolicy` | Kubernetes 1.30 | left out |
+| `autoscaling.type: keda` | KEDA 2.17 (`fallback.behavior`) | absent: refused; older: a lost metric scales down |
+| the same, `metrics-api`, several routers | KEDA 2.20, pods with IPv4 | 2.18 may scale down under load |
+| `httpRoute` | Gateway API 1.2 (`timeouts`); 1.0 with an empty `requestTimeout` | absent: refused |
+| `inferencePool` | Gateway API Inference Extension 1.0 (`inference.networking.k8s.io/v1`) | refused |
+| monitors, alerts, recording rules | Prometheus operator (`monitoring.coreos.com/v1`) | left out |
+| `tls.certManager` | cert-manager (`cert-manager.io/v1`) | refused |
+
+`helm` sees which APIs a cluster has, not the versions behind them: KEDA's and the Gateway API's are yours to check.
 
 A pool under `prefill.pools` or `decode.pools` takes its `name`, its `model`, and everything under `workers`; what it
 does not say comes from `prefill.defaults` or `decode.defaults`, and then from `workers`. A router Deployment serves one

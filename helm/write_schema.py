@@ -105,7 +105,7 @@ def placement() -> Schema:
         "runtimeClassName": TEXT,
         "pdb": closed({"enabled": FLAG, "maxUnavailable": COUNT_OR_SHARE, "minAvailable": COUNT_OR_SHARE}),
         "strategy": closed({"maxSurge": COUNT_OR_SHARE, "maxUnavailable": COUNT_OR_SHARE}),
-        "resources": closed({"requests": AMOUNTS, "limits": AMOUNTS, "claims": LIST_OF_OBJECTS}),
+        "resources": closed({"requests": AMOUNTS, "limits": AMOUNTS}),
     }
 
 
@@ -119,7 +119,12 @@ def router() -> Schema:
             "preStopSeconds": whole(0, 3600),
             "startupSeconds": whole(1, 86400),
             "service": closed(
-                {"type": text("ClusterIP", "NodePort", "LoadBalancer"), "port": whole(1, 65535), "annotations": MAP}
+                {
+                    "type": text("ClusterIP", "NodePort", "LoadBalancer"),
+                    "port": whole(1, 65535),
+                    "annotations": MAP,
+                    "ipFamilyPolicy": text("", "SingleStack", "PreferDualStack", "RequireDualStack"),
+                }
             ),
             "autoscaling": closed(
                 {
@@ -145,6 +150,7 @@ def pool(role: str, *, named: bool) -> Schema:
             "hpaMetric": text("pods", "cpu"),
             "targetCPUPercent": whole(1, 100),
             "kedaTrigger": text("metrics-api", "prometheus"),
+            "slo": FLAG,
             "pollingSeconds": whole(1),
             "cooldownSeconds": whole(0),
             "heldPerReplica": whole(1),
@@ -228,8 +234,11 @@ def network() -> Schema:
             "clients": peers,
             "monitoring": peers,
             "keda": peers,
+            "dnsPorts": many(whole(1, 65535)) | {"minItems": 1},
             "apiServerCIDRs": many(TEXT),
+            "apiServerPorts": many(whole(1, 65535)) | {"minItems": 1},
             "hubCIDRs": many(TEXT),
+            "hubPorts": many(whole(1, 65535)) | {"minItems": 1},
         }
     )
 
@@ -249,7 +258,8 @@ def gateway() -> Schema:
             "weight": whole(0),
             "backends": many(backend),
             "rules": many(rule),
-            "requestTimeout": TEXT,
+            "requestTimeout": text(pattern=r"^([0-9]{1,5}(h|m|s|ms)){0,4}$"),
+            "toInferencePool": FLAG,
         }
     )
 
@@ -269,9 +279,8 @@ def monitoring() -> Schema:
     )
 
 
-def values() -> Schema:
-    """The whole schema."""
-    image = closed(
+def image() -> Schema:
+    return closed(
         {
             "repository": text(pattern=".+"),
             "tag": TEXT,
@@ -279,9 +288,15 @@ def values() -> Schema:
             "pullPolicy": text("Always", "IfNotPresent", "Never"),
         }
     )
-    account = closed({"create": FLAG, "name": TEXT, "annotations": MAP})
-    key_secret = closed({"name": TEXT, "key": TEXT})
-    ingress = closed(
+
+
+def key_of_secret() -> Schema:
+    """Nothing, or a key of a Secret: one without the other leads nowhere."""
+    return closed({"name": TEXT, "key": TEXT}) | {"dependencies": {"name": ["key"], "key": ["name"]}}
+
+
+def ingress() -> Schema:
+    return closed(
         {
             "enabled": FLAG,
             "className": TEXT,
@@ -290,72 +305,86 @@ def values() -> Schema:
             "tls": many(closed({"secretName": TEXT, "hosts": many(TEXT)})),
         }
     )
+
+
+def tls() -> Schema:
     issuer = closed({"name": TEXT, "kind": TEXT, "group": TEXT})
-    pools = {
-        role: closed(
-            {
-                "defaults": pool(role, named=False),
-                "pools": many(pool(role, named=True)) | ({"minItems": 1} if role == "decode" else {}),
-            }
-        )
-        for role in ("prefill", "decode")
-    }
+    return closed(
+        {
+            "existingSecret": TEXT,
+            "certManager": closed({"enabled": FLAG, "issuerRef": issuer, "dnsNames": many(TEXT)}),
+        }
+    )
+
+
+def pools(role: str, **bounds: int) -> Schema:
+    """The pools of one role, and what they have in common."""
+    return closed({"defaults": pool(role, named=False), "pools": many(pool(role, named=True)) | bounds})
+
+
+def definitions() -> Schema:
+    """What is referred to from several places."""
     # A setting for all workers must be one that both kinds have.
     decode_settings = settings(DecodeWorkerConfig)["properties"]
     shared = {
         name: field for name, field in settings(PrefillWorkerConfig)["properties"].items() if name in decode_settings
     }
-    definitions = {
+    return {
         "routerSettings": settings(RouterConfig),
         "prefillSettings": settings(PrefillWorkerConfig),
         "decodeSettings": settings(DecodeWorkerConfig),
         "workerSettings": closed(shared),
         "router": router(),
     }
+
+
+def values() -> Schema:
+    """The values of the chart, without what they refer to."""
+    account = closed({"create": FLAG, "name": TEXT, "annotations": MAP})
+    endpoint_picker = closed({"name": TEXT, "port": whole(1, 65535)})
+    return closed(
+        {
+            "global": FREE,
+            "nameOverride": TEXT,
+            "fullnameOverride": TEXT,
+            "commonLabels": MAP,
+            "imagePullSecrets": many(closed({"name": TEXT}, ("name",))),
+            "images": closed({"router": image(), "worker": image()}),
+            "models": many(model()) | {"minItems": 1},
+            "router": ref("router"),
+            "workers": pool("", named=False),
+            "prefill": pools("prefill"),
+            "decode": pools("decode", minItems=1),
+            "discovery": closed({"type": text("kubernetes", "dns")}),
+            "apiKeys": closed({"existingSecret": TEXT, "key": TEXT}),
+            "curve": closed({"existingSecret": TEXT, "key": TEXT, "authorizedKey": TEXT}),
+            "tls": tls(),
+            "serviceAccount": closed({"router": account, "worker": account}),
+            "rbac": closed({"create": FLAG}),
+            "podDeletionCost": closed({"enabled": FLAG, "admissionPolicy": FLAG}),
+            "networkPolicy": network(),
+            "ingress": ingress(),
+            "httpRoute": gateway(),
+            "inferencePool": closed({"enabled": FLAG, "endpointPicker": endpoint_picker}),
+            "monitoring": monitoring(),
+            "test": closed({"apiKeySecret": key_of_secret(), "timeoutSeconds": whole(1, 3600)}),
+        }
+    )
+
+
+def document() -> Schema:
+    """The whole schema."""
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Values of the Diptych chart; written by make docs",
-        "definitions": definitions,
-        **closed(
-            {
-                "global": FREE,
-                "nameOverride": TEXT,
-                "fullnameOverride": TEXT,
-                "commonLabels": MAP,
-                "imagePullSecrets": many(closed({"name": TEXT}, ("name",))),
-                "images": closed({"router": image, "worker": image}),
-                "models": many(model()) | {"minItems": 1},
-                "router": ref("router"),
-                "workers": pool("", named=False),
-                **pools,
-                "discovery": closed({"type": text("kubernetes", "dns")}),
-                "apiKeys": closed({"existingSecret": TEXT, "key": TEXT}),
-                "curve": closed({"existingSecret": TEXT, "key": TEXT, "authorizedKey": TEXT}),
-                "tls": closed(
-                    {
-                        "existingSecret": TEXT,
-                        "certManager": closed({"enabled": FLAG, "issuerRef": issuer, "dnsNames": many(TEXT)}),
-                    }
-                ),
-                "serviceAccount": closed({"router": account, "worker": account}),
-                "rbac": closed({"create": FLAG}),
-                "podDeletionCost": closed({"enabled": FLAG, "admissionPolicy": FLAG}),
-                "networkPolicy": network(),
-                "ingress": ingress,
-                "httpRoute": gateway(),
-                "inferencePool": closed(
-                    {"enabled": FLAG, "endpointPicker": closed({"name": TEXT, "port": whole(1, 65535)})}
-                ),
-                "monitoring": monitoring(),
-                "test": closed({"apiKeySecret": key_secret, "timeoutSeconds": whole(1, 3600)}),
-            }
-        ),
+        "definitions": definitions(),
+        **values(),
     }
 
 
 def render() -> str:
     """The file's text."""
-    return json.dumps(values(), indent=1) + "\n"
+    return json.dumps(document(), indent=1) + "\n"
 
 
 if __name__ == "__main__":

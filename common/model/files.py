@@ -31,6 +31,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     `eos_token_ids` are all tokens that end a turn, the model's own first. `chat_template` is Jinja source, or None for
     a base model. `weights_hash` is 16 hex digits over the content of all weights. `config` is config.json for "hf".
+    What was resolved without weights has none and no hash.
     """
 
     model_id: str
@@ -56,19 +57,21 @@ class _Description(msgspec.Struct, frozen=True, kw_only=True):
     files: ModelFiles
 
 
-def resolve_model(name: str, *, download: bool = True, progress: bool = True) -> ModelFiles:
+def resolve_model(name: str, *, download: bool = True, progress: bool = True, weights: bool = True) -> ModelFiles:
     """Find a model: a built-in name, a folder, a .gguf file or a Hugging Face id ("org/name"), tried in this order.
 
     A built-in model that is not in the cache is fetched, with a progress bar on stderr, unless `download` is False.
+    Without `weights` those of a folder or of Hugging Face are neither fetched nor read: what a router needs is beside
+    them (in a .gguf file it is inside).
     Raises ModelError (a sentence saying what to do) when the model is missing, damaged or not supported.
     """
     if name in TINY_MODELS:
-        return _resolve_tiny(name)
+        return _resolve_tiny(name, weights=weights)
     if name in BUILTIN_MODELS:
         return _resolve_builtin(BUILTIN_MODELS[name], download=download, progress=progress)
     path = Path(name).expanduser()
     if name and path.is_dir():
-        return _resolve_folder(path.resolve(), path.resolve().name, progress=progress)
+        return _resolve_folder(path.resolve(), path.resolve().name, progress=progress, weights=weights)
     if name and path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is not a model: name a .gguf file, or the folder that holds config.json")
@@ -76,7 +79,8 @@ def resolve_model(name: str, *, download: bool = True, progress: bool = True) ->
     if HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         from diptych.common.model.hub import hub_folder
 
-        return _resolve_folder(hub_folder(name, download=download), name, progress=progress)
+        folder = hub_folder(name, download=download, weights=weights)
+        return _resolve_folder(folder, name, progress=progress, weights=weights)
     raise ModelError(_unknown(name))
 
 
@@ -90,7 +94,7 @@ def _unknown(name: str) -> str:
     )
 
 
-def _resolve_tiny(name: str) -> ModelFiles:
+def _resolve_tiny(name: str, *, weights: bool) -> ModelFiles:
     """Build the tiny model on first use. The folder carries a hash of the recipe: a changed one is a new model."""
     recipe = xxhash.xxh3_64(Path(__file__).with_name("tiny.py").read_bytes()).hexdigest()[:8]
     folder = cache_folder() / "models" / f"{name}-{recipe}"
@@ -100,7 +104,7 @@ def _resolve_tiny(name: str) -> ModelFiles:
 
             make_tiny_model(folder, architecture="gemma3" if TINY_MODELS[name] == "gemma3" else "llama")
             write_atomically(folder / ".complete", b"")
-    return _resolve_folder(folder, name, progress=False)
+    return _resolve_folder(folder, name, progress=False, weights=weights)
 
 
 def _resolve_builtin(model: BuiltinModel, *, download: bool, progress: bool) -> ModelFiles:
@@ -133,21 +137,22 @@ def _resolve_gguf(path: Path, *, progress: bool) -> ModelFiles:
     return _described(folder, [path], describe)
 
 
-def _resolve_folder(folder: Path, model_id: str, *, progress: bool) -> ModelFiles:
+def _resolve_folder(folder: Path, model_id: str, *, progress: bool, weights: bool) -> ModelFiles:
     """A Hugging Face folder, or one that holds a single .gguf file."""
     ggufs = sorted(folder.glob("*.gguf"))
     if not (folder / "config.json").exists() and len(ggufs) == 1:
         return _resolve_gguf(ggufs[0], progress=progress)
     if not (folder / "config.json").exists() and ggufs:
         raise ModelError(f"{folder} holds {len(ggufs)} .gguf files: name one of them, such as {ggufs[0]}")
-    sources = [path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".jinja", ".safetensors")]
+    kinds = (".json", ".jinja", ".safetensors") if weights else (".json", ".jinja")
+    sources = [path for path in sorted(folder.iterdir()) if path.suffix in kinds]
 
     def describe() -> ModelFiles:
         from diptych.common.model.describe import describe_folder
 
-        return describe_folder(folder, model_id, progress=progress)
+        return describe_folder(folder, model_id, progress=progress, weights=weights)
 
-    files = _described(_local_folder(folder), sources, describe)
+    files = _described(_local_folder(folder), sources, describe, "files.json" if weights else "text.json")
     return files if files.model_id == model_id else msgspec.structs.replace(files, model_id=model_id)
 
 
@@ -156,9 +161,11 @@ def _local_folder(path: Path) -> Path:
     return cache_folder() / "local" / f"{path.stem}-{xxhash.xxh3_64(str(path).encode()).hexdigest()}"
 
 
-def _described(folder: Path, sources: Sequence[Path], describe: Callable[[], ModelFiles]) -> ModelFiles:
+def _described(
+    folder: Path, sources: Sequence[Path], describe: Callable[[], ModelFiles], sidecar_name: str = "files.json"
+) -> ModelFiles:
     """The cached description in `folder` if every source still looks the same, else a new one, made under a lock."""
-    sidecar = folder / "files.json"
+    sidecar = folder / sidecar_name
     stamps = stamp_files(sources)
     files = _read_description(sidecar, stamps)
     if files is None:

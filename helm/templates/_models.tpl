@@ -54,12 +54,20 @@
 {{- end }}
 {{- end }}
 
+{{/* Refuses an update that could neither add a pod nor take one away: (spec, for). */}}
+{{- define "diptych.checkStrategy" -}}
+{{- if and (has (toString .spec.strategy.maxSurge) (list "0" "0%")) (has (toString .spec.strategy.maxUnavailable) (list "0" "0%")) }}
+{{- fail (printf "%s: strategy.maxSurge and strategy.maxUnavailable are both 0, so no update could begin" .for) }}
+{{- end }}
+{{- end }}
+
 {{/* Refuses what the schema cannot see. Rendered once, by the routers' template. */}}
 {{- define "diptych.check" -}}
 {{- $names := list }}
 {{- range .Values.models }}
 {{- if has .name $names }}{{ fail (printf "two models are called %s" .name) }}{{ end }}
 {{- $names = append $names .name }}
+{{- include "diptych.checkStrategy" (dict "spec" (include "diptych.router" (dict "root" $ "model" .) | fromYaml) "for" (printf "router of model %s" .name)) }}
 {{- if not (include "diptych.pools" (dict "root" $ "role" "decode" "model" .name) | fromYaml).pools }}
 {{- fail (printf "model %s has no decode pool: add one to decode.pools" .name) }}
 {{- end }}
@@ -70,6 +78,7 @@
 {{- range $role := list "prefill" "decode" }}
 {{- $pools := list }}
 {{- range (include "diptych.pools" (dict "root" $ "role" $role) | fromYaml).pools }}
+{{- include "diptych.checkStrategy" (dict "spec" . "for" (printf "%s pool %s" $role .name)) }}
 {{- if has .name $pools }}{{ fail (printf "two %s pools are called %s" $role .name) }}{{ end }}
 {{- $pools = append $pools .name }}
 {{- end }}

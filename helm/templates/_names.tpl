@@ -18,34 +18,33 @@
 {{- if gt (len $name) 63 }}
 {{- fail (printf "the name %s has %d characters, Kubernetes takes 63: shorten the release, fullnameOverride, pool or model" $name (len $name)) }}
 {{- end }}
+{{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $name) }}
+{{- fail (printf "a Service cannot be called %s: a letter first, then a-z, 0-9 and -; see fullnameOverride" $name) }}
+{{- end }}
 {{- $name }}
 {{- end }}
 
 {{/* Labels that never change, for selectors: (root, role, name), or only (root, role), or only (root). */}}
 {{- define "diptych.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "diptych.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
-{{- with .role }}
-app.kubernetes.io/component: {{ . }}
-{{- end }}
-{{- with .name }}
-diptych/pool: {{ . }}
-{{- end }}
+{{- $labels := dict "app.kubernetes.io/name" (include "diptych.name" .root) "app.kubernetes.io/instance" .root.Release.Name }}
+{{- with .role }}{{ $_ := set $labels "app.kubernetes.io/component" . }}{{ end }}
+{{- with .name }}{{ $_ := set $labels "diptych/pool" . }}{{ end }}
+{{- toYaml $labels }}
 {{- end }}
 
-{{/* Every label: (root) and optionally role, name, model. */}}
+{{/*
+Every label: (root) and optionally role, name, model, and `extra`, labels of the user's. What selectors need is never
+overridden. On pods (`pod`) none that changes with the chart alone: a new chart must not restart what is the same.
+*/}}
 {{- define "diptych.labels" -}}
-{{ include "diptych.selectorLabels" . }}
-{{- with .model }}
-diptych/model: {{ . }}
+{{- $labels := dict "app.kubernetes.io/managed-by" .root.Release.Service "app.kubernetes.io/part-of" "diptych" }}
+{{- if not .pod }}
+{{- $_ := set $labels "app.kubernetes.io/version" .root.Chart.AppVersion }}
+{{- $_ := set $labels "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_") }}
 {{- end }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-app.kubernetes.io/part-of: diptych
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $labels = mustMergeOverwrite $labels (mustDeepCopy .root.Values.commonLabels) (mustDeepCopy (.extra | default dict)) }}
+{{- with .model }}{{ $_ := set $labels "diptych/model" . }}{{ end }}
+{{- toYaml (mustMergeOverwrite $labels (include "diptych.selectorLabels" . | fromYaml)) }}
 {{- end }}
 
 {{- define "diptych.serviceAccountName" -}}

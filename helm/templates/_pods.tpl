@@ -69,48 +69,51 @@ lifecycle:
   emptyDir: {}
 - name: cache
   {{- if .model.source.cacheClaim }}
-  persistentVolumeClaim: {claimName: {{ .model.source.cacheClaim }}}
+  persistentVolumeClaim: {claimName: {{ .model.source.cacheClaim | quote }}}
   {{- else }}
-  emptyDir: {{ if .model.source.cacheSize }}{sizeLimit: {{ .model.source.cacheSize }}}{{ else }}{}{{ end }}
+  emptyDir: {{ if .model.source.cacheSize }}{sizeLimit: {{ .model.source.cacheSize | quote }}}{{ else }}{}{{ end }}
   {{- end }}
 {{- if eq .model.source.type "pvc" }}
 - name: model
-  persistentVolumeClaim: {claimName: {{ .model.source.claimName }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ .model.source.claimName | quote }}, readOnly: true}
 {{- else if eq .model.source.type "image" }}
 - name: model
   image: {reference: {{ .model.source.reference | quote }}, pullPolicy: {{ .model.source.pullPolicy | default "IfNotPresent" }}}
 {{- end }}
 {{- with .root.Values.curve.existingSecret }}
 - name: curve
-  secret: {secretName: {{ . }}, defaultMode: 0440}
+  secret: {secretName: {{ . | quote }}, defaultMode: 0440}
 {{- end }}
 {{- if eq .role "router" }}
 {{- with .root.Values.apiKeys.existingSecret }}
 - name: api-keys
-  secret: {secretName: {{ . }}, defaultMode: 0440}
+  secret: {secretName: {{ . | quote }}, defaultMode: 0440}
 {{- end }}
 {{- with include "diptych.tlsSecret" .root }}
 - name: tls
-  secret: {secretName: {{ . }}, defaultMode: 0440}
+  secret: {secretName: {{ . | quote }}, defaultMode: 0440}
 {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* Fetches a hub model before the process starts; its log shows the progress: (root, kind, model, resources). */}}
+{{/* Fetches a hub model before the process starts; its log shows the progress: (root, kind, model, spec). */}}
 {{- define "diptych.fetchContainer" -}}
 - name: fetch-model
   image: {{ include "diptych.image" . | quote }}
   imagePullPolicy: {{ (index .root.Values.images .kind).pullPolicy }}
   command: [diptych, fetch]
-  args: [{{ .model.source.id | quote }}]
+  args: [{{ .model.source.id | quote }}{{ if eq .kind "router" }}, --no-weights{{ end }}]
   env:
     {{- include "diptych.environment" . | nindent 4 }}
     - {name: TQDM_MININTERVAL, value: "10"}
+    {{- with .spec.env }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
     {{- with .model.source.tokenSecret }}
-    - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}}
+    - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}}
     {{- end }}
   resources:
-    {{- toYaml (pick .resources "requests" "limits") | nindent 4 }}
+    {{- toYaml .spec.resources | nindent 4 }}
   securityContext:
     {{- include "diptych.securityContext" . | nindent 4 }}
   volumeMounts:
@@ -137,16 +140,18 @@ topologySpreadConstraints:
   - topologyKey: {{ .topologyKey }}
     maxSkew: {{ int (.maxSkew | default 1) }}
     whenUnsatisfiable: {{ .whenUnsatisfiable | default "ScheduleAnyway" }}
+    # Pods of one revision among themselves: an update ends as evenly spread as it began.
+    matchLabelKeys: [pod-template-hash]
     labelSelector:
       matchLabels:
         {{- include "diptych.selectorLabels" $ | nindent 8 }}
   {{- end }}
 {{- end }}
 {{- with .spec.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .spec.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:

@@ -45,7 +45,7 @@ allow_remote: true
 {{- $model := include "diptych.model" (dict "root" .root "name" .pool.model "for" .pool.name) | fromYaml }}
 {{- $settings := mustMergeOverwrite (dict "log_json" true) (mustDeepCopy .pool.settings) }}
 {{- $_ := set $settings "model" (include "diptych.modelSetting" $model) }}
-{{- $_ := set $settings "host" "0.0.0.0" }}
+{{- $_ := set $settings "host" "::" }}
 {{- $_ := set $settings "port" 7001 }}
 {{- $_ := set $settings "http_port" 7003 }}
 {{- $_ := set $settings "device" (include "diptych.device" .pool.accelerator) }}
@@ -66,7 +66,7 @@ allow_remote: true
 {{- $model := .model }}
 {{- $settings := mustMergeOverwrite (dict "log_json" true) (mustDeepCopy .router.settings) }}
 {{- $_ := set $settings "model" (include "diptych.modelSetting" $model) }}
-{{- $_ := set $settings "host" "0.0.0.0" }}
+{{- $_ := set $settings "host" "::" }}
 {{- $_ := set $settings "port" 8000 }}
 {{- $_ := set $settings "served_model_name" ($model.servedName | default $model.name) }}
 {{- $_ := set $settings "drain_timeout_s" (int .router.drainSeconds) }}

@@ -21,6 +21,7 @@ Result = TypeVar("Result")
 RETRY_AFTER_S = 1.0
 SHORT_CHARS = 8192  # a few milliseconds of work: never queued behind megabytes
 SHORT_TOKENS = 8192
+BEGINNING = 8  # characters a token: in nearly every text more than there are
 
 
 class TextPipeline:
@@ -128,6 +129,27 @@ class TextPipeline:
             lambda: self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
             short=len(token_ids) <= SHORT_TOKENS,
         )
+
+    async def apart(self, job: Callable[[], Result]) -> Result:
+        """The result of other long work, done where long texts are tokenised. Raises Unavailable as they do."""
+        return await self._run(job, short=False)
+
+    def exceeds(self, prompt: str | Sequence[int], num_tokens: int) -> bool:
+        """Whether a prompt surely has more than `num_tokens`; told at once, from the beginning of a text.
+
+        False for one of which that is not known, as of most texts when `num_tokens` is above a thousand.
+        """
+        if not isinstance(prompt, str):
+            return len(prompt) > num_tokens
+        if len(prompt) <= num_tokens:
+            return False
+        if self._floor.of(prompt[:SHORT_CHARS]) > num_tokens:
+            return True
+        num_chars = BEGINNING * (num_tokens + 1)
+        if num_chars > SHORT_CHARS:
+            return False
+        whole_words, _, _ = prompt[:num_chars].rpartition(" ")
+        return len(self.tokenizer.encode(whole_words.rstrip(), add_special_tokens=False)) > num_tokens
 
     def token_text(self, token_id: int) -> TokenText:
         """One token by itself: its text and its raw bytes, as log-probabilities show them."""

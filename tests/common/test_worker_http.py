@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 
@@ -7,17 +8,19 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from diptych.common.worker_http import WorkerHTTP, WorkerStatus
+from diptych.common.worker_http import MAX_CONNECTIONS, WorkerHTTP, WorkerStatus
+
+PATIENCE_S = 20.0
 
 
 class Worker:
     """A worker's status and its HTTP server on a free port."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer_s: float = 60.0) -> None:
         self.status = WorkerStatus(ready=False, healthy=True, detail={"phase": "loading"})
         registry = CollectorRegistry()
         Counter("diptych_things", "things", registry=registry).inc()
-        self.http = WorkerHTTP("127.0.0.1", 0, lambda: self.status, registry)
+        self.http = WorkerHTTP("127.0.0.1", 0, lambda: self.status, registry, answer_s=answer_s)
         self.port = 0
 
     async def get(self, path: str) -> httpx.Response:
@@ -65,3 +68,50 @@ async def test_stop_frees_the_port_and_may_be_repeated() -> None:
     await worker.http.stop()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
+
+
+@pytest.fixture
+async def hasty_worker() -> AsyncIterator[Worker]:
+    """Waits half a second for a request."""
+    worker = Worker(answer_s=0.5)
+    worker.port = await worker.http.start()
+    yield worker
+    await worker.http.stop()
+
+
+async def ends(worker: Worker, *sent: bytes) -> None:
+    """Send this and no more; returns when the worker has cut the connection, and raises when it never does."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", worker.port)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            for piece in sent:
+                writer.write(piece)
+                await writer.drain()
+            while await reader.read(2**16):
+                continue
+    except ConnectionError:
+        pass  # a reset is an end too
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: worker\r\n"])
+async def test_who_never_asks_is_cut(hasty_worker: Worker, sent: bytes) -> None:
+    await ends(hasty_worker, sent)
+    assert (await hasty_worker.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("begin", [b"GET /", b"GET /health HTTP/1.1\r\nX: ", b"POST /health HTTP/1.1\r\nX: "])
+async def test_a_request_without_end_is_cut(worker: Worker, begin: bytes) -> None:
+    await ends(worker, begin, *[b"x" * 4096] * 64)
+    assert (await worker.get("/health")).status_code == 200
+
+
+async def test_a_crowd_of_silent_connections_keeps_no_probe_out(worker: Worker) -> None:
+    crowd = [await asyncio.open_connection("127.0.0.1", worker.port) for _ in range(MAX_CONNECTIONS + 20)]
+    assert (await worker.get("/health")).status_code == 200
+    for reader, _ in crowd[:20]:  # the longest silent made room
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await asyncio.wait_for(reader.readexactly(1), PATIENCE_S)
+    for _, writer in crowd:
+        writer.transport.abort()

@@ -55,6 +55,20 @@ def test_an_inference_pool_leads_to_router_pods(helm4: Path) -> None:
     rendered = render(helm4, over={"inferencePool": picker})
     (pool,) = rendered.of("InferencePool")
     assert set(pool["spec"]) == {"selector", "targetPorts", "endpointPickerRef"}
+    reference = pool["spec"]["endpointPickerRef"]
+    assert reference == {"name": "epp", "port": {"number": 9002}, "failureMode": "FailOpen"}
     template = rendered.named("Deployment", pool["metadata"]["name"])["spec"]["template"]
     assert pool["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     assert pool["spec"]["targetPorts"] == [{"number": template["spec"]["containers"][0]["ports"][0]["containerPort"]}]
+
+
+def test_a_route_may_lead_to_the_inference_pool(helm4: Path) -> None:
+    picker = {"enabled": True, "endpointPicker": {"name": "epp", "port": 9002}}
+    route = {"enabled": True, "parentRefs": [{"name": "public"}], "toInferencePool": True, "requestTimeout": ""}
+    rendered = render(helm4, over={"inferencePool": picker, "httpRoute": route})
+    ((found,), (pool,)) = (rendered.of(kind) for kind in ("HTTPRoute", "InferencePool"))
+    assert not check(found)
+    (rule,) = found["spec"]["rules"]
+    group = pool["apiVersion"].partition("/")[0]
+    target = {"name": pool["metadata"]["name"], "group": group, "kind": "InferencePool", "weight": 100}
+    assert rule["backendRefs"] == [target] and "timeouts" not in rule

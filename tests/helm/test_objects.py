@@ -121,7 +121,7 @@ def test_settings_are_what_the_processes_read(rendered: Rendered, tmp_path: Path
         values = Sources.open(str(file), environ, cls).values(cls)
         config = cls(**values)  # refuses what is out of range
         assert {field.name for field in fields_of(cls)} >= values.keys()
-        assert getattr(config, "host", "") == "0.0.0.0"
+        assert getattr(config, "host", "") == "::"  # IPv6 and IPv4
 
 
 def test_the_grace_period_covers_the_drain(rendered: Rendered) -> None:
@@ -352,3 +352,40 @@ def test_pools_inherit_and_override(helm4: Path) -> None:
     spec = rendered.named("Deployment", "demo-diptych-decode-b")["spec"]["template"]["spec"]
     assert "topologySpreadConstraints" not in spec and "shm" not in [volume["name"] for volume in spec["volumes"]]
     assert "demo-diptych-decode-b" not in [item["metadata"]["name"] for item in rendered.of("PodDisruptionBudget")]
+
+
+def test_what_fetches_a_model_has_the_environment_of_its_pod(helm4: Path) -> None:
+    proxy = [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}]
+    rendered = render(helm4, over={"workers": {"env": proxy}, "router": {"env": proxy}})
+    for _, pod in rendered.pods():
+        for container in pod["spec"].get("initContainers", ()):
+            assert proxy[0] in container["env"]
+
+
+def test_network_policies_know_the_cluster_s_ports(helm4: Path) -> None:
+    """Policies see a connection after the Service's address was translated, so ports are those of the pods."""
+    ports = {"dnsPorts": [53, 5353], "apiServerPorts": [16443], "hubPorts": [3128]}
+    policy = render(helm4, over={"networkPolicy": ports}).named("NetworkPolicy", "demo-diptych-router")
+    open_to_all = [
+        (port["protocol"], port["port"])
+        for rule in policy["spec"]["egress"]
+        if "to" not in rule
+        for port in rule["ports"]
+    ]
+    assert open_to_all == [
+        *(("UDP", 53), ("TCP", 53), ("UDP", 5353), ("TCP", 5353)),
+        *(("TCP", 16443), ("TCP", 3128)),
+    ]
+
+
+def test_the_test_s_pod_is_there_for_its_log(rendered: Rendered) -> None:
+    """`helm test --logs` asks for it after the test has succeeded."""
+    for pod in rendered.of("Pod"):
+        assert pod["metadata"]["annotations"]["helm.sh/hook-delete-policy"] == "before-hook-creation"
+
+
+def test_services_take_the_families_that_are_asked_for(helm4: Path) -> None:
+    dual = render(helm4, over={"router": {"service": {"ipFamilyPolicy": "PreferDualStack"}}})
+    policies = {item["metadata"]["name"]: item["spec"].get("ipFamilyPolicy") for item in dual.of("Service")}
+    assert policies.pop("demo-diptych-router-smollm2-135m") == "PreferDualStack"
+    assert set(policies.values()) == {None}

@@ -36,7 +36,7 @@ MODELS = [{"name": "tiny", "source": {"type": "hub", "id": "tiny-random"}, "slo"
 
 def values(trigger: str) -> dict[str, Any]:
     base = small_values(models=MODELS)
-    base["workers"]["autoscaling"] = KEDA | {"kedaTrigger": trigger}
+    base["workers"]["autoscaling"] = KEDA | {"kedaTrigger": trigger, "slo": trigger == "prometheus"}
     return base
 
 
@@ -158,7 +158,7 @@ def test_every_panel_shows_finite_numbers(scraped: Prometheus) -> None:
 
 def test_every_autoscaler_expression_is_one_finite_number(scraped: Prometheus, rendered: Rendered) -> None:
     triggers = [trigger for item in rendered.of("ScaledObject") for trigger in item["spec"]["triggers"]]
-    assert len(triggers) == 6
+    assert len(triggers) == 8
     for trigger in triggers:
         found = scraped.query(trigger["metadata"]["query"])
         assert len(found) == 1 and math.isfinite(found[0][1]), f"{trigger['name']}: {found}"

@@ -117,3 +117,18 @@ def test_old_kubernetes_gets_an_older_pause(helm4: Path) -> None:
         rendered = render(helm4, kubernetes=kubernetes)
         lifecycle = rendered.named("Deployment", router)["spec"]["template"]["spec"]["containers"][0]["lifecycle"]
         assert list(lifecycle["preStop"]) == [kind]
+
+
+def test_names_that_look_like_numbers_stay_names(helm4: Path) -> None:
+    over = {
+        "models": [{"name": "1", "source": {"type": "pvc", "claimName": "123", "cacheClaim": "77", "cacheSize": "5"}}],
+        "prefill": {"pools": [{"name": "true"}]},
+        "decode": {"pools": [{"name": "1e3"}]},
+        "curve": {"existingSecret": "0x1"},
+        "test": {"apiKeySecret": {"name": "12", "key": "34"}},
+        "workers": {"priorityClassName": "9", "autoscaling": {"type": "hpa"}},
+    }
+    rendered = render(helm4, over=over)
+    assert check_schemas(rendered, "1.37") >= 15
+    (decode,) = [item for item in rendered.of("Deployment") if item["metadata"]["labels"].get("diptych/pool") == "1e3"]
+    assert decode["spec"]["selector"]["matchLabels"]["diptych/pool"] == "1e3"

@@ -137,3 +137,46 @@ def test_every_alert_fires_and_keeps_quiet_and_every_record_is_right(
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups}), encoding="utf-8")
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(promtool_tests()), encoding="utf-8")
     run(promtool, "test", "rules", str(tmp_path / "tests.yaml"))
+
+
+READY = 'diptych_pool_workers{namespace="llm",diptych_release="demo",diptych_role="router",diptych_model="qwen3-8b"'
+TIMES = READY.replace("diptych_pool_workers", "vllm:time_to_first_token_seconds_bucket")
+
+
+def first_tokens(low: float, high: float, a_minute: int = 60) -> dict[str, str]:
+    """Requests whose TTFT is spread evenly between two bucket limits, in seconds; p90 is nine tenths of the way."""
+    return {f'{TIMES},le="{low}"}}': "0x20", **{f'{TIMES},le="{le}"}}': f"0+{a_minute}x20" for le in (high, "+Inf")}}
+
+
+@pytest.mark.parametrize(
+    ("series", "wanted"),
+    (
+        (first_tokens(0.5, 0.7), 0.68 * 3 / 0.55),
+        (first_tokens(2.0, 4.0), 3.8 * 3 / 0.55),
+        (first_tokens(0.4, 0.5), 3),
+        (first_tokens(0.1, 0.2), 0.19 * 3 / 0.4),
+        (first_tokens(0.5, 0.7, a_minute=0), 0),
+        ({}, 0),
+    ),
+    ids=("above", "far above", "between", "below", "idle", "new"),
+)
+def test_the_goal_moves_a_pool(
+    promtool: str, helm4: Path, tmp_path: Path, series: dict[str, str], wanted: float
+) -> None:
+    """n s / 0.55 pods above 0.55, n s / 0.4 below 0.4; s: p90 TTFT over its goal of 1 s, n: 3 ready workers."""
+    (scaled,) = [
+        item for item in render(helm4, "many-nodes").of("ScaledObject") if "prefill" in item["metadata"]["name"]
+    ]
+    (query,) = [each["metadata"]["query"] for each in scaled["spec"]["triggers"] if each["name"] == "slo"]
+    ready = {
+        f'{READY},role="prefill",state="ready",pod="{pod}"}}': f"{count}x20" for pod, count in (("a", 3), ("b", 2))
+    }
+    sample = {"labels": "{}", "value": round(wanted, 3)}
+    checks = [{"expr": f"round({query}, 0.001)", "eval_time": "15m", "exp_samples": [sample]}]
+    lost = [{"expr": query, "eval_time": "15m", "exp_samples": []}]  # without the routers nothing is known
+    tests = [
+        {"interval": "1m", "input_series": input_series({**series, **ready}), "promql_expr_test": checks},
+        {"interval": "1m", "input_series": input_series(series), "promql_expr_test": lost},
+    ]
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": tests}))
+    run(promtool, "test", "rules", str(tmp_path / "tests.yaml"))

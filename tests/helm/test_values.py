@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import runpy
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from diptych.common.settings import RouterConfig
 
 from .chart import CHART, Refused, render
 
@@ -65,6 +68,10 @@ def test_a_misspelt_key_is_caught_at_every_depth() -> None:
         ({"models": [{"name": "m", "source": {"type": "pvc", "claimName": "c", "id": "x"}}]}, "source"),
         ({"images": {"worker": {"digest": "latest"}}}, "digest"),
         ({"workers": {"strategy": {"maxSurge": "half"}}}, "maxSurge"),
+        ({"workers": {"resources": {"claims": [{"name": "gpu"}]}}}, "claims"),
+        ({"test": {"apiKeySecret": {"name": "keys"}}}, "apiKeySecret"),
+        ({"httpRoute": {"requestTimeout": "10"}}, "requestTimeout"),
+        ({"networkPolicy": {"dnsPorts": []}}, "dnsPorts"),
     ),
 )
 def test_bad_values_are_refused_by_both_helms(either_helm: Path, over: dict[str, Any], message: str) -> None:
@@ -74,6 +81,8 @@ def test_bad_values_are_refused_by_both_helms(either_helm: Path, over: dict[str,
 
 TWO_MODELS = [{"name": name, "source": {"type": "hub", "id": name}} for name in ("one", "two")]
 KEDA = {"type": "keda", "kedaTrigger": "metrics-api"}
+FOLLOWS = {"type": "keda", "kedaTrigger": "prometheus", "slo": True}
+ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}]}
 
 
 @pytest.mark.parametrize(
@@ -96,6 +105,17 @@ KEDA = {"type": "keda", "kedaTrigger": "metrics-api"}
         ({"fullnameOverride": "x" * 60}, "characters, Kubernetes takes 63"),
         ({"tls": {"certManager": {"enabled": True}}}, "needs tls.certManager.issuerRef.name"),
         ({"monitoring": {"serviceMonitor": {"enabled": True}}}, "everything would be counted twice"),
+        ({"workers": {"autoscaling": {**KEDA, "slo": True}}}, "autoscaling.slo needs kedaTrigger prometheus"),
+        ({"decode": {"defaults": {"autoscaling": FOLLOWS}}}, "and slo.tpotMs of model smollm2-135m"),
+        ({"fullnameOverride": "1st"}, "a Service cannot be called 1st-"),
+        ({"workers": {"strategy": {"maxSurge": "0%"}}}, "prefill pool default: strategy.maxSurge and"),
+        ({"router": {"strategy": {"maxSurge": 0}}}, "router of model smollm2-135m: strategy.maxSurge and"),
+        ({"prefill": {"defaults": {"autoscaling": {**KEDA, "target": 0}}}}, "the smallest is 0.001"),
+        ({"router": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "minReplicas 9 is above maxReplicas 6"),
+        ({"ingress": {"enabled": True}}, "ingress.enabled needs ingress.hosts"),
+        ({"httpRoute": {"enabled": True}}, "httpRoute.enabled needs httpRoute.parentRefs"),
+        ({"httpRoute": {**ROUTE, "toInferencePool": True}}, "toInferencePool needs inferencePool.enabled"),
+        ({"inferencePool": {"enabled": True}}, "needs inferencePool.endpointPicker: {name, port}"),
     ),
 )
 def test_what_does_not_fit_together_is_refused_with_a_sentence(helm4: Path, over: dict[str, Any], message: str) -> None:
@@ -128,12 +148,21 @@ def test_the_chart_has_the_version_of_the_code() -> None:
     assert chart["appVersion"] == __version__
 
 
-def test_notes_say_how_to_try_it(helm4: Path, tmp_path: Path) -> None:
+def notes_of(helm: Path, home: Path, *flags: str) -> str:
     """NOTES.txt is only shown by install; a dry run on the client renders it without a cluster."""
-    import subprocess
-
-    line = [str(helm4), "install", "demo", str(CHART), "--namespace", "llm", "--dry-run=client"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, env={"HOME": str(tmp_path), "PATH": ""})
+    line = [str(helm), "install", "demo", str(CHART), "--namespace", "llm", "--dry-run=client", *flags]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, env={"HOME": str(home), "PATH": ""})
     assert done.returncode == 0, done.stderr
-    notes = done.stdout.partition("NOTES:")[2]
+    return done.stdout.partition("NOTES:")[2]
+
+
+def test_notes_say_how_to_try_it(helm4: Path, tmp_path: Path) -> None:
+    notes = notes_of(helm4, tmp_path)
     assert "port-forward service/demo-diptych-router-smollm2-135m" in notes and "helm test demo" in notes
+    assert "longer ones are cut" not in notes
+
+
+def test_notes_warn_of_answers_that_an_update_would_cut(helm4: Path, tmp_path: Path) -> None:
+    assert RouterConfig(decode=("tcp://d:1",)).request_timeout_s == 600  # what NOTES.txt takes it for
+    notes = notes_of(helm4, tmp_path, "--set", "router.settings.request_timeout_s=900")
+    assert "gives its answers 600 s (drainSeconds), though one may take 900 s" in notes

@@ -1,0 +1,48 @@
+"""Addresses that a process listens on, of either family: `::` means all of both."""
+
+from __future__ import annotations
+
+import socket
+from functools import cache
+
+ALL, ALL_IPV4 = "::", "0.0.0.0"
+
+
+def in_url(host: str) -> str:
+    """A host as a part of a URL or of a ZeroMQ address: IPv6 addresses stand in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+@cache
+def has_ipv6() -> bool:
+    """Whether this machine's kernel knows IPv6; containers of a node that has it switched off do not."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind((ALL, 0))
+    except OSError:
+        return False
+    return True
+
+
+def listening_host(host: str, *, ipv6: bool | None = None) -> str:
+    """`host`, but all IPv4 addresses for `::` where there is no IPv6."""
+    if host != ALL:
+        return host
+    return ALL if (has_ipv6() if ipv6 is None else ipv6) else ALL_IPV4
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """A listening socket: early clients wait. Raises OSError when the address is taken or not this machine's."""
+    family, kind, protocol, _, address = socket.getaddrinfo(listening_host(host), port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != ALL))
+        listener.bind(address)
+        listener.listen(backlog)  # two that are only bound may share a port
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener

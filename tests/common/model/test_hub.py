@@ -1,0 +1,125 @@
+"""Models by Hugging Face id, from a hub on this machine that serves a tiny model in two shards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from diptych.common.model.files import resolve_model
+
+pytest.importorskip("huggingface_hub")
+
+MODEL, COMMIT = "example/tiny", "c" * 40
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+class Hub(ThreadingHTTPServer):
+    """What `snapshot_download` asks for: the list of files, and each of them. `broken` ones are refused."""
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files = files
+        self.broken: set[str] = set()
+        self.sent: list[str] = []
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def _answer(self, *, body: bool) -> None:
+        name = self.path.rpartition("/")[2]
+        if self.path.startswith(f"/api/models/{MODEL}/tree/"):
+            tree = [
+                {
+                    "type": "file",
+                    "path": name,
+                    "size": len(content),
+                    "oid": hashlib.sha1(name.encode() + content).hexdigest(),
+                }
+                for name, content in self.server.files.items()
+            ]
+            content = json.dumps(tree).encode()
+        elif self.path.startswith(f"/api/models/{MODEL}"):
+            siblings = [{"rfilename": name} for name in self.server.files]
+            content = json.dumps({"id": MODEL, "sha": COMMIT, "siblings": siblings}).encode()
+        elif name in self.server.broken or name not in self.server.files:
+            self.send_error(404)
+            return
+        else:
+            content = self.server.files[name]
+            if body:
+                self.server.sent.append(name)
+        self.send_response(200)
+        self.send_header("ETag", f'"{hashlib.sha256(name.encode() + content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    tiny = resolve_model("tiny-random")
+    assert tiny.config is not None
+    files = {path.name: path.read_bytes() for path in tiny.config.parent.glob("*.json")}
+    (weights,) = tiny.weights
+    files |= dict.fromkeys(SHARDS, weights.read_bytes())
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode()
+    hub = Hub(files)
+    thread = threading.Thread(target=hub.serve_forever)
+    thread.start()
+    yield hub
+    hub.shutdown()
+    thread.join(10)
+    hub.server_close()
+
+
+def fetch(hub: Hub, cache: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    host = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
+    environment = {**os.environ, **host, "HF_HOME": str(cache / "hub"), "DIPTYCH_CACHE": str(cache)}
+    command = [sys.executable, "-P", "-m", "diptych.common.model.fetch", MODEL, *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_router_fetches_no_weights_and_a_worker_the_rest(hub: Hub, tmp_path: Path) -> None:
+    text = fetch(hub, tmp_path, "--no-weights")
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.rstrip().endswith("tokenizer.json")
+    assert "config.json" in hub.sent and not set(SHARDS) & set(hub.sent)
+    hub.sent.clear()
+    whole = fetch(hub, tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    assert sorted(set(hub.sent)) == sorted(SHARDS)
+    assert all(shard in whole.stdout for shard in SHARDS)
+
+
+def test_what_was_interrupted_is_fetched_to_its_end(hub: Hub, tmp_path: Path) -> None:
+    hub.broken = {SHARDS[1]}
+    assert fetch(hub, tmp_path).returncode == 1
+    hub.broken.clear()
+    again = fetch(hub, tmp_path)
+    assert again.returncode == 0, again.stderr
+    hub.sent.clear()
+    assert fetch(hub, tmp_path).returncode == 0
+    assert not hub.sent
