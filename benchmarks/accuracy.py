@@ -2,6 +2,9 @@
 
 Perplexity of a fixed text, and greedy agreement: along the float32 model's own greedy answers to fixed prompts, at how
 many positions another variant, given the same tokens before, would have chosen the same next token.
+
+A variant that ends in "+fp8-wire" is one whose prompt's KV came in 8-bit numbers: the KV of each prompt goes through
+them before the answer is computed. For the text's perplexity that happens every 128 tokens, to these tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ from diptych.common.model.kv_cache import KVCache
 from diptych.common.model.load import load_model
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.tokenizer import Tokenizer
+from diptych.kernels import gather_blocks, scatter_blocks
 
 PROGRAM: Final = "python -m diptych.benchmarks.accuracy"
 PASSAGE: Final = Path(__file__).with_name("data") / "passage.txt"
-VARIANTS: Final = ("float32", "bfloat16", "bfloat16+int8", "bfloat16+auto", "bfloat16+int4")
+VARIANTS: Final = ("float32", "bfloat16", "bfloat16+int8", "bfloat16+auto", "bfloat16+int4", "bfloat16+fp8-wire")
+FP8_WIRE: Final = "fp8-wire"
 BLOCK_SIZE: Final = 64
-ROWS_AT_ONCE: Final = 128
+ROWS_AT_ONCE: Final = 2 * BLOCK_SIZE
 PROMPTS: Final = (
     "The three most important inventions of the nineteenth century were",
     "To bake a loaf of bread you need",
@@ -51,15 +56,17 @@ PROMPTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A dtype and how weights are kept: "bfloat16+int8"."""
+    """A dtype, how weights are kept, and whether the prompt's KV came in 8 bits: "bfloat16+int8+fp8-wire"."""
 
     dtype: str
     quantization: str
+    fp8_wire: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Variant:
-        dtype, _, quantization = name.partition("+")
-        return cls(dtype, quantization or "none")
+        rest = name.removesuffix(f"+{FP8_WIRE}")
+        dtype, _, quantization = rest.partition("+")
+        return cls(dtype, quantization or "none", rest != name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +86,28 @@ class Model:
         decoder = load_model(files, dtype=variant.dtype, quantization=variant.quantization)
         num_blocks = -(-max_len // BLOCK_SIZE)
         self._table = tuple(range(num_blocks))
-        self._runner = ModelRunner(decoder, KVCache(decoder.config, num_blocks, BLOCK_SIZE, variant.dtype))
+        self._kv, self._fp8_wire = KVCache(decoder.config, num_blocks, BLOCK_SIZE, variant.dtype), variant.fp8_wire
+        self._runner = ModelRunner(decoder, self._kv)
 
-    def logits(self, token_ids: Sequence[int]) -> Tensor:
-        """After every token: float32 [T, vocab]. Each token is a chunk of its own, many of them in a step."""
+    def logits(self, token_ids: Sequence[int], num_prompt: int = 0) -> Tensor:
+        """After every token: float32 [T, vocab]. Each token is a chunk of its own, many of them in a step.
+
+        The first `num_prompt` are those of a prompt, whose KV comes over the wire.
+        """
+        num_shipped = num_prompt if self._fp8_wire else 0
         parts = []
-        for first in range(0, len(token_ids), ROWS_AT_ONCE):
-            rows = range(first, min(first + ROWS_AT_ONCE, len(token_ids)))
+        for rows in (*pieces(0, num_shipped), *pieces(num_shipped, len(token_ids))):
             parts.append(self._runner.forward([SequenceChunk((token_ids[i],), i, self._table) for i in rows]))
+            if rows.start < num_shipped:
+                self._ship(rows)
         return torch.cat(parts)
+
+    def _ship(self, rows: range) -> None:
+        """The KV of these positions, from the start of a block on, through the wire's 8-bit numbers and back."""
+        end = -(-rows.stop // BLOCK_SIZE)
+        self._kv.clear_slots(end - 1, rows.stop - (end - 1) * BLOCK_SIZE)
+        ids = torch.arange(rows.start // BLOCK_SIZE, end)
+        scatter_blocks(gather_blocks(self._kv.tensor, ids, quantised=True), self._kv.tensor, ids, quantised=True)
 
     def continue_greedily(self, token_ids: Sequence[int], count: int) -> list[int]:
         """`count` more tokens."""
@@ -96,6 +116,11 @@ class Model:
             out.append(int(logits[-1].argmax()))
             logits = self._runner.forward([SequenceChunk((out[-1],), len(out) - 1, self._table)])
         return out
+
+
+def pieces(first: int, end: int) -> list[range]:
+    """Positions that are computed together."""
+    return [range(at, min(at + ROWS_AT_ONCE, end)) for at in range(first, end, ROWS_AT_ONCE)]
 
 
 def perplexity(logits: Tensor, token_ids: Sequence[int]) -> float:
@@ -126,9 +151,10 @@ def measure(files: ModelFiles, names: Sequence[str], count: int, progress: Progr
         model = Model(files, Variant.parse(name), longest)
         same, divergence, total = 0, 0.0, 0
         for answer, start, reference in zip(answers, starts, expected, strict=True):
-            agreed, diverged = compare(reference, model.logits(answer)[start:-1])
+            agreed, diverged = compare(reference, model.logits(answer, start + 1)[start:-1])
             same, divergence, total = same + agreed, divergence + diverged, total + len(reference)
-        results.append(Accuracy(name, perplexity(model.logits(passage), passage), same / total, divergence / total))
+        text = perplexity(model.logits(passage, len(passage)), passage)
+        results.append(Accuracy(name, text, same / total, divergence / total))
         progress.advance(task)
     return results
 
@@ -137,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="smollm2-135m", help="built-in name, folder or GGUF file")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="dtype or dtype+quantization, with commas")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="dtype, +quantization, +fp8-wire, with commas")
     parser.add_argument("--tokens", type=int, default=96, help="length of each greedy answer")
     parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(arguments)

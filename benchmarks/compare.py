@@ -170,12 +170,14 @@ def measure(
         # No connection is used twice: some servers drop idle ones, and all shall pay the same.
         request = RequestOptions(model, ignore_eos=not launch.text_only, timeout_s=options.request_timeout_s)
         client = CompletionClient(launch.url, request, keep_alive=False)
-        for number, load in enumerate(loads):
-            of_load = seed + number
-            lengths = LengthRange(load.input_len, load.input_len), LengthRange(load.output_len, load.output_len)
-            workload = Workload(vocabulary, *lengths, seed=of_load)
-            done(load, runner.run(run_load(client, workload, load, options, of_load)))
-        runner.run(client.close())
+        try:
+            for number, load in enumerate(loads):
+                of_load = seed + number
+                lengths = LengthRange(load.input_len, load.input_len), LengthRange(load.output_len, load.output_len)
+                workload = Workload(vocabulary, *lengths, seed=of_load)
+                done(load, runner.run(running.during(run_load(client, workload, load, options, of_load))))
+        finally:
+            runner.run(client.close())
     return running.start_s
 
 

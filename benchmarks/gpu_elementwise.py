@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diptych.benchmarks.gpu_attention import copies
-from diptych.benchmarks.gpu_case import KernelCase
+from diptych.benchmarks.gpu_case import KernelCase, MakeCase
 from diptych.benchmarks.gpu_gate import difference, first_problem
 from diptych.benchmarks.gpu_shape import GPUShape
 from diptych.benchmarks.gpu_timer import Call
@@ -22,16 +23,16 @@ MAX_DIFFERENT_DRAWS = 1
 EPS = 1e-5
 
 
-def elementwise_cases(backend: Any, shape: GPUShape, device: torch.device) -> Iterator[KernelCase]:
+def elementwise_cases(backend: Any, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
     """At the sizes of a prefill chunk and of a decode step."""
     for tokens in (max(shape.prefill_lengths), max(shape.decode_batches)):
-        yield rotate_case(backend, shape, tokens, device)
-        yield norm_case(backend, shape, tokens, device)
-        yield gated_case(backend, shape, tokens, device)
-    yield sampling_case(backend, shape, device, greedy=True)
-    yield sampling_case(backend, shape, device, greedy=False)
+        for make in (rotate_case, norm_case, gated_case):
+            yield partial(make, backend, shape, tokens, device)
+    for greedy in (True, False):
+        yield partial(sampling_case, backend, shape, device, greedy=greedy)
     for quantised in (False, True):
-        yield from block_cases(backend, shape, device, quantised=quantised)
+        for gathers in (True, False):
+            yield partial(block_case, backend, shape, device, quantised=quantised, gathers=gathers)
 
 
 def rotate_case(backend: Any, shape: GPUShape, tokens: int, device: torch.device) -> KernelCase:
@@ -122,8 +123,8 @@ def sampling_case(backend: Any, shape: GPUShape, device: torch.device, *, greedy
     return KernelCase(name, f"{num_draws} x {shape.vocab_size:,}", num_bytes, 0, calls, check)
 
 
-def block_cases(backend: Any, shape: GPUShape, device: torch.device, *, quantised: bool) -> Iterator[KernelCase]:
-    """Blocks to a transfer buffer and back, as they are or as 8-bit numbers."""
+def block_case(backend: Any, shape: GPUShape, device: torch.device, *, quantised: bool, gathers: bool) -> KernelCase:
+    """Blocks to a transfer buffer, or back, as they are or as 8-bit numbers."""
     count = shape.moved_blocks
     block = (shape.num_layers, shape.num_kv_heads, shape.block_size, 2, shape.head_dim)
     kv = _random(shape, device, count * 2, *block)
@@ -150,8 +151,9 @@ def block_cases(backend: Any, shape: GPUShape, device: torch.device, *, quantise
 
     gather: Call = lambda: backend.gather_blocks(kv, ids, buffer, quantised)  # noqa: E731
     scatter: Call = lambda: backend.scatter_blocks(buffer, kv, ids, quantised)  # noqa: E731
-    yield KernelCase("gather blocks", label, num_bytes, 0, [gather], check_gather)
-    yield KernelCase("scatter blocks", label, num_bytes, 0, [scatter], check_scatter)
+    if gathers:
+        return KernelCase("gather blocks", label, num_bytes, 0, [gather], check_gather)
+    return KernelCase("scatter blocks", label, num_bytes, 0, [scatter], check_scatter)
 
 
 def _random(shape: GPUShape, device: torch.device, *sizes: int) -> Tensor:

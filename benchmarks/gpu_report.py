@@ -25,7 +25,7 @@ def print_problems(console: Console, problems: Mapping[str, str]) -> None:
     for name, problem in wrong.items():
         console.print(f"WRONG  {name}: {problem}", highlight=False, markup=False)
     if wrong:
-        console.print(f"{len(wrong)} of {len(problems)} checks failed: nothing is timed.", highlight=False)
+        console.print(f"{len(wrong)} of {len(problems)} checks failed: what they are of is not timed.", highlight=False)
     else:
         console.print(f"all {len(problems)} checks passed", highlight=False)
 

@@ -20,7 +20,7 @@ from diptych.benchmarks.summary import summarise
 
 AGGREGATED, POOLS = "aggregated", "1P1D"
 WARMUP_INDEX = 10**9
-READY_TIMEOUT_S = 300.0
+READY_TIMEOUT_S = 180.0
 
 
 class RandomStack(Stack):

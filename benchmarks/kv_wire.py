@@ -3,12 +3,14 @@
 Two processes. Every path moves the same number of bytes, the paths take turns, and medians are reported. The floors, in
 the same run: raw TCP with 128 KiB writes (what iperf3 does) and with 1 MiB writes, and a copy from memory to memory in
 one process. Then KVSender to KVReceiver, handshake and acknowledgement included: over one and several sockets, through
-shared memory, and both with the checksum switched off on both sides, which the workers never do; with --curve also
-encrypted over sockets. A ratio to a floor is the median of the rounds' ratios.
+shared memory, and both with the checksum switched off on both sides, which the workers never do; over a socket in 8-bit
+numbers, in GB/s of the bfloat16 that they stand for; with --curve also encrypted over sockets. A ratio to a floor is
+the median of the rounds' ratios.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import statistics
@@ -34,6 +36,7 @@ from rich.table import Table
 from diptych.benchmarks import raw_tcp
 from diptych.benchmarks.conditions import conditions
 from diptych.benchmarks.plot import save
+from diptych.benchmarks.quantised_blocks import HEAD_BYTES, bfloat16_cache, conversion_rates
 from diptych.benchmarks.report import open_console, write_json
 from diptych.common import kv_wire
 from diptych.common.allocator import keep_large_buffers
@@ -42,6 +45,7 @@ from diptych.common.gatekeeper import Gatekeeper
 from diptych.common.key_file import KeyPair
 from diptych.common.kv_sender import KVSender
 from diptych.common.messages import KVDone, KVGrant, KVMemory, KVTarget
+from diptych.common.model.quantised_staging import quantised_incoming, quantised_outgoing
 from diptych.common.outgoing_transfer import TransferEnded
 from diptych.common.shared_memory import SharedMemory
 from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
@@ -88,7 +92,9 @@ def serve_raw(pipe: Connection, shape: Shape) -> None:
     raw_tcp.serve(pipe, shape.num_bytes)
 
 
-def serve_blocks(pipe: Connection, shape: Shape, checksum: bool, pair: KeyPair | None = None) -> None:
+def serve_blocks(
+    pipe: Connection, shape: Shape, checksum: bool, pair: KeyPair | None = None, *, quantised: bool = False
+) -> None:
     """Body of the process that receives KV: grants whatever is announced into the same blocks, as an engine would."""
     shape.pin(RECEIVE_CORE)
     keep_large_buffers()  # as a worker does
@@ -101,6 +107,8 @@ def serve_blocks(pipe: Connection, shape: Shape, checksum: bool, pair: KeyPair |
     if curve is not None:
         Gatekeeper(context, curve).start()
     receiver = KVReceiver(context, "127.0.0.1", 0, lambda index: cache[index].data, events.put, curve=curve)
+    if quantised:
+        receiver.take_quantised(quantised_incoming(bfloat16_cache(shape.block_bytes, shape.num_blocks)))
     receiver.start()
     pipe.send(receiver.address)
     while True:
@@ -109,9 +117,10 @@ def serve_blocks(pipe: Connection, shape: Shape, checksum: bool, pair: KeyPair |
                 name, attempt, blocks = opened.request_id, opened.attempt, range(opened.num_blocks)
                 if opened.memory is not None and memory is None:
                     raise RuntimeError("the sender's memory cannot be read here")
-                receiver.expect(Landing(name, attempt, peer, blocks, 0, now, now, memory=memory))
                 shared = memory is not None
-                receiver.send(peer, KVGrant(request_id=name, attempt=attempt, first_block=0, shared=shared))
+                receiver.expect(Landing(name, attempt, peer, blocks, 0, now, now, memory=memory, quantised=quantised))
+                grant = KVGrant(request_id=name, attempt=attempt, first_block=0, shared=shared, quantised=quantised)
+                receiver.send(peer, grant)
             case TransferFailed(reason=reason):
                 raise RuntimeError(reason)
 
@@ -129,6 +138,7 @@ class BlockPath:
         checksum: bool = True,
         memory: KVMemory | None = None,
         pair: KeyPair | None = None,
+        quantise: Callable[[int], memoryview] | None = None,
     ) -> None:
         self._shape, self._checksum, self._count = shape, checksum, 0
         self._target = KVTarget("receiver", 1, address)
@@ -144,6 +154,7 @@ class BlockPath:
             num_streams=num_streams,
             memory=memory,
             curve=Curve(pair) if pair else None,
+            quantise=quantise,
         )
         self._sender.start()
 
@@ -236,6 +247,10 @@ def measure(shape: Shape, repeats: int, *, curve: bool = False) -> dict[str, lis
             secured = peers.start(serve_blocks, shape, True, pair)
             for n in NUM_STREAMS:
                 blocks[curve_name(n)] = BlockPath(secured, shape, cache, num_streams=n, pair=pair)
+        if shape.block_bytes % HEAD_BYTES == 0:
+            there = peers.start(functools.partial(serve_blocks, quantised=True), shape, True)
+            view = quantised_outgoing(bfloat16_cache(shape.block_bytes, shape.num_blocks)).view
+            blocks["KV, 1 socket, fp8"] = BlockPath(there, shape, cache, quantise=view)
         blocks["KV, shared memory"] = BlockPath(checked, shape, cache, memory=shared.offer)
         blocks["KV, 1 socket, no checksum"] = BlockPath(unchecked, shape, cache, checksum=False)
         blocks["KV, shared memory, no checksum"] = BlockPath(
@@ -342,12 +357,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = open_console()
     print_rows(console, rows, shape)
     console.print(f"the checksum alone: {hashing} GB/s on one core", highlight=False)
+    converting = conversion_rates(shape.block_bytes, 64) if shape.block_bytes % HEAD_BYTES == 0 else {}
+    for name, rate in converting.items():
+        console.print(f"{name} alone: {rate:.2f} GB/s of bfloat16 on one core", highlight=False)
     encrypted = {n: of_plain(rates, n) for n in NUM_STREAMS if options.curve}
     for num_streams, share in encrypted.items():
         console.print(f"{curve_name(num_streams)}: {share:.0%} of the rate without", highlight=False)
     if options.output:
         found = conditions(PROGRAM, argv, zmq=zmq.zmq_version(), pinned=options.pin, repeats=options.repeats)
         shown = {"block_bytes": shape.block_bytes, "num_bytes": shape.num_bytes, "checksum_gb_per_s": hashing}
+        shown |= {f"{name}_gb_per_s": rate for name, rate in converting.items()}
         curve = {"curve_of_plain": encrypted} if encrypted else {}
         write_json(options.output, {"conditions": found | shown, "rows": rows, **curve})
     if options.plot:

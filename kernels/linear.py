@@ -100,12 +100,16 @@ class GatedLinear(Linear):
 
 
 def _native(weight: Weight, bias: Tensor | None, dtype: torch.dtype, alternate: bool) -> PackedWeight | None:
-    native = native_backend()
-    if native is None or dtype not in FORMATS:
+    place = weight.codes.device if isinstance(weight, QuantisedWeight) else weight.device
+    if (
+        place.type != "cpu" or dtype not in FORMATS
+    ):  # a worker on a GPU has no use for the CPU's kernels: none are built
+        return None
+    if (native := native_backend()) is None:
         return None
     if isinstance(weight, QuantisedWeight):
-        return pack_quantised(weight, bias, gated=alternate) if weight.codes.device.type == "cpu" else None
-    if weight.device.type != "cpu" or (weight.dtype == torch.bfloat16 and not native.multiplies_bfloat16):
+        return pack_quantised(weight, bias, gated=alternate)
+    if weight.dtype == torch.bfloat16 and not native.multiplies_bfloat16:
         return None
     return pack_dense(weight, bias, gated=alternate)
 

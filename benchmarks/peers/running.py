@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import httpx
 
 from diptych.benchmarks.peers.peer import Launch, PeerError, Process
 
+T = TypeVar("T")
 POLL_INTERVAL_S = 0.1
 STOP_TIMEOUT_S = 15.0
 NUM_LOG_LINES = 30
@@ -38,8 +41,8 @@ class RunningEngine:
         try:
             for process in self.launch.processes:
                 self._running.append((process, self._spawn(process)))
-            for process, handle in self._running:
-                self._wait_ready(process, handle, begin + self._ready_timeout_s)
+            for process in self.launch.processes:
+                self._wait_ready(process, begin + self._ready_timeout_s)
         except BaseException:
             self.stop()
             raise
@@ -50,6 +53,20 @@ class RunningEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. Raises PeerError, and cancels it, as soon as one of the processes has ended."""
+        working, watching = asyncio.create_task(work), asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            self._check()  # work that failed because a process died may be the first to end
+            return await working
+        finally:
+            working.cancel()
+            watching.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
 
     def stop(self) -> None:
         """End every process group: asked first, forced after STOP_TIMEOUT_S."""
@@ -77,15 +94,25 @@ class RunningEngine:
         except OSError as error:
             raise PeerError(f"{process.name} cannot be started: {error}") from error
 
-    def _wait_ready(self, process: Process, handle: subprocess.Popen[bytes], deadline: float) -> None:
+    def _wait_ready(self, process: Process, deadline: float) -> None:
         while not _answers(process.ready):
-            if handle.poll() is not None:
-                raise PeerError(f"{process.name} ended with status {handle.returncode}\n{self._tail(process)}")
+            self._check()
             if time.monotonic() >= deadline:
                 raise PeerError(
                     f"{process.name} was not ready after {self._ready_timeout_s:g} s\n{self._tail(process)}"
                 )
             time.sleep(POLL_INTERVAL_S)
+
+    async def _watch(self) -> NoReturn:
+        while True:
+            self._check()
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _check(self) -> None:
+        """Raises PeerError when a process has ended."""
+        for process, handle in self._running:
+            if handle.poll() is not None:
+                raise PeerError(f"{process.name} ended with status {handle.returncode}\n{self._tail(process)}")
 
     def _log(self, process: Process) -> Path:
         return self._log_dir / f"{process.name}.log"

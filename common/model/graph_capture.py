@@ -5,7 +5,9 @@ Launching the few hundred kernels of a decode step one by one takes longer than 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -46,7 +48,7 @@ class GraphRecorder:
                     run()
             outside.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with nothing_collected(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 run()
         return graph.replay  # the bound method keeps the graph alive
 
@@ -57,3 +59,15 @@ class PlainRecorder:
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
         return run
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """No garbage is looked for: to free somebody's graph or pinned memory spoils the recording that is under way."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

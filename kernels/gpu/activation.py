@@ -38,6 +38,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         gate_rows[(rows, triton.cdiv(width, BLOCK))](
-            gate_up, out, width, gate_up.stride(0), GELU=activation == "gelu_tanh", BLOCK=BLOCK, num_warps=4
-        )
+            gate_up, out, width, gate_up.stride(0),
+            GELU=activation == "gelu_tanh", BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return out

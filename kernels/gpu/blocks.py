@@ -100,7 +100,7 @@ def _move(kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool, to_buf
         words = row_bytes // 4
         copy_words[(count, triton.cdiv(words, WORDS))](
             kv.view(kv.shape[0], -1).view(torch.int32), buffer.view(torch.int32), block_ids, words,
-            TO_BUFFER=to_buffer, BLOCK=WORDS, num_warps=4,
+            TO_BUFFER=to_buffer, BLOCK=WORDS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         return
     _, layers, heads, block_size, _, dim = kv.shape

@@ -67,5 +67,5 @@ def _launch(x: Tensor, delta: Tensor | None, total: Tensor | None, weight: Tenso
     rows, block, warps = norm_tile(width)
     norm_rows[(triton.cdiv(num_rows, rows),)](
         x, delta, total, weight, out, num_rows, width, x.stride(0), 0 if delta is None else delta.stride(0), eps,
-        BLOCK_ROWS=rows, BLOCK=block, ADD=delta is not None, num_warps=warps,
+        BLOCK_ROWS=rows, BLOCK=block, ADD=delta is not None, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

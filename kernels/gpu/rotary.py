@@ -115,7 +115,7 @@ def rotate_and_write(
         qkv, cos.contiguous(), sin.contiguous(), q, kv.view(torch.uint8) if fp8 else kv, slots, q_norm, k_norm,
         layer, num_layers, qkv.stride(0), eps, k_scale, v_scale,
         NUM_HEADS=heads, NUM_KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_SIZE=block_size, BLOCK_HALF=half,
-        BLOCK_HEADS=block_heads, NORM=q_norm is not None, FP8=fp8, num_warps=warps,
+        BLOCK_HEADS=block_heads, NORM=q_norm is not None, FP8=fp8, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return q
 

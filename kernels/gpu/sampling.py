@@ -23,8 +23,9 @@ from torch import Tensor
 
 from diptych.kernels.sampling import SamplingTensors
 
-MAX_BLOCK = 4096
-MAX_VOCAB = 1 << 18
+WARPS = 16
+MIN_BLOCK, MAX_BLOCK = WARPS * 32, 4096  # every thread has a token of its own
+MAX_VOCAB = (1 << 19) - 1
 BINS = tl.constexpr(256)
 BIN_BITS = tl.constexpr(20)  # of a float32 below its exponent and 3 bits of its mantissa
 ONE_BITS = tl.constexpr(0x3F800000)
@@ -34,7 +35,7 @@ NONE = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def mass_of(b_weight):
-    """float32 in [0, 1] as a multiple of 2^-44, int64: a quarter of a million of them add up without overflow."""
+    """float32 in [0, 1] as a multiple of 2^-44, int64: half a million of them add up without overflow."""
     return (b_weight * 17592186044416.0).to(tl.int64)
 
 
@@ -210,7 +211,7 @@ def draw_tokens(
 
 
 def sample(logits: Tensor, rows: SamplingTensors) -> Tensor:
-    """As `kernels.sample`; ValueError beyond 262,144 tokens."""
+    """As `kernels.sample`; ValueError beyond 524,287 tokens."""
     count, vocab = logits.shape
     if vocab > MAX_VOCAB:
         raise ValueError(f"{vocab} tokens: masses add up without overflow for at most {MAX_VOCAB}")
@@ -223,7 +224,8 @@ def sample(logits: Tensor, rows: SamplingTensors) -> Tensor:
     ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     draw_tokens[(count,)](
         logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.position, weights, ids, out,
-        vocab, logits.stride(0), SEARCH=rows.searches, BLOCK=sampling_block(vocab), num_warps=16,
+        vocab, logits.stride(0),
+        SEARCH=rows.searches, BLOCK=sampling_block(vocab), num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -231,4 +233,4 @@ def sample(logits: Tensor, rows: SamplingTensors) -> Tensor:
 def sampling_block(vocab: int) -> int:
     """Tokens that a program looks at in one go."""
     block: int = triton.next_power_of_2(vocab)
-    return max(128, min(MAX_BLOCK, block))
+    return max(MIN_BLOCK, min(MAX_BLOCK, block))

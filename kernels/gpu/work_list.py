@@ -14,7 +14,7 @@ from torch import Tensor
 SPLIT_TOKENS = 512  # of a sequence of up to MAX_SPLITS - 1 times as many tokens; longer ones have longer splits
 MAX_SPLITS = 64
 ITEM_FIELDS = 4  # span, first key, end of keys, place of the partial result (-1: the only split writes the output)
-SPAN_BLOCK = 1024  # spans that a program looks at in one go
+SPAN_BLOCK = 256  # spans that a program looks at in one go; one number for all plans, so one compilation
 
 
 def max_splits(tokens: int) -> int:
@@ -45,7 +45,7 @@ class DecodeWork:
                 self.max_splits,
                 SPLIT=SPLIT_TOKENS,
                 MAX_SPLITS=MAX_SPLITS,
-                BLOCK=min(SPAN_BLOCK, triton.next_power_of_2(num_spans)),
+                BLOCK=SPAN_BLOCK,
                 num_warps=4,
                 enable_fp_fusion=False,
             )

@@ -1,15 +1,20 @@
 """An engine's processes: started, waited for, ended with their children."""
 
+import asyncio
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from diptych.benchmarks.compare import Engine, measure
 from diptych.benchmarks.peers.peer import Launch, PeerError, Process
+from diptych.benchmarks.peers.ratios import Load
 from diptych.benchmarks.peers.running import RunningEngine
 from diptych.benchmarks.stack import free_port
+from diptych.benchmarks.summary import Summary
 
 from .fake_engine import fake_process
 
@@ -63,6 +68,50 @@ def test_a_process_that_is_never_ready_is_an_error_and_ended(tmp_path: Path) -> 
 def test_a_program_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="cannot be started"), RunningEngine(run("/absent/engine"), tmp_path, 1):
         pass
+
+
+# One process that takes requests and never answers, one that ends with the first of them.
+SILENT = """
+import http.server, pathlib, sys, threading
+class Silent(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        pathlib.Path(sys.argv[2]).touch()
+        threading.Event().wait()
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Silent).serve_forever()
+"""
+DOOMED = """
+import pathlib, sys, time
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+sys.exit("no memory is left")
+"""
+
+
+def test_a_load_ends_with_the_process_that_should_serve_it(tmp_path: Path) -> None:
+    port, asked = free_port(), str(tmp_path / "asked")
+    url = f"http://127.0.0.1:{port}"
+    front = Process("front", (sys.executable, "-c", SILENT, str(port), asked), f"{url}/health")
+    worker = Process("worker", (sys.executable, "-c", DOOMED, asked), f"{url}/health")
+    engine = Engine("pair", lambda _: Launch(url, (front, worker), model="m"), {})
+    options = Namespace(ready_timeout_s=60, request_timeout_s=60, open_loop_s=60, max_s=60, per_user=2, min_requests=2)
+    summaries: list[Summary] = []
+    with pytest.raises(PeerError, match=r"worker ended with status 1\nno memory is left"):
+        measure(engine, [Load(4, 3, 2)], (5, 6), options, 1, tmp_path / "logs", lambda _, s: summaries.append(s))
+    assert not summaries
+
+
+async def test_work_during_which_nothing_ends_is_done(tmp_path: Path) -> None:
+    with RunningEngine(fake_process(tmp_path, free_port()), tmp_path / "logs", 60) as running:
+        assert await running.during(asyncio.sleep(0, "done")) == "done"
+        with pytest.raises(ZeroDivisionError):
+            await running.during(fails())
+
+
+async def fails() -> float:
+    return 1 / 0
 
 
 def test_a_bad_request_is_answered(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from diptych.benchmarks.gpu_shape import DRY, LLAMA_8B
 @pytest.mark.timeout(400)
 def test_a_dry_run_checks_and_measures_everything(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
-    command = [sys.executable, "-P", "-m", "diptych.benchmarks.gpu", "--dry-run", f"--output={output}"]
+    program = [sys.executable, "-P", "-m", "diptych.benchmarks.gpu", "--dry-run", f"--output={output}"]
+    command = [*program, "--only", *gpu.SECTIONS, *gpu.MORE_SECTIONS]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, env=environment)
     assert done.returncode == gpu.OK, done.stdout + done.stderr
@@ -32,7 +33,42 @@ def test_a_dry_run_checks_and_measures_everything(tmp_path: Path) -> None:
     assert {row["how"] for row in found["engine"]["decode"]} == {"kernel by kernel", "recorded"}
     assert [row["arm"] for row in found["serving"]] == ["aggregated", "1P1D"]
     assert all(row["gb_per_s"] > 0 for row in found["transfer"])
+    assert {row["problem"] for row in found["tiles"]} == {""} and len({row["tiles"] for row in found["tiles"]}) > 2
     assert "flashinfer" in done.stdout and "1P1D" in done.stdout
+
+
+BROKEN = """
+import sys
+from diptych.benchmarks import gpu, gpu_suite
+
+def check(suite):
+    suite.problems["a kernel"] = "off by 7"
+
+def ship(*_):
+    raise RuntimeError("the cable is cut")
+
+gpu_suite.Suite.check, gpu_suite.measure_transfer = check, ship
+gpu_suite.measure_serving = lambda *_, **__: [{"arm": "aggregated"}]
+if "checked" in sys.argv:
+    gpu_suite.Suite.check = lambda suite: None
+raise SystemExit(gpu.main(["--dry-run", "--only", "transfer", "serving", f"--output={sys.argv[1]}"]))
+"""
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("passed", [True, False])
+def test_what_fails_is_told_and_the_rest_is_measured(tmp_path: Path, passed: bool) -> None:
+    output = tmp_path / "gpu.json"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-P", "-c", BROKEN, str(output), *(["checked"] if passed else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    found = json.loads(output.read_text())
+    assert done.returncode == gpu.WRONG and found["chip"]["copy_rate"] > 0
+    assert found["errors"].pop("transfer") == "RuntimeError: the cable is cut" and "FAILED  transfer" in done.stdout
+    if passed:  # what came after it
+        assert found["serving"] == [{"arm": "aggregated"}] and not found["errors"]
+    else:
+        assert "serving" not in found and "a kernel" in found["errors"]["serving"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

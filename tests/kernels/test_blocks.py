@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diptych.kernels import gather_blocks, scatter_blocks, wire_bytes
+from diptych.kernels.blocks import _pieces
 
 SHAPE = (7, 2, 3, 16, 2, 80)
 IDS = torch.tensor([5, 0, 3])
@@ -65,3 +66,18 @@ def test_what_does_not_fit() -> None:
         scatter_blocks(torch.empty(3, wire_bytes(kv) - 4, dtype=torch.uint8), kv, IDS)
     with pytest.raises(ValueError, match="not quantised"):
         gather_blocks(kv.to(torch.float8_e4m3fn), IDS, quantised=True)
+
+
+def test_heads_larger_than_torch_handles_in_one_thread() -> None:
+    kv = torch.randn(3, 2, 2, 128, 2, 256)
+    kv[1, 1, 1, 127, 1, 255] = 100.0  # the last number of the last piece
+    buffer, back = gather_blocks(kv, IDS[2:] - 2, quantised=True), torch.zeros_like(kv)
+    scales = buffer[0, kv[0].numel() :].clone().view(torch.float32)
+    torch.testing.assert_close(scales.view(2, 2, 2) * 448, kv[1].abs().amax((2, 4)))
+    scatter_blocks(buffer, back, IDS[2:] - 2, quantised=True)
+    assert back[1, 1, 1, 127, 1, 255] == pytest.approx(100.0) and not back[0].any()
+    assert ((kv[1] - back[1]).abs() <= torch.maximum(kv[1].abs() * 0.063, torch.tensor(100 / 448 * 2**-10))).all()
+    for shape in (SHAPE, kv.shape, (1, 30, 3, 16, 2, 64)):
+        block = torch.zeros(1, shape[1] * shape[2], *shape[3:])
+        pieces = [block[0][piece].numel() for piece in _pieces(block)]
+        assert max(pieces) < 32_768 and sum(pieces) == block.numel()

@@ -6,7 +6,7 @@ Keys and values are converted before they are multiplied, a float8 cache's too, 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -74,16 +74,21 @@ DECODE = [
 PREFILL = [(LLAMA, 80), (LLAMA, 90), (LLAMA_FLOAT8, 90), (SMOLLM2, 90), (GEMMA3, 90)]
 
 
-def decode_job(shape: Shape, capability: int) -> Job:
-    config = decode_config(shape.head_dim, torch.bfloat16, 2 if shape.cache == "bf16" else 1, divmod(capability, 10))
+def decode_job(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat16) -> Job:
+    config = decode_config(shape.head_dim, dtype, 1 if "8" in shape.cache else dtype.itemsize, divmod(capability, 10))
     tiles = {"BLOCK_G": 16, "BLOCK_N": config.tile, "STAGES": config.stages}
     return shape.job("decode_attention:attend_splits", capability, config.warps, **tiles)
 
 
-def prefill_job(shape: Shape, capability: int) -> Job:
-    config = prefill_config(shape.head_dim, torch.bfloat16, divmod(capability, 10))
+def prefill_job(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat16) -> Job:
+    config = prefill_config(shape.head_dim, dtype, divmod(capability, 10))
     tiles = {"BLOCK_M": config.rows, "BLOCK_N": config.tile, "STAGES": config.stages}
     return shape.job("prefill_attention:attend_query_tiles", capability, config.warps, **tiles)
+
+
+def in_float32(job: Job) -> Job:
+    """Queries, cache and output of it."""
+    return replace(job, signature={**job.signature, **dict.fromkeys(("q", "kv", "out"), "*fp32")})
 
 
 REDUCE = Job(
@@ -102,6 +107,8 @@ def compiled() -> dict[Any, Compiled]:
     jobs = {("decode", *case): decode_job(*case) for case in DECODE}
     jobs |= {("prefill", *case): prefill_job(*case) for case in PREFILL}
     jobs |= {"reduce": REDUCE, "list": LIST}
+    jobs["decode", "float32"] = in_float32(decode_job(SMOLLM2, 90, torch.float32))
+    jobs["prefill", "float32"] = in_float32(prefill_job(SMOLLM2, 90, torch.float32))
     return dict(zip(jobs, compile_kernels(list(jobs.values())), strict=True))
 
 
@@ -127,6 +134,14 @@ def test_prefill_attention_multiplies_on_tensor_cores(
     assert found.spills == 0
     assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability]
     assert ("HGMMA" if capability >= 90 else "HMMA") in found.sass
+
+
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+def test_float32_is_multiplied_as_such(compiled: dict[Any, Compiled], kernel: str) -> None:
+    """Tensor cores would take it as TF32, whose products have 11 bits."""
+    found = compiled[kernel, "float32"]
+    assert "FFMA" in found.sass and not re.search(r"\bHG?MMA", found.sass)
+    assert found.spills == 0
 
 
 @pytest.mark.parametrize("kernel", ["reduce", "list"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from diptych.common.errors import BlockError, ContextLengthExceeded, InvalidRequest
 from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.decoder import Decoder
-from diptych.common.model.graph_capture import GraphRecorder, PlainRecorder
+from diptych.common.model.graph_capture import GraphRecorder, PlainRecorder, nothing_collected
 from diptych.common.model.graph_runner import FROM_HOST, GraphRunner
 from diptych.common.model.kv_cache import KVCache
 from diptych.common.model.load import load_model
@@ -123,6 +124,13 @@ def test_bad_chunks_are_refused_before_anything_runs(runner: GraphRunner, model:
     with pytest.raises(InvalidRequest, match="5 sequences do not fit a step of 4"):
         runner.launch([good] * 5, [FROM_HOST] * 5)
     assert not runner.kv.tensor.any()
+
+
+def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
+    with pytest.raises(RuntimeError, match="mid-way"), nothing_collected():
+        assert not gc.isenabled()
+        raise RuntimeError("mid-way")
+    assert gc.isenabled()
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import torch
 
 from diptych.common.model.sampler import Sampler, SamplingRow
 from diptych.common.sampling_params import SamplingParams
-from diptych.kernels.gpu.sampling import MAX_BLOCK, sample
+from diptych.kernels.gpu.sampling import MAX_BLOCK, MAX_VOCAB, sample
 from diptych.kernels.sampling import Draw, SamplingTensors
 
 pytestmark = pytest.mark.interpret
@@ -128,3 +128,8 @@ def test_positions_may_be_written_in_place(device: torch.device) -> None:
     rows = SamplingTensors.pack(draws, device)
     rows.position.add_(1)
     assert sample(logits.to(device), rows).tolist() == expect(logits, [d._replace(position=5) for d in draws])
+
+
+def test_masses_of_the_largest_vocabulary_add_up() -> None:
+    assert MAX_VOCAB * 2**44 < 2**63 <= (MAX_VOCAB + 1) * 2**44
+    assert MAX_VOCAB > 262_208  # the largest of today's models

@@ -66,3 +66,14 @@ def test_without_triton_it_is_torch_and_says_so(
     with caplog.at_level(logging.WARNING):
         found: ModuleType | None = device_module.triton_backend.__wrapped__("cuda")
     assert found is None and "plain torch" in caplog.text
+
+
+def test_without_a_c_compiler_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Triton builds its launchers with one, when the first kernel is launched."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with caplog.at_level(logging.WARNING):
+        found: ModuleType | None = device_module.triton_backend.__wrapped__("cuda")
+    assert found is None and "for want of a C compiler" in caplog.text
+    monkeypatch.setenv("CC", "cc-of-mine")
+    assert device_module.triton_backend.__wrapped__("cuda") is triton_backend

@@ -1,0 +1,71 @@
+"""A worker's first steps: they compile kernels and show that the largest step fits, before a client waits for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from diptych.common.errors import ConfigError
+from diptych.common.model.batch import SequenceChunk
+from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.runner import ModelRunner
+from diptych.common.model.sampler import Sampler, SamplingRow
+from diptych.common.sampling_params import SamplingParams
+from diptych.common.settings import DecodeWorkerConfig, WorkerConfig
+
+SAMPLED = (
+    SamplingParams(max_tokens=1, temperature=0.0),
+    SamplingParams(max_tokens=1, temperature=1.0),
+    SamplingParams(max_tokens=1, temperature=1.0, top_p=0.5),
+)
+"""One of each kind that sampling is compiled for."""
+
+
+def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig) -> ModelRunner:
+    """The runner that `make` makes, after steps on blocks that nobody owns yet.
+
+    ConfigError naming the size of the cache when a device has no memory for the largest step beside it.
+    """
+    num_tokens = step_tokens(config)
+    try:
+        runner = make()
+        runner.forward([SequenceChunk((0, 0), 0, (0,))])
+        if runner.kv.device.type == "cuda":
+            run_every_kind(runner, num_tokens)
+            runner.wait()
+    except torch.OutOfMemoryError as error:
+        field = "num_blocks" if config.num_blocks else "kv_memory_gib"
+        allowed = f"less: beside weights and KV cache {config.device} has no memory for a step of {num_tokens} tokens"
+        raise ConfigError(field, getattr(config, field), f"{allowed} ({str(error).splitlines()[0]})") from error
+    return runner
+
+
+def step_tokens(config: WorkerConfig) -> int:
+    """Tokens of the largest step that a worker computes."""
+    if isinstance(config, DecodeWorkerConfig):
+        return config.max_num_seqs + config.local_prefill_chunk
+    return int(getattr(config, "max_num_batched_tokens", 0))
+
+
+def run_every_kind(runner: ModelRunner, num_tokens: int) -> None:
+    """The largest step, a row alone at the end of the longest sequence, and each way of sampling after them."""
+    longest = min(runner.model.config.max_model_len, runner.kv.num_blocks * runner.kv.block_size)
+    table = range(-(-longest // runner.kv.block_size))
+    runner.forward(largest_step(num_tokens, longest, runner.kv))
+    logits = runner.forward([SequenceChunk((0,), longest - 1, table)])
+    sampler = Sampler(runner.model.config.vocab_size)
+    for params in SAMPLED:
+        sampler.launch(logits, [SamplingRow(params, longest)])
+
+
+def largest_step(num_tokens: int, longest: int, kv: KVCache) -> list[SequenceChunk]:
+    """Chunks of `num_tokens` together, each of at most `longest`, or of as many as the cache has blocks for."""
+    chunks: list[SequenceChunk] = []
+    first = 0  # block
+    while num_tokens > 0 and first < kv.num_blocks:
+        count = min(num_tokens, longest, (kv.num_blocks - first) * kv.block_size)
+        table = range(first, first + -(-count // kv.block_size))
+        chunks.append(SequenceChunk((0,) * count, 0, table))
+        num_tokens, first = num_tokens - count, table.stop
+    return chunks

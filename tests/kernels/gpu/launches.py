@@ -1,0 +1,97 @@
+"""Which kernels a model's steps would have compiled on a chip of capability 9.0: none is compiled, and none runs.
+
+A program of its own, whose Triton does not interpret. Tensors are the CPU's, and what kernels should have written is
+garbage. It prints, as JSON, the kernels of a worker's start, and those that only later steps asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, Literal, cast
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from diptych.common.model.batch import SequenceChunk
+from diptych.common.model.files import resolve_model
+from diptych.common.model.graph_capture import PlainRecorder
+from diptych.common.model.graph_runner import GraphRunner
+from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.load import load_model
+from diptych.common.model.runner import ModelRunner
+from diptych.common.model.sampler import Sampler, SamplingRow
+from diptych.common.model.tiny import make_tiny_model
+from diptych.common.model.warm_up import run_every_kind
+from diptych.common.sampling_params import SamplingParams
+from diptych.kernels import dispatch, linear, sampling, triton_backend
+
+MAX_SEQS, SIZE, NUM_BLOCKS = 12, 16, 80
+
+
+class Pretended:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def steps(runner: ModelRunner, sampler: Sampler) -> None:
+    """Of many sizes: prompts, prefixes, decoding batches, both together, and every way to sample."""
+    table = range(NUM_BLOCKS)
+    for length in (1, 2, 15, 16, 17, 100, 513):
+        for start in (0, 1, 16, 600):
+            runner.forward([SequenceChunk((0,) * length, start, table)])
+    for count in (1, 2, 3, 8, 9, 12, 17, 40):
+        for start in (0, 600):
+            rows = [SequenceChunk((0,), start, table)] * count
+            logits = runner.forward(rows)
+            runner.forward([*rows, SequenceChunk((0, 0, 0), 0, table, sample=False)])
+            for options in ({}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.1, "seed": 7}):
+                params = SamplingParams(max_tokens=1, **cast(dict[str, Any], options))
+                sampler.launch(logits, [SamplingRow(params, start + i) for i in range(count)])
+
+
+def main(architecture: Literal["llama", "gemma3"], folder: Path) -> None:
+    launched: set[tuple[str, str]] = set()
+
+    def note(*, key: str, fn: Any, **_: Any) -> bool:
+        launched.add((fn.name.rpartition(".")[2], key))
+        return True  # it need not be compiled
+
+    driver.set_active(Pretended())
+    knobs.runtime.jit_cache_hook = note
+    dispatch.backend = cast(Any, lambda kind: triton_backend)
+    sampling.triton_backend = cast(Any, lambda kind: triton_backend)
+    linear.native_backend = cast(Any, lambda: None)
+    model = load_model(resolve_model(str(make_tiny_model(folder / "model", architecture=architecture))))
+    kv = KVCache(model.config, NUM_BLOCKS, SIZE, model.dtype)
+    sampler, found = Sampler(model.config.vocab_size), {}
+    for role in ("prefill", "decode"):
+        launched.clear()
+        plain = ModelRunner(model, kv)
+        recorded = GraphRunner(model, kv, PlainRecorder(), max_num_seqs=MAX_SEQS, max_model_len=1280)
+        if role == "prefill":
+            launched.clear()  # it records nothing
+        runner = plain if role == "prefill" else recorded
+        runner.forward([SequenceChunk((0, 0), 0, (0,))])
+        run_every_kind(runner, 200)
+        begin = set(launched)
+        steps(runner, sampler)
+        found[role] = {"begin": sorted(name for name, _ in begin), "later": sorted(n for n, _ in launched - begin)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(cast(Any, sys.argv[1]), Path(sys.argv[2]))
