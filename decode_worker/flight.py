@@ -34,6 +34,9 @@ class Launcher(Protocol):
         self, chunks: Sequence[SequenceChunk], sources: Sequence[int], rows: Sequence[SamplingRow]
     ) -> Tokens: ...
 
+    def close(self) -> None:
+        """Wait for what was launched. Nothing is launched after it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Flight:
@@ -87,6 +90,11 @@ class StepsInFlight:
         wanted = [self._scheduler.completed(chunk.sequence) for chunk in flight.chunks]
         landed = zip(flight.chunks, token_ids, wanted, strict=True)
         return [(chunk, token_id) for chunk, token_id, is_wanted in landed if is_wanted]
+
+    def close(self) -> None:
+        """From now on nothing writes to a block. The tokens of a step in flight are lost."""
+        if self._launcher is not None:
+            self._launcher.close()
 
 
 def model_chunk(chunk: DecodeChunk) -> SequenceChunk:

@@ -9,6 +9,7 @@
     Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8- or 4-bit codes
     Embedding                               rows of a table, which the head of a tied model may hold
     record, Recorder, Program               a whole forward pass as one native call
+    share_cores                             how many threads that call may use while others compute too
 
 KV caches are `[num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head_dim]`, contiguous.
 
@@ -35,7 +36,7 @@ from diptych.kernels.dispatch import (
 )
 from diptych.kernels.embedding import Embedding
 from diptych.kernels.linear import GatedLinear, Linear, Weight
-from diptych.kernels.native_backend import NativePlan, record
+from diptych.kernels.native_backend import NativePlan, record, share_cores
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
 from diptych.kernels.program import Program, Recorder
 from diptych.kernels.quantised import QuantisedWeight, quantise, stack
@@ -69,6 +70,7 @@ __all__ = [
     "rotate_and_write",
     "sample",
     "scatter_blocks",
+    "share_cores",
     "stack",
     "wire_bytes",
 ]

@@ -28,7 +28,7 @@ INT8_DOTS, BFLOAT16_PAIRS = 1, 2
 TYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 LANES: Final = 16
 MAX_HEAD_DIM: Final = 1024
-ROWS_PER_UNIT: Final = 64  # query rows (tokens x heads of a group) that share one pass over the keys
+ROWS_PER_UNIT: Final = 96  # query rows (tokens x heads of a group) that share one pass over the keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,8 @@ class NativeBackend:
             *(self._quantise, self._linear, self._argmax, self._run),
         ):
             function.restype = None
+        self.shared_cores = (0, 0)
+        """The address of `CoreShare`'s bytes, 0 for none, and how many cores those share; of all steps that begin."""
         features = int(library.diptych_features())
         self.multiplies_bfloat16, self.multiplies_int8 = bool(features & BFLOAT16_PAIRS), bool(features & INT8_DOTS)
 
@@ -254,6 +256,16 @@ def native_backend() -> NativeBackend | None:
         "int8 by fours" if native.multiplies_int8 else "int8 one by one, which is slow",
     )
     return native
+
+
+def share_cores(address: int, num_cores: int) -> None:
+    """From now on long steps ask while they run how many of `num_cores` threads they may use.
+
+    `address`: that of `CoreShare`'s bytes, which must stay mapped; 0 for nobody to share with.
+    """
+    native = native_backend()
+    if native is not None:
+        native.shared_cores = (address, num_cores)
 
 
 def record(dtype: torch.dtype, forward: Callable[[Recorder], Tensor]) -> Program | None:

@@ -54,6 +54,8 @@ class StepStruct(ctypes.Structure):
         ("num_units", ctypes.c_int64),
         ("buffers", ctypes.c_void_p),
         ("times", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("cores", ctypes.c_int64),
     )
 
 
@@ -327,6 +329,7 @@ class Program:
             *(plan.spans.ctypes.data, plan.tables.ctypes.data, plan.units.ctypes.data, plan.units.shape[0]),
             ctypes.addressof(self._buffers),
             0 if self._times is None else ctypes.addressof(self._times),
+            *self._native.shared_cores,
         )
 
     def _reserve(self, num_rows: int) -> None:

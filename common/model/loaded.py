@@ -9,15 +9,17 @@ from pathlib import Path
 
 import torch
 
+from diptych.common.core_share import CoreShare
 from diptych.common.errors import ConfigError
 from diptych.common.messages import PROTOCOL_VERSION
-from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.files import ModelFiles
 from diptych.common.model.fingerprint import layout_fingerprint
 from diptych.common.model.kv_cache import KVCache, block_bytes
 from diptych.common.model.load import load_model
 from diptych.common.model.runner import Model, ModelRunner
+from diptych.common.model.warm_up import warmed_up
 from diptych.common.settings import DecodeWorkerConfig, WorkerConfig
+from diptych.kernels import share_cores
 from diptych.kernels.device import triton_backend
 
 GIB = 2**30
@@ -41,6 +43,11 @@ class LoadedModel:
         """How many threads the calling thread's steps are computed by from now on."""
         torch.set_num_threads(num_threads)
 
+    @staticmethod
+    def share_cores(cores: CoreShare) -> None:
+        """Long steps look at `cores` while they run: to be called before the first one."""
+        share_cores(cores.address, cores.num_cores)
+
     @classmethod
     def load(cls, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         """Load weights and allocate the cache. Raises ModelError or ConfigError."""
@@ -56,6 +63,7 @@ class LoadedModel:
         """Around the model that `load` makes, whose tokenizer and name are those of `files`. Raises as `load`."""
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
+        torch.set_float32_matmul_precision("highest")  # some images ask for TF32 by their environment
         model = load()
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
         per_block = block_bytes(shape, config.block_size, dtype)
@@ -77,9 +85,7 @@ class LoadedModel:
             block_size=config.block_size,
             protocol_version=PROTOCOL_VERSION,
         )
-        runner = decode_graphs(model, kv, config) or ModelRunner(model, kv)
-        # The first step compiles kernels and touches every weight: the worker does it, not its first client.
-        runner.forward([SequenceChunk((0, 0), 0, (0,))])
+        runner = warmed_up(lambda: decode_graphs(model, kv, config) or ModelRunner(model, kv), config)
         return cls(
             files.model_id,
             shape.vocab_size,

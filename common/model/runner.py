@@ -66,13 +66,22 @@ class ModelRunner:
         is written.
         """
         began = time.perf_counter()
-        with on_device(self.kv.device), torch.inference_mode():
-            batch = ForwardBatch.build(chunks, self.model.config, self.kv)
-            prepared = time.perf_counter()
-            logits = self.model.forward(batch, self.kv)
+        batch = self.prepare(chunks)
+        prepared = time.perf_counter()
+        logits = self.run(batch)
         done = time.perf_counter()  # of the launches, where the device runs by itself
         self.profile = StepProfile(batch.num_tokens, len(chunks), prepared - began, done - prepared)
         return logits
+
+    def prepare(self, chunks: Sequence[SequenceChunk]) -> ForwardBatch:
+        """The first half of `forward`, which touches neither blocks nor model. Errors as there."""
+        with on_device(self.kv.device), torch.inference_mode():
+            return ForwardBatch.build(chunks, self.model.config, self.kv)
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """The second half. One at a time."""
+        with on_device(self.kv.device), torch.inference_mode():
+            return self.model.forward(batch, self.kv)
 
     def wait(self) -> None:
         """Until all that was launched here has run: from then on others may read and write the blocks of its chunks."""

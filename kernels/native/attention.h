@@ -11,6 +11,8 @@ namespace diptych {
 
 constexpr int TILE = 64;              // keys per tile
 constexpr int VECTORS = TILE / LANES; // accumulators per row of a score tile
+constexpr int GROUP = 4;              // query rows that go through a tile together: scores, weights, sums
+constexpr float SLACK = 8.f;          // a maximum that is exceeded by less is kept: weights are then at most 2^8, and as exact
 constexpr float LOG2_E = 1.44269504088896341f;
 
 struct Shape {
@@ -38,17 +40,17 @@ template <typename T> struct Tile {
 
 // What a unit's rows have summed so far.
 struct Sums {
-    std::vector<float> scores, sums, top, total; // [rows][TILE], [rows][dim], [rows], [rows][LANES]
+    std::vector<float> sums, top, total; // [rows][dim], [rows], [rows][LANES]
 
     void begin(int rows, int dim) {
-        scores.resize(rows * TILE);
         sums.assign(rows * dim, 0.f);
         top.assign(rows, NEG_INF);
         total.assign(rows * LANES, 0.f);
     }
 };
 
-// One row's scores of a tile, times log2(e), to weights relative to a running maximum; rescales what the row has summed so far.
+// One row's scores of a tile, times log2(e), to weights relative to a running maximum, or what was one lately; rescales what the row
+// has summed so far where that changes.
 template <typename W>
 void soften(const float *scores, W *weights, int64_t base, int64_t from, int64_t to, float softcap, float *sums, int dim, float &top,
             float *total) {
@@ -68,7 +70,7 @@ void soften(const float *scores, W *weights, int64_t base, int64_t from, int64_t
     }
     f32x16 best = s[0];
     for (int v = 1; v < VECTORS; v++) best = s[v] > best ? s[v] : best;
-    if (any_above(best, top)) {
+    if (any_above(best, top + SLACK)) {
         const float next = largest(best);
         const float shrink = top == NEG_INF ? 0.f : power_of_two(splat(top - next))[0];
         for (int d = 0; d < dim; d += LANES) store(sums + d, load(sums + d) * shrink);
@@ -81,14 +83,14 @@ void soften(const float *scores, W *weights, int64_t base, int64_t from, int64_t
     }
     f32x16 added = load(total);
     for (int v = 0; v < VECTORS; v++) {
-        const f32x16 weight = power_of_two(s[v] - top);
+        const f32x16 weight = power_of_two<std::is_same_v<W, bf16>>(s[v] - top);
         added += weight;
         store(weights + v * LANES, weight);
     }
     store(total, added);
 }
 
-// Calls back with the number of rows, at most four, as a constant.
+// Calls back with the number of rows, at most GROUP, as a constant.
 template <typename F> void by_rows(int rows, F &&call) {
     switch (rows) {
     case 1: return call(std::integral_constant<int, 1>{});
@@ -136,15 +138,17 @@ template <typename T> struct Attention {
         for (int64_t base = begin(unit) / TILE * TILE; base < end(unit); base += TILE) {
             stream.take(base, tile);
             const int64_t behind = (base - first(unit)) * group; // rows before this one see nothing of the tile
-            const int some = behind > 0 ? int(behind) / 4 * 4 : 0;
-            work.score(tile, some, rows, dim, scale * LOG2_E, stream);
-            for (int i = some; i < rows; i++) {
-                const int64_t at = first(unit) + i / group; // position of this query
-                const int64_t from = window && at + 1 > window ? at + 1 - window : 0;
-                soften(&so_far.scores[i * TILE], work.weights(i), base, from, at + 1, softcap, &so_far.sums[i * dim], dim,
-                       so_far.top[i], &so_far.total[i * LANES]);
+            work.read(tile, rows, dim, stream);
+            for (int row = behind > 0 ? int(behind) / GROUP * GROUP : 0; row < rows; row += GROUP) {
+                work.score(tile, row, rows, dim, scale * LOG2_E, stream);
+                for (int i = row; i < std::min(rows, row + GROUP); i++) {
+                    const int64_t at = first(unit) + i / group; // position of this query
+                    const int64_t from = window && at + 1 > window ? at + 1 - window : 0;
+                    soften(&work.scores[(i - row) * TILE], &work.weights[(i - row) * TILE], base, from, at + 1, softcap,
+                           &so_far.sums[i * dim], dim, so_far.top[i], &so_far.total[i * LANES]);
+                }
+                work.add(tile, row, rows, dim, stream);
             }
-            work.add(tile, some, rows, dim, stream);
         }
         for (int i = 0; i < rows; i++) {
             T *to = out + ((span.row + unit.first + i / group) * shape.num_heads + unit.head * group + i % group) * dim;
@@ -257,6 +261,8 @@ template <int R> void add_all_values(const float *weights, const float *values, 
 
 // In float32, on any machine: tiles are converted first, keys [dim][TILE], values [TILE][dim].
 template <typename T> struct PlainWork {
+    alignas(64) float scores[GROUP * TILE];
+    float *const weights = scores; // in place
     std::vector<float> queries, keys, values;
     Sums so_far;
 
@@ -270,20 +276,15 @@ template <typename T> struct PlainWork {
         for (int d = 0; d < dim; d += LANES) store(&queries[row * dim + d], load(query + d) * scale);
     }
 
-    float *weights(int row) { return &so_far.scores[row * TILE]; }
-
-    void score(const Tile<T> &tile, int first, int rows, int dim, float, RowStream<T> &stream) {
-        read(tile, dim, stream);
-        for (int i = first; i < rows; i += 4)
-            by_rows(rows - i, [&](auto r) { multiply_keys<r>(&queries[i * dim], keys.data(), &so_far.scores[i * TILE], dim); });
+    void score(const Tile<T> &, int row, int rows, int dim, float, RowStream<T> &) {
+        by_rows(rows - row, [&](auto r) { multiply_keys<r>(&queries[row * dim], keys.data(), scores, dim); });
     }
 
-    void add(const Tile<T> &, int first, int rows, int dim, RowStream<T> &) {
-        for (int i = first; i < rows; i += 4)
-            by_rows(rows - i, [&](auto r) { add_all_values<r>(weights(i), values.data(), &so_far.sums[i * dim], dim); });
+    void add(const Tile<T> &, int row, int rows, int dim, RowStream<T> &) {
+        by_rows(rows - row, [&](auto r) { add_all_values<r>(weights, values.data(), &so_far.sums[row * dim], dim); });
     }
 
-    void read(const Tile<T> &tile, int dim, RowStream<T> &stream) {
+    void read(const Tile<T> &tile, int, int dim, RowStream<T> &stream) {
         for (int i = 0; i < TILE; i += LANES)
             for (int d = 0; d < dim; d += LANES) {
                 f32x16 part[LANES];

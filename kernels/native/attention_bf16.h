@@ -9,8 +9,6 @@ namespace diptych {
 
 #if defined(DIPTYCH_BF16) && defined(__AVX512BW__)
 
-constexpr int FEW = 4; // query rows for which a tile's pairs are made in registers and used there
-
 // What this points at is loaded where it is used: there are too few registers to keep it.
 template <typename P> inline void again(P &pointer) { asm("" : "+r"(pointer)); }
 
@@ -126,58 +124,52 @@ template <int R, int V> void add_pairs(const bf16 *weights, const uint32_t *valu
         for (int v = 0; v < V; v++) store(sums + r * dim + v * LANES, acc[r][v]);
 }
 
-// In pairs. For more than a few rows a tile's pairs are put down first: keys [dim / 2][TILE], values [TILE / 2][dim].
+// In pairs. For more than one group of rows a tile's pairs are put down first: keys [dim / 2][TILE], values [TILE / 2][dim].
 struct PairWork {
-    std::vector<bf16> queries, rounded; // [rows][dim], [rows][TILE]
+    alignas(64) float scores[GROUP * TILE];
+    alignas(64) bf16 weights[GROUP * TILE];
+    std::vector<bf16> queries; // [rows][dim]
     std::vector<uint32_t> keys, values;
     Sums so_far;
 
     void begin(int rows, int dim) {
         queries.resize(rows * dim);
-        rounded.resize(rows * TILE);
         keys.resize(TILE * dim / 2);
         values.resize(TILE * dim / 2);
     }
 
     void take(int row, const bf16 *query, int dim, float) { std::memcpy(&queries[row * dim], query, dim * sizeof(bf16)); }
 
-    bf16 *weights(int row) { return &rounded[row * TILE]; }
-
-    void score(const Tile<bf16> &tile, int first, int rows, int dim, float scale, RowStream<bf16> &stream) {
-        if (rows <= FEW)
-            return by_rows(rows, [&](auto r) {
+    void score(const Tile<bf16> &tile, int row, int rows, int dim, float scale, RowStream<bf16> &stream) {
+        const bf16 *query = &queries[row * dim];
+        by_rows(rows - row, [&](auto r) {
+            if (rows <= GROUP) {
                 int i = 0;
                 for (; i + 2 * LANES <= tile.count; i += 2 * LANES)
-                    score_few<r, 2>(queries.data(), tile.rows + i, &so_far.scores[i], dim, scale, stream);
-                if (i < tile.count) score_few<r, 1>(queries.data(), tile.rows + i, &so_far.scores[i], dim, scale, stream);
-            });
-        read(tile, dim, stream);
-        for (int i = first; i < rows; i += 4)
-            by_rows(rows - i, [&](auto r) {
-                const bf16 *query = &queries[i * dim];
-                float *scores = &so_far.scores[i * TILE];
-                if (tile.count == LANES)
-                    score_pairs<r, 1>(query, keys.data(), scores, dim, scale);
-                else if (tile.count == 2 * LANES)
-                    score_pairs<r, 2>(query, keys.data(), scores, dim, scale);
-                else
-                    score_pairs<r, VECTORS>(query, keys.data(), scores, dim, scale);
-            });
+                    score_few<r, 2>(query, tile.rows + i, scores + i, dim, scale, stream);
+                if (i < tile.count) score_few<r, 1>(query, tile.rows + i, scores + i, dim, scale, stream);
+            } else if (tile.count == LANES) {
+                score_pairs<r, 1>(query, keys.data(), scores, dim, scale);
+            } else if (tile.count == 2 * LANES) {
+                score_pairs<r, 2>(query, keys.data(), scores, dim, scale);
+            } else {
+                score_pairs<r, VECTORS>(query, keys.data(), scores, dim, scale);
+            }
+        });
     }
 
-    void add(const Tile<bf16> &tile, int first, int rows, int dim, RowStream<bf16> &stream) {
-        for (int i = first; i < rows; i += 4)
-            by_rows(rows - i, [&](auto r) {
-                float *sums = &so_far.sums[i * dim];
-                int d = 0;
-                for (; d + 4 * LANES <= dim; d += 4 * LANES) add_some<r, 4>(tile, weights(i), d, sums + d, rows, dim, stream);
-                for (; d < dim; d += LANES) add_some<r, 1>(tile, weights(i), d, sums + d, rows, dim, stream);
-            });
+    void add(const Tile<bf16> &tile, int row, int rows, int dim, RowStream<bf16> &stream) {
+        float *sums = &so_far.sums[row * dim];
+        by_rows(rows - row, [&](auto r) {
+            int d = 0;
+            for (; d + 4 * LANES <= dim; d += 4 * LANES) add_some<r, 4>(tile, d, sums + d, rows, dim, stream);
+            for (; d < dim; d += LANES) add_some<r, 1>(tile, d, sums + d, rows, dim, stream);
+        });
     }
 
     template <int R, int V>
-    void add_some(const Tile<bf16> &tile, const bf16 *weights, int d, float *sums, int rows, int dim, RowStream<bf16> &stream) {
-        if (rows <= FEW)
+    void add_some(const Tile<bf16> &tile, int d, float *sums, int rows, int dim, RowStream<bf16> &stream) {
+        if (rows <= GROUP)
             add_few<R, V>(weights, tile.rows, d, sums, tile.count, dim, stream);
         else
             add_pairs<R, V>(weights, values.data() + d, sums, tile.count, dim);
@@ -190,7 +182,8 @@ struct PairWork {
         for (int p = 0; p < P; p++) store(reinterpret_cast<float *>(&keys[(d / 2 + p) * TILE + at]), pairs[p]);
     }
 
-    void read(const Tile<bf16> &tile, int dim, RowStream<bf16> &stream) {
+    void read(const Tile<bf16> &tile, int rows, int dim, RowStream<bf16> &stream) {
+        if (rows <= GROUP) return; // they are made in registers, and used there
         for (int i = 0; i < tile.count; i += LANES) {
             int d = 0;
             for (; d + 2 * LANES <= dim; d += 2 * LANES) {

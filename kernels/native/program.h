@@ -5,8 +5,8 @@
 #include "elementwise.h"
 #include "linear.h"
 #include "step.h"
+#include "team.h"
 
-#include <atomic>
 #include <chrono>
 #ifdef _OPENMP
 #include <omp.h>
@@ -17,23 +17,27 @@ namespace diptych {
 template <typename T> class Program {
 public:
     Program(const Op *ops, int64_t num_ops, const Step &step, int threads)
-        : ops(ops), num_ops(num_ops), step(step), threads(threads) {
+        : ops(ops), num_ops(num_ops), step(step), elastic(step.places && step.num_rows >= LONG),
+          threads(elastic ? int(step.cores) : threads) {
         std::memcpy(&shape, step.shape, sizeof shape);
     }
 
     void run() {
-        std::vector<std::atomic<int64_t>> next(num_ops); // part of each chain that is taken next
-        for (auto &counter : next) counter.store(0, std::memory_order_relaxed);
+        std::vector<Chain> chains(num_ops); // of which those are used that begin one
+        Gate gate(elastic ? step.places : nullptr, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
         {
+            const int thread = thread_number();
             Ahead ahead;
-            Clock clock{step.times && is_first_thread() ? step.times : nullptr};
+            Clock clock{thread == 0 ? step.times : nullptr};
             for (int64_t from = 0, to; from < num_ops; from = to) {
                 to = end_of_chain(from);
-                run_chain(from, to, next[from], ahead, clock);
-#pragma omp barrier
+                gate.pass(thread);
+                const int64_t parts = num_parts(from, to);
+                chains[from].finish(run_chain(from, to, parts, chains[from], ahead, clock), parts);
                 clock.stop(to - 1);
             }
+            gate.leave(thread);
         }
     }
 
@@ -41,8 +45,11 @@ private:
     const Op *ops;
     const int64_t num_ops;
     const Step &step;
+    const bool elastic; // threads come and go
     const int threads;
     Shape shape;
+
+    static constexpr int64_t LONG = 64; // rows of a step that others need not wait for
 
     // Of one thread: what has passed since the last stop is an operation's.
     struct Clock {
@@ -63,11 +70,11 @@ private:
         RowStream<T> rows;
     };
 
-    static bool is_first_thread() {
+    static int thread_number() {
 #ifdef _OPENMP
-        return omp_get_thread_num() == 0;
+        return omp_get_thread_num();
 #else
-        return true;
+        return 0;
 #endif
     }
 
@@ -86,29 +93,30 @@ private:
         return to;
     }
 
-    // A thread that has a long part to do knows the one after it too, and fetches what that will read.
-    void run_chain(int64_t from, int64_t to, std::atomic<int64_t> &next, Ahead &ahead, Clock &clock) const {
+    // Parts until none is left; how many. A thread that has a long one to do knows the one after it too, and fetches what that
+    // will read.
+    uint32_t run_chain(int64_t from, int64_t to, int64_t parts, Chain &chain, Ahead &ahead, Clock &clock) const {
         const Op &op = ops[from];
-        const int64_t parts = num_parts(from, to);
         const Attention<T> attention = attention_of(op);
         ahead.rows.clear();
-        int64_t part = next.fetch_add(1, std::memory_order_relaxed);
-        while (part < parts) {
+        uint32_t mine = 0;
+        for (int64_t part = chain.take(); part < parts; mine++) {
             if (by_row(op)) {
                 for (int64_t i = from; i < to; i++) {
                     run_rows(ops[i], part * rows_at_once(from, to), std::min(rows(op), (part + 1) * rows_at_once(from, to)));
                     clock.stop(i);
                 }
-                part = next.fetch_add(1, std::memory_order_relaxed);
+                part = chain.take();
                 continue;
             }
-            const int64_t following = next.fetch_add(1, std::memory_order_relaxed);
+            const int64_t following = chain.take();
             if (Kind(op.kind) == Kind::LINEAR)
                 linear(from, part, parts, following, ahead.weights);
             else
                 attend_unit(attention, units()[part], following < parts ? units() + following : nullptr, ahead.rows);
             part = following;
         }
+        return mine;
     }
 
     // Parts are small enough that threads end together, and large enough to be worth taking.

@@ -121,8 +121,27 @@ inline f32x16 exponential(f32x16 x) {
     return p * scale;
 }
 
-// 2^x to about one unit in the last place (Cephes' exp2f), for x <= 127; zero far below, and for what is no number.
-inline f32x16 power_of_two(f32x16 x) {
+// 2^r for |r| <= 1/2, to about one unit in the last place (Cephes' exp2f).
+inline f32x16 power_of_fraction(f32x16 r) {
+    f32x16 p = splat(1.535336188319500e-4f);
+    p = p * r + 1.339887440266574e-3f;
+    p = p * r + 9.618437357674640e-3f;
+    p = p * r + 5.550332471162809e-2f;
+    p = p * r + 2.402264791363012e-1f;
+    p = p * r + 6.931472028550421e-1f;
+    return p * r + 1.f;
+}
+
+// The same to one part in 13,000, for what is rounded to bfloat16 (of least largest relative error).
+inline f32x16 power_of_fraction_roughly(f32x16 r) {
+    f32x16 p = splat(5.517166852951050e-2f);
+    p = p * r + 2.426111251115799e-1f;
+    p = p * r + 6.932609677314758e-1f;
+    return p * r + 9.999280571937561e-1f;
+}
+
+// 2^x for x <= 127; zero far below, and for what is no number.
+template <bool ROUGHLY = false> inline f32x16 power_of_two(f32x16 x) {
 #if defined(__AVX512F__)
     x = x > -200.f ? x : splat(-200.f);
     const f32x16 n = (f32x16)_mm512_roundscale_ps((__m512)x, 0);
@@ -132,14 +151,7 @@ inline f32x16 power_of_two(f32x16 x) {
     const f32x16 magic = splat(12582912.f); // 1.5 * 2^23: adding and subtracting it rounds to an integer
     const f32x16 n = (x + magic) - magic;
 #endif
-    const f32x16 r = x - n;
-    f32x16 p = splat(1.535336188319500e-4f);
-    p = p * r + 1.339887440266574e-3f;
-    p = p * r + 9.618437357674640e-3f;
-    p = p * r + 5.550332471162809e-2f;
-    p = p * r + 2.402264791363012e-1f;
-    p = p * r + 6.931472028550421e-1f;
-    p = p * r + 1.f;
+    const f32x16 p = ROUGHLY ? power_of_fraction_roughly(x - n) : power_of_fraction(x - n);
 #if defined(__AVX512F__)
     return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else

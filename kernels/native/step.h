@@ -28,6 +28,8 @@ struct Step {
     int64_t num_units;
     char *const *buffers; // rows of each buffer, one behind the other
     int64_t *times;       // nanoseconds of each operation are added here, unless null
+    const uint8_t *places; // of the workers that share `cores`, or null: see Gate
+    int64_t cores;
 };
 
 } // namespace diptych

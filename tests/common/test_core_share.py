@@ -21,6 +21,14 @@ print("let go", flush=True)
 sys.stdin.readline()
 """
 
+ON_A_FULL_DISK = """
+import resource, sys
+from diptych.common.core_share import CoreShare
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+with CoreShare(sys.argv[1], 8) as share:
+    print(share.begin(), share.address)
+"""
+
 
 class Holder:
     """Another process that computes until it is told to stop."""
@@ -95,3 +103,9 @@ def test_a_file_that_is_taken_away_does_no_harm(path: Path) -> None:
     share.end()
     share.close()
     assert share.begin() == 4
+
+
+def test_a_full_disk_is_shared_with_nobody(path: Path) -> None:
+    command = [sys.executable, "-P", "-c", ON_A_FULL_DISK, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "8 0\n"), done.stderr

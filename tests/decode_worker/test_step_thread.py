@@ -1,0 +1,154 @@
+"""The engine over a thread that runs its steps, as on CPUs: real steps, truly beside the engine."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from diptych.common.messages import AbortRequest
+from diptych.common.model.batch import ForwardBatch
+from diptych.common.model.runner import ModelRunner
+from diptych.common.model.sampler import Sampler
+from diptych.common.model.step_thread import StepThread
+
+Rig = Any  # EngineRig of conftest, which test modules cannot import
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+class Steps(StepThread):
+    """Counts its steps, and fails the one that it is told to."""
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
+        super().__init__(runner, sampler)
+        self.num_launched = self.num_fed = self.num_run = self.fail_at = 0
+        self.may_run = threading.Event()
+        self.may_run.set()
+
+    def launch(self, chunks: Any, sources: Any, rows: Any) -> Any:
+        self.num_launched += 1
+        self.num_fed += sum(source >= 0 for source in sources)
+        return super().launch(chunks, sources, rows)
+
+    def _run(self, batch: ForwardBatch, *options: Any) -> list[int]:
+        assert self.may_run.wait(30)
+        self.num_run += 1
+        if self.num_run == self.fail_at:
+            raise RuntimeError("the step failed")
+        return super()._run(batch, *options)
+
+
+@pytest.fixture
+def threaded(make_engine: Callable[..., Rig]) -> Iterator[Callable[..., Rig]]:
+    """Engines whose steps run on a thread, `rig.steps`."""
+    made: list[Steps] = []
+
+    def make(**options: float) -> Rig:
+        def launcher(runner: ModelRunner, sampler: Sampler) -> Steps:
+            made.append(Steps(runner, sampler))
+            return made[-1]
+
+        rig = make_engine(launcher=launcher, **options)
+        rig.steps = made[-1]
+        return rig
+
+    yield make
+    for steps in made:
+        steps.may_run.set()
+        steps.close()
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}])
+def test_tokens_equal_the_oracle(threaded: Callable[..., Rig], params: dict[str, object]) -> None:
+    engine = threaded()
+    prompts = {f"r{length}": prompt(length, length) for length in (1, 15, 16, 17, 40, 70)}
+    for name, tokens in prompts.items():
+        engine.ask(tokens, name, max_tokens=20, **params)
+    engine.until(lambda: engine.is_clean)
+    for name, tokens in prompts.items():
+        assert engine.tokens(name) == engine.oracle(tokens, 20, **params)
+    assert engine.steps.num_fed > 6 * 10
+
+
+def test_the_engine_goes_on_while_a_step_runs(threaded: Callable[..., Rig]) -> None:
+    """With nothing in flight a launch is all that a turn does: commands are taken before the step has run."""
+    engine = threaded()
+    engine.steps.may_run.clear()
+    engine.ask(prompt(1), max_tokens=20)
+    engine.turn()
+    assert (engine.steps.num_launched, engine.steps.num_run) == (1, 0)
+    engine.tell(AbortRequest(request_id="a", attempt=0))
+    engine.steps.may_run.set()
+    engine.until(lambda: engine.is_clean)
+    assert engine.steps.num_run == 1 and not engine.tokens()
+
+
+def test_stops_penalties_and_preemption(threaded: Callable[..., Rig]) -> None:
+    engine = threaded(num_blocks=10, chunk=24)
+    full = engine.oracle(prompt(20), 40)
+    penalty: dict[str, object] = {"presence_penalty": 1.5, "temperature": 0.7, "seed": 1}
+    engine.ask(prompt(20), max_tokens=40, stop_token_ids=(full[6],))
+    engine.ask(prompt(21, 1), "b", max_tokens=60)
+    engine.ask(prompt(22, 2), "c", max_tokens=60)
+    engine.ask(prompt(23, 3), "d", max_tokens=60)
+    engine.until(lambda: len(engine.tokens("d")) > 3)
+    engine.ask(prompt(24, 4), "e", max_tokens=8, **penalty)
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens() == full[: full.index(full[6]) + 1]
+    for number, name in enumerate("bcd", 1):
+        assert engine.tokens(name) == engine.oracle(prompt(20 + number, number), 60)
+    assert engine.tokens("e") == engine.oracle(prompt(24, 4), 8, **penalty)
+    assert any(engine.deltas(name)[-1].timeline.num_preemptions for name in "bcd")
+
+
+def test_a_failed_step_ends_its_requests_once_and_leaks_nothing(threaded: Callable[..., Rig]) -> None:
+    engine = threaded()
+    engine.ask(prompt(20), max_tokens=50)
+    engine.ask(prompt(30, 1), "b", max_tokens=50)
+    engine.until(lambda: len(engine.tokens()) > 4)
+    engine.steps.fail_at = engine.steps.num_launched + 2
+    engine.until(lambda: engine.is_clean)
+    assert [len(engine.failures(name)) for name in "ab"] == [1, 1]
+    assert engine.failures()[0].retryable and "the step failed" in engine.failures()[0].message
+    engine.ask(prompt(20), "c")
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens("c") == engine.oracle(prompt(20))
+
+
+def test_any_mixture_of_arrivals_and_ends(threaded: Callable[..., Rig]) -> None:
+    rng = random.Random(7)
+    engine = threaded(num_blocks=24, max_num_seqs=5, chunk=20)
+    asked: dict[str, tuple[list[int], int]] = {}
+    aborted: set[str] = set()
+    for number in range(24):
+        name, tokens, count = f"r{number}", prompt(rng.randrange(1, 70), number), rng.randrange(1, 40)
+        asked[name] = (tokens, count)
+        engine.ask(tokens, name, max_tokens=count)
+        engine.turn(rng.randrange(8))
+        if rng.random() < 0.3:
+            aborted.add(victim := rng.choice([*asked]))
+            engine.tell(AbortRequest(request_id=victim, attempt=0))
+        engine.engine.scheduler.check_integrity()
+    engine.until(lambda: engine.is_clean)
+    for name, (tokens, count) in asked.items():
+        found, expected = engine.tokens(name), engine.oracle(tokens, count)
+        assert found == (expected[: len(found)] if name in aborted else expected), name
+    assert engine.steps.num_fed > 50
+
+
+def test_closing_waits_for_the_step_in_flight(threaded: Callable[..., Rig]) -> None:
+    engine = threaded()
+    engine.ask(prompt(20), max_tokens=50)
+    engine.until(lambda: len(engine.tokens()) > 4)
+    assert engine.engine.has_work
+    engine.steps.close()
+    assert engine.steps.num_run == engine.steps.num_launched
+    engine.tell(AbortRequest(request_id="a", attempt=0))
+    engine.until(lambda: engine.is_clean)
