@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 from diptych.common import __version__
 
@@ -38,6 +41,20 @@ def usage() -> str:
     )
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+def end_when_told() -> None:
+    """Obey SIGTERM from the first moment on, long before a command does so in its own way.
+
+    The first process of a container has no default for signals: one that comes while Python imports would be lost, and
+    the container would be killed only when its grace period is over.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, _end)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script. Returns the exit status; a command may also end the process itself."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -51,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"diptych: no command {command!r}; it is one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    end_when_told()
     sys.argv = [f"diptych {command}", *arguments[1:]]
     runpy.run_module(COMMANDS[command][0], run_name="__main__", alter_sys=True)
     return 0

@@ -29,7 +29,7 @@ class KVConnection:
         self._poller = poller
         self.used_at = time.monotonic()
         self.num_transfers = 0
-        self.shared: bool | None = None  # as the last grant said
+        self.way = ""  # of its blocks, as the last grant said
         try:
             for _ in range(num_streams):
                 self._open(context, address, curve)

@@ -1,7 +1,8 @@
 """Ships KV blocks to decode workers from a thread of its own, so that transfer hides behind the next step's compute.
 
 A prefill worker ships prompts; a decode worker that is to end ships the sequences that it hands over. A receiver that
-can read this worker's memory gets the blocks' numbers and copies them; the others get frames.
+can read this worker's memory gets the blocks' numbers and copies them; the others get frames, of 8-bit numbers if they
+are offered and taken.
 
 The engine owns the blocks; this thread reads them from `open` until `cancel` returned or it reported the end. A block
 freed while ZeroMQ still points at it can only spoil a frame whose checksum then fails: none is checksummed after that.
@@ -14,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 
 import zmq
 from msgspec.structs import replace
@@ -24,6 +24,7 @@ from diptych.common.drop_log import DropLog
 from diptych.common.errors import WireError
 from diptych.common.kv_connection import KVConnection
 from diptych.common.kv_wire import blocks_per_message, events, try_send, try_send_blocks
+from diptych.common.mailbox import Mailbox
 from diptych.common.messages import KVAck, KVDone, KVFailed, KVGrant, KVMemory, KVOpen, KVTarget, KVWait, decode
 from diptych.common.outgoing_transfer import OutgoingTransfer, TransferAdvanced, TransferEnded
 
@@ -67,46 +68,49 @@ class KVSender:
         require_shared: bool = False,
         on_advanced: Callable[[TransferAdvanced], None] = lambda event: None,
         curve: Curve | None = None,
+        quantise: Callable[[int], memoryview] | None = None,
     ) -> None:
-        """`memory` is offered to every decode worker; with `require_shared` one that cannot read it gets nothing."""
-        self._context, self._block_view = context, block_view
+        """`memory` is offered to every decode worker; with `require_shared` one that cannot read it gets nothing.
+
+        `quantise` gives a block as 8-bit numbers, which is offered to every decode worker; it stays as it is as long
+        as the view lives.
+        """
+        self._context, self._block_view, self._quantise = context, block_view, quantise
         self._on_ended, self._on_advanced = on_ended, on_advanced
         self._worker_id, self._epoch, self._fingerprint = hello
         self._lease_s, self._num_streams = lease_s, num_streams
         self._memory, self._require_shared, self._curve = memory, require_shared, curve
         self._batch = blocks_per_message(block_bytes)
-        self._commands: SimpleQueue[OutgoingTransfer | _Progress | _Cancel | None] = SimpleQueue()
-        address = f"inproc://kv-sender-{id(self)}"
-        self._wake_in = context.socket(zmq.PULL)
-        self._wake_in.bind(address)
-        self._wake_out = context.socket(zmq.PUSH)
-        self._wake_out.set(zmq.LINGER, 0)
-        self._wake_out.connect(address)
+        self._commands: Mailbox[OutgoingTransfer | _Progress | _Cancel | None] = Mailbox(context)
         self._lent: dict[tuple[str, int], OutgoingTransfer] = {}  # the engine's view: opened and not cancelled
         self._lock = threading.Lock()  # held while blocks are read
         self._connections: dict[str, KVConnection] = {}
         self._transfers: dict[tuple[str, int], OutgoingTransfer] = {}
         self._unopened: dict[tuple[str, int], None] = {}
         self._poller = zmq.Poller()
-        self._poller.register(self._wake_in, zmq.POLLIN)
+        self._poller.register(self._commands.socket, zmq.POLLIN)
         self.num_bytes = 0
         self._drops = DropLog(log, "a KV frame")
         self.failure: BaseException | None = None
-        self._block_bytes = block_bytes
         self._thread = threading.Thread(target=self._main, name="kv-sender", daemon=True)
 
     @property
     def num_dropped_frames(self) -> int:
         return self._drops.num_dropped
 
+    @property
+    def quantises(self) -> bool:
+        """Whether blocks may be read as a whole, unused slots included, to be quantised."""
+        return self._quantise is not None
+
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
         """End the thread and close its sockets. Call once, from the engine's thread or after it ended."""
-        self._post(None)
+        self._commands.put(None)
         self._thread.join(timeout_s)
-        self._wake_out.close()
+        self._commands.close_sending()
 
     def open(
         self, request_id: str, attempt: int, target: KVTarget, blocks: list[int], num_ready: int, room: int = 0
@@ -119,14 +123,14 @@ class KVSender:
         until = now + self._lease_s
         transfer = OutgoingTransfer(request_id, attempt, target, tuple(blocks), now, until, num_ready, room)
         self._lent[transfer.key] = transfer
-        self._post(transfer)
+        self._commands.put(transfer)
 
     def progress(
         self, request_id: str, attempt: int, num_ready: int, done: KVDone | None = None,
         blocks: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """More blocks are computed; `done` with the last ones. `blocks` are all of a sequence that has grown."""
-        self._post(_Progress((request_id, attempt), num_ready, done, None if blocks is None else tuple(blocks)))
+        self._commands.put(_Progress((request_id, attempt), num_ready, done, None if blocks is None else tuple(blocks)))
 
     def cancel(self, request_id: str, attempt: int, reason: str) -> None:
         """Take the blocks back: none is read for the wire once this returned. A live transfer fails on both sides."""
@@ -134,15 +138,7 @@ class KVSender:
         if transfer is not None:
             with self._lock:
                 transfer.revoked = True
-            self._post(_Cancel(transfer, reason))
-
-    def _post(self, command: OutgoingTransfer | _Progress | _Cancel | None) -> None:
-        self._commands.put(command)
-        try:
-            self._wake_out.send(b"", zmq.NOBLOCK)
-        except zmq.Again:
-            # The pipe is full of wake-ups the thread has not read yet: it will see this command too.
-            log.debug("sender wake-up coalesced")
+            self._commands.put(_Cancel(transfer, reason))
 
     def _main(self) -> None:
         try:
@@ -154,13 +150,11 @@ class KVSender:
         finally:
             for connection in self._connections.values():
                 connection.close()
-            self._wake_in.close()
+            self._commands.close()
 
     def _turn(self) -> bool:
         """One round: commands, replies, shipping, leases. False to stop."""
-        for socket, _ in self._poller.poll(self._poll_timeout_ms()):
-            if socket is self._wake_in:
-                self._drain_wakeups()
+        self._poller.poll(self._poll_timeout_ms())
         if not self._take_commands():
             return False
         for connection in list(self._connections.values()):
@@ -182,16 +176,8 @@ class KVSender:
         until = min((*leases, *dials, now + ANNOUNCE_S))
         return max(0, int((until - now) * 1000) + 1)
 
-    def _drain_wakeups(self) -> None:
-        while events(self._wake_in) & zmq.POLLIN:
-            self._wake_in.recv()
-
     def _take_commands(self) -> bool:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except Empty:
-                return True
+        for command in self._commands.take():
             match command:
                 case None:
                     return False
@@ -208,6 +194,7 @@ class KVSender:
                     if self._transfers.get(transfer.key) is transfer:
                         self._tell_failed(transfer, reason)
                         self._forget(transfer)
+        return True
 
     def _begin(self, transfer: OutgoingTransfer) -> None:
         address = transfer.target.address
@@ -279,22 +266,21 @@ class KVSender:
     def _on_grant(self, transfer: OutgoingTransfer, grant: KVGrant, now: float) -> None:
         if grant.shared and self._memory is None:
             self._drop(f"grant for shared memory that was not offered for {transfer.request_id}")
+        elif grant.quantised and (grant.shared or self._quantise is None):
+            self._drop(f"grant for 8-bit frames that were not offered for {transfer.request_id}")
         elif self._require_shared and not grant.shared:
             why = f"decode worker {transfer.target.worker_id} cannot read this worker's memory, and kv_transport is shm"
             self._tell_failed(transfer, why)
             self._end(transfer, why)
-        elif not transfer.grant(grant.first_block, now, shared=grant.shared):
+        elif not transfer.grant(grant.first_block, now, shared=grant.shared, quantised=grant.quantised):
             self._drop(f"grant from block {grant.first_block} of {transfer.num_announced} for {transfer.request_id}")
         else:
             transfer.token = grant.token
             connection = self._connections[transfer.target.address]
-            if connection.shared is not grant.shared:
-                connection.shared = grant.shared
-                log.info(
-                    "KV to %s goes %s",
-                    transfer.target.worker_id,
-                    "through shared memory" if grant.shared else "over TCP",
-                )
+            way = "through shared memory" if grant.shared else "over TCP" + ", in 8 bits" * grant.quantised
+            if connection.way != way:
+                connection.way = way
+                log.info("KV to %s goes %s", transfer.target.worker_id, way)
 
     def _ship(self) -> None:
         """Give every transfer a message at a time until all are drained or their sockets are full."""
@@ -308,7 +294,7 @@ class KVSender:
         active = [t for t in self._transfers.values() if t.shippable(1) or t.can_finish]
         while active:
             active = [transfer for transfer in active if self._ship_one(transfer, blocked)]
-            if events(self._wake_in) & zmq.POLLIN:
+            if self._commands.is_waiting:
                 break
         for connection in self._connections.values():
             for stream in connection.streams:
@@ -320,11 +306,12 @@ class KVSender:
         indices = transfer.shippable(self._batch)
         if indices:
             stream = streams[0 if transfer.room else transfer.stream % len(streams)]
-            if not events(stream) & zmq.POLLOUT:  # looked at first: a view may cost a copy off a device
+            if not events(stream) & zmq.POLLOUT:  # looked at first: a view may cost a copy, and quantising
                 blocked.add(stream)
                 return False
             blocks = [transfer.blocks[index] for index in indices]
-            views = [self._block_view(block) for block in blocks]
+            view = (self._quantise if transfer.quantised else None) or self._block_view
+            views = [view(block) for block in blocks]
             sources = blocks if transfer.shared else ()
             with self._lock:
                 if transfer.revoked:
@@ -335,7 +322,9 @@ class KVSender:
                 return False
             transfer.next_block, transfer.stream = indices.stop, transfer.stream + 1
             transfer.lease_until = time.monotonic() + self._lease_s
-            self.num_bytes += len(indices) * self._block_bytes
+            num_bytes = sum(map(len, views))
+            transfer.num_bytes += num_bytes
+            self.num_bytes += num_bytes
             return bool(transfer.shippable(1)) or transfer.can_finish
         if transfer.can_finish and transfer.done is not None:
             if try_send(streams[0], replace(transfer.done, token=transfer.token)):
@@ -402,6 +391,7 @@ class KVSender:
             num_blocks=transfer.num_announced,
             sent_at=time.monotonic(),
             memory=self._memory,
+            quantised=self.quantises,
         )
 
     def _drop(self, why: str) -> None:

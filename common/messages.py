@@ -8,8 +8,6 @@ Each message that moves memory says who owns the blocks before and after it.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from typing import Annotated
 
 import msgpack
@@ -18,39 +16,26 @@ import xxhash
 from msgspec import Meta
 
 from diptych.common.errors import WireError
+from diptych.common.message_fields import (
+    MAX_MESSAGE_BYTES,
+    MAX_TOKENS,
+    Address,
+    Count,
+    Finite,
+    Name,
+    Reason,
+    Seconds,
+    Text,
+    TokenBytes,
+)
 from diptych.common.sampling_params import SamplingParams, TokenLogprobs
 
 PROTOCOL_VERSION = 2
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_BLOCKS_PER_FRAME = 256
-MAX_TOKENS = MAX_MESSAGE_BYTES // 4
 MAX_OUTPUTS = 16_384
 """More than any batch has sequences."""
 NONCE_BYTES = 16
 CHECKSUM_BYTES = 8
-
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Text = Annotated[str, Meta(max_length=4096)]
-Count = Annotated[int, Meta(ge=0, le=2**62)]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
-"""A duration or the reading of a monotonic clock; infinity and NaN would spread through all that is added to them."""
-Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
-Reason = Annotated[str, Meta(pattern=r"^(|stop|length|abort|moved)\Z")]
-TokenBytes = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
-Address = Annotated[str, Meta(max_length=256, pattern=r"^tcp://\S+\Z")]
-"""Never `inproc` or `ipc`: a router must not have a worker connect to itself, or to a file."""
-
-
-def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32, the form in which prompts travel."""
-    return array("I", token_ids).tobytes()
-
-
-def unpack_tokens(data: bytes) -> list[int]:
-    """Inverse of `pack_tokens`. Raises WireError when the length is not a multiple of four."""
-    if len(data) % 4:
-        raise WireError(f"packed tokens have {len(data)} bytes, not a multiple of 4")
-    return array("I", data).tolist()
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -270,7 +255,8 @@ class KVMemory(msgspec.Struct, frozen=True, array_like=True):
 class KVOpen(Message, frozen=True, tag=40):
     """P announces the KV of a prompt. P owns its blocks; D owns none yet. `sent_at` is P's clock, in seconds.
 
-    `memory` is P's offer to let D copy the blocks itself, which works on the same host only.
+    `memory` is P's offer to let D copy the blocks itself, which works on the same host only. `quantised` is its offer
+    to send frames of 8-bit numbers, in the format of `kernels.blocks`.
     """
 
     request_id: Name
@@ -282,6 +268,7 @@ class KVOpen(Message, frozen=True, tag=40):
     num_blocks: Annotated[int, Meta(ge=1, le=2**31)]
     sent_at: Seconds = 0.0
     memory: KVMemory | None = None
+    quantised: bool = False
 
 
 class KVBlocks(Message, frozen=True, tag=41):
@@ -330,8 +317,9 @@ class KVGrant(Message, frozen=True, tag=43):
     """D owns blocks for all that was announced and holds blocks before `first_block` already: ship from there on.
 
     `first_block` equal to the prompt's number of blocks means that nothing needs shipping. `shared`: D can read the
-    memory that P offered, so names of blocks do instead of frames. `token` is a secret of this grant: who repeats it in
-    `KVBlocks` and `KVDone`, over whatever connection, is the one that D granted.
+    memory that P offered, so names of blocks do instead of frames. `quantised`: D takes the frames of 8-bit numbers
+    that P offered; never both. `token` is a secret of this grant: who repeats it in `KVBlocks` and `KVDone`, over
+    whatever connection, is the one that D granted.
     """
 
     request_id: Name
@@ -339,6 +327,7 @@ class KVGrant(Message, frozen=True, tag=43):
     first_block: Count
     shared: bool = False
     token: Count = 0
+    quantised: bool = False
 
 
 class KVWait(Message, frozen=True, tag=44):

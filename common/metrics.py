@@ -128,18 +128,10 @@ class WorkerMetrics:
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed or received")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
         self.preemptions = counter("vllm:num_preemptions", "Sequences that lost their blocks and were recomputed")
-        self.finished = Counter(
-            "vllm:request_success",
-            "Requests finished on this worker, by reason",
-            [*self._labels, "finished_reason"],
-            registry=self.registry,
+        self._finished = self._labelled(
+            "vllm:request_success", "Requests finished on this worker, by reason", "finished_reason"
         )
-        self.failed = Counter(
-            "diptych_requests_failed",
-            "Requests this worker gave up, by phase",
-            [*self._labels, "phase"],
-            registry=self.registry,
-        )
+        self._failed = self._labelled("diptych_requests_failed", "Requests this worker gave up, by phase", "phase")
         self.steps = counter("diptych_engine_steps", "Computed engine steps")
         self.step_seconds = StepSeconds(
             histogram("diptych_engine_step_seconds", "Duration of an engine step", SHORT_SECONDS)
@@ -155,11 +147,8 @@ class WorkerMetrics:
         self.transfer_rate = histogram(
             "diptych_kv_transfer_bytes_per_second", "Bytes of a transfer over its busy time, by the receiver", RATES
         )
-        self.transfers = Counter(
-            "diptych_kv_transfers",
-            "Prompts whose KV was handed over, by transport: shm or tcp",
-            [*self._labels, "transport"],
-            registry=self.registry,
+        self._transfers = self._labelled(
+            "diptych_kv_transfers", "Prompts whose KV was handed over, by transport: shm or tcp", "transport"
         )
         self.handover_pause_seconds = histogram(
             "diptych_handover_pause_seconds",
@@ -179,16 +168,20 @@ class WorkerMetrics:
         info.labels(*self._labels.values(), str(block_size), str(num_blocks)).set(1)
 
     def count_finished(self, reason: str) -> None:
-        self.finished.labels(*self._labels.values(), reason).inc()
+        self._finished.labels(*self._labels.values(), reason).inc()
 
     def count_failed(self, phase: str) -> None:
-        self.failed.labels(*self._labels.values(), phase).inc()
+        self._failed.labels(*self._labels.values(), phase).inc()
 
     def count_transfer(self, *, shared: bool) -> None:
-        self.transfers.labels(*self._labels.values(), "shm" if shared else "tcp").inc()
+        self._transfers.labels(*self._labels.values(), "shm" if shared else "tcp").inc()
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
+
+    def _labelled(self, name: str, text: str, label: str) -> Counter:
+        """A counter with a label beside those that all have."""
+        return Counter(name, text, [*self._labels, label], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         return Histogram(name, text, list(self._labels), buckets=buckets, registry=self.registry).labels(

@@ -16,7 +16,8 @@ from diptych.common.messages import KVDone, KVTarget
 class TransferEnded:
     """What the sender tells the engine, once per transfer. `reason` is "" when the decode worker acknowledged.
 
-    `exposed_s` is the time from the end of prefill to the acknowledgement. Durations in seconds.
+    `exposed_s` is the time from the end of prefill to the acknowledgement. Durations in seconds. `num_bytes` travelled,
+    or were there to be copied.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class TransferEnded:
     transfer_s: float
     exposed_s: float
     shared: bool = False
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,8 @@ class TransferAdvanced:
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
     """`num_ready` of `blocks` are computed; `next_block` is the first not shipped (None until granted);
-    the receiver had those before `first_block`. `shared`: it copies the blocks itself, given their numbers. `token` is
-    the secret of its grant.
+    the receiver had those before `first_block`. `shared`: it copies the blocks itself, given their numbers.
+    `quantised`: it takes them as 8-bit numbers. `token` is the secret of its grant.
 
     A sequence that goes on growing announces `room` blocks, and `blocks` are those it has so far; they are all of them
     once `done` is set. `room` is 0 for a prompt, whose blocks are known from the start.
@@ -64,6 +66,8 @@ class OutgoingTransfer:
     done_at: float = 0.0
     done_sent: bool = False
     shared: bool = False
+    quantised: bool = False
+    num_bytes: int = 0
     stream: int = 0
     announced_at: float = 0.0
     revoked: bool = False
@@ -82,12 +86,12 @@ class OutgoingTransfer:
         """Blocks that the receiver is asked to have room for."""
         return self.room or len(self.blocks)
 
-    def grant(self, first_block: int, now: float, *, shared: bool = False) -> bool:
+    def grant(self, first_block: int, now: float, *, shared: bool = False, quantised: bool = False) -> bool:
         """The decode worker wants blocks from `first_block` on. False for a grant that makes no sense."""
         if self.next_block is not None or not 0 <= first_block <= self.num_announced:
             return False
         self.first_block = self.next_block = first_block
-        self.shared = shared
+        self.shared, self.quantised = shared, quantised
         self.granted_at = self.announced_at = now
         return True
 
@@ -119,6 +123,7 @@ class OutgoingTransfer:
             now - granted_at,
             now - self.done_at if self.done_at else 0.0,
             self.shared,
+            self.num_bytes,
         )
 
     @property

@@ -30,6 +30,7 @@ from diptych.common.engine import Engine, EngineStatus, RequestReceived, RouterL
 from diptych.common.errors import DiptychError, ModelError
 from diptych.common.file_limit import raise_file_limit
 from diptych.common.gatekeeper import Gatekeeper
+from diptych.common.listening import in_url
 from diptych.common.messages import (
     AnyMessage,
     DecodeRequest,
@@ -186,8 +187,10 @@ class WorkerProcess:
         engine.step_times = StepTimes(fixed_s=self.config.stall_timeout_s, floor_s=floor_s)
         self.metrics.describe_cache(self.config.block_size, loaded.kv.num_blocks)
         self.loaded = loaded
-        if self.config.core_share:
-            engine.share_cores(CoreShare(self.config.core_share, loaded.num_threads), loaded.set_num_threads)
+        if self.config.core_share and self.config.device == "cpu":
+            cores = CoreShare(self.config.core_share, loaded.num_threads)
+            loaded.share_cores(cores)
+            engine.share_cores(cores, loaded.set_num_threads)
         engine.start()
         self.engine = engine
         control.broadcast_hello()
@@ -318,7 +321,7 @@ class WorkerProcess:
         host = self.config.advertise_host
         if not address or not host:
             return address
-        return f"tcp://{host}:{address.rsplit(':', 1)[1]}"
+        return f"tcp://{in_url(host)}:{address.rsplit(':', 1)[1]}"
 
     def _write_address_file(self, address: str, http_port: int) -> None:
         if not self.config.address_file:
@@ -330,7 +333,7 @@ class WorkerProcess:
             "role": self.role,
             "address": address,
             "kv_address": self.kv_address,
-            "http": f"http://{host}:{http_port}",
+            "http": f"http://{in_url(host)}:{http_port}",
         }
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         temporary.write_text(json.dumps(body))

@@ -13,7 +13,8 @@ import logging
 from dataclasses import dataclass
 
 from diptych.common.kv_sender import KVSender
-from diptych.common.messages import HandOver, KVDone, pack_tokens
+from diptych.common.message_fields import pack_tokens
+from diptych.common.messages import HandOver, KVDone
 from diptych.common.outgoing_transfer import TransferAdvanced, TransferEnded
 from diptych.decode_worker.recorder import Recorder
 from diptych.decode_worker.reports import Reports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Sequence
 
@@ -22,20 +23,20 @@ from diptych.common.model.sampler import Sampler
 from diptych.common.outgoing_transfer import TransferAdvanced, TransferEnded
 from diptych.common.sampling_params import SampledToken
 from diptych.common.step_times import work_of
+from diptych.decode_worker.arrivals import Arrivals
 from diptych.decode_worker.departures import Departures
 from diptych.decode_worker.flight import Flight, Launcher, StepsInFlight, model_chunk
 from diptych.decode_worker.kv_receiver import TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.recorder import Recorder
 from diptych.decode_worker.reports import Reports
 from diptych.decode_worker.rules import DecodeRules, phase_of
-from diptych.decode_worker.scheduler import DecodeChunk, DecodeScheduler, SchedulerOutput
+from diptych.decode_worker.scheduler import DecodeChunk, DecodeScheduler
 from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
 from diptych.decode_worker.transfers import IncomingTransfers
 
 FEW_SEQUENCES = 4
 """Steps of fewer stream the weights through one core nearly as fast as through two (docs/performance.md)."""
 EXPIRE_INTERVAL_S = 0.05
-HAS_KV = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.LEAVING)
 
 
 class DecodeEngine(Engine):
@@ -67,10 +68,18 @@ class DecodeEngine(Engine):
         self._departures = Departures(sender, scheduler, self._reports, recorder, timeout_s=handover_timeout_s)
         longest = min(max_model_len, scheduler.pool.num_blocks * scheduler.block_size)
         self._rules = DecodeRules(eos_token_ids, vocab_size=sampler.vocab_size, max_model_len=longest)
+        self._arrivals = Arrivals(
+            transfers,
+            scheduler,
+            self._rules,
+            recorder,
+            functools.partial(self._fail, retryable=True),
+            grant_timeout_s=grant_timeout_s,
+            transfer_timeout_s=transfer_timeout_s,
+        )
         self._ahead = StepsInFlight(scheduler, launcher)
         self._landed_at = 0.0
         self._max_waiting = max_waiting
-        self._grant_timeout_s, self._transfer_timeout_s = grant_timeout_s, transfer_timeout_s
         self._in_step: Sequence[DecodeChunk] = ()
         self._expire_at = 0.0
 
@@ -106,13 +115,14 @@ class DecodeEngine(Engine):
                     if sequence.router == router:
                         self._drop(sequence, "router lost")
             case TransferOpened():
-                self._on_opened(command)
+                self._arrivals.on_opened(command)
             case TransferLanded():
-                self._on_landed(command)
+                if (sequence := self._arrivals.on_landed(command)) is not None:
+                    self._on_joined(sequence)
             case TransferAdvanced() | TransferEnded():
                 self._departures.on_event(command, time.monotonic())
             case TransferFailed():
-                self._on_transfer_failed(command)
+                self._arrivals.on_failed(command)
             case _:
                 raise TypeError(f"unknown command {command!r}")
 
@@ -121,7 +131,8 @@ class DecodeEngine(Engine):
             self._land(self._ahead.flight)  # whoever loses its blocks must not be in flight
         self._let_go(now)
         output = self.scheduler.schedule(now)
-        self._on_scheduled(output, now)
+        self._arrivals.grant(output.granted, now)
+        self._recorder.scheduled(output, now)
         chunks = [chunk for chunk in output.chunks if not self._rules.ends_in_flight(chunk.sequence)]
         self._in_step = chunks
         if chunks:
@@ -184,23 +195,12 @@ class DecodeEngine(Engine):
         if now < self._expire_at:
             return
         self._expire_at = now + EXPIRE_INTERVAL_S
-        self._transfers.expire_early(now)
-        self._departures.expire(now)
-        for landing in self._transfers.stalled(now - self._transfer_timeout_s):
-            sequence = self.scheduler.find(landing.request_id)
-            if sequence is not None and sequence.attempt == landing.attempt:
-                missing = f"{landing.num_missing} of {len(landing.blocks)} blocks missing"
-                self._fail(sequence, "transfer", f"no KV for {self._transfer_timeout_s:g} s, {missing}", retryable=True)
         for sequence in self.scheduler:
             if sequence.deadline < now:
                 phase = phase_of(sequence)
                 self._fail(sequence, phase, f"the request's time was over in {phase}", retryable=False)
-            elif sequence.status is RequestStatus.OPENED:
-                if sequence.opened_at < now - self._grant_timeout_s:
-                    why = f"no room for {sequence.num_tokens} tokens within {self._grant_timeout_s:g} s"
-                    self._fail(sequence, "grant", why, retryable=True)
-                else:
-                    self._transfers.renew(sequence, now)
+        self._arrivals.expire(now)
+        self._departures.expire(now)
 
     def fail_step(self, error: Exception) -> None:
         for chunk in self._in_step:
@@ -226,6 +226,7 @@ class DecodeEngine(Engine):
         return self.scheduler.check_integrity()
 
     def close(self) -> None:
+        self._ahead.close()
         self._transfers.stop()
         self._departures.stop()
 
@@ -255,108 +256,30 @@ class DecodeEngine(Engine):
         hasher = BlockHasher(self.scheduler.block_size, request.cache_salt)
         sequence = DecodeSequence(router, request, token_ids, hasher, now, now + request.deadline_s, status)
         self.scheduler.add(sequence)
-        self._open_if_announced(sequence)
+        self._arrivals.expect(sequence)
 
     def _accept_attempt(self, sequence: DecodeSequence, request: DecodeRequest) -> None:
         """The router found another prefill worker, or none: keep what has landed, expect the rest from there."""
         self._departures.cancel(sequence, "superseded by a new attempt")
-        if sequence.status not in HAS_KV:
-            landing = self._transfers.release(sequence, "superseded by a new attempt")
-            if landing is not None:
-                sequence.num_landed_blocks = landing.num_prefix_landed
+        if sequence.is_incoming:
+            self._arrivals.release(sequence, "superseded by a new attempt")
         sequence.restart_reporting(request)
-        if sequence.status in HAS_KV:
+        if not sequence.is_incoming:
             if sequence.has_first_token:
                 self._reports.add(sequence)
                 self._reports.flush()
         elif not request.prefill_worker:
             self.scheduler.prefill_locally(sequence, sequence.num_landed_blocks)
-        self._open_if_announced(sequence)
+        self._arrivals.expect(sequence)
 
-    def _open_if_announced(self, sequence: DecodeSequence) -> None:
-        early = self._transfers.take_early(sequence.request_id, sequence.attempt)
-        if early is not None:
-            self._on_opened(early)
-
-    def _on_opened(self, event: TransferOpened) -> None:
-        message, now = event.message, time.monotonic()
-        sequence = self.scheduler.find(message.request_id)
-        problem = self._transfers.mismatch(event)
-        if problem:
-            self._transfers.refuse(event.peer, message, problem)
-        elif sequence is None or sequence.attempt < message.attempt:
-            self._transfers.keep_early(event, now)
-        elif sequence.attempt > message.attempt:
-            self._transfers.refuse(event.peer, message, "superseded by a new attempt")
-        elif sequence.status in HAS_KV:
-            self._transfers.not_needed(event.peer, message)
-        elif problem := sequence.mismatch(message, self.scheduler.block_size):
-            self._transfers.refuse(event.peer, message, problem)
-        elif sequence.peer == event.peer:
-            self._transfers.touch(sequence, now)
-        elif sequence.peer and sequence.status is RequestStatus.TRANSFERRING:
-            sequence.peer = event.peer
-            why = "the prefill worker's connection broke: frames may be lost"
-            self._fail(sequence, "transfer", why, retryable=True)
-        else:
-            sequence.peer, sequence.opened_at, sequence.renewed_at = event.peer, now, now
-            sequence.memory = event.memory
-            sequence.clock_offset_s = event.received_at - message.sent_at
-            if sequence.status is RequestStatus.EXPECTING:
-                self.scheduler.open(sequence)
-            elif sequence.status is RequestStatus.TRANSFERRING:
-                self._transfers.grant(sequence, sequence.num_landed_blocks, now)
-
-    def _on_transfer_failed(self, event: TransferFailed) -> None:
-        self._transfers.forget_early(event.request_id, event.attempt, event.peer)
-        sequence = self.scheduler.find(event.request_id)
-        if sequence is None or sequence.attempt != event.attempt or sequence.status in HAS_KV:
-            return
-        if not event.by_peer or event.peer == sequence.peer:  # else it is not the sender's to give up
-            sequence.peer = b""
-            self._fail(sequence, "transfer", f"transfer failed: {event.reason}", retryable=True)
-
-    def _on_landed(self, event: TransferLanded) -> None:
-        landing = event.landing
-        sequence = self.scheduler.find(landing.request_id)
-        if (
-            sequence is None
-            or sequence.attempt != landing.attempt
-            or sequence.status is not RequestStatus.TRANSFERRING
-            or landing.done is None
-        ):
-            return  # aborted or superseded while the event was on its way
-        done, now = landing.done, time.monotonic()
-        sequence.peer = b""
-        try:
-            size = self.scheduler.block_size
-            *tokens, last = self._rules.landed(sequence, done, num_blocks=landing.num_blocks, block_size=size)
-        except WireError as error:
-            self._fail(sequence, "transfer", str(error), retryable=True)
-            return
-        sequence.transfer_s = max(landing.landed_at, landing.done_at) - landing.granted_at
-        # By this worker's clock, but for the latency of an idle wire.
-        computed_at = done.computed_at + sequence.clock_offset_s
-        sequence.exposed_transfer_s = max(0.0, max(landing.landed_at, landing.done_at) - computed_at)
-        sequence.prefill_s, sequence.num_cached = done.prefill_s, done.num_cached_tokens
-        sequence.joined_at = sequence.first_token_at = now
-        for token in tokens:
-            sequence.append(token)
-        self.scheduler.land(sequence)
-        self._recorder.landed(sequence, landing)
-        sequence.append(last)
-        reason = self._rules.finish_reason(sequence, last.token_id)
+    def _on_joined(self, sequence: DecodeSequence) -> None:
+        """Its KV has landed, and with it one token at least."""
+        reason = self._rules.finish_reason(sequence, sequence.token_ids[-1])
         if reason:
-            self._finish(sequence, reason, now)
+            self._finish(sequence, reason, sequence.joined_at)
         elif sequence.request.num_reserved_tokens:
             self._reports.add(sequence)  # its router listens to the worker before until it hears from this one
         self._reports.flush()
-
-    def _on_scheduled(self, output: SchedulerOutput, now: float) -> None:
-        for sequence in output.granted:
-            sequence.num_landed_blocks = sequence.num_computed // self.scheduler.block_size
-            self._transfers.grant(sequence, sequence.num_landed_blocks, now)
-        self._recorder.scheduled(output, now)
 
     def _on_token(self, sequence: DecodeSequence, sampled: SampledToken, now: float) -> None:
         if sampled.token_id >= self._rules.vocab_size:  # its next step would fail the whole batch
@@ -382,8 +305,8 @@ class DecodeEngine(Engine):
     def _drop(self, sequence: DecodeSequence, reason: str) -> None:
         """Forget a request without a word to its router."""
         self._departures.cancel(sequence, reason)
-        self._transfers.release(sequence, reason)
-        self.scheduler.remove(sequence)
+        self._arrivals.release(sequence, reason)
+        self.scheduler.remove(sequence, sequence.num_landed_blocks)
 
     def _fail(self, sequence: DecodeSequence, phase: str, message: str, *, retryable: bool) -> None:
         self._drop(sequence, message)
@@ -392,9 +315,7 @@ class DecodeEngine(Engine):
     def _refuse(self, router: bytes, message: Message, why: str, *, retryable: bool = False) -> None:
         request_id, attempt = getattr(message, "request_id", ""), getattr(message, "attempt", 0)
         if request_id:
-            early = self._transfers.take_early(request_id, attempt)
-            if early is not None:
-                self._transfers.refuse(early.peer, early.message, why)
+            self._arrivals.refuse(request_id, attempt, why)
             self._tell_failed(router, request_id, attempt, "queue", why, retryable=retryable)
 
     def _tell_failed(

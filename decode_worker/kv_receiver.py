@@ -3,7 +3,7 @@
 The engine owns the blocks and lends them with `expect`; after `release` returned, this thread writes to none of them.
 Whatever it cannot match to a landing (unknown request, old attempt, the token of another grant, a block landed before)
 is read off the socket and dropped, so a late or forged frame can do no harm. Blocks of a prefill worker whose memory
-can be read are copied from there.
+can be read are copied from there. Frames of 8-bit numbers land in buffers, from which they are dequantised.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -21,7 +21,8 @@ from diptych.common.control import bind
 from diptych.common.curve import Curve
 from diptych.common.drop_log import DropLog
 from diptych.common.errors import WireError
-from diptych.common.kv_wire import MAX_FRAME_BYTES, copy_blocks, discard_rest, events, receive_blocks
+from diptych.common.kv_wire import MAX_FRAME_BYTES, copy_blocks, discard_rest, receive_blocks
+from diptych.common.mailbox import Mailbox
 from diptych.common.messages import (
     KVAck,
     KVBlocks,
@@ -35,6 +36,9 @@ from diptych.common.messages import (
 from diptych.common.shared_memory import PeerMemory
 from diptych.decode_worker.landing import Landing
 from diptych.decode_worker.peer_memories import PeerMemories
+
+if TYPE_CHECKING:
+    from diptych.common.model.staging import IncomingBlocks
 
 log = logging.getLogger(__name__)
 MAX_PEERS_HWM = 64
@@ -98,16 +102,11 @@ class KVReceiver:
         self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self.address = bind(self._socket, host, port, curve)
         self._block_view, self._on_event, self._commit = block_view, on_event, commit
+        self._quantised: IncomingBlocks | None = None
         self._landings: dict[tuple[str, int], Landing] = {}
         self._lock = threading.Lock()
         self._memories = PeerMemories(share)
-        self._outbox: SimpleQueue[tuple[bytes, Message] | None] = SimpleQueue()
-        wake = f"inproc://kv-receiver-{id(self)}"
-        self._wake_in = context.socket(zmq.PULL)
-        self._wake_in.bind(wake)
-        self._wake_out = context.socket(zmq.PUSH)
-        self._wake_out.set(zmq.LINGER, 0)
-        self._wake_out.connect(wake)
+        self._outbox: Mailbox[tuple[bytes, Message] | None] = Mailbox(context)
         self.num_bytes = 0
         self._drops = DropLog(log, "a KV frame")
         self._num_late = 0
@@ -118,25 +117,32 @@ class KVReceiver:
     def num_dropped_frames(self) -> int:
         return self._drops.num_dropped + self._num_late
 
+    @property
+    def takes_quantised(self) -> bool:
+        return self._quantised is not None
+
+    def take_quantised(self, blocks: IncomingBlocks) -> None:
+        """Before `start`: where the frames of landings that are `quantised` land, and from where they are committed."""
+        self._quantised = blocks
+
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
         """End the thread and close its sockets. Call once, from the engine's thread or after it ended."""
         self._outbox.put(None)
-        self._wake()
         self._thread.join(timeout_s)
-        self._wake_out.close()
+        self._outbox.close_sending()
 
     def close(self) -> None:
         """Close the sockets of a receiver whose thread was never started."""
-        for socket in (self._socket, self._wake_in, self._wake_out):
-            socket.close()
+        self._outbox.close_sending()
+        self._outbox.close()
+        self._socket.close()
 
     def send(self, peer: bytes, message: Message) -> None:
         """Answer a prefill worker."""
         self._outbox.put((peer, message))
-        self._wake()
 
     def expect(self, landing: Landing) -> None:
         """Lend the landing's blocks. Call before the grant is sent."""
@@ -159,24 +165,15 @@ class KVReceiver:
         with self._lock:
             return [landing for landing in self._landings.values() if landing.last_progress < before]
 
-    def _wake(self) -> None:
-        try:
-            self._wake_out.send(b"", zmq.NOBLOCK)
-        except zmq.Again:
-            log.debug("receiver wake-up coalesced")
-
     def _main(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_in, zmq.POLLIN)
+        poller.register(self._outbox.socket, zmq.POLLIN)
         self._memories.watch(poller)
         try:
             while True:
                 ready = dict(poller.poll(1000))
                 self._memories.drop_dead(ready)
-                if self._wake_in in ready:
-                    while events(self._wake_in) & zmq.POLLIN:
-                        self._wake_in.recv()
                 if not self._flush():
                     break
                 if self._socket in ready:
@@ -188,17 +185,14 @@ class KVReceiver:
         finally:
             self._memories.close()
             self._socket.close()
-            self._wake_in.close()
+            self._outbox.close()
 
     def _flush(self) -> bool:
-        while True:
-            try:
-                item = self._outbox.get_nowait()
-            except Empty:
-                return True
+        for item in self._outbox.take():
             if item is None:
                 return False
             self._answer(*item)
+        return True
 
     def _answer(self, peer: bytes, message: Message) -> None:
         # ROUTER drops what is for a peer that is gone: its lease ends by itself.
@@ -237,32 +231,44 @@ class KVReceiver:
         began = time.monotonic()
         with self._lock:
             landing = self._landing_of(header)
+            view, commit = self._places_of(landing)
 
             def destination(index: int) -> memoryview | None:
                 wanted = landing is not None and landing.wants(index)
-                return self._block_view(landing.blocks[index]) if wanted and landing is not None else None
+                return view(landing.blocks[index]) if wanted and landing is not None else None
 
             if header.sources:
                 landed, problem = self._copy(header, landing, destination)
             else:
                 landed, problem = receive_blocks(self._socket, header, destination)
             if landing is not None:
-                self._commit([landing.blocks[index] for index in landed])
+                blocks = [landing.blocks[index] for index in landed]
+                num_bytes = sum(len(view(block)) for block in blocks)
+                commit(blocks)
             now = time.monotonic()
             if landing is not None:
                 landing.landed.update(landed)
+                landing.num_bytes += num_bytes
                 landing.last_progress = now
                 landing.busy_s += now - began
         if landing is None:
             self._drop_late(f"{len(header.checksums)} blocks", header)
             return
         if landed:
-            self.num_bytes += len(landed) * len(self._block_view(landing.blocks[landed[0]]))
+            self.num_bytes += num_bytes
             landing.landed_at = now
         if problem:
             self._fail(landing, problem)
         elif landing.complete:
             self._complete(landing)
+
+    def _places_of(
+        self, landing: Landing | None
+    ) -> tuple[Callable[[int], memoryview], Callable[[Sequence[int]], None]]:
+        """Where the blocks of a landing come in, and what brings them into the cache from there."""
+        if landing is not None and landing.quantised and self._quantised is not None:
+            return self._quantised.view, self._quantised.commit
+        return self._block_view, self._commit
 
     def _landing_of(self, message: KVBlocks | KVDone) -> Landing | None:
         """What a message belongs to, if it comes from whom that was granted to."""

@@ -15,7 +15,8 @@ class Landing:
 
     A block is landed once its frame arrived whole, or it was copied from `memory`, and its checksum matched. A second
     frame for it is ignored. `memory` is the prefill worker's, if this worker can read it. In a hand-over `blocks` has
-    room for more than will come: `done` says how many there are in the end. Only who knows `token` may ship.
+    room for more than will come: `done` says how many there are in the end. Only who knows `token` may ship. The frames
+    are of 8-bit numbers if it is `quantised`; `num_bytes` of them have landed, or were copied.
     """
 
     request_id: str
@@ -32,6 +33,8 @@ class Landing:
     busy_s: float = 0.0
     memory: PeerMemory | None = None
     token: int = 0
+    quantised: bool = False
+    num_bytes: int = 0
 
     @property
     def key(self) -> tuple[str, int]:

@@ -8,9 +8,11 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_sender import KVSender
 from diptych.common.model.files import ModelFiles
 from diptych.common.model.loaded import LoadedModel
+from diptych.common.model.quantised_staging import quantised_incoming
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
 from diptych.common.model.staging import IncomingBlocks, incoming_blocks, outgoing_blocks
+from diptych.common.model.step_thread import StepThread
 from diptych.common.outgoing_transfer import TransferAdvanced, TransferEnded
 from diptych.common.settings import DecodeWorkerConfig
 from diptych.common.worker_process import Send, WorkerProcess
@@ -56,6 +58,7 @@ class DecodeWorker(WorkerProcess):
         if settings.kv_transport == "shm" and loaded.kv.shared is None:
             raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
         self.loaded, self._blocks = loaded, incoming_blocks(loaded.kv)
+        receiver.take_quantised(quantised_incoming(loaded.kv))
         sender = self._sender(loaded)
         sampler = Sampler(loaded.vocab_size)
         pool = BlockPool(loaded.kv.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
@@ -77,7 +80,7 @@ class DecodeWorker(WorkerProcess):
                 fingerprint=loaded.fingerprint,
                 require_shared=settings.kv_transport == "shm",
             ),
-            Recorder(self.metrics, block_size=settings.block_size, block_bytes=loaded.kv.block_bytes),
+            Recorder(self.metrics, block_size=settings.block_size),
             sender,
             eos_token_ids=files.eos_token_ids,
             max_model_len=loaded.max_model_len,
@@ -119,7 +122,9 @@ class DecodeWorker(WorkerProcess):
 
 
 def step_launcher(runner: ModelRunner, sampler: Sampler) -> Launcher | None:
-    """What launches steps ahead, for a runner of recorded steps."""
+    """What launches steps ahead: on a CPU a thread, on a GPU the device itself, where steps are recorded."""
+    if runner.kv.device.type == "cpu":
+        return StepThread(runner, sampler)
     if type(runner) is ModelRunner:
         return None
     # Imported here: they need Triton, which a machine without a GPU may lack.

@@ -15,8 +15,8 @@ RATE_SMOOTHING = 0.2
 class Recorder:
     """Called by the engine's thread at each event of a request's life. Times are engine clock, in seconds."""
 
-    def __init__(self, metrics: WorkerMetrics, *, block_size: int, block_bytes: int) -> None:
-        self._metrics, self._block_size, self._block_bytes = metrics, block_size, block_bytes
+    def __init__(self, metrics: WorkerMetrics, *, block_size: int) -> None:
+        self._metrics, self._block_size = metrics, block_size
         self.tokens_per_s = self.step_time_s = 0.0
 
     def scheduled(self, output: SchedulerOutput, now: float) -> None:
@@ -34,15 +34,14 @@ class Recorder:
         self._metrics.generation_tokens.inc(num_sampled)
 
     def landed(self, sequence: DecodeSequence, landing: Landing) -> None:
-        num_bytes = len(landing.landed) * self._block_bytes
         self._metrics.transfer_seconds.observe(sequence.transfer_s)
         self._metrics.exposed_seconds.observe(sequence.exposed_transfer_s)
-        self._metrics.transfer_bytes.inc(num_bytes)
+        self._metrics.transfer_bytes.inc(landing.num_bytes)
         self._metrics.skipped_blocks.inc(landing.first_block)
         self._metrics.count_transfer(shared=landing.memory is not None)
         self._count_prompt(sequence, landing.first_block * self._block_size)
-        if num_bytes:
-            self._metrics.transfer_rate.observe(num_bytes / max(landing.busy_s, 1e-6))
+        if landing.num_bytes:
+            self._metrics.transfer_rate.observe(landing.num_bytes / max(landing.busy_s, 1e-6))
 
     def prefilled(self, sequence: DecodeSequence) -> None:
         self._metrics.queue_seconds.observe(sequence.admitted_at - sequence.accepted_at)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from diptych.common.errors import WireError
-from diptych.common.messages import DecodeRequest, KVDone, unpack_tokens
+from diptych.common.message_fields import unpack_tokens
+from diptych.common.messages import DecodeRequest, KVDone
 from diptych.common.model.sampler import SamplingRow
 from diptych.common.sampling_params import SampledToken
 from diptych.common.stop import banned_tokens, finish_reason

@@ -127,10 +127,7 @@ class DecodeScheduler:
         """Stop expecting KV for `sequence` and compute it here, keeping its first `num_landed` landed blocks."""
         if sequence.status is RequestStatus.TRANSFERRING:
             self.num_transferring -= 1
-            # At least the last token is computed here: its logits give the first output token.
-            num_landed = min(num_landed, (sequence.num_tokens - 1) // self.block_size)
-            sequence.num_computed = num_landed * self.block_size
-            self._publish(sequence)
+            self._publish_landed(sequence, num_landed)
             self.pool.release(sequence.blocks)
             sequence.blocks, sequence.num_computed, sequence.num_published = [], 0, 0
         elif sequence.status is RequestStatus.OPENED:
@@ -172,8 +169,11 @@ class DecodeScheduler:
             self._release(sequence)
         return False
 
-    def remove(self, sequence: DecodeSequence) -> None:
-        """Forget a request in whatever state and release its blocks, once no step in flight writes to them."""
+    def remove(self, sequence: DecodeSequence, num_landed: int = 0) -> None:
+        """Forget a request in whatever state and release its blocks, once no step in flight writes to them.
+
+        Of one whose KV was still coming, the first `num_landed` blocks are here: those of known tokens stay cached.
+        """
         if self._by_id.get(sequence.request_id) is not sequence:
             return
         del self._by_id[sequence.request_id]
@@ -182,6 +182,7 @@ class DecodeScheduler:
                 self.running.remove(sequence)
             case RequestStatus.TRANSFERRING:
                 self.num_transferring -= 1
+                self._publish_landed(sequence, num_landed)
             case RequestStatus.LEAVING:
                 self.num_leaving -= 1
             case RequestStatus.OPENED | RequestStatus.WAITING | RequestStatus.PREEMPTED:
@@ -277,6 +278,11 @@ class DecodeScheduler:
                 sequence.status = RequestStatus.RUNNING
                 self.running.append(sequence)
         return granted
+
+    def _publish_landed(self, sequence: DecodeSequence, num_landed: int) -> None:
+        """Blocks that came are as good as computed ones, where the tokens are known that they hold."""
+        sequence.num_computed = min(num_landed, sequence.num_tokens // self.block_size) * self.block_size
+        self._publish(sequence)
 
     def _publish(self, sequence: DecodeSequence) -> None:
         num_full = (sequence.num_computed - sequence.num_pending) // self.block_size

@@ -61,6 +61,7 @@ class DecodeSequence:
     first_token_at: float = 0.0
     peer: bytes = b""
     memory: PeerMemory | None = None
+    quantised: bool = False
     opened_at: float = 0.0
     renewed_at: float = 0.0
     granted_at: float = 0.0
@@ -114,6 +115,11 @@ class DecodeSequence:
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
         return self.num_planned - self.num_computed
+
+    @property
+    def is_incoming(self) -> bool:
+        """Whether its KV is to come from another worker, and is not all here."""
+        return self.status in (RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING)
 
     @property
     def has_first_token(self) -> bool:

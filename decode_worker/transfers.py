@@ -75,11 +75,19 @@ class IncomingTransfers:
         request_id, attempt, memory = sequence.request_id, sequence.attempt, sequence.memory
         blocks = tuple(sequence.blocks)
         token = secrets.randbits(TOKEN_BITS)
-        self._receiver.expect(
-            Landing(request_id, attempt, sequence.peer, blocks, first_block, now, now, memory=memory, token=token)
-        )
         shared = memory is not None
-        grant = KVGrant(request_id=request_id, attempt=attempt, first_block=first_block, shared=shared, token=token)
+        quantised = sequence.quantised and not shared and self._receiver.takes_quantised
+        landing = Landing(request_id, attempt, sequence.peer, blocks, first_block, now, now)
+        landing.memory, landing.token, landing.quantised = memory, token, quantised
+        self._receiver.expect(landing)
+        grant = KVGrant(
+            request_id=request_id,
+            attempt=attempt,
+            first_block=first_block,
+            shared=shared,
+            token=token,
+            quantised=quantised,
+        )
         self._tell(sequence.peer, grant)
 
     def renew(self, sequence: DecodeSequence, now: float) -> None:

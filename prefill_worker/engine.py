@@ -10,6 +10,7 @@ from diptych.common.block_pool import BlockCounts
 from diptych.common.engine import Engine, EngineStatus, RequestReceived, RouterLost
 from diptych.common.errors import WireError
 from diptych.common.kv_sender import KVSender
+from diptych.common.message_fields import unpack_tokens
 from diptych.common.messages import (
     AbortRequest,
     KVDone,
@@ -20,7 +21,6 @@ from diptych.common.messages import (
     Timeline,
     TokenDelta,
     TokenOutput,
-    unpack_tokens,
 )
 from diptych.common.metrics import WorkerMetrics
 from diptych.common.model.batch import SequenceChunk
@@ -186,7 +186,11 @@ class PrefillEngine(Engine):
     def _on_admitted(self, sequence: PrefillSequence, now: float) -> None:
         request = sequence.request
         if request.decode is not None:
-            num_ready = sequence.num_computed // self.scheduler.block_size
+            size = self.scheduler.block_size
+            num_ready, num_used = sequence.num_computed // size, sequence.num_tokens % size
+            if self._sender.quantises and num_used:
+                # What an earlier prompt left there would count for the scale of this one's numbers.
+                self._runner.kv.clear_slots(sequence.blocks[-1], num_used)
             self._sender.open(request.request_id, request.attempt, request.decode, sequence.blocks, num_ready)
         if self.metrics is not None:
             self.metrics.queue_seconds.observe(now - sequence.accepted_at)
@@ -240,7 +244,7 @@ class PrefillEngine(Engine):
             self.metrics.grant_wait_seconds.observe(event.grant_wait_s)
             self.metrics.transfer_seconds.observe(event.transfer_s)
             self.metrics.exposed_seconds.observe(event.exposed_s)
-            self.metrics.transfer_bytes.inc(event.num_shipped * self._runner.kv.block_bytes)
+            self.metrics.transfer_bytes.inc(event.num_bytes)
             self.metrics.skipped_blocks.inc(event.num_skipped)
             self.metrics.count_transfer(shared=event.shared)
             self.metrics.count_finished("transferred")

@@ -8,6 +8,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_sender import KVSender
 from diptych.common.model.files import ModelFiles
 from diptych.common.model.loaded import LoadedModel
+from diptych.common.model.quantised_staging import quantised_outgoing
 from diptych.common.model.sampler import Sampler
 from diptych.common.model.staging import outgoing_blocks
 from diptych.common.outgoing_transfer import TransferEnded
@@ -52,6 +53,7 @@ class PrefillWorker(WorkerProcess):
             memory=loaded.kv.shared.offer if loaded.kv.shared else None,
             require_shared=settings.kv_transport == "shm",
             curve=self.curve,
+            quantise=quantised_outgoing(loaded.kv).view if settings.kv_wire_dtype == "fp8" else None,
         )
         engine = PrefillEngine(
             send,

@@ -51,7 +51,7 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
     from diptych.router.text.pipeline import TextPipeline
 
     stop = stop_on_signals()
-    files = resolve_model(config.model, progress=False)
+    files = resolve_model(config.model, progress=False, weights=False)
     text = TextPipeline.from_files(files, threads=config.tokenizer_threads)
     dispatcher = Dispatcher(config)
     name = config.served_model_name or files.model_id

@@ -46,6 +46,14 @@ class MeasuredClient:
                 self._window.finished((last - first) / (num_tokens - 1), now)
             await stream.aclose()
 
+    def check_room(self, is_longer: Callable[[int], bool]) -> None:
+        """See `GenerationClient.check_room`. Whoever is refused for load had no first token in time."""
+        try:
+            self._client.check_room(is_longer)
+        except RequestError:
+            self._window.failed(False, self._clock())
+            raise
+
     @property
     def ready(self) -> tuple[bool, str]:
         return self._client.ready

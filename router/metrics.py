@@ -120,6 +120,10 @@ class RouterMetrics:
         self.connections = Gauge(
             "diptych_http_connections", "Open HTTP connections", list(self._labels), registry=self.registry
         ).labels(*self._labels.values())
+        self._add_access()
+
+    def _add_access(self) -> None:
+        """What `router.access` counts: keys and their limits, its log, files that are read anew."""
         self._key_requests = self._labelled(
             "diptych_key_requests",
             "Requests that want a key, by its name and status; the name is empty for a wrong key",
@@ -135,7 +139,7 @@ class RouterMetrics:
             "key",
             "limit",
         )
-        self._audit_dropped = counter("diptych_audit_dropped", "Lines that the audit log lost")
+        self._audit_dropped = self._counter("diptych_audit_dropped", "Lines that the audit log lost")
         self._reloads = self._labelled(
             "diptych_reloads",
             "Times that a file was read anew, by setting and whether it was taken",

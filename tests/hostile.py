@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from diptych.common.message_fields import MAX_MESSAGE_BYTES, pack_tokens
 from diptych.common.messages import (
-    MAX_MESSAGE_BYTES,
     AbortRequest,
     DecodeRequest,
     HandOver,
@@ -31,7 +31,6 @@ from diptych.common.messages import (
     WorkerHeartbeat,
     WorkerHello,
     encode,
-    pack_tokens,
     seal,
 )
 from diptych.common.sampling_params import SamplingParams

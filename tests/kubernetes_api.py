@@ -134,7 +134,9 @@ class KubernetesAPI:
     def put_worker(self, service: str, address: str, **conditions: bool) -> None:
         """A slice of its own for a worker at tcp://host:port."""
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        self.put(f"{service}-{port}", service, [endpoint(host, **conditions)], int(port))
+        family = "IPv6" if host.startswith("[") else "IPv4"
+        found = endpoint(host.strip("[]"), **conditions)
+        self.put(f"{service}-{port}", service, [found], int(port), addressType=family)
 
     def delete_worker(self, service: str, address: str) -> None:
         self.delete(f"{service}-{address.rpartition(':')[2]}")

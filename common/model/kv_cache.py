@@ -103,6 +103,10 @@ class KVCache:
         self._check(target)
         self.tensor[target].copy_(self.tensor[source])
 
+    def clear_slots(self, index: int, first: int) -> None:
+        """Zero the slots of a block from `first` on, in every layer. BlockError when it is out of range."""
+        self.block_tensor(index)[:, :, first:] = 0
+
     def _check(self, index: int) -> None:
         if not 0 <= index < self.num_blocks:
             raise BlockError(f"block {index} is not one of {self.num_blocks} blocks")

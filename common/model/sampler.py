@@ -9,7 +9,7 @@ order at one uniform number, which is a counter-based function of (seed, positio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class Sampler:
             logits = logits.float()
             if all(row.params.greedy for row in rows):
                 return torch.argmax(logits, dim=-1)
-            return sample(logits, _to_device([_draw_of(row) for row in rows], logits.device))
+            return sample(logits, SamplingTensors.pack([_draw_of(row) for row in rows], logits.device))
 
     def _sample_on_device(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """All rows that need nothing but a draw in one launch, the others one by one."""
@@ -100,16 +100,6 @@ def _draw_of(row: SamplingRow) -> Draw:
     params = row.params
     temperature = 0.0 if params.greedy else params.temperature
     return Draw(temperature, params.top_k, params.top_p, params.min_p, params.seed, row.position)
-
-
-def _to_device(draws: Sequence[Draw], device: torch.device) -> SamplingTensors:
-    """On a GPU through pinned memory, which nothing waits for: the step that is sampled may still be running."""
-    packed = SamplingTensors.pack(draws, torch.device("cpu"))
-    if device.type != "cuda":
-        return packed
-    names = [field.name for field in fields(packed) if field.name != "searches"]
-    moved = {name: getattr(packed, name).pin_memory().to(device, non_blocking=True) for name in names}
-    return replace(packed, **moved)
 
 
 def uniform(seed: int, position: int) -> float:

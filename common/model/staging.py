@@ -8,7 +8,7 @@ copies wait for nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -63,13 +63,20 @@ class CopyStream:
 
     def run(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy (target, source) pairs and wait for them, leaving the interpreter to others meanwhile."""
-        if self._stream is None:
-            for target, source in copies:
-                target.copy_(source)
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+
+        def copy() -> None:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
+
+        self.wait_for(copy)
+
+    def wait_for(self, work: Callable[[], None]) -> None:
+        """Let `work` launch what it will on this stream, and wait for that."""
+        if self._stream is None:
+            work()
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            work()
         self._stream.synchronize()
 
 
@@ -83,20 +90,24 @@ class StagedOutgoing:
         self._kv, self._stream = kv, stream
         self._free: SimpleQueue[Tensor] = SimpleQueue()  # given back by whichever thread drops a view last
         self.num_buffers = 0
+        self.block_bytes = kv.block_bytes
 
     def view(self, index: int) -> memoryview:
         buffer = self._take()
-        self._stream.run([(buffer, block_bytes_of(self._kv, index))])
+        self._fill(buffer, index)
         exporter = buffer.numpy()
         weakref.finalize(exporter, self._free.put, buffer).atexit = False
         return exporter.data
+
+    def _fill(self, buffer: Tensor, index: int) -> None:
+        self._stream.run([(buffer, block_bytes_of(self._kv, index))])
 
     def _take(self) -> Tensor:
         try:
             return self._free.get_nowait()
         except Empty:
             self.num_buffers += 1
-            return self._stream.buffer(self._kv.block_bytes)
+            return self._stream.buffer(self.block_bytes)
 
 
 class StagedIncoming:
@@ -109,16 +120,20 @@ class StagedIncoming:
         self._kv, self._stream = kv, stream
         self._free: list[Tensor] = []
         self._landing: dict[int, Tensor] = {}
+        self.block_bytes = kv.block_bytes
 
     def view(self, index: int) -> memoryview:
         if index not in self._landing:
-            self._landing[index] = self._free.pop() if self._free else self._stream.buffer(self._kv.block_bytes)
+            self._landing[index] = self._free.pop() if self._free else self._stream.buffer(self.block_bytes)
         return self._landing[index].numpy().data
 
     def commit(self, indices: Sequence[int]) -> None:
-        self._stream.run([(block_bytes_of(self._kv, index), self._landing[index]) for index in indices])
+        self._store([(index, self._landing[index]) for index in indices])
         self._free.extend(self._landing.values())
         self._landing.clear()
+
+    def _store(self, landed: Sequence[tuple[int, Tensor]]) -> None:
+        self._stream.run([(block_bytes_of(self._kv, index), buffer) for index, buffer in landed])
 
 
 def outgoing_blocks(kv: KVCache) -> OutgoingBlocks:

@@ -51,3 +51,7 @@ class StepLauncher:
             ids = self._runner.sampled[: len(chunks)]
             ids.copy_(self._sampler.launch(logits, rows))
             return SampledIds(ids)
+
+    def close(self) -> None:
+        """Wait for the steps that were launched."""
+        self._runner.wait()

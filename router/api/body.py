@@ -9,6 +9,7 @@ from typing import Self, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
+from starlette.types import Receive
 
 from diptych.common.errors import InvalidRequest, Unavailable
 from diptych.router.api.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType, invalid_field
@@ -63,15 +64,19 @@ class BodyLease:
         self._num_bytes = 0
 
 
-async def read_model(request: Request, model: type[M], lease: BodyLease) -> M:
-    """The body as a checked `model`. Raises RequestError, or ClientDisconnect when the client leaves meanwhile."""
-    data = await read_body(request, lease)
+def parse(data: bytes, model: type[M]) -> M:
+    """The body as a checked `model`. Raises InvalidRequest."""
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
+    return validated(body, model)
+
+
+def validated(body: dict[str, object], model: type[M]) -> M:
+    """A JSON object as a checked `model`. Raises InvalidRequest for the most specific of its problems."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -86,7 +91,7 @@ async def read_body(request: Request, lease: BodyLease) -> bytes:
         raise UnsupportedMediaType(f"the body must be application/json, not {kind[:100]!r}")
     declared = request.headers.get("content-length", "0")
     if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
-        await _discard(request, 0)
+        await discard(request.receive)
         raise _too_large(f"{int(declared):,} bytes", max_bytes)
     parts: list[bytes] = []
     size = 0
@@ -101,7 +106,7 @@ async def read_body(request: Request, lease: BodyLease) -> bytes:
     except TimeoutError as error:
         raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
     if size > max_bytes:
-        await _discard(request, size)
+        await discard(request.receive, size)
         raise _too_large(f"more than {max_bytes:,} bytes", max_bytes)
     return b"".join(parts)
 
@@ -110,12 +115,15 @@ def _too_large(size: str, max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body has {size}, this server takes {max_bytes:,}")
 
 
-async def _discard(request: Request, size: int) -> None:
-    """Take what still arrives, within bounds: closing at once would reset the connection under the answer."""
+async def discard(receive: Receive, size: int = 0) -> None:
+    """Take what still arrives of a body, of which `size` bytes are taken already, within bounds.
+
+    Closing at once would reset the connection under the answer.
+    """
     try:
         async with asyncio.timeout(DISCARD_TIMEOUT_S):
             while size < MAX_DISCARDED_BYTES:
-                message = await request.receive()
+                message = await receive()
                 size += len(message.get("body", b""))
                 if not message.get("more_body", False):
                     return

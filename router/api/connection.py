@@ -18,6 +18,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from diptych.common.errors import InvalidRequest, RequestError, Unavailable
+from diptych.router.api.body import MAX_DISCARDED_BYTES
 from diptych.router.api.errors import HeadTimeout, HeadTooLarge, error_object
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -50,7 +51,8 @@ class Connection(HttpToolsProtocol):
         self.bounds = bounds
         self.awaiting_since: float | None = None
         self.closing_since: float | None = None
-        self._in_head = self._refused = False
+        self._in_head = self._in_body = self._refused = False
+        self._num_unread = 0
         self._late_bytes = self._head_bytes = self._num_headers = 0
         self._refusal: tuple[RequestError, str] | None = None
 
@@ -86,6 +88,8 @@ class Connection(HttpToolsProtocol):
             return
         if self._in_head and self._late_bytes > MAX_HEAD_BYTES:  # one endless line calls no callback
             self._refuse(_too_large(), "head")
+        elif self._num_unread and self.idle:
+            self._on_unread()
         elif self.awaiting_since is None and self.idle:  # bytes that begin no request, such as empty lines
             self.awaiting_since = self.loop.time()
 
@@ -93,6 +97,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        if self._num_unread:
+            self.awaiting_since = None
         self._in_head = True
         self._late_bytes = self._head_bytes = self._num_headers = 0
         if self.awaiting_since is None:
@@ -109,11 +115,21 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head, self._in_body = False, True
+        self._num_unread = 0
         self.awaiting_since = None
         if len(self.pipeline) >= MAX_PIPELINED:
             self._give_up(InvalidRequest(f"more than {MAX_PIPELINED} requests wait on this connection"), "pipelined")
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self.idle:  # answered before it was read
+            self._num_unread += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         if self.awaiting_since is not None:  # the next head came before this answer was through
@@ -139,6 +155,21 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
 
     # ------------------------------------------------------------ inside
+
+    def _on_unread(self) -> None:
+        """The rest of a body came whose answer is out: the parser dropped it. It may not last for ever."""
+        if self._in_head:  # the next request's
+            self._num_unread = 0
+        elif not self._in_body:
+            self._num_unread, self.awaiting_since = 0, None
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        elif self._num_unread > MAX_DISCARDED_BYTES:
+            self.bounds.on_reject("unread")
+            self.transport.close()
+        else:
+            self.awaiting_since = self.awaiting_since or self.loop.time()
 
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes

@@ -6,7 +6,7 @@ A field that OpenAI or vLLM know, that would change the answer and that this ser
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
@@ -23,6 +23,8 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
 MAX_TOOLS = 1024
+MAX_PARTS = 10_000
+"""Of the contents of all messages together, tool calls included."""
 INT64 = 2**63
 
 Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
@@ -116,6 +118,10 @@ class SamplingFields(Fields):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: only allowed with stream: true", param="stream_options")
 
+    def longest_text(self) -> str | list[int]:
+        """The longest piece of a prompt that is surely in one: text or token ids."""
+        raise NotImplementedError
+
     @property
     def stops(self) -> tuple[str, ...]:
         if self.stop is None:
@@ -163,10 +169,27 @@ class Message(Fields):
         return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
+def _not_too_many_parts(messages: object) -> object:
+    if isinstance(messages, list):  # before each of a million parts is looked at
+        found = (message.get(name) for message in messages if isinstance(message, dict) for name in _PARTS)
+        num_parts = sum(len(parts) for parts in found if isinstance(parts, list))
+        if num_parts > MAX_PARTS:
+            raise ValueError(f"must have at most {MAX_PARTS} parts and tool calls together, not {num_parts}")
+    return messages
+
+
+_PARTS = ("content", "tool_calls")
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(_not_too_many_parts),
+]
+
+
 class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         None, description="default: as many as fit"
     )
@@ -189,6 +212,11 @@ class ChatRequest(SamplingFields):
     chat_template: Any = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+    def longest_text(self) -> str | list[int]:
+        """Of the last message: templates leave others out."""
+        content = self.messages[-1].content
+        return content if isinstance(content, str) else ""
 
     UNSUPPORTED: ClassVar[tuple[str, ...]] = (
         *SamplingFields.UNSUPPORTED,
@@ -235,6 +263,12 @@ class CompletionRequest(SamplingFields):
     suffix: str | None = None
     add_special_tokens: bool | None = None
 
+    def longest_text(self) -> str | list[int]:
+        prompt = self.prompt
+        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+            return cast(str | list[int], prompt)
+        return max(cast(list[str], prompt), key=len)  # or lists of ids: the longest either way
+
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
         if self.suffix:
@@ -248,7 +282,7 @@ class TokenizeRequest(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

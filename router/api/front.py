@@ -1,4 +1,6 @@
-"""What every HTTP request passes first: its id, its key and limits, the count of active requests, the last net."""
+"""What every HTTP request passes first: its id, its key and limits, the room there is, the count of active requests,
+the last net.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.common.errors import InternalError, RequestError
+from diptych.router.api.entrance import check_entrance, clear_the_way, closes, generates
 from diptych.router.api.errors import CLIENT_CLOSED, error_response
 from diptych.router.api.service import Service
 
@@ -49,10 +52,14 @@ class Front:
         try:
             try:
                 gate.admit(visit, shown_key(headers))
+                if generates(scope):
+                    check_entrance(service, visit, headers)
             except RequestError as refusal:
-                visit.error = type(refusal).__name__
-                service.metrics.count_error(refusal.status, refusal.type)
-                await error_response(refusal)(scope, receive, send_with_headers)
+                if not visit.error:  # not counted yet
+                    visit.error = type(refusal).__name__
+                    service.metrics.count_error(refusal.status, refusal.type)
+                await clear_the_way(scope, headers, receive)
+                await error_response(refusal, closes(headers))(scope, receive, send_with_headers)
                 return
             await self._app(scope, receive, send_with_headers)
         except Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from fastapi import APIRouter
@@ -13,9 +14,9 @@ from diptych.common.errors import RequestError
 from diptych.router.access.keys import ApiKey
 from diptych.router.access.visit import Visit
 from diptych.router.api import responses
-from diptych.router.api.body import read_model
 from diptych.router.api.chat import ChatShape, plan_chat
 from diptych.router.api.completions import CompletionShape, plan_completion
+from diptych.router.api.entrance import CHAT_PATH, COMPLETION_PATH
 from diptych.router.api.errors import CLIENT_CLOSED, error_response
 from diptych.router.api.exchange import Exchange
 from diptych.router.api.fields import ChatRequest, CompletionRequest, SamplingFields
@@ -32,12 +33,12 @@ def generate_routes(service: Service) -> APIRouter:
     """`/v1/chat/completions` and `/v1/completions`."""
     router = APIRouter(tags=["generate"])
 
-    @router.post("/v1/chat/completions", **documented(ChatRequest, responses.ChatCompletion, streams=True))
+    @router.post(CHAT_PATH, **documented(ChatRequest, responses.ChatCompletion, streams=True))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await _serve(service, request, ChatRequest, plan_chat, ChatShape)
 
-    @router.post("/v1/completions", **documented(CompletionRequest, responses.Completion, streams=True))
+    @router.post(COMPLETION_PATH, **documented(CompletionRequest, responses.Completion, streams=True))
     async def completions(request: Request) -> Response:
         """Continue a text."""
         return await _serve(service, request, CompletionRequest, plan_completion, CompletionShape)
@@ -55,10 +56,9 @@ async def _serve(
     visit: Visit = request.state.visit
     log = RequestLog(service.metrics, request.url.path, visit)
     try:
-        service.check_open()
-        service.gate.check_tokens(visit)
         with service.bodies.lease() as lease:
-            fields = await read_model(request, model, lease)
+            fields = await service.read(request, model, lease)
+            service.client.check_room(partial(service.text.exceeds, fields.longest_text()))
             planned = await plan(service, fields, visit.key, request.headers.get("traceparent", ""))
         service.gate.take_prompt(visit, planned.num_prompt_tokens)
         return Exchange(service, planned, shape(service, fields), log)

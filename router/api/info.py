@@ -16,7 +16,6 @@ from starlette.responses import HTMLResponse, Response
 from diptych.common import __version__
 from diptych.common.errors import InvalidRequest, Unavailable
 from diptych.router.api import responses
-from diptych.router.api.body import read_model
 from diptych.router.api.chat import conversation_tokens
 from diptych.router.api.errors import error_response
 from diptych.router.api.fields import DetokenizeRequest, TokenizeRequest
@@ -124,7 +123,7 @@ def token_routes(service: Service) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """The tokens of a text or of a rendered conversation."""
         with service.bodies.lease() as lease:
-            fields = await read_model(request, TokenizeRequest, lease)
+            fields = await service.read(request, TokenizeRequest, lease)
             service.check_model(fields.model)
             token_ids = await _tokens(service, fields)
         names = [text.tokenizer.id_to_token(token_id) for token_id in token_ids] if fields.return_token_strs else None
@@ -135,7 +134,7 @@ def token_routes(service: Service) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         """The text of tokens."""
         with service.bodies.lease() as lease:
-            fields = await read_model(request, DetokenizeRequest, lease)
+            fields = await service.read(request, DetokenizeRequest, lease)
             service.check_model(fields.model)
             shown = await text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
         return _json({"prompt": shown})

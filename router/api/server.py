@@ -19,8 +19,11 @@ from collections.abc import Awaitable, Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from diptych.common import listening
+from diptych.common.settings import RouterConfig
 from diptych.router.api.connection import Bounds, Connection
 from diptych.router.api.service import Service
+from diptych.router.dispatch.fleet import MAX_DISCOVERED
 
 log = logging.getLogger(__name__)
 
@@ -32,22 +35,14 @@ POLL_S = 0.02
 TICKS_A_CHECK = 10
 """uvicorn ticks ten times a second; connections are looked at once."""
 OTHER_FILES = 256
-"""Descriptors that a router needs beside those of its clients: workers, files, libraries."""
+"""Descriptors that a router needs beside those of its clients and workers: files, libraries."""
+FILES_A_WORKER = 8
+"""Of the connection to one worker: three sockets' wake-ups and the connection itself, twice while one takes over."""
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket: early clients wait. Raises OSError when the address is taken or not this machine's."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)  # two that are only bound may share a port
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    return listening.listen(host, port, BACKLOG)
 
 
 class Server(uvicorn.Server):
@@ -111,7 +106,7 @@ async def serve(
 ) -> None:
     """Serve on `listener` until `stop` is set. `close` ends the app's client once the time to drain is over."""
     service: Service = app.state.service
-    allow_connections(service.config.max_connections)
+    allow_files(files_needed(service.config))
     if service.gate.reloads:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
     server = server_of(app)
@@ -155,14 +150,21 @@ def server_of(app: FastAPI) -> Server:
     return server
 
 
-def allow_connections(max_connections: int) -> None:
-    """Raises the soft limit of open files towards what `max_connections` need; a lower hard limit is logged."""
+def files_needed(config: RouterConfig) -> int:
+    """Descriptors for as many clients as are let in and as many workers as there may be."""
+    static = len(config.prefill) + len(config.decode)
+    num_workers = static if config.discovery == "static" else MAX_DISCOVERED
+    return config.max_connections + FILES_A_WORKER * num_workers + OTHER_FILES
+
+
+def allow_files(needed: int) -> None:
+    """Raises the soft limit of open files towards `needed`, and says so; a lower hard limit is a warning."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = max_connections + OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     possible = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
+    log.info("limit of open files raised", extra={"files": possible, "before": soft})
     if possible < needed:
         log.warning("fewer open files than connections allowed", extra={"files": possible, "wanted": needed})
 

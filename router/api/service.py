@@ -5,18 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
 
 from diptych.common.errors import ModelNotFound, RequestError, Unavailable
 from diptych.common.model.files import ModelFiles
 from diptych.common.settings import RouterConfig
 from diptych.router.access.gate import Gate
 from diptych.router.access.pace import Pace
-from diptych.router.api.body import BodyBudget
+from diptych.router.api.body import BodyBudget, BodyLease, parse, read_body
+from diptych.router.api.large_body import LARGE_BYTES, LargeBodies
 from diptych.router.dispatch.client import GenerationClient
 from diptych.router.dispatch.load import DispatchLoad
 from diptych.router.metrics import RouterMetrics
 from diptych.router.text.pipeline import TextPipeline
+
+M = TypeVar("M", bound=BaseModel)
 
 DRAIN_RETRY_AFTER_S = 1.0
 UNKNOWN_RETRY_AFTER_S = 1.0
@@ -55,9 +61,11 @@ class Service:
     num_active: int = 0
     pace: Pace = field(default_factory=Pace)
     bodies: BodyBudget = field(init=False)
+    large: LargeBodies = field(init=False)
 
     def __post_init__(self) -> None:
         self.bodies = BodyBudget(self.config.max_body_bytes)
+        self.large = LargeBodies(self.text, lambda: self.max_model_len)
 
     @property
     def model_name(self) -> str:
@@ -82,6 +90,11 @@ class Service:
             return name
         shown = name if len(name) <= MAX_SHOWN_NAME else name[:MAX_SHOWN_NAME] + "…"
         raise ModelNotFound(f"there is no model {shown!r} here, only {self.model_name!r}", param="model")
+
+    async def read(self, request: Request, model: type[M], lease: BodyLease) -> M:
+        """The body as a checked `model`. Raises RequestError, or ClientDisconnect when the client leaves meanwhile."""
+        data = await read_body(request, lease)
+        return parse(data, model) if len(data) <= LARGE_BYTES else await self.large.model(data, model)
 
     def check_open(self) -> None:
         """Raises Unavailable while the process is about to end."""

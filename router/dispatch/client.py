@@ -8,7 +8,7 @@ workers, retries, and joins what they send into one ordered stream in which no t
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +80,14 @@ class GenerationClient(Protocol):
         Closing it early (`aclose`, or cancelling the consumer and then closing) aborts on every worker at once.
         Raises a RequestError subclass: Overloaded or Unavailable before the first event when the request cannot be
         admitted, DeadlineExceeded when its time is over, InvalidRequest when a worker refuses it for good.
+        """
+        ...
+
+    def check_room(self, is_longer: Callable[[int], bool]) -> None:
+        """Refuse, before it is read, a request that `generate` would refuse now whatever it asks for.
+
+        `is_longer` tells whether its prompt has more than so many tokens for sure, as far as is known by now. Raises
+        Overloaded or Unavailable. A request that passes may still be refused by `generate`.
         """
         ...
 

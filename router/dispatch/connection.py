@@ -18,8 +18,8 @@ from diptych.common.curve import Curve
 from diptych.common.dialer import WATCHED, Dialer
 from diptych.common.drop_log import DropLog
 from diptych.common.errors import WireError
+from diptych.common.message_fields import MAX_MESSAGE_BYTES
 from diptych.common.messages import (
-    MAX_MESSAGE_BYTES,
     AbortRequest,
     Message,
     RequestFailed,
@@ -82,7 +82,7 @@ class Connection:
         self.drops = DropLog(log, f"a frame from {self.address}")
 
     def open(self, context: zmq.asyncio.Context) -> None:
-        socket = context.socket(zmq.DEALER)
+        socket = self._socket = context.socket(zmq.DEALER)  # known at once: `close` must find it whatever fails next
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.SNDHWM, self.hwm),
@@ -102,7 +102,6 @@ class Connection:
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.ROUTING_ID, self.router_id.encode())
         self._monitor = socket.get_monitor_socket(WATCHED)
-        self._socket = socket
         self._dialer = Dialer(socket, self.address, self.curve)
 
     def send(self, message: Message) -> bool:

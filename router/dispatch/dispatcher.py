@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
-from diptych.common.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, RequestError, Unavailable
+from diptych.common.errors import DeadlineExceeded, InternalError, InvalidRequest, RequestError, Unavailable
 from diptych.common.messages import RequestFailed, ResetPrefixCache, TokenDelta, TokenOutput
 from diptych.common.settings import RouterConfig
 from diptych.router.dispatch.admission import Admission
@@ -67,7 +67,7 @@ class Dispatcher:
         has_prefill = bool(config.prefill or config.prefill_services)
         self._demand = DemandMeter(has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self._queue, self._counters)
-        self._admission = Admission(self.fleet.registry, config)
+        self._admission = Admission(self.fleet.registry, config, self._counters)
         self._handovers = HandOvers(self.fleet.registry, self._placement, self._queue, self._counters)
 
     # ------------------------------------------------------------ for the front
@@ -96,6 +96,11 @@ class Dispatcher:
                     return
         finally:
             self._end(flight)
+
+    def check_room(self, is_longer: Callable[[int], bool]) -> None:
+        """See `GenerationClient.check_room`."""
+        self._check_bounds()
+        self._admission.check_unread(is_longer)
 
     @property
     def ready(self) -> tuple[bool, str]:
@@ -185,9 +190,10 @@ class Dispatcher:
 
     def on_started(self, address: str) -> None:
         self._index.clear(address)
+        self._admission.forget(address)
 
     def on_gone(self, address: str) -> None:
-        self._index.clear(address)
+        self.on_started(address)
 
     def uses(self, address: str) -> bool:
         return any(
@@ -210,26 +216,24 @@ class Dispatcher:
         self._serve_queue(now)
         for flight in list(self._flights.values()):
             self._check_progress(flight, now)
-        waiting = ((f.waits_for, f.progress_at) for f in self._flights.values() if f.stage is Stage.PREFILL)
-        self._admission.observe((worker.address, now - since) for worker, since in waiting if worker is not None)
+        self._admission.observe(self._flights.values(), now)
 
     # ------------------------------------------------------------ a request's life
 
-    def _admit(self, request: GenerationRequest) -> Flight:
+    def _check_bounds(self) -> None:
         if not self._open:
             raise Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S)
         if len(self._flights) >= self._config.max_inflight:
             num = self._config.max_inflight
             raise Unavailable(f"{num} requests are in flight, the most this router takes", retry_after_s=RETRY_AFTER_S)
+
+    def _admit(self, request: GenerationRequest) -> Flight:
+        self._check_bounds()
         if request.request_id in self._flights:
             raise InvalidRequest(f"request {request.request_id} is already being served", param="request_id")
         if not request.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
-        try:
-            self._admission.check(len(request.prompt_token_ids))
-        except Overloaded:
-            self._counters.num_failures[Overloaded.__name__] += 1
-            raise
+        self._admission.check(len(request.prompt_token_ids))
         try:
             flight = Flight(request, self._clock())
         except (OverflowError, TypeError) as error:
@@ -254,6 +258,7 @@ class Dispatcher:
             return False
         if not self._placement.place(flight, now):
             return False
+        self._admission.expect(flight)
         del self._queue[flight.request.request_id]
         kind = "prefill" if flight.decode is None else "remote" if flight.prefill else "local"
         self._counters.num_choices[kind] += 1
@@ -266,8 +271,11 @@ class Dispatcher:
             return
         if assignment is flight.successor:
             self._take_over(flight, moved=False)
+        now = self._clock()
+        if first:
+            self._admission.learn(flight, assignment, now)
         try:
-            flight.received(assignment, delta, self._clock())
+            flight.received(assignment, delta, now)
         except StreamConflict as conflict:
             self._recover(flight, assignment, f"{assignment.role} worker {assignment.worker_id} sent {conflict}")
             return

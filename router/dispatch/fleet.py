@@ -37,6 +37,9 @@ CLOSE_LINGER_MS = 200
 MAX_DISCOVERED = 1024
 """Workers that discovery may bring: a selector that matches a whole cluster must not cost all file descriptors."""
 SOCKETS_PER_WORKER = 4
+TURNS_TO_LISTEN = 16
+"""Turns of the event loop, held up or not, that a message may take from its socket to its reader: so many pass before
+anybody's silence is judged."""
 
 
 class FleetListener(Protocol):
@@ -222,6 +225,9 @@ class WorkerFleet:
 
     async def _tick_forever(self) -> None:
         while True:
+            if self.registry.is_in_doubt(self._clock()):
+                for _ in range(TURNS_TO_LISTEN):
+                    await asyncio.sleep(0)
             now = self._clock()
             for worker in self.registry.sweep(now):
                 self._lost(worker.address)

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from diptych.common.block_hash import BlockHasher
 from diptych.common.errors import RequestError
-from diptych.common.messages import Timeline, TokenDelta, pack_tokens
+from diptych.common.message_fields import pack_tokens
+from diptych.common.messages import Timeline, TokenDelta
 from diptych.router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
 from diptych.router.dispatch.stream import TokenStream
 from diptych.router.dispatch.worker import Booking, Role
@@ -72,6 +73,7 @@ class Flight:
         self.failed_lives: set[tuple[str, int]] = set()
         self.last_failure = ""
         self.queued_at = self.progress_at = now
+        self.expected_s = 0.0  # from its placement to its first token, by what its worker had to do; 0: not known
         self.not_before = now
         self.num_cached_tokens = 0
         self.done = False

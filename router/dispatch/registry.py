@@ -9,6 +9,8 @@ from diptych.common.messages import WorkerHeartbeat, WorkerHello
 from diptych.router.dispatch.worker import Booking, Load, Role, Worker, WorkerState
 
 MAX_STRIKES = 3
+MAX_FORGIVEN = 4
+"""Times the limit for silence: for so long a router that was held up takes silence for its own fault."""
 SUSPECT_S, MAX_SUSPECT_S = 5.0, 60.0
 SERVICE_SMOOTHING = 0.1
 
@@ -82,7 +84,6 @@ class WorkerRegistry:
         busy = beat.num_running + beat.num_waiting + beat.num_transferring > 0
         worker.idle_since = None if busy else worker.idle_since if worker.idle_since is not None else now
         worker.beat, worker.fresh = beat, Load()
-        worker.num_beats += 1
         return self._judge(worker, now)
 
     def on_cut(self, address: str) -> bool:
@@ -120,9 +121,10 @@ class WorkerRegistry:
     def sweep(self, now: float) -> list[Worker]:
         """Workers that just died of silence or of a stuck engine.
 
-        When the caller itself was held up for long, silence proves nothing: everybody gets a fresh start.
+        When the caller itself was held up for long, silence proves little: it is forgiven, but only so often. A caller
+        that is held up again and again would otherwise never notice anything.
         """
-        late = self._last_sweep is not None and now - self._last_sweep > self._worker_timeout_s / 2
+        late, held_up_s = self._is_late(now), now - (now if self._last_sweep is None else self._last_sweep)
         self._last_sweep = now
         died = []
         for worker in self.workers.values():
@@ -130,13 +132,20 @@ class WorkerRegistry:
             if worker.hello is None or worker.state is WorkerState.DEAD:
                 continue
             if late:
-                worker.last_seen = worker.step_changed = now
-            elif now - (worker.last_seen or 0.0) > self._worker_timeout_s:
+                worker.step_changed = min(now, worker.step_changed + held_up_s - self._worker_timeout_s / 2)
+            if late and worker.forgive(now, MAX_FORGIVEN * self._worker_timeout_s):
+                continue
+            if now - (worker.last_seen or 0.0) > self._worker_timeout_s:
                 self._end(worker, WorkerState.DEAD, f"silent for more than {self._worker_timeout_s:g} s")
                 died.append(worker)
             elif self._judge(worker, now):
                 died.append(worker)
         return died
+
+    def is_in_doubt(self, now: float) -> bool:
+        """Whether to read first what workers said: a sweep would come late, or find one of them silent for too long."""
+        known = [worker for worker in self.workers.values() if worker.hello and worker.state is not WorkerState.DEAD]
+        return self._is_late(now) or any(now - (worker.last_seen or 0.0) > self._worker_timeout_s for worker in known)
 
     def needs_hello(self, address: str) -> bool:
         """Whether the worker must be asked who it is, instead of being told that the router lives."""
@@ -170,7 +179,7 @@ class WorkerRegistry:
     def book(self, address: str, *, num_tokens: int, num_blocks: int) -> Booking:
         """Count work at the moment it is sent: `num_tokens` to compute, `num_blocks` of KV to hold."""
         worker = self.workers[address]
-        booking = Booking(self._next_serial, address, num_tokens, num_blocks, worker.num_beats)
+        booking = Booking(self._next_serial, address, num_tokens, num_blocks)
         self._next_serial += 1
         worker.bookings[booking.serial] = booking
         worker.booked.add(booking, +1)
@@ -185,7 +194,7 @@ class WorkerRegistry:
         if worker is not None and booking.serial in worker.bookings:
             worker.bookings[booking.serial] = after
             worker.booked.num_tokens -= booking.num_tokens
-            worker.fresh.num_tokens -= booking.num_tokens if booking.beat == worker.num_beats else 0
+            worker.fresh.num_tokens -= booking.num_tokens
         return after
 
     def release(self, booking: Booking) -> None:
@@ -194,10 +203,13 @@ class WorkerRegistry:
         if worker is None or worker.bookings.pop(booking.serial, None) is None:
             return
         worker.booked.add(booking, -1)
-        if booking.beat == worker.num_beats:
-            worker.fresh.add(booking, -1)
+        worker.fresh.add(booking, -1)  # the report that counts it is the last one that does
 
     # ------------------------------------------------------------ inside
+
+    def _is_late(self, now: float) -> bool:
+        """Whether it is so long after the last sweep that messages may not have been read."""
+        return self._last_sweep is not None and now - self._last_sweep > self._worker_timeout_s / 2
 
     def _judge(self, worker: Worker, now: float) -> bool:
         """Sets the state that the last heartbeat implies. True when the worker died of it."""

@@ -23,13 +23,12 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """Work sent to a worker and not yet known to be over. `beat` is the worker's heartbeat count when it was booked."""
+    """Work sent to a worker and not yet known to be over."""
 
     serial: int
     address: str
     num_tokens: int
     num_blocks: int
-    beat: int
 
 
 @dataclass(slots=True)
@@ -52,10 +51,12 @@ class Worker:
 
     `suspect`: it failed several requests in a row. One that fails fast looks idle and would draw all traffic.
     `withheld`: why discovery wants it to get nothing new, whatever it says itself; "" while it may.
+    `forgiven_at`: what `last_seen` was set to when its silence was last forgiven; it has lasted since `silent_since`.
     `service_s`: how long, lately, a request was decoded there; 0 before the first.
 
-    Load is counted when booked and when reported, whichever is more: `max(all bookings, reported + bookings since the
-    report)`. With one router the bookings are exact, with several the report carries what the others sent.
+    Load is counted when booked and when reported, whichever is more: `max(all bookings, reported + fresh)`, where
+    `fresh` is what was booked since the report, less what was over since. With one router the bookings are exact, with
+    several the report carries what the others sent.
     """
 
     address: str
@@ -67,9 +68,10 @@ class Worker:
     beat: WorkerHeartbeat | None = None
     known_epoch: int | None = None
     last_seen: float | None = None
+    forgiven_at: float | None = None
+    silent_since: float = 0.0
     step_changed: float = 0.0
     idle_since: float | None = None
-    num_beats: int = 0
     num_dispatched: int = 0
     num_strikes: int = 0
     suspect_until: float = 0.0
@@ -122,6 +124,15 @@ class Worker:
         total = self.hello.num_blocks if self.hello else 0
         reported = self.beat.num_free_blocks + self.beat.num_cached_blocks if self.beat else total
         return max(0, min(reported - self.fresh.num_blocks, total - self.booked.num_blocks))
+
+    def forgive(self, now: float, longest_s: float) -> bool:
+        """Take the worker for one heard just now, unless its silence has lasted for longer than `longest_s`."""
+        if self.last_seen != self.forgiven_at:
+            self.silent_since = self.last_seen or 0.0
+        if now - self.silent_since > longest_s and self.last_seen == self.forgiven_at:
+            return False
+        self.last_seen = self.forgiven_at = now
+        return True
 
     def describe(self, now: float) -> str:
         """The worker in a few words for people, such as "tcp://10.0.0.7:7001 silent for 3.1 s"."""

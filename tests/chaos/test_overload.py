@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from diptych.benchmarks.stack import Stack
 
 from .streams import Ask, Client, Heard, answers, plan
-from .watch import memory_mib, settle
+from .watch import fetch, memory_mib, settle, until
 
 PATIENCE_S = 90.0
 """An answer or a refusal that takes longer is a hang."""
@@ -61,19 +62,32 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], outcomes: Outcomes)
         outcomes.other.append(f"status {heard.status} after {len(heard.token_ids)} tokens: {heard.error}")
 
 
+async def ask_leanly(client: Client, body: dict[str, Any], outcomes: Outcomes) -> None:
+    """As `ask`, for a tenth of the processor time, which is the router's too; headers go unread."""
+    heard = await client.ask(Ask(body), salt=body["cache_salt"], patience_s=PATIENCE_S)
+    if heard.status in REFUSALS:
+        outcomes.refused_s.append(heard.ended_at - heard.began_at)
+        outcomes.refusals[heard.status] += 1
+    elif heard.complete:
+        outcomes.served.append(heard)
+    else:
+        outcomes.other.append(f"status {heard.status} after {len(heard.token_ids)} tokens: {heard.error}")
+
+
 async def open_loop(stack: Stack, asks: list[Ask], rate: float, seconds: float) -> Outcomes:
     """`rate` requests a second, whatever becomes of those before."""
     outcomes = Outcomes()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with (
         httpx.AsyncClient(base_url=stack.url, timeout=PATIENCE_S, limits=limits, trust_env=False) as http,
+        Client(stack.url) as client,
         asyncio.TaskGroup() as tasks,
     ):
         began = time.perf_counter()
         for turn in range(int(rate * seconds)):
             await asyncio.sleep(max(0.0, began + turn / rate - time.perf_counter()))
             body = {**asks[turn % len(asks)].body, "cache_salt": f"overload {turn}"}
-            tasks.create_task(ask(http, body, outcomes))
+            tasks.create_task(ask_leanly(client, body, outcomes) if turn % 20 else ask(http, body, outcomes))
     return outcomes
 
 
@@ -128,6 +142,46 @@ async def overload(stack: Stack, report: Any, seconds: float, *, bounds: str) ->
 
 def _at(values: list[float], share: float) -> str:
     return f"{values[min(len(values) - 1, int(share * len(values)))] * 1000:.0f} ms" if values else "-"
+
+
+async def next_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Status and head of the next answer on a connection; its body is taken."""
+    async with asyncio.timeout(PATIENCE_S):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+        await reader.readexactly(int(length))
+        return int(head.split()[1]), head.lower()
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(180)
+async def test_refusals_come_before_bodies(stacks: Any) -> None:
+    """One place in the batch, taken for seconds: who comes next hears so before he has sent what he wants."""
+    stack = stacks(1, 1, decode_flags=("--max-num-seqs", "1"), router_flags=("--max-wait-s", "0.1"))
+    body = orjson.dumps({"prompt": "again " * 50_000})
+    lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+    head = "\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode()
+    asks = [Ask({"prompt": [7] * 100, "ignore_eos": True, "max_tokens": count}) for count in (300, 1500)]
+    async with Client(stack.url) as client:
+        assert (await client.ask(asks[0])).complete  # what a request takes is known from now on
+        running = asyncio.create_task(client.ask(asks[1]))
+        await until(lambda: _is_decoding(stack), "the answer is being decoded")
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+        for _ in range(5):
+            writer.write(head)
+            status, answer = await next_answer(reader)
+            assert status == 429 and b"retry-after: " in answer and not running.done()
+            writer.write(body + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await next_answer(reader))[0] == 200
+        assert (await running).complete
+        writer.close()
+        await writer.wait_closed()
+        assert (await client.ask(asks[0])).complete  # its end made room at once
+    await settle(stack)
+
+
+async def _is_decoding(stack: Stack) -> bool:
+    return (await fetch(stack.router, "/load")).json()["stages"]["decode"] > 0
 
 
 BOUNDS = ("--max-inflight", "24")

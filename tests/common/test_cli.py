@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from diptych.common import __version__
@@ -44,3 +46,28 @@ def test_help_of_a_command_needs_no_torch(command: str) -> None:
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
+
+
+FIRST_PROCESS = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
+WAITING = """
+import sys
+import diptych.common.cli as cli
+cli.end_when_told()
+print("imports", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_sigterm_ends_the_first_process_of_a_container_while_it_imports() -> None:
+    if subprocess.run([*FIRST_PROCESS, "true"], capture_output=True).returncode:
+        pytest.skip("no namespaces of one's own here")
+    command = [*FIRST_PROCESS, sys.executable, "-P", "-c", WAITING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as outside:
+        assert outside.stdout is not None
+        try:
+            assert outside.stdout.readline() == "imports\n"
+            (first,) = psutil.Process(outside.pid).children()
+            first.send_signal(signal.SIGTERM)
+            assert outside.wait(timeout=30) == 128 + signal.SIGTERM
+        finally:
+            outside.kill()

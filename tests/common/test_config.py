@@ -101,6 +101,12 @@ def test_a_bad_setting_is_refused(argv: list[str], environ: dict[str, str], fiel
     assert says in error.allowed
 
 
+def test_shared_memory_has_no_frames_to_quantise() -> None:
+    error = refusal(["--kv-transport", "shm", "--kv-wire-dtype", "fp8"], PrefillWorkerConfig)
+    assert error.field == "kv_wire_dtype" and "native" in error.allowed
+    assert read(PrefillWorkerConfig, ["--kv-wire-dtype", "fp8"], environ={}).kv_wire_dtype == "fp8"
+
+
 @pytest.mark.parametrize(
     ("text", "field", "says"),
     [

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.common.errors import WireError
+from diptych.common.message_fields import MAX_MESSAGE_BYTES, pack_tokens, unpack_tokens
 from diptych.common.messages import (
     CHECKSUM_BYTES,
     MAX_BLOCKS_PER_FRAME,
-    MAX_MESSAGE_BYTES,
     AbortRequest,
     AnyMessage,
     DecodeRequest,
@@ -41,10 +41,8 @@ from diptych.common.messages import (
     WorkerHello,
     decode,
     encode,
-    pack_tokens,
     seal,
     unpack,
-    unpack_tokens,
 )
 from diptych.common.sampling_params import SamplingParams, TokenLogprobs
 
@@ -230,7 +228,7 @@ def test_the_hostile_bytes_are_a_field_away_from_a_message() -> None:
 
 def test_a_later_version_may_append_fields() -> None:
     grant = KVGrant(request_id="a", attempt=0, first_block=5)
-    assert unpack(raw(43, "a", 0, 5, False, 0, "what we do not know yet")) == grant
+    assert unpack(raw(43, "a", 0, 5, False, 0, False, "what we do not know yet")) == grant
 
 
 def test_memoryview_is_decoded() -> None:

@@ -13,6 +13,7 @@ from diptych.common.block_pool import BlockPool
 from diptych.common.engine import RouterLost
 from diptych.common.kv_sender import KVSender
 from diptych.common.kv_wire import checksum
+from diptych.common.message_fields import pack_tokens
 from diptych.common.messages import (
     AnyMessage,
     DecodeRequest,
@@ -26,12 +27,12 @@ from diptych.common.messages import (
     TokenDelta,
     decode,
     encode,
-    pack_tokens,
 )
 from diptych.common.metrics import WorkerMetrics
 from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.decoder import Decoder
 from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.quantised_staging import quantised_incoming
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
 from diptych.common.sampling_params import SamplingParams, TokenLogprobs
@@ -194,11 +195,14 @@ class EngineRig(RouterSide):
         launcher: Callable[[ModelRunner, Sampler], Launcher] | None = None,
         worker_id: str = "d",
         shared: bool = False,
+        quantised: bool = False,
     ) -> None:
         self.model, self.eos = model, eos
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.kv = KVCache(model.config, num_blocks, 16, "float32", share=shared)
         self.receiver = KVReceiver(self.context, "127.0.0.1", 0, self.kv.block, lambda event: self.engine.notify(event))
+        if quantised:
+            self.receiver.take_quantised(quantised_incoming(self.kv))
         self.sent: list[tuple[bytes, Message]] = []
         notify = lambda event: self.engine.notify(event)  # noqa: E731
         self.sender = KVSender(
@@ -227,7 +231,7 @@ class EngineRig(RouterSide):
             runner,
             sampler,
             IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"),
-            Recorder(metrics, block_size=16, block_bytes=self.kv.block_bytes),
+            Recorder(metrics, block_size=16),
             self.sender,
             eos_token_ids=eos,
             max_model_len=1024,

@@ -137,6 +137,28 @@ def test_a_new_attempt_without_prefill_worker_computes_the_rest_here(engine: Rig
     assert engine.deltas(attempt=1)[0].num_cached_tokens == 32
 
 
+@pytest.mark.parametrize("end", ["abort", "silence", "gave up"])
+def test_what_has_landed_is_cached_when_the_rest_does_not_come(engine: Rig, end: str) -> None:
+    tokens = prompt(70)
+    transferring(engine, tokens)
+    engine.peer.ship(0, 2)
+    engine.peer.ship(3, 1)
+    engine.landed_blocks("a", 0, 3)
+    match end:
+        case "abort":
+            engine.tell(AbortRequest(request_id="a", attempt=0))
+        case "silence":
+            engine.later(31)
+        case _:
+            engine.peer.send(KVFailed(request_id="a", attempt=0, reason="no more"))
+    engine.until(lambda: engine.is_clean)
+    assert engine.engine.check_integrity().cached == 2
+    engine.ask(tokens, "again")
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens("again") == engine.oracle(tokens)
+    assert engine.deltas("again")[0].num_cached_tokens == 32
+
+
 def test_a_new_attempt_before_any_grant(make_engine: Callable[..., Rig]) -> None:
     engine = make_engine(num_blocks=8)
     transferring(engine, prompt(100, 1), "big")
@@ -154,12 +176,12 @@ def test_a_new_attempt_before_any_grant(make_engine: Callable[..., Rig]) -> None
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_prefill_worker_that_is_not_needed_hears_so(engine: Rig, early: bool) -> None:
-    engine.ask(prompt(40), max_tokens=200)
+    engine.ask(prompt(40), max_tokens=400)
     engine.turn(4)
     if early:
         engine.peer.open("a", 3, attempt=1)
         engine.until(lambda: engine.engine._transfers._early)
-    engine.ask(prompt(40), attempt=1, remote=True, max_tokens=200)
+    engine.ask(prompt(40), attempt=1, remote=True, max_tokens=400)
     if not early:
         engine.peer.open("a", 3, attempt=1)
     engine.until(lambda: engine.peer.socket.poll(0))

@@ -68,6 +68,9 @@ class LazyDevice:
         self.num_fed += sum(source >= 0 for source in sources)
         return self.last
 
+    def close(self) -> None:
+        """Nothing runs by itself."""
+
     def run(self, step: LazyTokens) -> None:
         self.on_run()
         self.num_run += 1

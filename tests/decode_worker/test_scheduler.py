@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from diptych.common.block_hash import BlockHasher
 from diptych.common.block_pool import BlockPool
 from diptych.common.errors import BlockError
-from diptych.common.messages import DecodeRequest, pack_tokens
+from diptych.common.message_fields import pack_tokens
+from diptych.common.messages import DecodeRequest
 from diptych.common.sampling_params import SampledToken, SamplingParams
 from diptych.decode_worker.scheduler import DecodeScheduler, SchedulerOutput
 from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
@@ -169,6 +171,20 @@ def test_all_landed_but_no_first_token_computes_the_last_block() -> None:
     sequence = granted(plan, "a", 12, 1.0)
     plan.prefill_locally(sequence, num_landed=3)
     assert shape(run(plan)) == [("a", 8, 4)]
+
+
+def test_what_has_landed_of_known_tokens_stays_cached_when_its_request_ends() -> None:
+    plan = scheduler()
+    sequence = request("a", [1] * 10, remote=True)
+    sequence.request = structs.replace(sequence.request, num_reserved_tokens=6)
+    plan.add(sequence)
+    plan.open(sequence)
+    plan.schedule(1.0)
+    assert len(sequence.blocks) == 4
+    plan.remove(sequence, num_landed=3)  # the third holds tokens that are not known here
+    assert (plan.check_integrity().cached, plan.num_transferring) == (2, 0)
+    plan.add(request("b", [1] * 10, 2.0))
+    assert shape(run(plan)) == [("b", 8, 2)]
 
 
 def test_waiting_tokens_are_those_to_be_computed_here() -> None:

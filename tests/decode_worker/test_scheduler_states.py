@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from diptych.common.block_hash import BlockHasher
 from diptych.common.block_pool import BlockPool
-from diptych.common.messages import DecodeRequest, pack_tokens
+from diptych.common.message_fields import pack_tokens
+from diptych.common.messages import DecodeRequest
 from diptych.common.sampling_params import SampledToken, SamplingParams
 from diptych.decode_worker.scheduler import DecodeScheduler, SchedulerOutput
 from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
@@ -70,15 +71,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num_landed=st.integers(0, 5))
     def prefill_locally(self, data: st.DataObject, num_landed: int) -> None:
         sequence = self.pick(data, RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING)
-        first = sequence.num_computed // SIZE
-        num_landed = min(first + num_landed, len(sequence.blocks))
-        self.compute(sequence, first * SIZE, min(num_landed * SIZE, sequence.num_tokens))
-        self.plan.prefill_locally(sequence, num_landed)
+        self.plan.prefill_locally(sequence, self.arrive_in_part(sequence, num_landed))
 
     @precondition(lambda self: len(self.plan) > 0)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.plan.remove(self.pick(data, *RequestStatus))
+    @rule(data=st.data(), num_landed=st.integers(0, 5))
+    def abort(self, data: st.DataObject, num_landed: int) -> None:
+        sequence = self.pick(data, *RequestStatus)
+        is_coming = sequence.status is RequestStatus.TRANSFERRING
+        self.plan.remove(sequence, self.arrive_in_part(sequence, num_landed) if is_coming else 0)
 
     @rule()
     def reset(self) -> None:
@@ -164,6 +164,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.compute(sequence, sequence.num_computed, sequence.num_tokens)
         self.plan.land(sequence)
         self.append(sequence)
+
+    def arrive_in_part(self, sequence: DecodeSequence, num_more: int) -> int:
+        """The blocks that are here once `num_more` have come, some of them for tokens that nobody here knows."""
+        first = sequence.num_computed // SIZE
+        num_landed = min(first + num_more, len(sequence.blocks))
+        self.compute(sequence, first * SIZE, min(num_landed * SIZE, sequence.num_tokens))
+        return num_landed
 
     def append(self, sequence: DecodeSequence) -> None:
         sequence.append(SampledToken(len(sequence.token_ids) % 3))

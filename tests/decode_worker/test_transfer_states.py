@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from diptych.common.block_pool import BlockPool
 from diptych.common.engine import RequestReceived, RouterLost
 from diptych.common.kv_sender import KVSender
+from diptych.common.message_fields import pack_tokens
 from diptych.common.messages import (
     AbortRequest,
     DecodeRequest,
@@ -28,7 +29,6 @@ from diptych.common.messages import (
     RequestFailed,
     ResetPrefixCache,
     TokenOutput,
-    pack_tokens,
 )
 from diptych.common.model.files import resolve_model
 from diptych.common.model.kv_cache import KVCache

@@ -13,6 +13,7 @@ import pytest
 from diptych.common.block_pool import BlockPool
 from diptych.common.engine import RequestReceived
 from diptych.common.kv_sender import KVSender
+from diptych.common.message_fields import pack_tokens
 from diptych.common.messages import (
     AbortRequest,
     DecodeRequest,
@@ -21,7 +22,6 @@ from diptych.common.messages import (
     PrefillRequest,
     RequestFailed,
     TokenOutput,
-    pack_tokens,
 )
 from diptych.common.model.files import resolve_model
 from diptych.common.model.kv_cache import KVCache

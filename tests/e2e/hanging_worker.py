@@ -11,14 +11,14 @@ from diptych.common.model.runner import ModelRunner
 from diptych.decode_worker.__main__ import main
 
 hang = Path(sys.argv[1])
-forward = ModelRunner.forward
+run = ModelRunner.run
 
 
-def forward_or_hang(self: ModelRunner, *arguments: Any) -> Any:
+def run_or_hang(self: ModelRunner, *arguments: Any) -> Any:
     if hang.exists():
         threading.Event().wait()
-    return forward(self, *arguments)
+    return run(self, *arguments)
 
 
-ModelRunner.forward = forward_or_hang  # type: ignore[method-assign]
+ModelRunner.run = run_or_hang  # type: ignore[method-assign]
 raise SystemExit(main(sys.argv[2:]))

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from diptych.benchmarks.stack import StackProcess
+from diptych.common.message_fields import pack_tokens
 from diptych.common.messages import (
     AbortRequest,
     DecodeRequest,
@@ -27,7 +28,6 @@ from diptych.common.messages import (
     WorkerHeartbeat,
     decode,
     encode,
-    pack_tokens,
 )
 from diptych.common.sampling_params import SamplingParams
 

@@ -7,24 +7,48 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
+
+from diptych.benchmarks.stack import StackProcess
+
+from .asking import wait_until
 
 pytestmark = pytest.mark.e2e
 
 ALL_REMOTE = ("--local-prefill-threshold", "0")
-NUM_TOKENS = 120
+SLOW_PREFILL = ("--max-num-batched-tokens", "32")
+NUM_TOKENS = 150
 
 
-def run_with(system: Any, prompts: list[list[int]], disturb: Callable[[], None], **params: Any) -> list[list[int]]:
-    """Generate all prompts at once and disturb the system while they run."""
+def run_with(
+    system: Any, prompts: list[list[int]], victim: StackProcess, disturb: Callable[[], None], **params: Any
+) -> list[list[int]]:
+    """Generate all prompts at once, and disturb the system once `victim` has some of them; they must move then."""
     result: list[list[list[int]]] = []
+    before = num_moves(system)
     thread = threading.Thread(target=lambda: result.append(system.generate(prompts, max_tokens=NUM_TOKENS, **params)))
     thread.start()
-    time.sleep(0.3)  # streams are under way; the outcome does not depend on how far
+    wait_until(lambda: is_busy(system, victim), f"{victim.name} is busy")
     disturb()
     thread.join(120)
     assert result, "requests hang"
+    assert num_moves(system) > before, f"nothing was on {victim.name}"
     return result[0]
+
+
+def is_busy(system: Any, worker: StackProcess) -> bool:
+    """Whether it computes a prompt, or its pool has begun to generate: then much of that is still to come."""
+    if worker.role == "decode":
+        return bool(system.metric("vllm:num_requests_running", "decode") >= len(system.stack.workers("decode")))
+    health = httpx.get(f"{worker.http_url}/health", timeout=10, trust_env=False)
+    return bool(health.json()["blocks"]["owned"])
+
+
+def num_moves(system: Any) -> float:
+    """Requests that moved off a worker, by what the router counts."""
+    page = httpx.get(f"{system.stack.url}/metrics", timeout=10, trust_env=False).text
+    return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith("diptych_retries_total"))
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -33,11 +57,14 @@ def run_with(system: Any, prompts: list[list[int]], disturb: Callable[[], None],
 def test_a_killed_worker_costs_no_token(
     system_of: Any, random_prompts: Any, role: str, params: dict[str, Any], transport: str
 ) -> None:
-    system = system_of(2, 2, router_flags=ALL_REMOTE, worker_flags=("--kv-transport", transport))
+    system = system_of(
+        2, 2, router_flags=ALL_REMOTE, worker_flags=("--kv-transport", transport), prefill_flags=SLOW_PREFILL
+    )
     prompts = random_prompts((30, 200, 700, 1500) * 4, vocab_size=256, seed=1)
     expected = system.generate(prompts, max_tokens=NUM_TOKENS, **params)
     victim = system.stack.workers(role)[0]
-    got = run_with(system, random_order(prompts), victim.kill, **params)
+    salt = f"{role} {transport} {params}"  # nothing is cached, so that there is something to prefill
+    got = run_with(system, random_order(prompts), victim, victim.kill, cache_salt=salt, **params)
     system.stack.restart(victim)
     assert got == random_order(expected)
     system.stack.wait_ready(time.monotonic() + 60)
@@ -48,7 +75,7 @@ def test_a_frozen_decode_worker_is_left_and_comes_back(system_of: Any, random_pr
     prompts = random_prompts((40, 300, 900) * 4, vocab_size=256, seed=2)
     expected = system.generate(prompts, max_tokens=NUM_TOKENS)
     victim = system.stack.workers("decode")[1]
-    got = run_with(system, prompts, victim.pause)
+    got = run_with(system, prompts, victim, victim.pause)
     victim.resume()
     assert got == expected
     assert system.generate(prompts, max_tokens=NUM_TOKENS) == expected

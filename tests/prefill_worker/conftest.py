@@ -10,6 +10,7 @@ import zmq
 
 from diptych.common.block_pool import BlockPool
 from diptych.common.kv_sender import KVSender
+from diptych.common.message_fields import pack_tokens
 from diptych.common.messages import (
     AnyMessage,
     KVAck,
@@ -23,11 +24,11 @@ from diptych.common.messages import (
     PrefillRequest,
     decode,
     encode,
-    pack_tokens,
 )
 from diptych.common.metrics import WorkerMetrics
 from diptych.common.model.decoder import Decoder
 from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.quantised_staging import quantised_outgoing
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
 from diptych.common.outgoing_transfer import TransferEnded
@@ -54,6 +55,7 @@ class DecodeSide:
     def make_sender(
         self, view: Callable[[int], memoryview], block_bytes: int, on_ended: Callable[[TransferEnded], None],
         lease_s: float, num_streams: int, memory: KVMemory | None = None, require_shared: bool = False,
+        quantise: Callable[[int], memoryview] | None = None,
     ) -> KVSender:  # fmt: skip
         return KVSender(
             self.context,
@@ -65,10 +67,12 @@ class DecodeSide:
             num_streams=num_streams,
             memory=memory,
             require_shared=require_shared,
+            quantise=quantise,
         )
 
-    def grant(self, name: str = "a", first_block: int = 0, *, attempt: int = 0, shared: bool = False) -> None:
-        self.reply(KVGrant(request_id=name, attempt=attempt, first_block=first_block, shared=shared))
+    def grant(self, name: str = "a", first_block: int = 0, *, attempt: int = 0, **fields: bool) -> None:
+        """`fields`: `shared`, `quantised`."""
+        self.reply(KVGrant(request_id=name, attempt=attempt, first_block=first_block, **fields))
 
     def ack(self, name: str = "a", *, attempt: int = 0) -> None:
         self.reply(KVAck(request_id=name, attempt=attempt))
@@ -109,13 +113,14 @@ class SenderRig(DecodeSide):
         num_streams: int = 1,
         memory: KVMemory | None = None,
         require_shared: bool = False,
+        quantise: Callable[[int], memoryview] | None = None,
     ) -> None:
         super().__init__()
         self.memory = np.random.default_rng(0).integers(0, 255, (num_blocks, block_bytes), np.uint8)
         self.ended: list[TransferEnded] = []
         self.on_view: Callable[[int], None] = lambda index: None
         self.sender = self.make_sender(
-            self.view, block_bytes, self.ended.append, lease_s, num_streams, memory, require_shared
+            self.view, block_bytes, self.ended.append, lease_s, num_streams, memory, require_shared, quantise
         )
         self.sender.start()
 
@@ -157,6 +162,7 @@ class EngineRig(DecodeSide, RouterSide):
         budget: int = 32,
         lease_s: float = 30.0,
         max_waiting: int = 64,
+        quantise: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.eos = model, eos
@@ -165,8 +171,9 @@ class EngineRig(DecodeSide, RouterSide):
             BlockPool(num_blocks), block_size=16, max_num_batched_tokens=budget, max_num_seqs=4
         )
         sender = self.make_sender(
-            self.kv.block, self.kv.block_bytes, lambda event: self.engine.notify(event), lease_s, 1
-        )
+            self.kv.block, self.kv.block_bytes, lambda event: self.engine.notify(event), lease_s, 1,
+            quantise=quantised_outgoing(self.kv).view if quantise else None,
+        )  # fmt: skip
         self.sent: list[tuple[bytes, Message]] = []
         self.engine = PrefillEngine(
             self.sent.extend,

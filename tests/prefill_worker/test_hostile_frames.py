@@ -9,7 +9,8 @@ import zmq
 
 from diptych.common.curve import Curve
 from diptych.common.key_file import KeyPair
-from diptych.common.messages import KVBlocks, KVDone, KVGrant, KVTarget, Message, PrefillRequest, encode, pack_tokens
+from diptych.common.message_fields import pack_tokens
+from diptych.common.messages import KVBlocks, KVDone, KVGrant, KVTarget, Message, PrefillRequest, encode
 from diptych.common.sampling_params import SamplingParams
 
 from ..engine_rig import prompt

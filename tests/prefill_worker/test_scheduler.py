@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from diptych.common.block_hash import BlockHasher
 from diptych.common.block_pool import BlockPool
-from diptych.common.messages import PrefillRequest, pack_tokens
+from diptych.common.message_fields import pack_tokens
+from diptych.common.messages import PrefillRequest
 from diptych.common.sampling_params import SamplingParams
 from diptych.prefill_worker.scheduler import PrefillScheduler
 from diptych.prefill_worker.sequence import PrefillSequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
 import pytest
@@ -95,3 +95,18 @@ async def test_a_stream_that_breaks_off_kept_its_first_promise() -> None:
 async def test_a_client_that_stops_early_has_had_what_it_wanted() -> None:
     shares, _ = await attained(Script((0.1, 1), (0.05, 1), (9.0, 1)), take=2)
     assert shares == {"ttft": 1.0, "tpot": 1.0}
+
+
+async def test_who_is_refused_unread_got_no_first_token_in_time() -> None:
+    class Full:
+        def check_room(self, is_longer: Callable[[int], bool]) -> None:
+            if is_longer(64):
+                raise Overloaded("full")
+
+    window = SLOWindow(0.5, 0.1)
+    client = MeasuredClient(cast(Dispatcher, Full()), window, lambda: 1.0)
+    client.check_room(lambda num_tokens: False)
+    assert window.attainment(1.0) == {"ttft": 1.0, "tpot": 1.0}
+    with pytest.raises(Overloaded):
+        client.check_room(lambda num_tokens: True)
+    assert window.attainment(1.0) == {"ttft": 0.0, "tpot": 1.0}

@@ -192,3 +192,14 @@ def test_neither_torch_nor_transformers_is_loaded() -> None:
         "sys.exit(sum(name in sys.modules for name in ('torch', 'triton', 'transformers', 'gguf')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_router_reads_no_weights(folder: Path) -> None:
+    whole = resolve_model(str(folder))
+    for shard in whole.weights:
+        shard.unlink()
+    text = resolve_model(str(folder), weights=False)
+    assert (text.weights, text.weights_hash) == ((), "")
+    assert text.tokenizer == whole.tokenizer and text.eos_token_ids == whole.eos_token_ids
+    with pytest.raises(ModelError, match="has no .safetensors weights"):
+        resolve_model(str(folder))

@@ -36,7 +36,8 @@ WORKER = WorkerLoad("tcp://127.0.0.1:1", "decode", "decode-0", "ready", 0, 0, 90
 class Engine:
     """A `GenerationClient` that says what a test tells it: `text`, over and over, `per_event` tokens at a time.
 
-    `error` is raised after `error_after` tokens; `hold_after` tokens wait for `go`.
+    `error` is raised after `error_after` tokens; `hold_after` tokens wait for `go`. While `full`, prompts of at most
+    `most_when_full` tokens find room.
     """
 
     text: str = "The quick brown fox. "
@@ -49,10 +50,16 @@ class Engine:
     is_ready: tuple[bool, str] = (True, "")
     max_model_len: int = 0
     logprob: float = -0.5
+    full: RequestError | None = None
+    most_when_full: int = -1
     requests: list[GenerationRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     num_resets: int = 0
     go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def check_room(self, is_longer: Callable[[int], bool]) -> None:
+        if self.full is not None and (self.most_when_full < 0 or is_longer(self.most_when_full)):
+            raise self.full
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
         self.requests.append(request)

@@ -11,6 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from diptych.common.message_fields import unpack_tokens
 from diptych.common.messages import (
     AbortRequest,
     AnyMessage,
@@ -27,7 +28,6 @@ from diptych.common.messages import (
     WorkerHello,
     decode,
     encode,
-    unpack_tokens,
 )
 from diptych.common.sampling_params import SamplingParams
 from diptych.common.settings import RouterConfig

@@ -1,7 +1,20 @@
 import pytest
 
-from diptych.common.messages import WorkerHeartbeat, WorkerHello
-from diptych.router.dispatch.admission import MAX_RETRY_AFTER_S, observed_waits_s, predicted_wait_s, refusal
+from diptych.common.errors import Overloaded
+from diptych.common.messages import TokenDelta, WorkerHeartbeat, WorkerHello
+from diptych.common.sampling_params import SamplingParams
+from diptych.common.settings import RouterConfig
+from diptych.router.dispatch.admission import (
+    MAX_RETRY_AFTER_S,
+    Admission,
+    lasting_s,
+    observed_waits_s,
+    predicted_wait_s,
+    refusal,
+)
+from diptych.router.dispatch.client import GenerationRequest
+from diptych.router.dispatch.flight import Assignment, Flight
+from diptych.router.dispatch.load import DispatchCounters
 from diptych.router.dispatch.registry import WorkerRegistry
 
 
@@ -57,6 +70,15 @@ def test_without_blocks_to_give_only_those_that_run_are_places():
     assert predicted_wait_s([], [full]) == pytest.approx(4 * 8.0 / 2)
 
 
+def test_what_runs_for_long_already_tells_what_nothing_that_ended_told():
+    full = decode(num_running=4, num_waiting=7, service_s=0.5)
+    assert lasting_s([("tcp://d:1", 60.0)] * 3) == {}, "a few long answers"
+    lasting = lasting_s([("tcp://d:1", age_s) for age_s in (1.0, 6.0, 8.0, 60.0)])
+    assert lasting == {"tcp://d:1": 6.0}
+    assert predicted_wait_s([], [full], lasting=lasting) == pytest.approx(8 * 6.0 / 4)
+    assert predicted_wait_s([], [decode(num_running=3, service_s=0.5)], lasting=lasting) == 0
+
+
 def test_nobody_ready_is_another_matter():
     assert predicted_wait_s([], []) == 0
 
@@ -76,9 +98,9 @@ def test_a_refusal_says_when_to_come_back():
     assert late.retry_after_s == MAX_RETRY_AFTER_S
 
 
-def test_an_slo_refuses_earlier_and_by_a_margin():
-    assert refusal(0.7, max_wait_s=30.0, slo_ttft_s=0.5) is None
-    assert refusal(0.8, max_wait_s=30.0, slo_ttft_s=0.5) is not None
+def test_an_slo_refuses_earlier():
+    assert refusal(0.5, max_wait_s=30.0, slo_ttft_s=0.5) is None
+    assert refusal(0.6, max_wait_s=30.0, slo_ttft_s=0.5) is not None
     assert refusal(31.0, max_wait_s=30.0, slo_ttft_s=100.0) is not None
 
 
@@ -92,3 +114,99 @@ def test_those_who_wait_already_tell_what_no_rate_told():
 
 def test_one_worker_that_does_not_get_on_keeps_nobody_from_the_others():
     assert predicted_wait_s([worker(), worker("decode")], [decode()], {"tcp://p:1": 30.0}) == 0
+
+
+# ---------------------------------------------------------------- before the body is read
+
+
+def admission_of(prefill, decode):
+    """Of a router with an SLO of a second and these two workers; prompts of up to 64 tokens are prefilled by decode."""
+    registry = WorkerRegistry([prefill.address], [decode.address], worker_timeout_s=1.0)
+    registry.workers = {prefill.address: prefill, decode.address: decode}
+    return Admission(registry, RouterConfig(model="m", slo_ttft_ms=1000.0), DispatchCounters())
+
+
+def busy(role):
+    return worker(role, num_waiting_tokens=10_000, full_tokens_per_s=1000.0)
+
+
+def refuses(admission, num_tokens):
+    try:
+        admission.check(num_tokens)
+    except Overloaded:
+        return True
+    return False
+
+
+def refuses_unread(admission, is_longer):
+    try:
+        admission.check_unread(is_longer)
+    except Overloaded:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("busy_prefill", [False, True])
+@pytest.mark.parametrize("busy_decode", [False, True])
+def test_what_is_refused_unread_would_be_refused_whatever_it_is(busy_prefill, busy_decode):
+    admission = admission_of(busy("prefill") if busy_prefill else worker(), busy("decode") if busy_decode else decode())
+    short, long = refuses(admission, 64), refuses(admission, 65)
+    assert (short, long) == (busy_decode, busy_prefill)
+    assert refuses_unread(admission, lambda num_tokens: False) == (short and long)
+    assert refuses_unread(admission, lambda num_tokens: num_tokens <= 64) == long
+
+
+def test_nobody_looks_at_a_prompt_whose_length_does_not_matter():
+    def is_longer(num_tokens):
+        raise AssertionError("this may cost something")
+
+    assert not refuses_unread(admission_of(worker(), busy("decode")), is_longer)
+    assert refuses_unread(admission_of(busy("prefill"), busy("decode")), is_longer)
+
+
+# ---------------------------------------------------------------- what the last predictions were worth
+
+
+def first_token(admission, prefill, num_tokens, after_s):
+    """A prompt is placed on `prefill` at 0 and its first token comes."""
+    registry = admission._registry
+    request = GenerationRequest("r", [1] * num_tokens, SamplingParams(max_tokens=2))
+    flight = Flight(request, 0.0)
+    booking = registry.book(prefill.address, num_tokens=num_tokens, num_blocks=1)
+    assignment = Assignment("prefill", prefill.address, "p", 1, 0, booking, 0, 0)
+    flight.assigned(assignment, 0.0)
+    admission.expect(flight)
+    admission.learn(flight, assignment, after_s)
+    flight.received(assignment, TokenDelta("r", 0, 0, (7,)), after_s)
+    admission.learn(flight, assignment, 100.0)  # what comes later is no first token
+    registry.release(booking)
+
+
+def test_first_tokens_later_than_predicted_lengthen_the_next_prediction():
+    prefill = worker(num_waiting_tokens=400, full_tokens_per_s=1000.0)
+    admission = admission_of(prefill, decode())
+    assert not refuses(admission, 100)
+    for _ in range(30):
+        first_token(admission, prefill, 100, after_s=1.5)  # three times the half second that was predicted
+    with pytest.raises(Overloaded, match=r"about 1\.[12] s"):
+        admission.check(100)
+    for _ in range(30):
+        first_token(admission, prefill, 100, after_s=0.1)
+    assert not refuses(admission, 100), "and those in time shorten it"
+
+
+def test_a_new_worker_at_the_address_is_taken_at_its_word():
+    prefill = worker(num_waiting_tokens=400, full_tokens_per_s=1000.0)
+    admission = admission_of(prefill, decode())
+    for _ in range(30):
+        first_token(admission, prefill, 100, after_s=1.5)
+    admission.forget(prefill.address)
+    assert not refuses(admission, 100)
+
+
+def test_a_short_prediction_that_proves_wrong_says_nothing():
+    prefill = worker(full_tokens_per_s=1000.0)
+    admission = admission_of(prefill, decode())
+    for _ in range(30):
+        first_token(admission, prefill, 40, after_s=2.0)
+    assert admission._slowness == {}

@@ -1,6 +1,7 @@
 """One DEALER against a plain ROUTER."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -120,3 +121,17 @@ def can_bind(socket, port):
     except zmq.ZMQError:  # the port of a closed socket is free a moment later
         return False
     return True
+
+
+async def test_one_that_cannot_be_opened_leaves_no_socket():
+    """An open socket would keep the router from ending, for ever."""
+    context = zmq.asyncio.Context()
+    context.set(zmq.MAX_SOCKETS, 1)  # none is left for its monitor
+    connection = Connection("tcp://127.0.0.1:9", "me", Recorder().events(), hwm=2)
+    with pytest.raises(zmq.ZMQError):
+        connection.open(context)
+    connection.close(0)
+    ending = threading.Thread(target=context.term, daemon=True)
+    ending.start()
+    await asyncio.to_thread(ending.join, 10.0)
+    assert not ending.is_alive()

@@ -185,7 +185,10 @@ async def test_no_more_than_max_inflight(cluster, tools):
     await anext(stream)
     with pytest.raises(Unavailable, match="1 requests are in flight"):
         await tools.collect(dispatcher, tools.request(PROMPT))
+    with pytest.raises(Unavailable, match="1 requests are in flight"):
+        dispatcher.check_room(lambda num_tokens: False)
     await stream.aclose()
+    dispatcher.check_room(lambda num_tokens: True)
 
 
 async def test_a_request_id_is_served_once_at_a_time(cluster, tools):

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from diptych.common.message_fields import unpack_tokens
 from diptych.common.messages import (
     AbortRequest,
     DecodeRequest,
@@ -30,7 +31,6 @@ from diptych.common.messages import (
     TokenOutput,
     WorkerHeartbeat,
     WorkerHello,
-    unpack_tokens,
 )
 from diptych.common.sampling_params import SamplingParams
 from diptych.common.settings import RouterConfig

@@ -74,6 +74,27 @@ def test_a_router_that_was_held_up_blames_nobody(alive):
     assert alive.workers[D].ready
 
 
+def test_a_router_that_is_held_up_again_and_again_still_notices_silence(alive):
+    swept = [[worker.address for worker in alive.sweep(1.5 * turn)] for turn in range(9)]
+    assert swept[:6] == [[]] * 6 and [D] in swept[6:]
+
+
+def test_a_router_that_is_held_up_again_and_again_loses_nobody_who_speaks(alive):
+    for turn in range(1, 12):
+        alive.on_heartbeat(D, beat(step=turn), 5.0 * turn - 0.1)
+        assert alive.sweep(5.0 * turn) == []
+    assert alive.workers[D].ready
+
+
+def test_a_router_that_is_held_up_again_and_again_still_notices_a_stuck_engine(alive):
+    ended = []
+    for turn in range(1, 200):
+        ended.append(alive.on_heartbeat(D, beat(step=1), 1.5 * turn - 0.1))
+        ended.append(bool(alive.sweep(1.5 * turn)))
+    assert sum(ended) == 1
+    assert not alive.workers[D].ready
+
+
 def test_a_stuck_engine_dies_although_it_beats(alive):
     stuck = beat(step=2, num_running=1, turn_limit_s=5.0)
     lost = [alive.on_heartbeat(D, stuck, now) for now in (1.0, 3.0, 5.9, 6.1, 7.0)]
@@ -157,6 +178,18 @@ def test_load_is_booked_or_reported_whichever_is_more(alive):
     assert (worker.num_requests, worker.num_queued_tokens) == (6, 80)
 
 
+def test_what_ended_since_the_report_makes_room_at_once(alive):
+    worker = alive.workers[D]
+    mine = alive.book(D, num_tokens=10, num_blocks=40)
+    alive.on_heartbeat(D, beat(num_running=3, num_waiting_tokens=70, num_free_blocks=20), 0.1)
+    mine = alive.computed(mine)
+    assert (worker.num_requests, worker.num_queued_tokens) == (3, 60)
+    alive.release(mine)
+    assert (worker.num_requests, worker.num_queued_tokens, worker.num_available_blocks) == (2, 60, 60)
+    alive.on_heartbeat(D, beat(num_running=2, num_waiting_tokens=55, num_free_blocks=60), 0.2)
+    assert (worker.num_requests, worker.num_queued_tokens, worker.num_available_blocks) == (2, 55, 60)
+
+
 def test_a_worker_that_fails_in_a_row_is_suspect_for_a_while(alive):
     for _ in range(3):
         alive.on_request_failed(D, 0.0)
@@ -190,5 +223,6 @@ def test_bookings_never_leak(actions):
         registry.release(booking)
     load = registry.workers[D].booked
     assert (load.num_requests, load.num_tokens, load.num_blocks) == (0, 0, 0)
+    registry.on_heartbeat(D, beat(epoch=epoch), 0.0)
     fresh = registry.workers[D].fresh
     assert (fresh.num_requests, fresh.num_tokens, fresh.num_blocks) == (0, 0, 0)

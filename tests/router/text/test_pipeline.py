@@ -139,3 +139,32 @@ async def test_after_close_it_is_unavailable(text: TextPipeline) -> None:
 async def test_one_token_by_itself(text: TextPipeline) -> None:
     assert (text.token_text(0xE2).token, text.token_text(0xE2).raw) == ("\ufffd", b"\xe2")
     assert text.token_text(257).token == "<|eos|>" and text.token_text(9999).raw == b""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "exceeds"),
+    [
+        ([1] * 10, False),
+        ([1] * 11, True),
+        ("", False),
+        ("a" * 10, False),
+        ("ab cd ef gh ij", True),
+        ("ab cd ef gh ij " * 100_000, True),
+        ("漢字" * 100, True),
+    ],
+)
+def test_a_long_prompt_is_told_from_its_beginning(text: TextPipeline, prompt: str | list[int], exceeds: bool) -> None:
+    assert text.exceeds(prompt, 10) == exceeds
+
+
+def test_a_prompt_of_no_more_tokens_never_exceeds(text: TextPipeline) -> None:
+    """Whatever the tokenizer: what is asked for is a proof."""
+    for prompt in ("a", "a b c", "aaaa bbbb", "é" * 20, " " * 50, "x" * 30 + " " + "y" * 30):
+        num_tokens = len(text.tokenizer.encode(prompt))
+        assert not text.exceeds(prompt, num_tokens)
+        assert not text.exceeds(prompt, num_tokens + 1)
+
+
+def test_nobody_tokenises_a_long_beginning_to_know(text: TextPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(text.tokenizer), "encode", lambda *_, **__: pytest.fail("on the event loop"))
+    assert not text.exceeds("some words " * 5000, 20_000)

@@ -78,7 +78,12 @@ class DiscoverySettings(ClusterSettings):
         5.0, "seconds between two lookups of the names, with --discovery dns", group="Workers", ge=0.05, le=3600
     )
     slo_ttft_ms: float = setting(
-        0.0, "milliseconds within which a first token should come; 0: no such goal", group="Scaling", ge=0, le=3.6e6
+        0.0,
+        "milliseconds within which a first token should come: who would wait longer behind others gets 429 at once; "
+        "0: no such goal, --max-wait-s alone limits the wait",
+        group="Scaling",
+        ge=0,
+        le=3.6e6,
     )
     slo_tpot_ms: float = setting(
         0.0, "milliseconds that a token after the first should take; 0: no such goal", group="Scaling", ge=0, le=3.6e6

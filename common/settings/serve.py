@@ -1,0 +1,22 @@
+"""Settings of `diptych serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from diptych.common.config_field import Config, setting
+
+
+@dataclass(frozen=True)
+class ServeConfig(Config):
+    """One machine: how many of each worker. All else is a setting of the router or of the workers."""
+
+    section: ClassVar[str] = "serve"
+    env_prefix: ClassVar[str] = "SERVE"
+    about: ClassVar[str] = (
+        "A whole service on this machine: fetches the model, starts the workers and a router, restarts what dies."
+    )
+
+    prefill: int = setting(1, "prefill workers to start; 0: decode workers do everything", group="Workers", ge=0, le=64)
+    decode: int = setting(1, "decode workers to start", group="Workers", ge=1, le=64)

@@ -1,0 +1,45 @@
+"""A router makes room for the descriptors of its clients and of all workers that it may meet."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from diptych.common.settings import RouterConfig
+from diptych.router.api.server import files_needed
+from diptych.router.dispatch.fleet import MAX_DISCOVERED
+
+LOW = 200
+NOBODY = "tcp://127.0.0.1:9"
+
+
+def test_workers_that_may_be_discovered_count() -> None:
+    three = RouterConfig(decode=("tcp://a:1", "tcp://b:1"), prefill=("tcp://c:1",), max_connections=100)
+    found = RouterConfig(discovery="dns", decode_services=("d:1",), max_connections=100)
+    assert files_needed(three) > 100 + 3 * 4
+    assert files_needed(found) - files_needed(three) == (MAX_DISCOVERED - 3) * 8
+
+
+@pytest.mark.e2e
+def test_the_limit_is_raised_at_start_and_the_log_says_so() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    flags = f"--port 0 --log-json --model tiny-random --decode {NOBODY} --max-connections 300"
+    line = ["sh", "-c", f"ulimit -Sn {LOW}; exec {sys.executable} -P -m diptych.router {flags}"]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            said = [json.loads(process.stderr.readline()) for _ in range(2)]
+            found = {each["message"]: each for each in said}
+            httpx.get(f"http://127.0.0.1:{found['listening']['port']}/health", trust_env=False, timeout=60)
+            soft = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0]
+        finally:
+            process.kill()
+    wanted = files_needed(RouterConfig(decode=(NOBODY,), max_connections=300))
+    assert soft == min(wanted, hard if hard != resource.RLIM_INFINITY else wanted)
+    assert found["limit of open files raised"]["files"] == soft
+    assert found["limit of open files raised"]["before"] == LOW

@@ -1,0 +1,111 @@
+"""Large bodies mean what small ones mean, and nobody waits for them but who sent them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from diptych.common.errors import InvalidRequest, RequestError
+from diptych.router.api.body import parse
+from diptych.router.api.fields import MAX_PARTS, ChatRequest, CompletionRequest, DetokenizeRequest
+from diptych.router.api.large_body import LARGE_BYTES, MAX_FIELD_BYTES, parse_large
+
+MAX_LEN = 100_000
+PADDING = "x" * LARGE_BYTES
+PART = {"type": "text", "text": "hi"}
+
+
+def chat(content: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], **more}
+
+
+def outcome(parsed: Any) -> Any:
+    """The model, or what its sender is told."""
+    try:
+        return parsed()
+    except InvalidRequest as error:
+        return type(error), error.message, error.param, error.code
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionRequest, {"prompt": PADDING, "max_tokens": 3, "unknown": 1, "n": None}),
+        (CompletionRequest, {"prompt": ["é", PADDING, ""], "stop": ["a"]}),
+        (CompletionRequest, {"prompt": list(range(70_000))}),
+        (CompletionRequest, {"prompt": [list(range(50_000))] * 3}),
+        (CompletionRequest, {"prompt": [PADDING, 1]}),
+        (CompletionRequest, {"prompt": [*range(70_000), -1]}),
+        (CompletionRequest, {"prompt": [*range(70_000), "x"]}),
+        (CompletionRequest, {"prompt": [[1], [*range(70_000), 2.5]]}),
+        (CompletionRequest, {"prompt": PADDING, "temperature": "hot"}),
+        (CompletionRequest, {"prompt": PADDING, "logit_bias": {str(i): 1 for i in range(9000)}}),
+        (CompletionRequest, {"prompt": []}),
+        (CompletionRequest, {"temperature": 1}),
+        (ChatRequest, chat(PADDING, temperature=0.5)),
+        (ChatRequest, {"messages": [{"role": "user", "content": PADDING}] * 3}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [PART, {"type": "text", "text": PADDING}]}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": PADDING}, {"role": "nobody"}]}),
+        (ChatRequest, chat([PART] * (MAX_PARTS + 1))),
+        (ChatRequest, chat(PADDING, chat_template_kwargs={"documents": ["a" * 1000] * 300})),
+        (ChatRequest, {"messages": PADDING}),
+        (DetokenizeRequest, {"tokens": list(range(200_000))}),
+    ],
+)
+def test_a_large_body_means_what_a_small_one_means(model: type[BaseModel], body: dict[str, Any]) -> None:
+    for data in (json.dumps(body).encode(), json.dumps(body, indent=1, ensure_ascii=False).encode()):
+        assert outcome(lambda data=data: parse_large(data, model, MAX_LEN)) == outcome(
+            lambda data=data: parse(data, model)
+        )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"[" + b"1," * 200_000 + b"1]", "the body must be a JSON object"),
+        (b'{"prompt": "' + b"a" * 300_000, "the body is not valid JSON"),
+        (b'{"prompt": "' + b"a" * 300_000 + b'"} more', "the body is not valid JSON"),
+        (b'{"prompt": "\xff' + b"a" * 300_000 + b'"}', "the body is not valid JSON"),
+        (b'{"prompt": ["\xff", "' + b"a" * 300_000 + b'"]}', "the body is not valid JSON"),
+        (b'{"x": ' + b"[" * 300_000 + b"]" * 300_000 + b"}", "the body is not valid JSON"),
+    ],
+)
+def test_what_is_no_json_object(data: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parse_large(data, CompletionRequest, MAX_LEN)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [([1] * MAX_LEN, "prompt"), ([[1], [1] * MAX_LEN, [2]], "prompt[1]"), ([[1] * MAX_LEN], "prompt[0]")],
+)
+def test_token_ids_that_do_not_fit_are_counted_and_not_made(prompt: Any, param: str) -> None:
+    data = json.dumps({"prompt": prompt}).encode()
+    with pytest.raises(RequestError, match="the prompt has 100,000 tokens and the model takes 100,000") as caught:
+        parse_large(data, CompletionRequest, MAX_LEN)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
+
+
+def test_a_field_beside_the_prompt_has_a_bound() -> None:
+    data = json.dumps(chat("hi", chat_template_kwargs={"x": "a" * MAX_FIELD_BYTES})).encode()
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs: may have at most 1,048,576 bytes"):
+        parse_large(data, ChatRequest, MAX_LEN)
+
+
+async def test_small_requests_do_not_wait_for_large_ones(running: Any, tools: Any) -> None:
+    service, opened = running.app.state.service, threading.Event()
+    blocked = asyncio.create_task(service.text.apart(opened.wait))
+    try:
+        large = [asyncio.create_task(running.completion(prompt="hi", unknown=PADDING, max_tokens=2)) for _ in range(3)]
+        await tools.until(lambda: service.text.num_pending == 4)
+        assert (await running.completion(max_tokens=2)).status_code == 200
+        assert not any(task.done() for task in large)
+    finally:
+        opened.set()
+    assert await blocked
+    assert [reply.status_code for reply in await asyncio.gather(*large)] == [200] * 3
