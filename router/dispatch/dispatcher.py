@@ -209,6 +209,9 @@ class Dispatcher:
         )
 
     def on_ready(self, address: str) -> None:
+        epoch = self.fleet.registry.workers[address].epoch
+        for flight in self._flights.values():
+            flight.lives(address, epoch)
         self._serve_queue(self._clock())
 
     def on_tick(self, now: float) -> None:

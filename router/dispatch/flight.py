@@ -62,7 +62,8 @@ class Flight:
         self._packed = pack_tokens(request.prompt_token_ids)
         self.stream = TokenStream(request.params.max_tokens, with_logprobs=request.params.logprobs >= 0)
         self.attempt = 0
-        self.num_failures = self.num_fruitless = self.num_deaths = 0
+        self.num_failures = self.num_fruitless = 0
+        self._deaths: set[tuple[str, int]] = set()
         self._num_tokens_at_move = 0
         self.num_base_tokens = 0
         self.deadline = now + request.deadline_s
@@ -157,19 +158,30 @@ class Flight:
         self._names[assignment.role] = assignment.worker_id
         self.progress_at = now
 
+    @property
+    def num_deaths(self) -> int:
+        """How many workers died with it since it last got any further."""
+        return len(self._deaths)
+
     def moves(self, failed: Assignment, reason: str, now: float, *, died: bool) -> None:
         """A worker failed, or `died`. `num_fruitless` failures, `num_deaths` of them deaths, brought it no further."""
         self.num_failures += 1
         if self.got_further:
-            self.num_fruitless = self.num_deaths = 0
+            self.num_fruitless = 0
+            self._deaths.clear()
         else:
             self.num_fruitless += 1
-            self.num_deaths += died
+            if died:
+                self._deaths.add((failed.address, failed.epoch))
         self._num_tokens_at_move = len(self.stream.token_ids)
         self.progress_at = now
         self.last_failure = reason
         self.failed_lives.add((failed.address, failed.epoch))
         self.stream.drop_ahead()
+
+    def lives(self, address: str, epoch: int) -> None:
+        """A worker that was silent, and taken for dead, goes on with the life that it had."""
+        self._deaths.discard((address, epoch))
 
     def unassign(self, assignment: Assignment) -> None:
         """The worker has no more part in the request; the time it spent decoding still counts."""

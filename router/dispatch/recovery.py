@@ -3,7 +3,8 @@
 A stream that got further since its last move starts its count of moves anew, so it outlives any number of workers. A
 request whose every worker dies before it got anywhere may be what kills them: from its second such death on it is a
 suspect. Suspects are placed one at a time, so that those who were only near are cleared, and the one that is not ends
-after `max_retries` moves, like every request that gets nowhere.
+after `max_retries` moves, like every request that gets nowhere. A worker that was only silent, and comes back, has not
+died of anything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Every phase of a request ends: what it waits for comes, or its deadline moves it or fails it."""
 
 import asyncio
+import dataclasses
 import time
 
 import pytest
@@ -166,6 +167,26 @@ async def test_suspects_go_one_at_a_time_and_the_innocent_are_cleared(cluster, t
     worker.die()
     await worker.restart()
     assert [tokens for tokens, _ in await asyncio.gather(*work)] == [tools.expected(p, 8) for p in prompts]
+
+
+async def test_a_worker_that_was_only_silent_makes_nobody_a_suspect(cluster, tools):
+    """A machine without time to spare silences its workers. One that comes back has not died of its requests."""
+    dispatcher = await cluster.start(prefill=0, decode=2, max_retries=9)
+    for worker in cluster.decode:
+        worker.token_s = 30.0
+    work = asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT)))
+    await tools.until(lambda: any(worker.of(DecodeRequest) for worker in cluster.decode))
+    (flight,) = dispatcher._flights.values()
+    now, decode = time.monotonic(), flight.decode
+    flight.moves(decode, "silent", now, died=True)
+    flight.moves(decode, "silent again", now, died=True)
+    assert flight.num_deaths == 1  # one life ends once
+    flight.moves(dataclasses.replace(decode, epoch=decode.epoch + 1), "restarted, and silent", now, died=True)
+    assert flight.num_deaths == 2 and flight.num_fruitless == 3
+    dispatcher.on_ready(decode.address)
+    assert flight.num_deaths == 1  # its earlier life goes on; the other one does not
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
 
 
 async def test_a_request_that_would_wait_too_long_is_refused_at_once(cluster, tools):
