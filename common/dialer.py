@@ -83,7 +83,8 @@ class Dialer:
         elif self._num_failed > ROUNDS * self._num_keys and now - self._certain_at > CERTAIN_S:
             self.refusal = "it breaks every handshake off"
             if self._curve is not None:
-                self.refusal += f": its key may be none of the {self._num_keys} that this process trusts"
+                keys = f"the {self._num_keys} that this process trusts"
+                self.refusal += f": its key may be none of {keys}, or it speaks no CURVE at all"
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._curve is None:
             self._tries_again = True  # ZeroMQ does: the other side went away meanwhile
             return

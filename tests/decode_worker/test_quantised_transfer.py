@@ -223,7 +223,9 @@ def test_an_engine_decodes_with_what_arrived(make_engine: Callable[..., Rig]) ->
     rig.peer.done(token=rig.oracle(tokens, 1)[0])
     rig.until(lambda: rig.peer.socket.poll(0))
     assert isinstance(rig.peer.read(), KVAck)
-    assert torch.equal(rig.kv.tensor[blocks], through_fp8(kv.tensor, [0, 1, 2]))
+    arrived, expected = rig.kv.tensor[blocks], through_fp8(kv.tensor, [0, 1, 2])
+    assert torch.equal(arrived[:2], expected[:2])
+    assert torch.equal(arrived[2, :, :, :8], expected[2, :, :, :8])  # of 40 tokens; the next ones may be there already
     rig.until(lambda: rig.reason())
     assert len(rig.tokens()) == 8 and rig.is_clean
 
