@@ -6,6 +6,7 @@ A field that OpenAI or vLLM know, that would change the answer and that this ser
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
@@ -118,9 +119,9 @@ class SamplingFields(Fields):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: only allowed with stream: true", param="stream_options")
 
+    @abstractmethod
     def longest_text(self) -> str | list[int]:
         """The longest piece of a prompt that is surely in one: text or token ids."""
-        raise NotImplementedError
 
     @property
     def stops(self) -> tuple[str, ...]:
