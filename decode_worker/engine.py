@@ -139,8 +139,8 @@ class DecodeEngine(Engine):
             work = sum(work_of(chunk.num_tokens, chunk.start + chunk.num_tokens) for chunk in chunks)
             self.planned(sum(chunk.num_tokens for chunk in chunks), work)
         rows = [self._rules.row(chunk.sequence) for chunk in chunks if chunk.sample] if self._ahead.possible else []
-        if self._ahead.takes(chunks, rows):
-            before = self._ahead.launch(chunks, rows, now)
+        if prepared := self._ahead.prepare(chunks, rows):
+            before = self._ahead.launch(chunks, prepared, rows, now)
             if before is not None:
                 self._land(before)
         else:

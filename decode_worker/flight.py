@@ -59,19 +59,26 @@ class StepsInFlight:
         """Whether any step can be launched ahead here."""
         return self._launcher is not None
 
-    def takes(self, chunks: Sequence[DecodeChunk], rows: Sequence[SamplingRow]) -> bool:
-        """Whether a step of `chunks`, which sample by `rows`, can be launched ahead."""
+    def prepare(self, chunks: Sequence[DecodeChunk], rows: Sequence[SamplingRow]) -> Sequence[SequenceChunk]:
+        """What a step of `chunks`, which sample by `rows`, is to run; nothing if it cannot be launched ahead."""
         if self._launcher is None or not chunks:
-            return False
-        return self._launcher.takes([model_chunk(chunk) for chunk in chunks], rows)
+            return ()
+        prepared = [model_chunk(chunk) for chunk in chunks]
+        return prepared if self._launcher.takes(prepared, rows) else ()
 
-    def launch(self, chunks: Sequence[DecodeChunk], rows: Sequence[SamplingRow], now: float) -> Flight | None:
+    def launch(
+        self,
+        chunks: Sequence[DecodeChunk],
+        prepared: Sequence[SequenceChunk],
+        rows: Sequence[SamplingRow],
+        now: float,
+    ) -> Flight | None:
         """Start a step, fed by the one in flight: returns that one, which is now to be landed."""
-        assert self._launcher is not None  # it took the chunks
+        assert self._launcher is not None  # it took what was prepared
         before = self.flight
         row_of = {id(chunk.sequence): row for row, chunk in enumerate(before.chunks)} if before else {}
         sources = [row_of.get(id(chunk.sequence), -1) for chunk in chunks]
-        tokens = self._launcher.launch([model_chunk(chunk) for chunk in chunks], sources, rows)
+        tokens = self._launcher.launch(prepared, sources, rows)
         for chunk in chunks:
             self._scheduler.launched(chunk)
         self.flight = Flight(tuple(chunks), tokens, now)
