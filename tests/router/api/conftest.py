@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import socket
@@ -216,3 +217,20 @@ class Tools:
 @pytest.fixture
 def tools() -> type[Tools]:
     return Tools
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Callable[[Any], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]]:
+    """Opens plain connections to a running server; all are closed at the end."""
+    opened: list[asyncio.StreamWriter] = []
+
+    async def to(running: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+        opened.append(writer)
+        return reader, writer
+
+    yield to
+    for writer in opened:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()

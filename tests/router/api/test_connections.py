@@ -7,7 +7,7 @@ import contextlib
 import json
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -21,22 +21,6 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 BODY = b'{"prompt": "hi", "max_tokens": 3}'
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[Any], Awaitable[Pipe]]
-
-
-@pytest.fixture
-async def connect() -> AsyncIterator[Connect]:
-    opened: list[asyncio.StreamWriter] = []
-
-    async def to(running: Any) -> Pipe:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
-        opened.append(writer)
-        return reader, writer
-
-    yield to
-    for writer in opened:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
 
 
 async def all_of(reader: asyncio.StreamReader) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +39,6 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, str, Any]:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
         return int(head.split()[1]), head, json.loads(await reader.readexactly(length))
-
-
-@pytest.fixture
-async def connect() -> AsyncIterator[Connect]:
-    opened: list[asyncio.StreamWriter] = []
-
-    async def to(running: Any) -> Pipe:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
-        opened.append(writer)
-        return reader, writer
-
-    yield to
-    for writer in opened:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
 
 
 @pytest.fixture
