@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -11,7 +12,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch  # loads the OpenMP runtime whose threads the library shares
@@ -46,16 +49,43 @@ def _cache_folder() -> Path:
 def _load(folder: Path) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or next((found for name in COMPILERS if (found := shutil.which(name))), "")
     target = folder / f"kernels-{_key(compiler)}.so"
-    if target.exists():
-        try:
-            return ctypes.CDLL(str(target))
-        except OSError as error:
-            log.warning("%s does not load (%s): building it again", target, error)
+    if (library := _built(target)) is not None:
+        return library
     if not compiler:
         raise OSError("no C++ compiler among " + ", ".join(COMPILERS))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        return _build(compiler, Path(scratch), target)
+    with _turn(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        return _built(target) or _build(compiler, Path(scratch), target)
+
+
+def _built(target: Path) -> ctypes.CDLL | None:
+    """What was built before, if it is there and loads."""
+    if not target.exists():
+        return None
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        log.warning("%s does not load (%s): building it again", target, error)
+        return None
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """One process at a time compiles: the workers of a machine start together, and want the same library."""
+    until = time.monotonic() + COMPILE_TIMEOUT_S
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        while time.monotonic() < until:  # the lock of a process that dies goes with it
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError:  # a file system without locks: twice the work, and the same library
+                break
+        yield
+    finally:
+        os.close(held)
 
 
 def _build(compiler: str, scratch: Path, target: Path) -> ctypes.CDLL:

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +48,14 @@ def test_a_damaged_library_is_built_again(tmp_path: Path) -> None:
     copy.write_bytes(b"not a library")
     copy.replace(built)
     assert native_build.load_native.__wrapped__() is not None
+
+
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    compiler, calls = tmp_path / "compiler", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho $PPID >> {calls}\nexec {shutil.which("c++")} "$@"\n')
+    compiler.chmod(0o755)
+    env = {**os.environ, "CXX": str(compiler), "DIPTYCH_CACHE": str(tmp_path)}
+    program = "from diptych.kernels.native_build import load_native; assert load_native() is not None"
+    started = [subprocess.Popen([sys.executable, "-P", "-c", program], env=env) for _ in range(2)]
+    assert [process.wait(120) for process in started] == [0, 0]
+    assert len(set(calls.read_text().split())) == 1, "both of them compiled"
