@@ -29,6 +29,8 @@ class _LoadCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         load = self._load()
         yield self._gauge("diptych_requests_in_flight", "Sequences in the router, by stage", "stage", load.stages)
+        limit = {"": load.wait_limit_s}
+        yield self._gauge("diptych_wait_limit_seconds", "How long a new request may be bound to wait", "", limit)
         yield self._counter("diptych_retries", "Moves to another worker, by role", "role", load.num_retries)
         takeovers = load.num_retries.get("decode", 0)
         yield self._counter("diptych_takeovers", "Answers that another decode worker went on with", "", {"": takeovers})
@@ -64,9 +66,9 @@ class _LoadCollector(Collector):
         yield from (state, booked, queued, blocks, cuts, unsent, dropped)
 
     def _gauge(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=[*self._labels, label])
+        family = GaugeMetricFamily(name, text, labels=[*self._labels, *([label] if label else [])])
         for key, value in values.items():
-            family.add_metric([*self._labels.values(), key], value)
+            family.add_metric([*self._labels.values(), *([key] if label else [])], value)
         return family
 
     def _counter(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -116,6 +116,14 @@ class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings):
         ge=0.05,
         le=86400,
     )
+    overload_wait_s: float = setting(
+        0.5,
+        "what --max-wait-s falls to once requests have been refused for seconds without a pause: as many are served "
+        "through a short queue, and sooner. A few may always wait; set to the same as --max-wait-s it never falls",
+        group="Deadlines",
+        ge=0.05,
+        le=86400,
+    )
     drain_timeout_s: float = setting(
         30.0,
         "seconds that running answers get to finish after SIGTERM; at most 3 under `diptych serve`",

@@ -7,6 +7,7 @@ bright, those who wait already tell, and first tokens that came later than predi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median_low
 from types import MappingProxyType
@@ -15,8 +16,11 @@ from diptych.common.errors import Overloaded
 from diptych.common.settings import RouterConfig
 from diptych.router.dispatch.flight import Assignment, Flight, Stage
 from diptych.router.dispatch.load import DispatchCounters
+from diptych.router.dispatch.patience import Patience
 from diptych.router.dispatch.registry import WorkerRegistry
 from diptych.router.dispatch.worker import Worker
+
+log = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S = 60.0
 SCARCE = 0.05
@@ -38,6 +42,11 @@ class Admission:
         self._observed: Mapping[str, float] = NOTHING
         self._lasting: Mapping[str, float] = NOTHING
         self._slowness: dict[str, float] = {}
+        self._prompt_s = 0.0  # that a prompt takes, lately
+        longest_s = min(config.max_wait_s, config.queue_timeout_s)
+        if config.slo_ttft_ms > 0:
+            longest_s = min(longest_s, config.slo_ttft_ms / 1000)
+        self._patience = Patience(longest_s, min(longest_s, config.overload_wait_s))
 
     def observe(self, flights: Iterable[Flight], now: float) -> None:
         """Look at what runs: how long some wait for their first token, and others are being decoded; once a tick."""
@@ -55,6 +64,7 @@ class Admission:
         error = self._refusal(short=num_tokens <= self._config.local_prefill_threshold)
         if error is not None:
             raise self._counted(error)
+        self._patience.count(refused=False)
 
     def check_unread(self, is_longer: Callable[[int], bool]) -> None:
         """Raises Overloaded for a request that `check` would refuse whatever its prompt turns out to be.
@@ -71,7 +81,12 @@ class Admission:
     def expect(self, flight: Flight) -> None:
         """A request was placed: note when its first token should come, the prompts before it and its own computed."""
         assignment = flight.waits_for
-        flight.expected_s = prefill_wait_s(self._registry.workers[assignment.address]) if assignment else 0.0
+        if assignment is None:
+            flight.expected_s = 0.0
+            return
+        worker = self._registry.workers[assignment.address]
+        flight.expected_s = prefill_wait_s(worker)
+        self._prompt_s += SMOOTHING * (prefill_s(worker, assignment.booking.num_tokens) - self._prompt_s)
 
     def learn(self, flight: Flight, assignment: Assignment, now: float) -> None:
         """The first tokens of `assignment` are here: compare with what was expected when it was placed."""
@@ -86,17 +101,46 @@ class Admission:
         """Another worker is there now, or none."""
         self._slowness.pop(address, None)
 
+    def shed(self, flights: Iterable[Flight], now: float) -> list[tuple[Flight, Overloaded]]:
+        """Who has waited in vain: once a tick, and nobody unless patience has just become brief.
+
+        Then it is those who wait for a first token, and would do so for longer yet than a new request may; who came
+        first keeps his place.
+        """
+        if not self._patience.tick(now):
+            return []
+        limit_s, was_s = self.limit_s, self._patience.longest_s
+        if not self._patience.is_brief:
+            log.info("load has come down to what can be served", extra={"new_requests_may_wait_s": was_s})
+            return []
+        shed = [
+            (flight, _shed(now - flight.progress_at, wait_s, limit_s))
+            for flight, wait_s in waits_of(flights, self._registry.workers, self._slowness)
+            if wait_s > limit_s
+        ]
+        log.warning(
+            "more requests come than can be served: they may wait less from now on, and who waits too long is refused",
+            extra={"new_requests_may_wait_s": limit_s, "instead_of_s": was_s, "refused": len(shed)},
+        )
+        return shed
+
+    @property
+    def limit_s(self) -> float:
+        """How long a new request may wait now."""
+        turns_s = (worker.service_s / _num_places(worker) for worker in self._registry.ready("decode"))
+        return self._patience.limit_s(max(self._prompt_s, min(turns_s, default=0.0)))
+
     def _counted(self, error: Overloaded) -> Overloaded:
+        self._patience.count(refused=True)
         self._counters.num_failures[type(error).__name__] += 1
         return error
 
     def _refusal(self, *, short: bool) -> Overloaded | None:
         """The error for a new prompt; a short one is computed by decode workers."""
-        registry, config = self._registry, self._config
+        registry = self._registry
         prefill = [] if short else registry.ready("prefill")
         wait_s = predicted_wait_s(prefill, registry.ready("decode"), self._observed, self._slowness, self._lasting)
-        longest_s = min(config.max_wait_s, config.queue_timeout_s)
-        return refusal(wait_s, max_wait_s=longest_s, slo_ttft_s=config.slo_ttft_ms / 1000)
+        return refusal(wait_s, self.limit_s)
 
 
 def observed_waits_s(waits: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -118,25 +162,56 @@ def lasting_s(decoding: Iterable[tuple[str, float]]) -> dict[str, float]:
     return {address: median_low(ages_s) for address, ages_s in by_address.items() if len(ages_s) >= NUM_LATE}
 
 
+def waits_of(
+    flights: Iterable[Flight], workers: Mapping[str, Worker], slowness: Mapping[str, float] = NOTHING
+) -> list[tuple[Flight, float]]:
+    """Who waits for a first token, in the order of their placing, and seconds until their worker comes to them."""
+    by_address: dict[str, list[tuple[Flight, Assignment]]] = {}
+    for flight in flights:
+        assignment = flight.waits_for
+        if assignment is not None and flight.stage is Stage.PREFILL and not flight.stream.token_ids:
+            by_address.setdefault(assignment.address, []).append((flight, assignment))
+    waits = []
+    for address, placed in by_address.items():
+        num_tokens, worker = 0, workers[address]
+        placed.sort(key=lambda one: one[0].progress_at)
+        for index, (flight, assignment) in enumerate(placed):
+            place_s = decode_wait_s(worker, num_after=len(placed) - index) if worker.role == "decode" else 0.0
+            prompts_s = prefill_s(worker, num_tokens) * slowness.get(address, 1.0)
+            waits.append((flight, max(prompts_s, place_s)))
+            num_tokens += assignment.booking.num_tokens
+    return waits
+
+
+def prefill_s(worker: Worker, num_tokens: int) -> float:
+    """Seconds that the worker takes to compute so many prompt tokens; 0 while nobody has seen its rate."""
+    rate = worker.beat.full_tokens_per_s if worker.beat else 0.0
+    return num_tokens / rate if rate > 0 else 0.0
+
+
 def prefill_wait_s(worker: Worker) -> float:
     """Seconds until the worker has computed the prompts that it has."""
-    rate = worker.beat.full_tokens_per_s if worker.beat else 0.0
-    return worker.num_queued_tokens / rate if rate > 0 else 0.0
+    return prefill_s(worker, worker.num_queued_tokens)
 
 
-def decode_wait_s(worker: Worker, least_s: float = 0.0) -> float:
+def decode_wait_s(worker: Worker, least_s: float = 0.0, num_after: int = 0) -> float:
     """Seconds until the worker has a place in its batch for one more: Little's law over those who wait before it.
 
-    Requests take `least_s` there at least.
+    Requests take `least_s` there at least. `num_after` of those that the worker has do not count.
     """
+    num_places = _num_places(worker)
+    num_before = worker.num_requests - num_after + 1 - num_places
+    return max(0, num_before) * max(worker.service_s, least_s) / num_places
+
+
+def _num_places(worker: Worker) -> int:
+    """Places in the batch of a worker; where blocks are scarce, those that are taken."""
     beat, hello = worker.beat, worker.hello
     if beat is None or hello is None:
-        return 0.0
-    num_places = max(1, hello.max_num_seqs)
+        return 1
     if beat.num_waiting and worker.num_available_blocks < SCARCE * hello.num_blocks:
-        num_places = max(1, beat.num_running + beat.num_transferring)
-    num_before = worker.num_requests + 1 - num_places
-    return max(0, num_before) * max(worker.service_s, least_s) / num_places
+        return max(1, beat.num_running + beat.num_transferring)
+    return max(1, hello.max_num_seqs)
 
 
 def predicted_wait_s(
@@ -161,10 +236,18 @@ def predicted_wait_s(
     return max(first, place)
 
 
-def refusal(wait_s: float, *, max_wait_s: float, slo_ttft_s: float = 0.0) -> Overloaded | None:
-    """The error for a request that would wait longer than it may; None for one to be taken. `slo_ttft_s` 0: no SLO."""
-    limit_s = min(max_wait_s, slo_ttft_s) if slo_ttft_s > 0 else max_wait_s
+def refusal(wait_s: float, limit_s: float) -> Overloaded | None:
+    """The error for a request that would wait longer than it may; None for one to be taken."""
     if wait_s <= limit_s:
         return None
-    why = f"a new request would wait about {wait_s:.1f} s, the most it may is {limit_s:g} s"
-    return Overloaded(why, retry_after_s=min(MAX_RETRY_AFTER_S, max(1.0, wait_s - limit_s)))
+    why = f"a new request would wait about {wait_s:.1f} s, the most it may is {limit_s:.3g} s"
+    return Overloaded(why, retry_after_s=_retry_after_s(wait_s, limit_s))
+
+
+def _shed(waited_s: float, wait_s: float, limit_s: float) -> Overloaded:
+    why = f"more requests come than can be served: {waited_s:.1f} s of waiting were to become {wait_s:.1f} s more"
+    return Overloaded(f"{why}, the most is {limit_s:.3g} s now", retry_after_s=_retry_after_s(wait_s, limit_s))
+
+
+def _retry_after_s(wait_s: float, limit_s: float) -> float:
+    return min(MAX_RETRY_AFTER_S, max(1.0, wait_s - limit_s))

@@ -140,6 +140,7 @@ class Dispatcher:
             dict(counters.num_choices),
             counters.num_stale_deltas,
             num_handovers=dict(counters.num_handovers),
+            wait_limit_s=self._admission.limit_s,
         )
 
     def demand(self, p95_token_s: float, slo_s: float) -> Demand:
@@ -220,6 +221,8 @@ class Dispatcher:
         for flight in list(self._flights.values()):
             self._check_progress(flight, now)
         self._admission.observe(self._flights.values(), now)
+        for flight, error in self._admission.shed(self._flights.values(), now):
+            self._fail(flight, error)
 
     # ------------------------------------------------------------ a request's life
 

@@ -56,11 +56,16 @@ class HandOvers:
                 self._begin(flight, targets, now)
 
     def succeed(self, flight: Flight, now: float, *, moved: bool) -> None:
-        """The new worker goes on. Unless the old one said that it `moved`, it is told to forget the request."""
-        before = flight.decode
-        if before is None:
-            raise RuntimeError(f"request {flight.request.request_id} is handed over by nobody")
+        """The new worker goes on. Unless the old one said that it `moved`, it is told to forget the request.
+
+        It says so once the new one has acknowledged all KV: only then, or by its tokens, is known what that one holds.
+        """
+        before, successor = flight.decode, flight.successor
+        if before is None or successor is None:
+            raise RuntimeError(f"request {flight.request.request_id} is handed over by nobody, or to nobody")
         flight.succeed(now)
+        if moved:
+            self._placement.remember(flight, successor)
         self._placement.leave(flight, before, abort=not moved)
         self._close(flight, "done")
 

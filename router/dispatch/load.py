@@ -30,7 +30,8 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class DispatchLoad:
-    """A snapshot. `stages` counts requests in flight by stage; the rest counts since the start."""
+    """A snapshot. `stages` counts requests in flight by stage, `wait_limit_s` is how long a new one may be bound to
+    wait; the rest counts since the start."""
 
     stages: Mapping[str, int]
     workers: tuple[WorkerLoad, ...]
@@ -39,6 +40,7 @@ class DispatchLoad:
     num_choices: Mapping[str, int]
     num_stale_deltas: int
     num_handovers: Mapping[str, int] = field(default_factory=dict)
+    wait_limit_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -128,7 +128,8 @@ if flags.get("max-waiting") == "7":
 if flags.get("max-waiting") == "9":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 file = pathlib.Path(flags["address-file"])
-file.with_suffix(".tmp").write_text(json.dumps({"address": "tcp://127.0.0.1:%d" % socket_.getsockname()[1]}))
+address = "://127.0.0.1:%d" % socket_.getsockname()[1]
+file.with_suffix(".tmp").write_text(json.dumps({"address": "tcp" + address, "http": "http" + address}))
 file.with_suffix(".tmp").rename(file)
 time.sleep(600)
 """
@@ -136,9 +137,12 @@ time.sleep(600)
 ROUTER = """
 import http.server, os, pathlib, sys
 flags = dict(flag.lstrip("-").split("=", 1) for flag in sys.argv[1:] if "=" in flag)
-(pathlib.Path(os.environ["RECORDS"]) / "router").write_text(" ".join(sys.argv[1:]))
+folder = pathlib.Path(os.environ["RECORDS"])
+(folder / "router").write_text(" ".join(sys.argv[1:]))
 class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        with (folder / "asked").open("a") as record:
+            record.write(self.path)
         self.send_response(200)
         self.end_headers()
     def log_message(self, *args): pass
@@ -206,6 +210,31 @@ async def test_a_worker_that_dies_comes_back_on_its_address(records: Path) -> No
     )
     assert first_pid != second_pid
     assert first_port == second_port
+
+
+async def test_a_router_that_hangs_is_replaced(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "STOP_GRACE_S", 0.2)
+    supervisor = pretended(records, "--prefill", "0", "--liveness-s", "1.8")
+    await supervisor.start()
+    frozen = supervisor.router.pid
+    running = asyncio.create_task(supervisor.run())
+    await until(lambda: (records / "asked").read_text().count("/health") >= 2)
+    supervisor.router.send(signal.SIGSTOP)
+    await until(lambda: supervisor.router.alive and supervisor.router.pid != frozen)
+    supervisor.stop()
+    await running
+    assert not any(child.alive for child in supervisor.children)
+
+
+async def test_hanging_processes_may_be_left_alone(records: Path) -> None:
+    supervisor = pretended(records, "--prefill", "0", "--liveness-s", "0")
+    await supervisor.start()
+    running = asyncio.create_task(supervisor.run())
+    await asyncio.sleep(0)
+    names = {task.get_name() for task in asyncio.all_tasks()}
+    supervisor.stop()
+    await running
+    assert "keep router" in names and not any(name.startswith("watch ") for name in names)
 
 
 async def test_a_worker_that_cannot_start_ends_the_service(records: Path) -> None:

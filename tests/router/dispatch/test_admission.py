@@ -11,10 +11,12 @@ from diptych.router.dispatch.admission import (
     observed_waits_s,
     predicted_wait_s,
     refusal,
+    waits_of,
 )
 from diptych.router.dispatch.client import GenerationRequest
 from diptych.router.dispatch.flight import Assignment, Flight
 from diptych.router.dispatch.load import DispatchCounters
+from diptych.router.dispatch.patience import NUM_REFUSED, NUM_WINDOWS, WINDOW_S
 from diptych.router.dispatch.registry import WorkerRegistry
 
 
@@ -84,24 +86,24 @@ def test_nobody_ready_is_another_matter():
 
 
 def test_waiting_as_long_as_allowed_is_allowed():
-    assert refusal(30.0, max_wait_s=30.0) is None
+    assert refusal(30.0, 30.0) is None
 
 
 def test_a_refusal_says_when_to_come_back():
-    error = refusal(42.0, max_wait_s=30.0)
+    error = refusal(42.0, 30.0)
     assert error is not None
     assert (error.status, error.retry_after_s) == (429, pytest.approx(12.0))
     assert "42.0 s" in error.message
     assert "30 s" in error.message
-    late = refusal(1e6, max_wait_s=30.0)
+    late = refusal(1e6, 30.0)
     assert late is not None
     assert late.retry_after_s == MAX_RETRY_AFTER_S
 
 
 def test_an_slo_refuses_earlier():
-    assert refusal(0.5, max_wait_s=30.0, slo_ttft_s=0.5) is None
-    assert refusal(0.6, max_wait_s=30.0, slo_ttft_s=0.5) is not None
-    assert refusal(31.0, max_wait_s=30.0, slo_ttft_s=100.0) is not None
+    assert admission_of(worker(), decode()).limit_s == 1.0
+    assert admission_of(worker(), decode(), slo_ttft_ms=0.0).limit_s == 30.0
+    assert admission_of(worker(), decode(), slo_ttft_ms=1e6).limit_s == 30.0
 
 
 def test_those_who_wait_already_tell_what_no_rate_told():
@@ -119,11 +121,12 @@ def test_one_worker_that_does_not_get_on_keeps_nobody_from_the_others():
 # ---------------------------------------------------------------- before the body is read
 
 
-def admission_of(prefill, decode):
+def admission_of(prefill, decode, **fields):
     """Of a router with an SLO of a second and these two workers; prompts of up to 64 tokens are prefilled by decode."""
+    config = RouterConfig(**{"model": "m", "slo_ttft_ms": 1000.0} | fields)
     registry = WorkerRegistry([prefill.address], [decode.address], worker_timeout_s=1.0)
     registry.workers = {prefill.address: prefill, decode.address: decode}
-    return Admission(registry, RouterConfig(model="m", slo_ttft_ms=1000.0), DispatchCounters())
+    return Admission(registry, config, DispatchCounters())
 
 
 def busy(role):
@@ -210,3 +213,94 @@ def test_a_short_prediction_that_proves_wrong_says_nothing():
     for _ in range(30):
         first_token(admission, prefill, 40, after_s=2.0)
     assert admission._slowness == {}
+
+
+# ---------------------------------------------------------------- more than can be served
+
+
+def placed(admission, worker, num_tokens, now):
+    """A prompt that waits at `worker`."""
+    flight = Flight(GenerationRequest(f"r{now}", [1] * num_tokens, SamplingParams(max_tokens=2)), now)
+    booking = admission._registry.book(worker.address, num_tokens=num_tokens, num_blocks=1)
+    flight.assigned(Assignment(worker.role, worker.address, worker.worker_id, 1, 0, booking, 0, 0), now)
+    admission.expect(flight)
+    return flight
+
+
+def overload(admission, flights, now=0.0):
+    """Refusals for as long as it takes; what is shed at the end."""
+    for turn in range(NUM_WINDOWS + 1):
+        for _ in range(NUM_REFUSED):
+            assert refuses(admission, 1000)
+        if shed := admission.shed(flights, now + turn * WINDOW_S):
+            return dict(shed)
+    return {}
+
+
+def test_an_overload_that_lasts_makes_the_queue_short():
+    prefill = worker(full_tokens_per_s=1000.0)
+    admission = admission_of(prefill, decode(), slo_ttft_ms=0.0)
+    flights = [placed(admission, prefill, 100, now / 10) for now in range(350)]
+    assert admission.limit_s == 30.0
+    shed = overload(admission, reversed(flights))
+    assert admission.limit_s == 0.5
+    assert list(shed) == flights[6:], "who came first keeps his place"
+    error = shed[flights[10]]
+    assert (error.status, error.retry_after_s) == (429, 1.0)
+    assert "1.0 s more" in error.message and "the most is 0.5 s" in error.message
+    for flight in shed:
+        admission._registry.release(flight.waits_for.booking)
+    assert refuses(admission, 1000), "0.6 s of prompts are there"
+    admission._registry.release(flights[0].waits_for.booking)
+    assert not refuses(admission, 1000)
+
+
+def test_a_short_queue_has_room_for_a_few_prompts_however_long():
+    prefill = worker(full_tokens_per_s=1000.0)
+    admission = admission_of(prefill, decode(), slo_ttft_ms=0.0)
+    flights = [placed(admission, prefill, 2000, float(now)) for now in range(100)]
+    shed = overload(admission, flights)
+    assert admission.limit_s == pytest.approx(6.0, abs=0.1)
+    assert list(shed) == flights[3:]
+    for flight in shed:
+        admission._registry.release(flight.waits_for.booking)
+    assert refuses(admission, 1000)
+    admission._registry.release(flights[0].waits_for.booking)
+    assert not refuses(admission, 1000)
+
+
+def test_places_of_decode_workers_are_waited_for_in_turn():
+    batch = decode(service_s=40.0, num_running=4)
+    admission = admission_of(worker(), batch, slo_ttft_ms=0.0, local_prefill_threshold=2000)
+    flights = [placed(admission, batch, 1, float(now)) for now in range(20)]
+    waits = [wait_s for _, wait_s in waits_of(flights, admission._registry.workers)]
+    assert waits == [10.0 * (1 + turn) for turn in range(20)]
+
+
+def test_whose_stream_has_begun_is_never_shed():
+    prefill = worker(full_tokens_per_s=1000.0)
+    admission = admission_of(prefill, decode(), slo_ttft_ms=0.0)
+    flights = [placed(admission, prefill, 1000, float(now)) for now in range(40)]
+    late = flights[20]
+    late.received(late.waits_for, TokenDelta("r", 0, 0, (7,)), 20.0)
+    shed = overload(admission, flights)
+    assert late not in shed and flights[19] in shed
+
+
+def test_with_an_slo_the_queue_is_short_already():
+    prefill = worker(full_tokens_per_s=1000.0)
+    admission = admission_of(prefill, decode(), slo_ttft_ms=500.0)
+    flights = [placed(admission, prefill, 100, float(now)) for now in range(20)]
+    assert overload(admission, flights) == {}
+    assert admission.limit_s == 0.5
+
+
+def test_patience_comes_back_when_all_can_be_served():
+    prefill = worker(full_tokens_per_s=1000.0)
+    admission = admission_of(prefill, decode(), slo_ttft_ms=0.0)
+    flights = [placed(admission, prefill, 1000, float(now)) for now in range(40)]
+    assert overload(admission, flights)
+    for flight in flights:
+        admission._registry.release(flight.waits_for.booking)
+    assert admission.shed([], 1000.0) == []
+    assert admission.limit_s == 30.0

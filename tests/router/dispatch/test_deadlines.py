@@ -8,6 +8,7 @@ import pytest
 
 from diptych.common.errors import FatalRequest, Overloaded, Unavailable
 from diptych.common.messages import AbortRequest, DecodeRequest, PrefillRequest
+from diptych.router.dispatch import patience
 
 PROMPT = list(range(1, 13))
 
@@ -250,3 +251,30 @@ async def test_a_queue_that_does_not_move_refuses_what_comes_next(cluster, tools
     await tools.until(lambda: not dispatcher._admission._observed)
     cluster.prefill[0].serving = True
     assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
+
+
+async def test_when_more_comes_than_can_be_served_who_waits_too_long_hears_so(cluster, tools, monkeypatch):
+    monkeypatch.setattr(patience, "WINDOW_S", 0.1)
+    dispatcher = await cluster.start(max_wait_s=0.4, overload_wait_s=0.2)
+    (worker,) = cluster.prefill
+    worker.serving = False
+    worker.beat |= {"full_tokens_per_s": 100.0}
+    keep_busy(worker)
+    registered = dispatcher.fleet.registry.workers[worker.address]
+    await tools.until(lambda: registered.beat.full_tokens_per_s)
+    asks = [tools.request([n, *PROMPT[1:]]) for n in range(4)]  # 0.12 s each
+    waiting = [asyncio.create_task(tools.collect(dispatcher, ask)) for ask in asks]
+    await tools.until(lambda: len(worker.of(PrefillRequest)) == 4)
+    while dispatcher.load().wait_limit_s > 0.3:
+        with pytest.raises(Overloaded, match="would wait about 0.5 s"):
+            await tools.collect(dispatcher, tools.request(PROMPT))
+        await asyncio.sleep(0.001)
+    for late in waiting[2:]:
+        with pytest.raises(Overloaded, match="more requests come than can be served"):
+            await late
+    await tools.until(lambda: len(worker.of(AbortRequest)) == 2)
+    assert {message.request_id for message in worker.of(AbortRequest)} == {ask.request_id for ask in asks[2:]}
+    assert not waiting[0].done() and not waiting[1].done()
+    await tools.until(lambda: dispatcher.load().wait_limit_s == 0.4)
+    for task in waiting[:2]:
+        task.cancel()

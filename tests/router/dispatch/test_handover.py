@@ -305,6 +305,26 @@ async def test_a_client_that_goes_away_meanwhile(cluster, tools):
     await all_free(dispatcher, tools)
 
 
+async def test_what_was_acknowledged_is_known_to_be_cached_before_the_new_worker_speaks(cluster, tools):
+    prompt = list(range(1, 101))
+    dispatcher = await start(cluster, prefill=1, local_prefill_threshold=8)
+    task, old = await streaming(dispatcher, tools, cluster, prompt=prompt, max_tokens=300)
+    new = other_than(cluster, old)
+    send, new.send = (
+        new.send,
+        lambda router, message: None if isinstance(message, TokenOutput) else send(router, message),
+    )
+    drain(old)
+    await tools.until(lambda: dispatcher.load().num_handovers == {"done": 1})
+    task.cancel()
+    await tools.until(lambda: new.of(AbortRequest))
+    new.send = send
+    assert (await tools.collect(dispatcher, tools.request(prompt)))[0] == tools.expected(prompt, 8)
+    handed_over, again = new.of(DecodeRequest)
+    assert (handed_over.prefill_worker, again.prefill_worker) == (old.worker_id, "")
+    await all_free(dispatcher, tools)
+
+
 async def test_a_hand_over_of_which_nothing_is_heard(cluster, tools, monkeypatch):
     monkeypatch.setattr(handover, "TIMEOUT_S", 0.1)
     dispatcher = await start(cluster)

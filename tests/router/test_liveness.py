@@ -1,0 +1,241 @@
+"""Processes that live but hang: when they are ended, and when they are left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import ssl
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+import trustme
+import yaml
+
+from diptych.common.settings import RouterConfig, ServeConfig
+from diptych.router.child import Child
+from diptych.router.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, Pulse, watch
+from diptych.router.probe import Health, ask_health, claim_port
+
+GOLDEN = Path(__file__).parents[1] / "helm" / "golden" / "default.yaml"
+
+# ---------------------------------------------------------------- the count
+
+GOOD, LOADING = Health("", has_started=True), Health("", has_started=False)
+SILENT, STUCK = Health("no answer", has_started=False), Health("it answers 503", has_started=True)
+AWAY = None
+
+
+@pytest.mark.parametrize(
+    ("rounds", "is_over"),
+    [
+        ((GOOD, STUCK, SILENT, STUCK), True),
+        ((STUCK, STUCK, STUCK), True),  # it hung before it was first asked
+        ((GOOD, STUCK, SILENT), False),
+        ((GOOD, STUCK, STUCK, GOOD, STUCK, STUCK), False),
+        ((GOOD, STUCK, STUCK, AWAY, STUCK, STUCK), False),
+        ((SILENT,) * 9, False),  # it is starting
+        ((LOADING, *(SILENT,) * 9), False),
+        ((LOADING, SILENT, SILENT, GOOD, SILENT, SILENT), False),
+        ((LOADING, SILENT, GOOD, SILENT, SILENT, SILENT), True),
+    ],
+)
+def test_three_bad_rounds_in_a_row_after_the_start_are_the_end(
+    rounds: tuple[Health | None, ...], is_over: bool
+) -> None:
+    pulse = Pulse(limit=3)
+    *before, last = [pulse.is_over(1.0, health, on_time=True) for health in rounds]
+    assert not any(before)
+    assert last is is_over
+
+
+def test_a_round_that_the_supervisor_slept_through_does_not_count() -> None:
+    pulse = Pulse(limit=2)
+    assert not any(pulse.is_over(1.0, health, on_time=True) for health in (GOOD, SILENT))
+    assert not any(pulse.is_over(1.0, SILENT, on_time=False) for _ in range(9))
+    assert not pulse.is_over(1.0, SILENT, on_time=True)
+    assert pulse.is_over(1.0, SILENT, on_time=True)
+
+
+def test_the_next_life_begins_with_a_start() -> None:
+    pulse = Pulse(limit=2)
+    assert not any(pulse.is_over(1.0, health, on_time=True) for health in (GOOD, SILENT))
+    assert not any(pulse.is_over(2.0, SILENT, on_time=True) for _ in range(9))
+
+
+def test_one_machine_is_as_patient_as_the_chart() -> None:
+    objects = [each for each in yaml.safe_load_all(GOLDEN.read_text()) if each and each["kind"] == "Deployment"]
+    containers = [each for found in objects for each in found["spec"]["template"]["spec"]["containers"]]
+    probes = {each["command"][1]: each["livenessProbe"] for each in containers}
+    rounds = {"router": ROUTER_ROUNDS, "prefill-worker": WORKER_ROUNDS, "decode-worker": WORKER_ROUNDS}
+    assert {name: probe["failureThreshold"] for name, probe in probes.items()} == rounds
+    period_s = ServeConfig().liveness_s / WORKER_ROUNDS
+    assert {(probe["periodSeconds"], probe["timeoutSeconds"]) for probe in probes.values()} == {(period_s, period_s)}
+
+
+# ---------------------------------------------------------------- processes: real ones, which only answer probes
+
+PROGRAM = """
+import http.server, json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        state = (folder / "state").read_text()
+        self.send_response(503 if state == "stuck" else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"state": state}).encode())
+        with (folder / "asked").open("a") as record:
+            record.write("x")
+    def log_message(self, *args): pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Health)
+(folder / "new").write_text(str(server.server_port))
+(folder / "new").rename(folder / "port")
+server.serve_forever()
+"""
+
+
+class Probed(Child):
+    """It answers with the state that its folder names."""
+
+    def __init__(self, folder: Path, state: str) -> None:
+        super().__init__(folder.name, "", RouterConfig())
+        self.folder = folder
+        folder.mkdir()
+        self.become(state)
+
+    def become(self, state: str) -> None:
+        (self.folder / "state").write_text(state)
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-P", "-S", "-c", PROGRAM, str(self.folder)]
+
+    def http_address(self) -> tuple[str, int] | None:
+        port = self.folder / "port"
+        return ("127.0.0.1", int(port.read_text())) if port.exists() else None
+
+    async def was_heard(self) -> None:
+        """An answer has been counted: the next question has come."""
+        record = self.folder / "asked"
+        await until(lambda: record.exists() and len(record.read_text()) >= 2)
+
+    def freeze(self) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, signal.SIGSTOP)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 (files of other processes)
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def watched(child: Child, limit: int, period_s: float) -> AsyncIterator[None]:
+    await child.start()
+    watching = asyncio.create_task(watch(child, limit, period_s, grace_s=0.3))
+    try:
+        yield
+        assert not watching.done()
+    finally:
+        watching.cancel()
+        child.send(signal.SIGKILL)
+        await asyncio.gather(watching, child.wait(), return_exceptions=True)
+
+
+@contextmanager
+def hangs_said(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]]:
+    found: list[logging.LogRecord] = []
+    yield found
+    found += [record for record in caplog.records if record.getMessage() == "a process hangs, ending it"]
+
+
+async def test_a_process_that_says_that_it_is_stuck_is_asked_to_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = Probed(tmp_path / "decode-0", "ready")
+    with hangs_said(caplog) as said:
+        async with watched(child, 4, 0.25), asyncio.timeout(30):
+            await child.was_heard()
+            child.become("stuck")
+            assert await child.wait() == -signal.SIGTERM
+    (record,) = (vars(record) for record in said)
+    assert (record["child"], record["why"]) == ("decode-0", "it answers 503: stuck")
+    assert (record["for_s"], record["probes"]) == (1.0, 4)
+
+
+async def test_a_frozen_process_is_killed_and_one_frozen_while_it_starts_is_not(tmp_path: Path) -> None:
+    child, starting = Probed(tmp_path / "decode-0", "ready"), Probed(tmp_path / "decode-1", "loading")
+    async with watched(child, 4, 0.25), watched(starting, 1, 0.25), asyncio.timeout(30):
+        await child.was_heard()
+        await starting.was_heard()
+        starting.freeze()
+        child.freeze()
+        assert await child.wait() == -signal.SIGKILL
+        assert starting.alive
+
+
+async def test_nobody_is_ended_while_the_supervisor_itself_does_not_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = Probed(tmp_path / "decode-0", "ready")
+    async with watched(child, 2, 0.1), asyncio.timeout(30):
+        await child.was_heard()
+        child.freeze()
+        with hangs_said(caplog) as said:
+            for turn in range(500):
+                if turn % 50 == 0:
+                    time.sleep(0.2)  # noqa: ASYNC251 (as if this process were stopped, too)
+                await asyncio.sleep(0)
+        assert not said
+        assert await child.wait() == -signal.SIGKILL  # both run again, and it still hangs
+
+
+async def test_ending_a_process_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    child = Probed(tmp_path / "decode-0", "ready")
+    await child.start()
+    ending = asyncio.create_task(child.end(grace_s=0.0))
+    assert await child.wait() < 0
+    await child.start()
+    await ending
+    assert child.alive
+    await child.end(grace_s=30)
+    assert not child.alive
+
+
+# ---------------------------------------------------------------- one probe
+
+
+@asynccontextmanager
+async def answering(reply: bytes, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@pytest.mark.parametrize("reply", [b"", b"\r\n\r\n", b"SSH-2.0-x\r\n\r\n", b"x" * 100_000])
+async def test_who_does_not_speak_http_is_not_well(reply: bytes) -> None:
+    async with answering(reply) as port:
+        health = await ask_health("127.0.0.1", port, 30)
+    assert health.problem.startswith("no answer: ") and not health.has_started
+
+
+async def test_who_is_away_is_not_well() -> None:
+    health = await ask_health("127.0.0.1", claim_port("127.0.0.1", 0), 30)
+    assert health.problem.startswith("no answer: ")
+
+
+async def test_a_router_with_a_certificate_is_asked_all_the_same() -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("example.org").configure_cert(context)
+    async with answering(b'HTTP/1.1 503 Oh\r\n\r\n{"error": {"message": "a task died"}}', context) as port:
+        assert await ask_health("127.0.0.1", port, 30, tls=True) == Health("it answers 503: a task died", True)
