@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -12,9 +13,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from diptych.common.config_field import Config, to_argv, to_env
-from diptych.common.settings import WorkerConfig
+from diptych.common.settings import RouterConfig, WorkerConfig
 
 _PR_SET_PDEATHSIG = 1
 
@@ -82,15 +84,62 @@ class Child:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signum)
 
+    async def end(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL, which a stopped process obeys too, when it still runs after `grace_s`.
+
+        Only the process of now: the one that takes its place meanwhile is left alone.
+        """
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+    @property
+    def serves_tls(self) -> bool:
+        return False
+
+    def http_address(self) -> tuple[str, int] | None:
+        """Where it answers probes in this life; None while nobody knows."""
+        return None
+
+
+class RouterChild(Child):
+    """The router: its address is chosen for it."""
+
+    config: RouterConfig
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__("router", "diptych.router", config)
+
+    @property
+    def serves_tls(self) -> bool:
+        return bool(self.config.tls_cert)
+
+    def http_address(self) -> tuple[str, int] | None:
+        return self.config.host, self.config.port
+
 
 class WorkerChild(Child):
-    """A worker: tells its address through a file, and binds the same one again when it is restarted."""
+    """A worker: tells its addresses through a file. In its next life only the control address is the same."""
 
     config: WorkerConfig
 
     def __init__(self, module: str, config: WorkerConfig, runtime: Path) -> None:
         self.address_file = runtime / f"{config.worker_id}.json"
+        self._http: tuple[str, int] | None = None
         super().__init__(config.worker_id, module, dataclasses.replace(config, address_file=str(self.address_file)))
+
+    async def start(self) -> None:
+        self._http = None
+        self.address_file.unlink(missing_ok=True)  # what it says is of the life before
+        await super().start()
 
     def read_address(self) -> str:
         """The control address, "" while the worker has not written it; from then on also that of its next life."""
@@ -99,3 +148,9 @@ class WorkerChild(Child):
         address = str(json.loads(self.address_file.read_text())["address"])
         self.config = dataclasses.replace(self.config, port=int(address.rpartition(":")[2]))
         return address
+
+    def http_address(self) -> tuple[str, int] | None:
+        if self._http is None and self.address_file.exists():
+            url = urlsplit(json.loads(self.address_file.read_text())["http"])
+            self._http = str(url.hostname), int(url.port or 0)
+        return self._http

@@ -1,4 +1,4 @@
-"""Questions that the supervisor asks the network: is a port free, is the router ready."""
+"""Questions that the supervisor asks the network: is a port free, is the router ready, is a process well."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ import errno
 import json
 import socket
 import ssl
+from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
 from diptych.common.listening import listening_host
 
 PROBE_TIMEOUT_S = 2.0
+_NO_ANSWER = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
+"""What comes of asking somebody who is away, is slow, or does not speak HTTP."""
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True)
+class Health:
+    """What one `GET /health` tells of a process. `problem`: why it is not well, or ""; `has_started`: surely it has."""
+
+    problem: str
+    has_started: bool
 
 
 def reachable_host(host: str) -> str:
@@ -46,9 +57,26 @@ async def ready_reason(host: str, port: int, *, tls: bool = False) -> str:
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             status, body = await _get(reachable_host(host), port, "/ready", _any_certificate() if tls else None)
-    except (OSError, TimeoutError, EOFError, ValueError) as error:
+    except _NO_ANSWER as error:
         return f"the router does not answer ({error or type(error).__name__})"
     return "" if status == 200 else _message(body)
+
+
+async def ask_health(host: str, port: int, timeout_s: float, *, tls: bool = False) -> Health:
+    """How a process is: no answer within `timeout_s` is as bad as one that is not 200.
+
+    A worker that says that it is loading has not started. `tls` as in `ready_reason`.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            status, body = await _get(reachable_host(host), port, "/health", _any_certificate() if tls else None)
+    except TimeoutError:
+        return Health(f"no answer within {timeout_s:g} s", has_started=False)
+    except _NO_ANSWER as error:
+        return Health(f"no answer: {error or type(error).__name__}", has_started=False)
+    if status == 200:
+        return Health("", has_started=_field(body, "state") != "loading")
+    return Health(f"it answers {status}: {_field(body, 'state') or _message(body)}", has_started=True)
 
 
 def _any_certificate() -> ssl.SSLContext:
@@ -65,7 +93,17 @@ async def _get(host: str, port: int, path: str, context: ssl.SSLContext | None) 
         head = await reader.readuntil(b"\r\n\r\n")
         return int(head.split(maxsplit=2)[1]), await reader.read()
     finally:
-        writer.close()
+        writer.transport.abort()  # all is said; and whoever is frozen would let a polite end of TLS wait
+
+
+def _field(body: bytes, name: str) -> str:
+    """A text in the answer, when that is a JSON object with one of the name."""
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return ""
+    value = answer.get(name) if isinstance(answer, dict) else None
+    return value if isinstance(value, str) else ""
 
 
 def _message(body: bytes) -> str:

@@ -62,9 +62,9 @@ WORKER_OWN = frozenset(
 
 EPILOG = """\
 Worker options can be set for one pool alone: --prefill-threads 2, --decode-cores 1, --decode-max-num-seqs 128.
-Every option but --prefill and --decode is also an environment variable (DIPTYCH_MAX_NUM_SEQS, for one kind of process
+Every option but those of `serve` itself is also an environment variable (DIPTYCH_MAX_NUM_SEQS, for one kind of process
 DIPTYCH_DECODE_MAX_NUM_SEQS) and a key in the TOML file (max_num_seqs at the top, or under [router], [prefill_worker],
-[decode_worker]); the two counts are DIPTYCH_SERVE_PREFILL and DIPTYCH_SERVE_DECODE, or keys under [serve].
+[decode_worker]); --prefill, --decode and --liveness-s are DIPTYCH_SERVE_PREFILL and so on, or keys under [serve].
 A flag wins over the environment, the environment over the file. docs/configuration.md lists everything."""
 
 
@@ -75,6 +75,7 @@ class ServePlan:
     router: RouterConfig
     prefill: tuple[PrefillWorkerConfig, ...]
     decode: tuple[DecodeWorkerConfig, ...]
+    liveness_s: float
 
 
 def fields_set_by(cls: type[Config]) -> list[Field]:
@@ -122,14 +123,15 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
                     values[field.name] = field.parse(flags[name])
         return cls(**values)
 
-    counts = merge(ServeConfig, frozenset(), "")
+    serve = merge(ServeConfig, frozenset(), "")
     cores = num_cores or len(os.sched_getaffinity(0))
     prefill = merge(PrefillWorkerConfig, WORKER_OWN, "prefill-")
     decode = merge(DecodeWorkerConfig, WORKER_OWN, "decode-")
     return ServePlan(
         router=_hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S),
-        prefill=tuple(_worker(prefill, f"prefill-{i}", cores) for i in range(counts.prefill)),
-        decode=tuple(_worker(decode, f"decode-{i}", cores) for i in range(counts.decode)),
+        prefill=tuple(_worker(prefill, f"prefill-{i}", cores) for i in range(serve.prefill)),
+        decode=tuple(_worker(decode, f"decode-{i}", cores) for i in range(serve.decode)),
+        liveness_s=serve.liveness_s,
     )
 
 

@@ -1,4 +1,6 @@
-"""Keeps the processes of one machine running: start in order, restart with backoff, end all within five seconds."""
+"""Keeps the processes of one machine running: start in order, restart with backoff what ends or hangs, and end all
+within five seconds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from typing import Any, TypeVar
 
 from diptych.common.errors import DiptychError
 from diptych.common.settings import WorkerConfig
-from diptych.router.child import Child, WorkerChild
+from diptych.router.child import Child, RouterChild, WorkerChild
+from diptych.router.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, watch
 from diptych.router.probe import ready_reason
 from diptych.router.serve_plan import ServePlan
 
@@ -61,7 +64,7 @@ class Supervisor:
         decode = [WorkerChild("diptych.decode_worker", _sharing(config, runtime), runtime) for config in plan.decode]
         self.prefill: Sequence[WorkerChild] = prefill
         self.decode: Sequence[WorkerChild] = decode
-        self.router = Child("router", "diptych.router", plan.router)
+        self.router = RouterChild(plan.router)
         self.stopping = asyncio.Event()
         self._stopped_at = 0.0
 
@@ -87,14 +90,15 @@ class Supervisor:
         return time.monotonic() - began
 
     async def run(self) -> None:
-        """Restarts what ends until `stop` is called, then ends everything."""
+        """Restarts what ends or hangs until `stop` is called, then ends everything."""
         stopped = asyncio.create_task(self.stopping.wait())
         keepers = [asyncio.create_task(self._keep(child), name=f"keep {child.name}") for child in self.children]
-        done, _ = await asyncio.wait((stopped, *keepers), return_when=asyncio.FIRST_COMPLETED)
-        await _cancel((stopped, *keepers))
+        tasks = (stopped, *keepers, *self._watchers())
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(tasks)
         await self.shutdown()
         for task in done:
-            task.result()  # a keeper ends only by an error, such as a process that cannot be spawned
+            task.result()  # keepers and watchers end only by an error, such as a process that cannot be spawned
 
     async def shutdown(self) -> None:
         """SIGTERM to all, SIGKILL after STOP_GRACE_S to what is left."""
@@ -148,6 +152,17 @@ class Supervisor:
                 log.info("still starting", extra={"reason": reason})
                 next_report += REPORT_EVERY_S
             await asyncio.sleep(POLL_S)
+
+    def _watchers(self) -> list[asyncio.Task[None]]:
+        """None of them when hanging processes are to be left alone."""
+        if not self.plan.liveness_s:
+            return []
+        period_s = self.plan.liveness_s / WORKER_ROUNDS
+        limits = {child: ROUTER_ROUNDS if child is self.router else WORKER_ROUNDS for child in self.children}
+        return [
+            asyncio.create_task(watch(child, limit, period_s, STOP_GRACE_S), name=f"watch {child.name}")
+            for child, limit in limits.items()
+        ]
 
     async def _keep(self, child: Child) -> None:
         """Restarts `child` whenever it ends, later each time unless it had lived for a while."""

@@ -15,8 +15,17 @@ class ServeConfig(Config):
     section: ClassVar[str] = "serve"
     env_prefix: ClassVar[str] = "SERVE"
     about: ClassVar[str] = (
-        "A whole service on this machine: fetches the model, starts the workers and a router, restarts what dies."
+        "A whole service on this machine: fetches the model, starts the workers and a router, restarts what dies or "
+        "hangs."
     )
 
     prefill: int = setting(1, "prefill workers to start; 0: decode workers do everything", group="Workers", ge=0, le=64)
     decode: int = setting(1, "decode workers to start", group="Workers", ge=1, le=64)
+    liveness_s: float = setting(
+        90.0,
+        "seconds without a good answer of /health after which a worker, once started, is ended and started again (the "
+        "router after two thirds of them); 0: never",
+        group="Deadlines",
+        ge=0,
+        le=86400,
+    )

@@ -1,4 +1,6 @@
-"""`diptych serve` as a newcomer runs it: it comes up, answers, and every process of it ends within five seconds."""
+"""`diptych serve` as a newcomer runs it: it comes up, answers, and every process of it ends within five seconds. And as
+nobody sees it: what hangs is started again.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,28 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
+from .asking import wait_until
+
 pytestmark = pytest.mark.e2e
 
 STOP_S = 5.0
 START_S = 90.0
+NUM_TOKENS = 600
 
 
 class Served:
     """One `diptych serve` in a process group of its own."""
 
-    def __init__(self, log: Path, *flags: str) -> None:
+    def __init__(self, log: Path, *flags: str, program: Sequence[str] = ("-m", "diptych.router.serve")) -> None:
         self.log = log
-        command = [sys.executable, "-P", "-m", "diptych.router.serve", "--model", "tiny-random", "--port", "0", *flags]
+        command = [sys.executable, "-P", *program, "--model", "tiny-random", "--port", "0", *flags]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -54,6 +60,19 @@ class Served:
         while more := {pid for pid, parent in parents.items() if parent in found} - found:
             found |= more
         return found
+
+    def pid_of(self, worker: str) -> int:
+        """The worker's process, 0 while it has none."""
+        flag = f"--worker-id={worker}".encode()
+        for pid in self.members() - {self.process.pid}:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if flag in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    return pid
+        return 0
+
+    def said(self, *words: str) -> bool:
+        """Whether a line of its log has all of these."""
+        return any(all(word in line for word in words) for line in self.log.read_text(errors="replace").splitlines())
 
     def end(self, number: int, *, whole_group: bool) -> float:
         """Seconds from the signal to the end of the last process."""
@@ -111,3 +130,47 @@ def test_sigterm_to_the_parent_alone_ends_everything(served: list[Served], tmp_p
 def test_killing_the_parent_ends_everything(served: list[Served], tmp_path: Path) -> None:
     served.append(Served(tmp_path / "d.log"))
     assert served[0].end(signal.SIGKILL, whole_group=False) < STOP_S
+
+
+def stream(url: str, num_tokens: int) -> str:
+    body = {"model": "tiny-random", "prompt": "x" * 50, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=100, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["usage"]["completion_tokens"] == num_tokens
+    text: str = reply.json()["choices"][0]["text"]
+    return text
+
+
+def is_busy(one: Served, name: str) -> bool:
+    workers = httpx.get(f"{one.url}/load", timeout=60, trust_env=False).json()["workers"]
+    return any(worker["worker_id"] == name and worker["num_booked_requests"] for worker in workers)
+
+
+def wait_for_another(one: Served, name: str, pid: int) -> None:
+    wait_until(lambda: one.pid_of(name) not in (0, pid), f"another process is {name}", patience_s=60)
+
+
+def test_what_hangs_is_started_again_and_what_starts_slowly_is_not(served: list[Served], tmp_path: Path) -> None:
+    program = (str(Path(__file__).with_name("hanging_service.py")), str(tmp_path))
+    flags = ("--prefill", "0", "--decode", "2", "--threads", "1", "--liveness-s", "6.3", "--stall-timeout-s", "1")
+    served.append(one := Served(tmp_path / "e.log", *flags, program=program))
+    expected = stream(one.url, NUM_TOKENS)
+    hung, frozen = one.pid_of("decode-1"), one.pid_of("decode-0")
+    with ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(stream, one.url, NUM_TOKENS) for _ in range(6)]
+        wait_until(lambda: is_busy(one, "decode-1"), "it has a request", patience_s=60)
+        (tmp_path / "hang").touch()
+        assert [answer.result() for answer in running] == [expected] * 6  # whoever was on it goes on elsewhere
+    (tmp_path / "slow").touch()
+    wait_for_another(one, "decode-1", hung)
+    assert one.said("a process hangs", "child=decode-1", "it answers 503: stuck")
+    (tmp_path / "hang").unlink()
+    slow = one.pid_of("decode-1")
+    os.kill(frozen, signal.SIGSTOP)
+    wait_for_another(one, "decode-0", frozen)
+    assert one.said("a process hangs", "child=decode-0", "no answer within")
+    assert one.said("a process ended", "child=decode-0", "killed by signal 9")
+    assert one.pid_of("decode-1") == slow  # silent for longer than the other, but since its start
+    (tmp_path / "slow").unlink()
+    assert stream(one.url, NUM_TOKENS) == expected
+    assert one.end(signal.SIGTERM, whole_group=False) < STOP_S

@@ -172,7 +172,7 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
         listener = listen("127.0.0.1", 0)
         server = await listening(app, listener)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        client = httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, verify=False, timeout=20)
+        client = httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, verify=False, timeout=60)
         started.append((server, client))
         return Running(app, engine, url, client, server)
 
@@ -194,7 +194,7 @@ async def listening(app: FastAPI, listener: socket.socket) -> Server:
 
 async def until(condition: Callable[[], object]) -> None:
     """Wait for a condition; fail the test when it never comes true."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 (what it asks about tells nobody when it changes)
             await asyncio.sleep(0.001)
 

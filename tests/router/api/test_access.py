@@ -95,7 +95,7 @@ async def test_requests_per_minute(start: Any, keys: Path) -> None:
     refused = await running.completion(max_tokens=1)
     error = refused.json()["error"]
     assert (refused.status_code, error["code"], error["type"]) == (429, "rate_limit_exceeded", "rate_limit_error")
-    assert 25 <= int(refused.headers["retry-after"]) <= 30 and "'alice'" in error["message"]
+    assert 15 <= int(refused.headers["retry-after"]) <= 30 and "'alice'" in error["message"]
     assert refused.headers["x-ratelimit-remaining-requests"] == "0" and refused.headers["x-request-id"]
     assert (await running.http.get("/health")).status_code == 200
     assert (await running.http.get("/v1/models", headers=bearer(BOB))).status_code == 200
@@ -109,7 +109,7 @@ async def test_tokens_per_minute(start: Any, tools: Any, keys: Path) -> None:
     assert answer.json()["usage"]["total_tokens"] == 80
     assert answer.headers["x-ratelimit-limit-tokens"] == "60"
     refused = await running.completion(prompt="x", max_tokens=1)
-    assert refused.status_code == 429 and 18 <= int(refused.headers["retry-after"]) <= 22
+    assert refused.status_code == 429 and 10 <= int(refused.headers["retry-after"]) <= 22
     assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
     assert len(running.engine.requests) == 1
     assert (await running.http.get("/v1/models")).status_code == 200
@@ -263,7 +263,7 @@ def replace(path: Path, text: str) -> None:
 
 
 async def until_status(client: httpx.AsyncClient, headers: dict[str, str], status: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await client.get("/v1/models", headers=headers)).status_code != status:  # noqa: ASYNC110 (over a socket)
             await asyncio.sleep(0.05)
 

@@ -25,7 +25,7 @@ Connect = Callable[[Any], Awaitable[Pipe]]
 
 async def all_of(reader: asyncio.StreamReader) -> bytes:
     """Everything until the server closes, which it must."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         try:
             return await reader.read()
         except ConnectionError:  # it closed with bytes of ours unread
@@ -54,7 +54,7 @@ async def rejected(running: Any, reason: str) -> float:
 
 async def closed(running: Any) -> None:
     """The server's clock ticks until it has closed every connection."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while running.server.server_state.connections:
             running.server.check_connections()
             await asyncio.sleep(0.01)

@@ -29,7 +29,7 @@ class Served:
         self.engine, self.closed = engine, False
         self.listener = listen("127.0.0.1", 0)
         url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.http = httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=20)
+        self.http = httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=60)
         self.task = asyncio.create_task(serve(self.app, self.listener, self.close, stop_on_signals()))
 
     async def close(self) -> None:

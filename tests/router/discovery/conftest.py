@@ -16,7 +16,7 @@ from diptych.router.discovery.kubernetes_source import KubernetesSource
 
 from ...kubernetes_api import KubernetesAPI
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SERVICES = {"prefill": "prefill", "decode": "decode"}
 
 

@@ -43,7 +43,7 @@ class Names:
         return [endpoint.address for endpoint in self.published[-1]] if self.published else []
 
     async def until(self, condition: Callable[[], object]) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not condition():
             assert not self.task.done() and time.monotonic() < end, (self.published, self.source.status)
             await asyncio.sleep(0.005)

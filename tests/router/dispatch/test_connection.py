@@ -133,5 +133,5 @@ async def test_one_that_cannot_be_opened_leaves_no_socket():
     connection.close(0)
     ending = threading.Thread(target=context.term, daemon=True)
     ending.start()
-    await asyncio.to_thread(ending.join, 10.0)
+    await asyncio.to_thread(ending.join, 60.0)
     assert not ending.is_alive()

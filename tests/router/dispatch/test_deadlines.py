@@ -19,7 +19,7 @@ def keep_busy(worker):
 
 
 async def test_a_prompt_that_a_busy_worker_lost_moves_after_its_deadline(cluster, tools):
-    dispatcher = await cluster.start(prefill=2, prefill_timeout_s=0.4)
+    dispatcher = await cluster.start(prefill=2, prefill_timeout_s=0.8)
     for worker in cluster.prefill:
         worker.on_request = lambda router, message: message.attempt == 0
         keep_busy(worker)
@@ -43,7 +43,7 @@ async def test_a_request_whose_prefill_never_comes_fails_and_names_the_phase(clu
 @pytest.mark.parametrize("index", [0, 5])
 async def test_a_stream_that_a_busy_worker_forgot_moves_after_its_deadline(cluster, tools, index):
     """With index 0 the tokens stop in the transfer, with the other one while they are generated."""
-    dispatcher = await cluster.start(decode=2, token_timeout_s=0.5)
+    dispatcher = await cluster.start(decode=2, token_timeout_s=0.8)
     first = []
 
     def forget(worker, router, message):
@@ -64,9 +64,9 @@ async def test_a_stream_that_a_busy_worker_forgot_moves_after_its_deadline(clust
 
 
 async def test_a_slow_stream_is_left_alone(cluster, tools):
-    dispatcher = await cluster.start(prefill=0, token_timeout_s=0.5, prefill_timeout_s=0.5)
-    cluster.decode[0].token_s = 0.3
-    _, last = await tools.collect(dispatcher, tools.request(PROMPT, max_tokens=4))
+    dispatcher = await cluster.start(prefill=0, token_timeout_s=1.0, prefill_timeout_s=1.0)
+    cluster.decode[0].token_s = 0.25
+    _, last = await tools.collect(dispatcher, tools.request(PROMPT, max_tokens=6))  # longer than that as a whole
     assert last.timeline.num_attempts == 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diptych.common.messages import AbortRequest, DecodeRequest, PrefillRequest
+from diptych.common.messages import AbortRequest, DecodeRequest
 from diptych.router.discovery.endpoint import Endpoint
 from diptych.router.dispatch.fleet import MAX_DISCOVERED
 
@@ -25,7 +25,7 @@ def is_ready(dispatcher: Any, worker: Any) -> bool:
 
 async def started(dispatcher: Any, tools: Any, **options: Any) -> asyncio.Task[Any]:
     """A request that has got its first tokens."""
-    request = tools.request(max_tokens=60, **options)
+    request = tools.request(**{"max_tokens": 60, **options})
     task = asyncio.create_task(tools.collect(dispatcher, request))
     await tools.until(lambda: dispatcher.load().stages["decode"] == 1)
     return task
@@ -45,7 +45,7 @@ async def test_a_worker_that_is_removed_ends_its_streams_and_is_forgotten(cluste
     dispatcher = await cluster.start(0, 1)
     (leaving,) = cluster.decode
     leaving.token_s = 0.02
-    request = tools.request(max_tokens=60)
+    request = tools.request(max_tokens=2000)  # far more than it says before it may hurry
     task = asyncio.create_task(tools.collect(dispatcher, request))
     await tools.until(lambda: dispatcher.load().stages["decode"] == 1)
     staying = cluster.add("decode")
@@ -56,8 +56,9 @@ async def test_a_worker_that_is_removed_ends_its_streams_and_is_forgotten(cluste
     states = {worker.address: worker.state for worker in dispatcher.load().workers}
     assert states == {leaving.address: "withheld", staying.address: "ready"}
     assert dispatcher.load().workers[0].reason == "is no longer listed"
+    leaving.token_s = 0.0
     tokens, last = await task
-    assert tokens == tools.expected(request.prompt_token_ids, 60)
+    assert tokens == tools.expected(request.prompt_token_ids, 2000)
     assert last.timeline.num_attempts == 1
     await tools.until(lambda: leaving.address not in dispatcher.fleet.connections)
     assert [worker.address for worker in dispatcher.load().workers] == [staying.address]
@@ -85,30 +86,35 @@ async def test_streams_of_a_removed_worker_move_when_it_dies(cluster: Any, tools
 async def test_a_prefill_worker_stays_connected_until_its_kv_is_handed_over(cluster: Any, tools: Any) -> None:
     dispatcher = await cluster.start(1, 1)
     (prefill,), (decode,) = cluster.prefill, cluster.decode
-    prefill.token_s, decode.token_s = 0.3, 0.02
-    request = tools.request(max_tokens=30)
+    decode.token_s, asked = 0.02, list[Any]()
+    prefill.on_request = lambda router, message: not asked.append((router, message))
+    prefill.beat["num_running"] = 1
+    request = tools.request(max_tokens=2000)  # far more than it says before it may hurry
     task = asyncio.create_task(tools.collect(dispatcher, request))
-    await tools.until(lambda: prefill.of(PrefillRequest))
+    await tools.until(lambda: asked)
     dispatcher.fleet.reconcile(listed(decode))
     await asyncio.sleep(0.1)
     assert prefill.address in dispatcher.fleet.connections
+    prefill.start(*asked[0])
     await tools.until(lambda: prefill.address not in dispatcher.fleet.connections)
     assert not task.done()  # its part was over before the stream
     assert dispatcher.ready == (True, "no prefill worker is configured")
+    decode.token_s = 0.0
     tokens, _ = await task
-    assert tokens == tools.expected(request.prompt_token_ids, 30)
+    assert tokens == tools.expected(request.prompt_token_ids, 2000)
 
 
 async def test_a_worker_that_comes_back_in_time_is_never_cut(cluster: Any, tools: Any) -> None:
     dispatcher = await cluster.start(0, 1)
     (worker,) = cluster.decode
     worker.token_s = 0.02
-    task = await started(dispatcher, tools)
+    task = await started(dispatcher, tools, max_tokens=2000)
     dispatcher.fleet.reconcile([])
     assert not is_ready(dispatcher, worker)
     waiting = asyncio.create_task(tools.collect(dispatcher, tools.request()))
     await tools.until(lambda: dispatcher.load().stages["queue"] == 1)
     dispatcher.fleet.reconcile(listed(worker))
+    worker.token_s = 0.0
     await waiting
     await task
     assert dispatcher.load().workers[0].num_cuts == 0

@@ -310,10 +310,8 @@ async def test_what_was_acknowledged_is_known_to_be_cached_before_the_new_worker
     dispatcher = await start(cluster, prefill=1, local_prefill_threshold=8)
     task, old = await streaming(dispatcher, tools, cluster, prompt=prompt, max_tokens=300)
     new = other_than(cluster, old)
-    send, new.send = (
-        new.send,
-        lambda router, message: None if isinstance(message, TokenOutput) else send(router, message),
-    )
+    send = new.send
+    new.send = lambda router, message: None if isinstance(message, TokenOutput) else send(router, message)
     drain(old)
     await tools.until(lambda: dispatcher.load().num_handovers == {"done": 1})
     task.cancel()
