@@ -127,8 +127,13 @@ class Admission:
     @property
     def limit_s(self) -> float:
         """How long a new request may wait now."""
+        return self._patience.limit_s(self._turn_s)
+
+    @property
+    def _turn_s(self) -> float:
+        """Seconds between two requests that a worker begins, while more of them wait."""
         turns_s = (worker.service_s / _num_places(worker) for worker in self._registry.ready("decode"))
-        return self._patience.limit_s(max(self._prompt_s, min(turns_s, default=0.0)))
+        return max(self._prompt_s, min(turns_s, default=0.0))
 
     def _counted(self, error: Overloaded) -> Overloaded:
         self._patience.count(refused=True)
@@ -137,10 +142,11 @@ class Admission:
 
     def _refusal(self, *, short: bool) -> Overloaded | None:
         """The error for a new prompt; a short one is computed by decode workers."""
-        registry = self._registry
-        prefill = [] if short else registry.ready("prefill")
-        wait_s = predicted_wait_s(prefill, registry.ready("decode"), self._observed, self._slowness, self._lasting)
-        return refusal(wait_s, self.limit_s)
+        prefill = [] if short else self._registry.ready("prefill")
+        decode = self._registry.ready("decode")
+        wait_s = predicted_wait_s(prefill, decode, self._observed, self._slowness, self._lasting)
+        others_s = self._patience.num_refused * self._turn_s / max(1, len(prefill or decode))
+        return refusal(wait_s, self.limit_s, others_s)
 
 
 def observed_waits_s(waits: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -236,18 +242,21 @@ def predicted_wait_s(
     return max(first, place)
 
 
-def refusal(wait_s: float, limit_s: float) -> Overloaded | None:
-    """The error for a request that would wait longer than it may; None for one to be taken."""
+def refusal(wait_s: float, limit_s: float, others_s: float = 0.0) -> Overloaded | None:
+    """The error for a request that would wait longer than it may; None for one to be taken.
+
+    It is to come back after those who were refused before it, whose turns take `others_s`: else all would at once.
+    """
     if wait_s <= limit_s:
         return None
     why = f"a new request would wait about {wait_s:.1f} s, the most it may is {limit_s:.3g} s"
-    return Overloaded(why, retry_after_s=_retry_after_s(wait_s, limit_s))
+    return Overloaded(why, retry_after_s=_retry_after_s(wait_s - limit_s + others_s))
 
 
 def _shed(waited_s: float, wait_s: float, limit_s: float) -> Overloaded:
     why = f"more requests come than can be served: {waited_s:.1f} s of waiting were to become {wait_s:.1f} s more"
-    return Overloaded(f"{why}, the most is {limit_s:.3g} s now", retry_after_s=_retry_after_s(wait_s, limit_s))
+    return Overloaded(f"{why}, the most is {limit_s:.3g} s now", retry_after_s=_retry_after_s(wait_s - limit_s))
 
 
-def _retry_after_s(wait_s: float, limit_s: float) -> float:
-    return min(MAX_RETRY_AFTER_S, max(1.0, wait_s - limit_s))
+def _retry_after_s(later_s: float) -> float:
+    return min(MAX_RETRY_AFTER_S, max(1.0, later_s))

@@ -27,23 +27,23 @@ class Patience:
     longest_s: float
     brief_s: float
     is_brief: bool = False
+    num_refused: int = 0  # in this window so far
     _num_asked: int = 0
-    _num_refused: int = 0
     _num_windows: int = 0
     _window_ends: float = 0.0
 
     def count(self, *, refused: bool) -> None:
         """A request was taken or refused."""
         self._num_asked += 1
-        self._num_refused += refused
+        self.num_refused += refused
 
     def tick(self, now: float) -> bool:
         """Look back when a window is over; whether patience has changed."""
         if now < self._window_ends:
             return False
-        is_over = self._num_refused >= max(NUM_REFUSED, SHARE_REFUSED * self._num_asked)
+        is_over = self.num_refused >= max(NUM_REFUSED, SHARE_REFUSED * self._num_asked)
         self._num_windows = self._num_windows + 1 if is_over else 0
-        self._num_asked = self._num_refused = 0
+        self._num_asked = self.num_refused = 0
         self._window_ends = now + WINDOW_S
         was_brief = self.is_brief
         self.is_brief = self.brief_s < self.longest_s and self._num_windows >= NUM_WINDOWS

@@ -100,6 +100,21 @@ def test_a_refusal_says_when_to_come_back():
     assert late.retry_after_s == MAX_RETRY_AFTER_S
 
 
+def test_who_is_refused_later_is_to_come_back_later():
+    prefill = worker(full_tokens_per_s=1000.0)
+    admission = admission_of(prefill, decode(), slo_ttft_ms=0.0)
+    for now in range(100):
+        placed(admission, prefill, 500, float(now))
+    after_s = []
+    for _ in range(20):
+        with pytest.raises(Overloaded) as caught:
+            admission.check(500)
+        after_s.append(caught.value.retry_after_s)
+    assert after_s[0] == pytest.approx(20.0)
+    assert after_s[10] == pytest.approx(25.0, abs=0.1), "ten prompts of half a second come first"
+    assert after_s == sorted(after_s)
+
+
 def test_an_slo_refuses_earlier():
     assert admission_of(worker(), decode()).limit_s == 1.0
     assert admission_of(worker(), decode(), slo_ttft_ms=0.0).limit_s == 30.0
