@@ -338,17 +338,18 @@ class Dispatcher:
 
     def _check_progress(self, flight: Flight, now: float) -> None:
         """A worker that lost a message of ours, or whose message was lost, looks healthy: notice it here."""
-        assignment, waited_s = flight.waits_for, now - flight.progress_at
-        if flight.done or assignment is None or waited_s <= self._config.worker_timeout_s:
+        assignment = flight.waits_for
+        if flight.done or assignment is None:
             return
-        idle_since = self.fleet.registry.workers[assignment.address].idle_since
-        who = f"{assignment.role} worker {assignment.worker_id}"
-        if flight.stream.has_gap:
-            self._recover(flight, assignment, f"tokens of {who} are missing")
-        elif idle_since is not None and now - idle_since > self._config.worker_timeout_s:
-            self._recover(flight, assignment, f"{who} has lost the request")
-        elif waited_s > self._token_limit_s(flight):
+        who, waited_s = f"{assignment.role} worker {assignment.worker_id}", now - flight.progress_at
+        if waited_s > self._token_limit_s(flight):
             self._recover(flight, assignment, f"{who} sent no token for {waited_s:.1f} s in the {flight.stage} phase")
+        elif waited_s > self._config.worker_timeout_s:
+            idle_since = self.fleet.registry.workers[assignment.address].idle_since
+            if flight.stream.has_gap:
+                self._recover(flight, assignment, f"tokens of {who} are missing")
+            elif idle_since is not None and now - idle_since > self._config.worker_timeout_s:
+                self._recover(flight, assignment, f"{who} has lost the request")
 
     def _on_deadline(self, flight: Flight) -> None:
         if not flight.done:

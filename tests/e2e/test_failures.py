@@ -12,13 +12,16 @@ import pytest
 
 from diptych.benchmarks.stack import StackProcess
 
-from .asking import wait_until
+from .asking import PROBE_TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.e2e
 
 ALL_REMOTE = ("--local-prefill-threshold", "0")
 SLOW_PREFILL = ("--max-num-batched-tokens", "32")
+PATIENT = ("--queue-timeout-s", "120")
+HASTY_DRAIN = ("--drain-timeout-s", "0.1")
 NUM_TOKENS = 150
+PATIENCE_S = 240.0
 
 
 def run_with(
@@ -26,12 +29,13 @@ def run_with(
 ) -> list[list[int]]:
     """Generate all prompts at once, and disturb the system once `victim` has some of them; they must move then."""
     result: list[list[list[int]]] = []
+    wait_until(lambda: all(state == "ready" for state in states(system)), "all workers are used")
     before = num_moves(system)
     thread = threading.Thread(target=lambda: result.append(system.generate(prompts, max_tokens=NUM_TOKENS, **params)))
     thread.start()
     wait_until(lambda: is_busy(system, victim), f"{victim.name} is busy")
     disturb()
-    thread.join(120)
+    thread.join(PATIENCE_S)
     assert result, "requests hang"
     assert num_moves(system) > before, f"nothing was on {victim.name}"
     return result[0]
@@ -41,13 +45,19 @@ def is_busy(system: Any, worker: StackProcess) -> bool:
     """Whether it computes a prompt, or its pool has begun to generate: then much of that is still to come."""
     if worker.role == "decode":
         return bool(system.metric("vllm:num_requests_running", "decode") >= len(system.stack.workers("decode")))
-    health = httpx.get(f"{worker.http_url}/health", timeout=10, trust_env=False)
+    health = httpx.get(f"{worker.http_url}/health", timeout=PROBE_TIMEOUT_S, trust_env=False)
     return bool(health.json()["blocks"]["owned"])
+
+
+def states(system: Any) -> list[str]:
+    """Of all workers, as the router sees them: it is ready itself when some are."""
+    load = httpx.get(f"{system.stack.url}/load", timeout=PROBE_TIMEOUT_S, trust_env=False).json()
+    return [worker["state"] for worker in load["workers"]]
 
 
 def num_moves(system: Any) -> float:
     """Requests that moved off a worker, by what the router counts."""
-    page = httpx.get(f"{system.stack.url}/metrics", timeout=10, trust_env=False).text
+    page = httpx.get(f"{system.stack.url}/metrics", timeout=PROBE_TIMEOUT_S, trust_env=False).text
     return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith("diptych_retries_total"))
 
 
@@ -70,19 +80,66 @@ def test_a_killed_worker_costs_no_token(
     system.stack.wait_ready(time.monotonic() + 60)
 
 
+def test_a_frozen_prefill_worker_is_left_and_comes_back(system_of: Any, random_prompts: Any) -> None:
+    system = system_of(
+        2, 2, router_flags=ALL_REMOTE, worker_flags=("--kv-transport", "tcp"), prefill_flags=SLOW_PREFILL
+    )
+    prompts = random_prompts((30, 700, 1500) * 4, vocab_size=256, seed=6)
+    expected = system.generate(prompts, max_tokens=NUM_TOKENS)
+    victim = system.stack.workers("prefill")[1]
+    try:
+        got = run_with(system, prompts, victim, victim.pause, cache_salt="frozen")
+    finally:
+        victim.resume()
+    assert got == expected
+    system.settle()  # it dropped what was given away while it slept
+    assert system.generate(prompts, max_tokens=NUM_TOKENS, cache_salt="awake") == expected
+
+
 def test_a_frozen_decode_worker_is_left_and_comes_back(system_of: Any, random_prompts: Any) -> None:
     system = system_of(2, 2, router_flags=ALL_REMOTE)
     prompts = random_prompts((40, 300, 900) * 4, vocab_size=256, seed=2)
     expected = system.generate(prompts, max_tokens=NUM_TOKENS)
     victim = system.stack.workers("decode")[1]
-    got = run_with(system, prompts, victim, victim.pause)
-    victim.resume()
+    try:
+        got = run_with(system, prompts, victim, victim.pause, cache_salt="frozen")  # else all may be cached on one
+    finally:
+        victim.resume()
     assert got == expected
     assert system.generate(prompts, max_tokens=NUM_TOKENS) == expected
 
 
+@pytest.mark.parametrize("end", ["kill", "terminate"])
+def test_streams_wait_for_a_decode_worker_and_go_on(system_of: Any, random_prompts: Any, end: str) -> None:
+    """The only one dies, or drains for longer than it may: what runs waits, and so does what comes meanwhile."""
+    system = system_of(router_flags=ALL_REMOTE + PATIENT, worker_flags=HASTY_DRAIN)
+    prompts = random_prompts((30, 200, 700) * 2, vocab_size=256, seed=7)
+    late = random_prompts((50, 400), vocab_size=256, seed=8)
+    expected = system.generate(prompts + late, max_tokens=NUM_TOKENS)
+    (victim,) = system.stack.workers("decode")
+
+    def lose_it() -> None:
+        getattr(victim, end)()
+        victim.wait(time.monotonic() + 60)
+        wait_until(lambda: num_queued(system) > 0, "streams wait")
+        coming.start()
+        wait_until(lambda: num_queued(system) > len(late), "new requests wait, too")
+        system.stack.restart(victim)
+
+    came: list[list[list[int]]] = []
+    coming = threading.Thread(target=lambda: came.append(system.generate(late, max_tokens=NUM_TOKENS)))
+    got = run_with(system, prompts, victim, lose_it, cache_salt=end)
+    coming.join(PATIENCE_S)
+    assert (got, came) == (expected[: len(prompts)], [expected[len(prompts) :]])
+
+
+def num_queued(system: Any) -> int:
+    stages = httpx.get(f"{system.stack.url}/load", timeout=PROBE_TIMEOUT_S, trust_env=False).json()["stages"]
+    return int(stages["queue"])
+
+
 def test_without_prefill_workers_decode_serves_alone_and_goes_back(system_of: Any, random_prompts: Any) -> None:
-    system = system_of(router_flags=ALL_REMOTE)
+    system = system_of(router_flags=ALL_REMOTE + PATIENT, worker_flags=HASTY_DRAIN)
     prompts = random_prompts((300, 500), vocab_size=256, seed=3)
     expected = system.generate(prompts, max_tokens=20)
     (prefill,) = system.stack.workers("prefill")

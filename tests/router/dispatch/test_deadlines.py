@@ -63,6 +63,23 @@ async def test_a_stream_that_a_busy_worker_forgot_moves_after_its_deadline(clust
     await tools.until(lambda: first[0].of(AbortRequest))
 
 
+@pytest.mark.parametrize("limit", ["prefill_timeout_s", "token_timeout_s"])
+async def test_a_deadline_below_that_of_silence_is_kept(cluster, tools, limit):
+    dispatcher = await cluster.start(prefill=0, decode=2, worker_timeout_s=60.0, **{limit: 0.3})
+
+    def hang(worker, router, message):
+        if message.attempt == 0 and limit == "token_timeout_s":
+            worker.output(router, message, 0, tools.expected(PROMPT, 3))
+        return message.attempt == 0
+
+    for worker in cluster.decode:
+        worker.on_request = lambda router, message, worker=worker: hang(worker, router, message)
+        keep_busy(worker)
+    tokens, last = await tools.collect(dispatcher, tools.request(PROMPT))
+    assert tokens == tools.expected(PROMPT, 8)
+    assert last.timeline.num_attempts == 2
+
+
 async def test_a_slow_stream_is_left_alone(cluster, tools):
     dispatcher = await cluster.start(prefill=0, token_timeout_s=1.0, prefill_timeout_s=1.0)
     cluster.decode[0].token_s = 0.25

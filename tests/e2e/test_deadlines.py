@@ -1,0 +1,166 @@
+"""Waits that run out, on workers that are frozen or hang while nobody counts them as dead: what the client is told."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from diptych.benchmarks.stack import Stack
+
+from .asking import MODEL, PROBE_TIMEOUT_S, owned, wait_until
+from .conftest import samples
+
+pytestmark = pytest.mark.e2e
+
+PATIENCE_S = 120.0
+TIMEOUT_S = 2.0
+REQUEST_TIMEOUT_S = 3.0
+BLIND = ("--worker-timeout-s", "60", "--local-prefill-threshold", "0")
+NEVER_STUCK = ("--stall-timeout-s", "300")
+"""Neither silence nor a standing engine tells these routers anything: what ends a wait is its own deadline."""
+
+
+def load(stack: Stack) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{stack.url}/load", timeout=PROBE_TIMEOUT_S, trust_env=False).json()
+    return answer
+
+
+def readiness(stack: Stack) -> tuple[int, str]:
+    reply = httpx.get(f"{stack.url}/ready", timeout=PROBE_TIMEOUT_S, trust_env=False)
+    return reply.status_code, reply.text
+
+
+def is_ending(stack: Stack) -> bool:
+    status, text = readiness(stack)
+    return status == 503 and "this router is shutting down" in text
+
+
+def wait_for_stage(stack: Stack, stage: str, count: int) -> None:
+    wait_until(lambda: load(stack)["stages"][stage] >= count, f"{count} requests in the {stage} phase", PATIENCE_S)
+
+
+def wait_until_all_ready(stack: Stack) -> None:
+    wait_until(lambda: {worker["state"] for worker in load(stack)["workers"]} == {"ready"}, "all ready", PATIENCE_S)
+
+
+def ask(stack: Stack, *, stream: bool) -> tuple[int, dict[str, Any]]:
+    """The status, and the error that ended the answer."""
+    body = {"model": MODEL, "prompt": "x" * 40, "max_tokens": 3500, "ignore_eos": True, "stream": stream}
+    reply = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+    last = reply.text if reply.status_code != 200 else reply.text.strip().rpartition("data: ")[2]
+    error: dict[str, Any] = json.loads(last)["error"]
+    return reply.status_code, error
+
+
+# ---------------------------------------------------------------- the request's own
+
+
+@pytest.mark.parametrize("phase", ["queue", "prefill", "transfer", "decode"])
+def test_a_request_whose_time_is_over_names_its_phase(system_of: Any, phase: str) -> None:
+    flags = ("--request-timeout-s", str(REQUEST_TIMEOUT_S), *BLIND)
+    stack = system_of(router_flags=flags, worker_flags=NEVER_STUCK).stack
+    (prefill,), (decode,) = stack.workers("prefill"), stack.workers("decode")
+    wait_until_all_ready(stack)
+    if phase == "queue":
+        decode.kill()
+        wait_until(lambda: readiness(stack)[0] == 503, "not ready", PATIENCE_S)
+    elif phase != "decode":
+        (prefill if phase == "prefill" else decode).pause()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(ask, stack, stream=stream) for stream in (False, True)]
+            wait_for_stage(stack, phase, 2)
+            if phase == "decode":
+                decode.pause()
+            (status, error), (stream_status, stream_error) = (one.result() for one in asked)
+    finally:
+        prefill.resume()
+        if decode.alive:
+            decode.resume()
+        else:
+            stack.restart(decode)
+    assert status == 504 and error["message"] == f"the request's {REQUEST_TIMEOUT_S:g} s were over in its {phase} phase"
+    assert stream_error == error
+    assert stream_status == (200 if phase in ("transfer", "decode") else 504)  # begun, or not
+    wait_until_all_ready(stack)
+    wait_until(lambda: not any(owned(stack).values()), "both workers dropped it", PATIENCE_S)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@pytest.fixture
+def hanging(system_of: Any, tmp_path: Path) -> Iterator[tuple[Any, Any, Path]]:
+    """Two decode workers. The second hangs from the moment that the file is made, and nobody takes it for dead."""
+    timeouts = ("--prefill-timeout-s", str(TIMEOUT_S), "--token-timeout-s", str(TIMEOUT_S))
+    system, flag = system_of(0, 2, router_flags=timeouts, worker_flags=NEVER_STUCK), tmp_path / "hang"
+    victim = system.stack.workers("decode")[1]
+    command = victim.command
+    victim.kill()
+    script = Path(__file__).with_name("hanging_worker.py")
+    victim.command = [sys.executable, "-P", str(script), str(flag), *command[command.index("-m") + 2 :]]
+    system.stack.restart(victim)
+    wait_until_all_ready(system.stack)
+    yield system, victim, flag
+    victim.kill()
+    victim.command = command
+    system.stack.restart(victim)
+    wait_until_all_ready(system.stack)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_worker_that_sends_no_token_loses_its_requests(
+    hanging: tuple[Any, Any, Path], random_prompts: Any, phase: str
+) -> None:
+    system, victim, flag = hanging
+    prompts = random_prompts((30, 90, 200) * 2, vocab_size=256, seed=31)
+    expected = system.generate(prompts, max_tokens=600)
+    got: list[list[list[int]]] = []
+    if phase == "prefill":
+        flag.touch()
+    run = threading.Thread(target=lambda: got.append(system.generate(prompts, max_tokens=600, cache_salt=phase)))
+    run.start()
+    if phase == "decode":
+        wait_for_stage(system.stack, "decode", len(prompts) // 2)
+        wait_until(lambda: sum(samples(victim, "vllm:num_requests_running")) >= 1, "it runs some")
+        flag.touch()
+    run.join(PATIENCE_S)
+    assert got == [expected]
+    why = rf"decode worker {victim.name} sent no token for [\d.]+ s in the {phase} phase"
+    assert re.search(why, system.stack.router.log.read_text())
+    assert {worker["state"] for worker in load(system.stack)["workers"]} == {"ready"}
+
+
+# ---------------------------------------------------------------- a router that is told to end
+
+
+def test_a_router_that_ends_cuts_what_takes_too_long(system_of: Any) -> None:
+    flags = ("--drain-timeout-s", str(TIMEOUT_S), *BLIND)
+    stack = system_of(router_flags=flags, worker_flags=NEVER_STUCK).stack
+    (decode,) = stack.workers("decode")
+    wait_until_all_ready(stack)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(ask, stack, stream=stream) for stream in (False, True)]
+            wait_for_stage(stack, "decode", 2)
+            decode.pause()
+            stack.router.terminate()
+            wait_until(lambda: is_ending(stack), "/ready says so")
+            (status, error), (stream_status, stream_error) = (one.result() for one in asked)
+    finally:
+        decode.resume()
+    stack.router.wait(time.monotonic() + PATIENCE_S)
+    assert (status, stream_status) == (503, 200)
+    assert stream_error == error and "shutting down" in error["message"]
+    assert (stack.router.returncode, stack.router.forced) == (0, False)
+    wait_until(lambda: not any(owned(stack).values()), "the workers dropped its requests", PATIENCE_S)

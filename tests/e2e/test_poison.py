@@ -1,0 +1,64 @@
+"""A request that kills every worker that computes it: it ends, told that it is the cause, and nobody else's does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from diptych.benchmarks.stack import Stack
+
+from .asking import MODEL, PROBE_TIMEOUT_S, wait_until
+from .conftest import READY_S, System
+from .dying_worker import POISON
+
+pytestmark = pytest.mark.e2e
+
+NUM_WORKERS, MAX_RETRIES = 4, 2
+NUM_TOKENS = 300
+PATIENCE_S = 120.0
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[System]:
+    """Decode workers only, which die of the poison."""
+    stack = Stack(
+        0,
+        NUM_WORKERS,
+        model=MODEL,
+        worker_flags=("--kv-memory-gib", "0.1", "--threads", "1"),
+        router_flags=("--max-retries", str(MAX_RETRIES)),
+        log_dir=tmp_path,
+        ready_timeout_s=READY_S,
+    )
+    script = str(Path(__file__).with_name("dying_worker.py"))
+    for worker in stack.workers():
+        worker.command = [sys.executable, "-P", script, *worker.command[worker.command.index("-m") + 2 :]]
+    with stack:
+        yield System(stack)
+
+
+def load(stack: Stack) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{stack.url}/load", timeout=PROBE_TIMEOUT_S, trust_env=False).json()
+    return answer
+
+
+def test_a_request_that_kills_its_workers_ends_alone(mortal: System, random_prompts: Any) -> None:
+    stack = mortal.stack
+    wait_until(lambda: {worker["state"] for worker in load(stack)["workers"]} == {"ready"}, "all ready", PATIENCE_S)
+    prompts = random_prompts((40, 100, 160) * 4, vocab_size=256, seed=41)
+    expected = mortal.generate(prompts, max_tokens=NUM_TOKENS)
+    body = {"model": MODEL, "prompt": POISON * 6, "max_tokens": 9}
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(mortal.generate, prompts, max_tokens=NUM_TOKENS, cache_salt="beside")
+        wait_until(lambda: load(stack)["stages"]["decode"] >= NUM_WORKERS, "the others run", PATIENCE_S)
+        reply = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+        assert others.result(PATIENCE_S) == expected
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "request_ends_workers"), reply.text
+    assert sum(not worker.alive for worker in stack.workers()) == MAX_RETRIES + 1
+    mortal.settle()
