@@ -10,9 +10,9 @@ The processes are the ones a cluster runs: `python -m diptych.prefill_worker`, `
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -300,9 +300,16 @@ class Stack:
             return False
 
 
+_turns = itertools.count(os.getpid() * 101)  # neighbours among processes are far apart among ports
+
+
 def free_port() -> int:
-    """A TCP port of loopback that was free a moment ago, and that no outgoing connection will be given."""
-    for port in random.sample(PORTS, len(PORTS)):
+    """A TCP port of loopback that was free a moment ago, and that no outgoing connection will be given.
+
+    Another call gives another port, in this process and in those that look for ports beside it.
+    """
+    for turn in itertools.islice(_turns, len(PORTS)):
+        port = PORTS[turn % len(PORTS)]
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port

@@ -15,12 +15,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != ROOT]
 
 
+REAL_PROCESSES_S = 360
+"""A deadline is against what hangs: real processes start at the pace of the machine, and of what else it does."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine cannot run. torch is asked only when a GPU test was collected."""
+    """Skips what this machine cannot run, and gives real processes time. torch is asked only for a GPU test."""
     absent = {}
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
         absent["gpu"] = "no CUDA device"
     for item in items:
+        if item.get_closest_marker("e2e") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(REAL_PROCESSES_S))
         for marker, reason in absent.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -13,7 +13,7 @@ from diptych.common.model.decoder import Decoder
 from diptych.common.model.oracle import generate
 from diptych.common.sampling_params import SamplingParams
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 ROUTER = b"router"
 Rig = TypeVar("Rig")
 
@@ -62,6 +62,15 @@ class RouterSide:
 
     def until(self, condition: Callable[[], object]) -> None:
         wait(condition, self.turn)
+
+    def gently(self, condition: Callable[[], object]) -> None:
+        """While the engine turns for what comes to it only: nothing is computed to its end before something comes."""
+        wait(condition, self.nudge)
+
+    def nudge(self) -> None:
+        if not self.engine._inbox.empty():
+            self.turn()
+        time.sleep(0.001)
 
     def wait(self, condition: Callable[[], object]) -> None:
         """While the engine turns by itself."""

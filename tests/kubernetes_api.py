@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 T = TypeVar("T")
 
 

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_a_trace_sets_lengths(server: ScriptedServer, tmp_path: Path) -> None:
 
 def test_duration_bounds_the_run(server: ScriptedServer) -> None:
     before = len(server.bodies)
-    assert bench.main(["--url", server.url, "--duration-s=0.2", "--output-len=2", "--concurrency=2"]) == 0
+    assert bench.main(["--url", server.url, "--duration-s=1.0", "--output-len=2", "--concurrency=2"]) == 0
     assert len(server.bodies) > before + 2
 
 
@@ -100,6 +101,7 @@ def test_an_interrupt_reports_what_was_measured(server: ScriptedServer, tmp_path
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
         while len(server.bodies) < before + 6:
             assert process.poll() is None
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         printed, _ = process.communicate()
     assert process.returncode == 130

@@ -121,7 +121,7 @@ async def test_a_request_that_its_last_bytes_cancel_leaves_no_connection() -> No
         post = asyncio.ensure_future(pool.post("/", b"", leave, leave))
         with pytest.raises(asyncio.CancelledError):
             await post
-        await asyncio.wait_for(closed.wait(), 10)
+        await asyncio.wait_for(closed.wait(), 60)
 
 
 def test_a_server_that_speaks_no_http() -> None:

@@ -37,9 +37,9 @@ def test_an_engine_and_its_children_end_with_the_block(tmp_path: Path) -> None:
         child = int((tmp_path / "child.pid").read_text())
         assert is_alive(child)
         assert running.start_s > 0
-        models = httpx.get(f"{launch.url}/v1/models", trust_env=False).json()
+        models = httpx.get(f"{launch.url}/v1/models", trust_env=False, timeout=60).json()
     assert models["data"][0]["id"] == "model"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while is_alive(child):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -117,7 +117,7 @@ async def fails() -> float:
 def test_a_bad_request_is_answered(tmp_path: Path) -> None:
     launch = fake_process(tmp_path, free_port())
     with RunningEngine(launch, tmp_path / "logs", 60):
-        answer = httpx.post(f"{launch.url}/v1/completions", content=b"{}", trust_env=False)
-        absent = httpx.get(f"{launch.url}/absent", trust_env=False)
+        answer = httpx.post(f"{launch.url}/v1/completions", content=b"{}", trust_env=False, timeout=60)
+        absent = httpx.get(f"{launch.url}/absent", trust_env=False, timeout=60)
     assert (answer.status_code, absent.status_code) == (400, 404)
     assert "prompt" in answer.json()["error"]["message"]

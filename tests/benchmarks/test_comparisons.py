@@ -51,7 +51,7 @@ def test_interference_tells_quiet_from_busy() -> None:
 
 def test_interference_against_a_server(server: ScriptedServer, tmp_path: Path) -> None:
     options = Namespace(
-        streams=2, stream_input_len=8, stream_output_len=500, prompt_len=32, every_s=0.1, quiet_s=0.1, busy_s=0.3
+        streams=2, stream_input_len=8, stream_output_len=500, prompt_len=32, every_s=0.1, quiet_s=0.3, busy_s=0.6
     )
 
     async def arm() -> Run:

@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from diptych.benchmarks.stack import Stack, StackError, StackProcess
+from diptych.benchmarks.stack import Stack, StackError, StackProcess, free_port
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-ADDRESSES = "import sys, time; open(sys.argv[1], 'w').write('{\"http\": \"127.0.0.1:9\"}'); time.sleep(60)"
+ADDRESSES = """
+import pathlib, sys, time
+file = pathlib.Path(sys.argv[1])
+file.with_suffix(".new").write_text('{"http": "127.0.0.1:9"}')
+file.with_suffix(".new").replace(file)
+time.sleep(60)
+"""
 
 
 def spawn(folder: Path, code: str, *argv: str) -> StackProcess:
@@ -71,6 +77,10 @@ def test_a_process_that_dies_is_an_error_with_its_log(tmp_path: Path) -> None:
 def test_a_process_that_is_silent_is_an_error(sleeper: StackProcess) -> None:
     with pytest.raises(StackError, match="no address file in time"):
         sleeper.wait_for_addresses(time.monotonic() + 0.05)
+
+
+def test_no_port_is_given_twice() -> None:
+    assert len({free_port() for _ in range(50)}) == 50
 
 
 def test_nothing_survives_a_stack_that_cannot_start(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from .streams import MODEL
 
 WORKER_FLAGS = ("--kv-memory-gib", "0.1", "--threads", "1")
 REPORT_WIDTH = 120
+READY_S = 300.0
+"""The first workers on a machine compile their kernels."""
 
 Stacks = Callable[..., Stack]
 
@@ -29,6 +31,7 @@ def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stacks]:
     def start(prefill: int = 1, decode: int = 1, *, worker_flags: tuple[str, ...] = (), **options: Any) -> Stack:
         folder: Path = tmp_path_factory.mktemp("stack")
         flags = (*WORKER_FLAGS, *worker_flags)
+        options = {"ready_timeout_s": READY_S, **options}
         stack = Stack(prefill, decode, model=MODEL, worker_flags=flags, log_dir=folder, **options)
         stack.start()
         started.append(stack)

@@ -16,8 +16,8 @@ from .watch import settle
 from .wire_proxy import WireProxy
 
 LEASE_S, TRANSFER_TIMEOUT_S, WORKER_TIMEOUT_S = 2.0, 1.0, 1.0
-REQUEST_TIMEOUT_S = 30.0
-STRIKE_TIMEOUT_S = 10.0
+REQUEST_TIMEOUT_S = 60.0
+STRIKE_TIMEOUT_S = 60.0
 
 WORKER_FLAGS = ("--heartbeat-s", "0.1", "--router-timeout-s", "5")
 PREFILL_FLAGS = ("--kv-lease-s", str(LEASE_S))
@@ -82,9 +82,12 @@ class Rig:
         assert not any(problems), f"{salt}: {problems}"
 
     async def struck(self, rule: Rule) -> None:
-        """Wait until a rule has done what it is there for."""
+        """Wait until a rule has done what it is there for, once or more."""
+        await self.struck_times(rule, 1)
+
+    async def struck_times(self, rule: Rule, times: int) -> None:
         deadline = time.monotonic() + STRIKE_TIMEOUT_S
-        while not rule.struck:
+        while rule.struck < times:
             assert time.monotonic() < deadline, f"no {rule.kind.__name__} came by: {dict(self.proxy.num_passed)}"
             await asyncio.sleep(0.01)
 
@@ -92,4 +95,4 @@ class Rig:
         """No fault any more, nothing held by anybody, everybody healthy and ready."""
         self.proxy.clear()
         await settle(self.stack)
-        await asyncio.to_thread(self.stack.wait_ready, time.monotonic() + 30)
+        await asyncio.to_thread(self.stack.wait_ready, time.monotonic() + 90)

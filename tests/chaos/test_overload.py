@@ -161,7 +161,7 @@ async def test_refusals_come_before_bodies(stacks: Any) -> None:
     body = orjson.dumps({"prompt": "again " * 50_000})
     lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
     head = "\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode()
-    asks = [Ask({"prompt": [7] * 100, "ignore_eos": True, "max_tokens": count}) for count in (300, 1500)]
+    asks = [Ask({"prompt": [7] * 100, "ignore_eos": True, "max_tokens": count}) for count in (300, 3000)]
     async with Client(stack.url) as client:
         assert (await client.ask(asks[0])).complete  # what a request takes is known from now on
         running = asyncio.create_task(client.ask(asks[1]))

@@ -82,7 +82,7 @@ async def test_lost_ack(rig: Rig) -> None:
     """The decode worker has everything: the answer goes on, and the prefill worker's lease ends its hold."""
     rule = rig.strike(KVAck, Fault.DROP, times=3)
     await rig.same_answers("lost ack")
-    assert rule.struck == 3
+    await rig.struck_times(rule, 3)  # an acknowledgement is on no answer's way
 
 
 @only_tcp
@@ -196,7 +196,7 @@ async def handing_over(rig: Rig, salt: str) -> None:
     asking = asyncio.create_task(rig.same_answers(salt, name="handed over", asks=asks))
     await asyncio.sleep(0.3)  # streams are under way; the outcome does not depend on how far
     victim.terminate()
-    await asyncio.to_thread(victim.wait, time.monotonic() + 30)
+    await asyncio.to_thread(victim.wait, time.monotonic() + 90)
     await asking
     assert not victim.forced
     await asyncio.to_thread(rig.stack.restart, victim)
@@ -217,7 +217,7 @@ async def reconnecting(rig: Rig, salt: str) -> None:
 
 
 async def forgetting(rig: Rig, salt: str) -> None:
-    async with httpx.AsyncClient(base_url=rig.stack.url, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=rig.stack.url, trust_env=False, timeout=30) as http:
         await http.post("/reset_prefix_cache")
     await rig.same_answers(salt)
 

@@ -26,6 +26,7 @@ from diptych.common.messages import (
 )
 
 ABORT = AbortRequest(request_id="a", attempt=0)
+WAIT_S = 60.0
 
 
 class Router:
@@ -45,7 +46,7 @@ class Router:
         await self.send(RouterHello(router_id=self.name, epoch=epoch, protocol=protocol))
 
     async def read(self) -> AnyMessage:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             return decode(await self.socket.recv())
 
     async def read_hello(self) -> WorkerHello:
@@ -92,7 +93,7 @@ class Rig:
         return self.routers[-1]
 
     async def wait(self, condition: Callable[[], object]) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < end, "the condition did not come true"
             assert not self.serving.done(), "the server ended"
@@ -181,7 +182,7 @@ async def test_a_backlog_does_not_hold_up_the_heartbeats(rig: Rig) -> None:
     router = rig.router()
     await router.hello()
     await router.read_hello()
-    turn, deadline = 0, time.monotonic() + 10
+    turn, deadline = 0, time.monotonic() + WAIT_S
     seen: list[int] = []
     rig.server._on_message = lambda router, message: seen.append(turn)
     for _ in range(10 * BURST):

@@ -50,7 +50,7 @@ class Holder:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=10)
+        self.process.communicate(timeout=60)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class SleepyEngine(Engine):
     def step(self, now: float) -> None:
         self.planned(128, 128.0)
         self.in_step.set()
-        assert self.go.wait(20)
+        assert self.go.wait(100)
         self.num_done += len(self.work)
         self.work.clear()
 
@@ -62,7 +62,7 @@ def engine() -> Iterator[SleepyEngine]:
 
 
 def wait(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -76,18 +76,18 @@ def test_an_idle_loop_turns(engine: SleepyEngine) -> None:
 def test_a_step_that_hangs_is_stuck_and_one_that_ends_is_not(engine: SleepyEngine) -> None:
     engine.step_times = StepTimes(fixed_s=0.3)
     engine.submit("work")
+    assert engine.in_step.wait(60)
     wait(lambda: engine.is_stuck(time.monotonic()))
     assert engine.alive
     engine.go.set()
-    wait(lambda: not engine.is_stuck(time.monotonic()))
-    assert engine.num_done == 1
+    wait(lambda: engine.num_done == 1 and not engine.is_stuck(time.monotonic()))
 
 
 def test_the_limit_follows_the_steps(engine: SleepyEngine) -> None:
     wait(lambda: engine.num_steps > 0)
     idle = engine.turn_limit_s
     engine.submit("work")
-    assert engine.in_step.wait(20)
+    assert engine.in_step.wait(60)
     assert engine.turn_limit_s == LONGEST_S > idle
     engine.go.set()
     wait(lambda: engine.num_done == 1)
@@ -95,19 +95,19 @@ def test_the_limit_follows_the_steps(engine: SleepyEngine) -> None:
     engine.in_step.clear()
     engine.go.clear()
     engine.submit("work")
-    assert engine.in_step.wait(20)
+    assert engine.in_step.wait(60)
     assert engine.turn_limit_s < LONGEST_S
 
 
 def test_work_is_told_before_the_step_that_does_it(engine: SleepyEngine) -> None:
     """A router that saw an idle worker all through a long first step would take the request for lost."""
     engine.submit("work")
-    assert engine.in_step.wait(20)
+    assert engine.in_step.wait(60)
     assert engine.status.num_waiting == 1
 
 
 def test_the_inbox_is_bounded(engine: SleepyEngine) -> None:
     engine.submit("work")
-    assert engine.in_step.wait(20)
+    assert engine.in_step.wait(60)
     assert all(engine.submit(number) for number in range(INBOX_BOUND))
     assert not engine.submit("one too many")

@@ -42,7 +42,7 @@ def dial() -> Iterator[Dial]:
     connections: list[socket.socket] = []
 
     def connect(rig: Rig, data: bytes = b"") -> socket.socket:
-        connections.append(socket.create_connection(("127.0.0.1", port_of(rig)), timeout=20))
+        connections.append(socket.create_connection(("127.0.0.1", port_of(rig)), timeout=60))
         connections[-1].sendall(data)
         return connections[-1]
 
@@ -55,7 +55,8 @@ def until_ready(connection: socket.socket) -> None:
     """Read until the other side has taken our handshake. Fails the test after the socket's timeout."""
     heard = b""
     while b"READY" not in heard:
-        heard += connection.recv(65536)
+        heard += (more := connection.recv(65536))
+        assert more, "the other side hung up"
 
 
 def is_cut(connection: socket.socket) -> bool:

@@ -17,7 +17,7 @@ def test_all_that_is_put_is_taken_in_order() -> None:
         giver = threading.Thread(target=lambda: [mailbox.put(number) for number in range(MANY)])
         giver.start()
         got: list[int] = []
-        while len(got) < MANY and mailbox.socket.poll(10_000):
+        while len(got) < MANY and mailbox.socket.poll(60_000):
             got += mailbox.take()
         giver.join()
         assert got == list(range(MANY)) and mailbox.take() == [] and not mailbox.is_waiting

@@ -42,7 +42,7 @@ async def load(api: KubernetesAPI) -> AsyncIterator[Load]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it did not come true"
         await asyncio.sleep(0.005)

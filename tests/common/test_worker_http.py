@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from diptych.common.worker_http import MAX_CONNECTIONS, WorkerHTTP, WorkerStatus
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Worker:
@@ -24,7 +24,7 @@ class Worker:
         self.port = 0
 
     async def get(self, path: str) -> httpx.Response:
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
             return await client.get(f"http://127.0.0.1:{self.port}{path}")
 
 

@@ -15,6 +15,14 @@ from ..engine_rig import prompt, wait
 Rig = Any  # EngineRig of conftest, which other modules cannot import
 
 
+def nudge(old: Rig, new: Rig) -> None:
+    """Turns in which a stream that leaves `old` for `new` is decoded no more than it must be."""
+    if not old.engine._inbox.empty() or old.engine._departures.wants_pause:
+        old.turn()
+    new.turn()
+    time.sleep(0.001)
+
+
 class Pair:
     """`old` has the stream, `new` is to take it. Their loops turn one after the other."""
 
@@ -48,10 +56,7 @@ class Pair:
         wait(condition, self.nudge)
 
     def nudge(self) -> None:
-        if not self.old.engine._inbox.empty() or self.old.engine._departures.wants_pause:
-            self.old.turn()
-        self.new.turn()
-        time.sleep(0.001)
+        nudge(self.old, self.new)
 
     def start(self, length: int = 40, name: str = "a", *, count: int = 40, tokens: int = 3, **params: Any) -> None:
         """A stream on the old worker that has `tokens` tokens."""

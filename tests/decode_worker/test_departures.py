@@ -16,7 +16,7 @@ from diptych.common.outgoing_transfer import TransferEnded
 from diptych.decode_worker import departures
 
 from ..engine_rig import ROUTER, prompt, wait
-from .departing_pair import Pair, Rig
+from .departing_pair import Pair, Rig, nudge
 from .test_flight import LazyDevice
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 4, "presence_penalty": 0.5, "repetition_penalty": 1.2}
@@ -103,7 +103,8 @@ def test_a_stream_that_came_by_hand_over_leaves_again(make_engine: Callable[...,
     third.tell(structs.replace(pair.request("a", known, 2, 32), prefill_worker="new"))
     target = KVTarget("third", 7, third.receiver.address)
     pair.new.tell(structs.replace(pair.order("a", len(known), 2, 1, 32), target=target))
-    wait(lambda: third.is_clean and third.reason(attempt=2), lambda: (pair.turn(), third.turn()))
+    wait(lambda: pair.new.reason(attempt=1) == "moved", lambda: nudge(pair.new, third))
+    wait(lambda: third.is_clean and third.reason(attempt=2), third.turn)
     assert pair.new.is_clean
     assert pair.merged()[: len(known)] + third.tokens(attempt=2) == pair.expected()
 
@@ -151,6 +152,8 @@ def test_a_stream_pauses_where_its_room_ends(pair: Pair) -> None:
     pair.start(30)
     pair.hand_over(reserved=4)
     pair.old.turn(1)
+    departures = pair.old.engine._departures._by_key
+    pair.wait(lambda: departures["a", 1].granted)  # before it has outrun that room
     pair.until(lambda: pair.old.engine.scheduler.num_leaving)
     pair.wait(pair.moved)
     (first, *_) = pair.new.deltas(attempt=1)

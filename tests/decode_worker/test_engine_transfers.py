@@ -180,11 +180,11 @@ def test_a_prefill_worker_that_is_not_needed_hears_so(engine: Rig, early: bool) 
     engine.turn(4)
     if early:
         engine.peer.open("a", 3, attempt=1)
-        engine.until(lambda: engine.engine._transfers._early)
+        engine.gently(lambda: engine.engine._transfers._early)
     engine.ask(prompt(40), attempt=1, remote=True, max_tokens=400)
     if not early:
         engine.peer.open("a", 3, attempt=1)
-    engine.until(lambda: engine.peer.socket.poll(0))
+    engine.gently(lambda: engine.peer.socket.poll(0))
     assert engine.peer.read() == KVAck(request_id="a", attempt=1)
     assert not engine.failures()
 
@@ -250,9 +250,8 @@ def test_frames_after_an_abort_do_not_touch_who_came_next(make_engine: Callable[
     engine.turn(3)
     engine.peer.ship(0, 4)
     engine.peer.done()
-    engine.until(lambda: engine.is_clean and engine.receiver.num_dropped_frames == 2)
+    engine.until(lambda: engine.is_clean and engine.engine.status.num_dropped_frames == 2)
     assert engine.tokens("b") == engine.oracle(prompt(40, 1), 20)
-    assert engine.engine.status.num_dropped_frames == 2
 
 
 @pytest.mark.parametrize("state", PHASES)
@@ -281,7 +280,7 @@ def test_a_landing_that_completes_during_the_abort_is_forgotten(engine: Rig) -> 
     transferring(engine, tokens)
     engine.peer.ship(0, 3)
     engine.peer.done()
-    assert engine.peer.socket.poll(10_000)  # acknowledged: the event waits in the engine's inbox
+    assert engine.peer.socket.poll(60_000)  # acknowledged: the event waits in the engine's inbox
     engine.engine.apply(RequestReceived(b"router", AbortRequest(request_id="a", attempt=0)))
     engine.until(lambda: engine.is_clean)
     assert not engine.deltas() and not engine.failures()
@@ -305,9 +304,16 @@ def test_no_room_is_said_to_the_prefill_worker_and_ends_in_time(make_engine: Cal
     engine.later(2)
     assert isinstance(engine.peer.read(), KVWait)
     engine.later(31)
-    assert isinstance(engine.peer.read(), KVFailed)
+    assert isinstance(said_after_waiting(engine), KVFailed)
     assert [(f.phase, f.retryable) for f in engine.failures("a")] == [("grant", True)]
     assert "no room for 40 tokens" in engine.failures("a")[0].message
+
+
+def said_after_waiting(engine: Rig) -> Any:
+    """A slow machine may have said meanwhile, in its own time, that there is no room."""
+    while isinstance(message := engine.peer.read(), KVWait):
+        pass
+    return message
 
 
 def test_a_stalled_transfer_fails_with_the_numbers(engine: Rig) -> None:
@@ -323,10 +329,10 @@ def test_a_stalled_transfer_fails_with_the_numbers(engine: Rig) -> None:
 def test_a_prefill_worker_that_says_it_computes_is_waited_for(engine: Rig) -> None:
     transferring(engine, prompt(60))
     landing = engine.receiver._landings[("a", 0)]
-    before = landing.last_progress = time.monotonic() - 29
+    before = landing.last_progress = time.monotonic() - 15
     engine.peer.open("a", 4)
     engine.until(lambda: landing.last_progress > before)
-    engine.later(5)
+    engine.later(20)
     assert not engine.failures()
 
 

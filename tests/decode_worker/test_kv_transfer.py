@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,8 @@ from diptych.common.outgoing_transfer import TransferEnded
 from diptych.common.shared_memory import SharedMemory
 from diptych.decode_worker.kv_receiver import TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.landing import Landing
+
+from ..engine_rig import wait
 
 NUM_BLOCKS = 48
 Rig = Any
@@ -69,12 +70,7 @@ class Pair:
         self.sender.progress(name, 0, num_blocks, KVDone(request_id=name, attempt=0, first_token=3))
 
     def wait(self, condition: Callable[[], object]) -> None:
-        done = threading.Event()
-        for _ in range(10_000):
-            if condition():
-                return
-            done.wait(0.002)
-        pytest.fail("the condition did not come true")
+        wait(condition)
 
 
 @pytest.fixture(params=["tcp", "shm"])
@@ -152,7 +148,7 @@ def test_blocks_reused_under_the_sender_never_land_as_good(make_pair: Callable[.
 
 
 def test_a_lost_grant_ends_on_both_sides(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair(lease_s=0.05)
+    pair = make_pair(lease_s=0.5)  # what was never announced would not be taken back
     pair.rig.on_event = lambda event: pair.failed.append(event) if isinstance(event, TransferFailed) else None
     pair.open("a", [0], [0], num_ready=1)
     pair.wait(lambda: pair.failed and pair.ended)

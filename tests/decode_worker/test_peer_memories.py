@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -36,6 +37,14 @@ def opened(memory: SharedMemory | None, *, epoch: int = 1, worker: str = "p", no
         request_id="a", attempt=0, worker_id=worker, epoch=epoch, decode_epoch=7, fingerprint="f", num_blocks=1,
         memory=offer,
     )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def files_of_other_tests_stay() -> Iterator[None]:
+    """What tests before these left to the garbage collector is not closed while files are counted here."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def num_files() -> int:

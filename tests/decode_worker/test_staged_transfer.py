@@ -56,14 +56,14 @@ def test_a_transfer_through_buffers(context: zmq.Context[zmq.Socket[bytes]]) -> 
     sender.start()
     try:
         sender.open("a", 0, KVTarget("d", 1, receiver.address), list(range(NUM_BLOCKS)), NUM_BLOCKS)
-        opened = events.get(timeout=10)
+        opened = events.get(timeout=60)
         assert isinstance(opened, TransferOpened)
         blocks, now = tuple(reversed(range(NUM_BLOCKS))), time.monotonic()
         receiver.expect(Landing("a", 0, opened.peer, blocks, 1, now, now))
         receiver.send(opened.peer, KVGrant(request_id="a", attempt=0, first_block=1))
         sender.progress("a", 0, NUM_BLOCKS, KVDone(request_id="a", attempt=0, first_token=3))
-        assert isinstance(events.get(timeout=10), TransferLanded)
-        assert ended.get(timeout=10).reason == ""
+        assert isinstance(events.get(timeout=60), TransferLanded)
+        assert ended.get(timeout=60).reason == ""
     finally:
         sender.stop()
         receiver.stop()

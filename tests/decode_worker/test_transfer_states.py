@@ -42,7 +42,7 @@ from diptych.prefill_worker.scheduler import PrefillScheduler
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 ROUTER = b"router"
 NUM_TOKENS = 30
-WAIT_S = 30.0
+WAIT_S = 100.0
 
 
 class Asked:

@@ -95,7 +95,7 @@ class Service:
         return token[0]
 
     def wait(self, condition: Callable[[], object]) -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 90
         while not condition():
             assert time.monotonic() < end, "the condition did not come true"
             assert self.prefill.alive and self.decode.engine.alive

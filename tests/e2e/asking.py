@@ -12,7 +12,8 @@ from diptych.benchmarks.stack import Stack
 
 MODEL = "tiny-random"
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4  # one token a byte
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
+PROBE_TIMEOUT_S = 30.0
 
 
 def wait_until(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
@@ -31,7 +32,6 @@ def complete(client: httpx.Client, **body: Any) -> dict[str, Any]:
 
 def owned(stack: Stack) -> dict[str, int]:
     """Blocks that requests hold, by worker."""
-    return {
-        worker.name: httpx.get(f"{worker.http_url}/health", trust_env=False).json()["blocks"]["owned"]
-        for worker in stack.workers()
-    }
+    urls = {worker.name: f"{worker.http_url}/health" for worker in stack.workers()}
+    replies = {name: httpx.get(url, trust_env=False, timeout=PROBE_TIMEOUT_S) for name, url in urls.items()}
+    return {name: reply.json()["blocks"]["owned"] for name, reply in replies.items()}

@@ -18,7 +18,10 @@ import torch
 from diptych.benchmarks.stack import Stack, StackProcess
 from diptych.common.model.files import resolve_model
 
-SETTLE_S = 20.0
+SETTLE_S = 60.0
+PROBE_TIMEOUT_S = 30.0
+READY_S = 300.0
+"""The first workers on a machine compile their kernels."""
 REQUEST_TIMEOUT_S = 240.0
 
 
@@ -71,18 +74,18 @@ class System:
         return sum(samples(worker, "vllm:request_success"))
 
     def settle(self) -> None:
-        """Wait until no worker owns a block or knows a request. Fails with the counts if that does not happen."""
+        """Wait until every worker is healthy and owns no block. Fails with what they say if that does not happen."""
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline:
-            state = {worker.name: blocks_of(worker) for worker in self.stack.workers() if worker.alive}
-            if all(blocks["owned"] == 0 for blocks in state.values()):
+            state = {worker.name: holding(worker) for worker in self.stack.workers() if worker.alive}
+            if not any(state.values()):
                 return
             time.sleep(0.05)
-        pytest.fail(f"blocks are still owned {SETTLE_S:g} s after the last request: {state}")
+        pytest.fail(f"{SETTLE_S:g} s after the last request: {state}")
 
 
 def samples(worker: StackProcess, name: str, label: str = "") -> list[float]:
-    text = httpx.get(f"{worker.http_url}/metrics", timeout=10.0, trust_env=False).text
+    text = httpx.get(f"{worker.http_url}/metrics", timeout=PROBE_TIMEOUT_S, trust_env=False).text
     return [
         float(line.rsplit(" ", 1)[1])
         for line in text.splitlines()
@@ -90,12 +93,16 @@ def samples(worker: StackProcess, name: str, label: str = "") -> list[float]:
     ]
 
 
-def blocks_of(worker: StackProcess) -> dict[str, int]:
-    """Free, cached and owned blocks as the worker's own probe tells them; the worker must be healthy."""
-    reply = httpx.get(f"{worker.http_url}/health", timeout=10.0, trust_env=False)
-    assert reply.status_code == 200, f"{worker.name} is not healthy: {reply.text}\n{worker.log_tail()}"
+def holding(worker: StackProcess) -> str:
+    """What keeps a worker from being healthy and empty, as its own probe tells it; "" when nothing does.
+
+    One that has just woken up calls itself stuck until its engine has turned.
+    """
+    reply = httpx.get(f"{worker.http_url}/health", timeout=PROBE_TIMEOUT_S, trust_env=False)
+    if reply.status_code != 200:
+        return f"not healthy: {reply.text}\n{worker.log_tail()}"
     blocks: dict[str, int] = reply.json()["blocks"]
-    return blocks
+    return f"owns blocks: {blocks}" if blocks["owned"] else ""
 
 
 Systems = Callable[..., System]
@@ -122,6 +129,7 @@ def systems(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systems]:
                 model=model,
                 worker_flags=worker_flags,
                 log_dir=tmp_path_factory.mktemp("stack"),
+                ready_timeout_s=READY_S,
                 **options,
             )
             stack.start()

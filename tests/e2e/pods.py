@@ -19,7 +19,7 @@ from ..kubernetes_api import KubernetesAPI
 
 MODEL = "tiny-random"
 NUM_TOKENS = 60
-PATIENCE_S = 90.0
+PATIENCE_S = 150.0
 
 
 class Pods:
@@ -39,7 +39,7 @@ class Pods:
         port, api, folder = str(self.port), self.api.url, str(self.api.folder)
         flags: tuple[str, ...] = ("--host", self.listen, "--port", port)
         flags += ("--kubernetes-api", api, "--kubernetes-credentials", folder)
-        flags += ("--queue-timeout-s", "80", "--local-prefill-threshold", "0")
+        flags += ("--queue-timeout-s", "140", "--local-prefill-threshold", "0")
         flags += ("--slo-ttft-ms", "600000", "--slo-tpot-ms", "600000")
         self.router = self._start("router", "diptych.router", *flags, *discovery)
 
@@ -78,7 +78,7 @@ class Pods:
         self.api.delete_worker(worker.role, worker.addresses["address"])
 
     def metric(self, name: str, *labels: str) -> list[float]:
-        text = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        text = get(f"{self.url}/metrics").text
         lines = [line for line in text.splitlines() if line.startswith(name)]
         return [float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels)]
 
@@ -87,7 +87,7 @@ class Pods:
         left = [process for process in self.processes if process.alive and process is not self.router]
 
         def owned() -> list[int]:
-            replies = [httpx.get(f"{worker.http_url}/health", trust_env=False) for worker in left]
+            replies = [get(f"{worker.http_url}/health") for worker in left]
             return [reply.json()["blocks"]["owned"] for reply in replies]
 
         until(lambda: owned() == [0] * len(left), "every block is free")
@@ -95,7 +95,7 @@ class Pods:
     def close(self) -> None:
         for process in self.processes:
             process.terminate()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         for process in self.processes:
             process.wait(deadline)
         self.api.stop()
@@ -139,6 +139,10 @@ def complete(url: str, prompt: list[int]) -> list[int]:
     reply = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
     assert reply.status_code == 200, reply.text
     return list(reply.json()["choices"][0]["token_ids"])
+
+
+def get(url: str) -> httpx.Response:
+    return httpx.get(url, timeout=30.0, trust_env=False)
 
 
 def answers(url: str) -> bool:

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.e2e
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "extra_body": {"ignore_eos": True}}
+BRIEF_QUEUE = ("--queue-timeout-s", "3")
+"""Soon over where nobody is left to wait for, and longer than a busy machine keeps a worker from speaking."""
 
 
 @pytest.fixture
@@ -186,7 +188,7 @@ def test_metrics_have_their_names(stack: Stack, http: httpx.Client) -> None:
     ):
         assert f"\n{name}{{" in text, name
     for worker in stack.workers():
-        page = httpx.get(f"{worker.http_url}/metrics", trust_env=False).text
+        page = httpx.get(f"{worker.http_url}/metrics", trust_env=False, timeout=30).text
         for name in (
             "vllm:num_requests_running",
             "vllm:kv_cache_usage_perc",
@@ -207,7 +209,7 @@ def test_the_schema_names_every_endpoint_and_its_answers(http: httpx.Client) -> 
 
 
 def test_without_a_decode_worker_the_router_is_not_ready(system_of: Any) -> None:
-    stack = system_of(router_flags=("--queue-timeout-s", "1", "--worker-timeout-s", "1")).stack
+    stack = system_of(router_flags=BRIEF_QUEUE).stack
     decode = stack.workers("decode")[0]
     with httpx.Client(base_url=stack.url, timeout=60, trust_env=False) as client:
         decode.kill()
@@ -222,7 +224,7 @@ def test_without_a_decode_worker_the_router_is_not_ready(system_of: Any) -> None
 
 @pytest.mark.parametrize("path", ("/v1/completions", "/v1/chat/completions"))
 def test_a_failure_after_the_start_is_an_event(system_of: Any, path: str) -> None:
-    stack = system_of(router_flags=("--queue-timeout-s", "1", "--worker-timeout-s", "1")).stack
+    stack = system_of(router_flags=BRIEF_QUEUE).stack
     decode = stack.workers("decode")[0]
     prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": HELLO}
     body = {"model": MODEL, "max_tokens": 3500, "ignore_eos": True, "stream": True, **prompt}
@@ -248,7 +250,7 @@ def test_two_routers_share_the_workers(stack: Stack, http: httpx.Client, tmp_pat
     second.start()
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as other:
         try:
-            wait_until(lambda: is_ready(other), "the second router is ready", 30)
+            wait_until(lambda: is_ready(other), "the second router is ready")
             assert (
                 complete(other, prompt=PROMPT, max_tokens=9)["choices"]
                 == complete(http, prompt=PROMPT, max_tokens=9)["choices"]
@@ -258,7 +260,7 @@ def test_two_routers_share_the_workers(stack: Stack, http: httpx.Client, tmp_pat
                 assert reply.status_code == 200
                 second.kill()  # in the middle of its stream
             assert complete(http, prompt=PROMPT, max_tokens=9)["usage"]["completion_tokens"] == 9
-            wait_until(lambda: not any(owned(stack).values()), "what the dead router asked for is given up", 20)
+            wait_until(lambda: not any(owned(stack).values()), "what the dead router asked for is given up")
         except httpx.TransportError:
             pytest.fail(second.log_tail())
         finally:

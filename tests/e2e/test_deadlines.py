@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 
 PATIENCE_S = 120.0
 TIMEOUT_S = 2.0
-REQUEST_TIMEOUT_S = 3.0
+REQUEST_TIMEOUT_S = 5.0
 BLIND = ("--worker-timeout-s", "60", "--local-prefill-threshold", "0")
 NEVER_STUCK = ("--stall-timeout-s", "300")
 """Neither silence nor a standing engine tells these routers anything: what ends a wait is its own deadline."""

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from diptych.benchmarks.stack import StackProcess
 from diptych.common.pod_deletion_cost import ANNOTATION
 
-from .pods import NUM_TOKENS, PATIENCE_S, Load, Pods, answers, complete, until
+from .pods import NUM_TOKENS, PATIENCE_S, Load, Pods, answers, complete, get, until
 
 pytestmark = pytest.mark.e2e
 
@@ -29,24 +28,24 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
     pods.close()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_pools_grow_from_zero_and_change_under_load(pods: Pods) -> None:
     source = random.Random(7)
     prompts = [[source.randrange(256) for _ in range(length)] for length in (40, 90, 200, 350)]
     pods.start_router("--discovery", "kubernetes", "--prefill-services", "prefill", "--decode-services", "decode")
     until(lambda: answers(f"{pods.url}/health"), "the router answers")
-    until(lambda: "has no endpoints" in httpx.get(f"{pods.url}/ready", trust_env=False).text, "/ready says why")
+    until(lambda: "has no endpoints" in get(f"{pods.url}/ready").text, "/ready says why")
 
     first: list[list[int]] = []
     waiting = threading.Thread(target=lambda: first.append(complete(pods.url, prompts[0])))
     waiting.start()
     until(lambda: pods.metric("diptych_requests_held", 'role="decode"') == [1.0], "a request is held")
-    assert pods.metric("diptych_requests_held", 'role="prefill"') == [1.0]
+    until(lambda: pods.metric("diptych_requests_held", 'role="prefill"') == [1.0], "the other pool is asked for too")
     decode = pods.add("decode")
     waiting.join(PATIENCE_S)
     expected = [complete(pods.url, prompt) for prompt in prompts]
     assert first == expected[:1]
-    detail = httpx.get(f"{pods.url}/ready", trust_env=False).json()["detail"]
+    detail = get(f"{pods.url}/ready").json()["detail"]
     assert detail == "no prefill worker exists: the prefill service prefill has no endpoints"
 
     load = Load(pods.url, prompts)
@@ -59,20 +58,22 @@ def test_pools_grow_from_zero_and_change_under_load(pods: Pods) -> None:
     load.more()
     pods.add("prefill")
     load.more()
-    until(lambda: int(pods.api.annotations["decode-3"][ANNOTATION]) > 0, "a busy pod costs something")
+    until(lambda: int(pods.api.annotations.get("decode-3", {}).get(ANNOTATION, "0")) > 0, "a busy pod costs something")
     load.stop()
     assert not load.errors
     assert all(tokens == expected[index] for index, tokens in load.answers)
-    assert pods.api.annotations.keys() == {"decode-1", "prefill-2", "decode-3", "prefill-4"}
+    everybody = {"decode-1", "prefill-2", "decode-3", "prefill-4"}
+    until(lambda: pods.api.annotations.keys() == everybody, "every pod says what it costs")
     check_the_end(pods)
 
 
 def check_the_end(pods: Pods) -> None:
     """Who is gone is forgotten, who is left owns nothing."""
-    until(lambda: len(httpx.get(f"{pods.url}/load", trust_env=False).json()["workers"]) == 2, "two workers are known")
-    assert sum(pods.metric("diptych_pool_workers", 'state="ready"')) == 2
+    until(lambda: len(get(f"{pods.url}/load").json()["workers"]) == 2, "two workers are known")
+    until(lambda: sum(pods.metric("diptych_pool_workers", 'state="ready"')) == 2, "both are ready")
     assert not pods.metric("diptych_worker_state", "decode-1") and pods.metric("diptych_worker_state", "decode-3")
-    assert pods.metric("diptych_discovery_endpoints", 'role="decode"', 'state="serving"') == [1.0]
+    serving = ("diptych_discovery_endpoints", 'role="decode"', 'state="serving"')
+    until(lambda: pods.metric(*serving) == [1.0], "one decode worker is listed")
     assert pods.metric("diptych_discovery_syncs_total", 'result="failed"') == [0.0]
     assert pods.metric("diptych_slo_attainment_ratio") == [1.0, 1.0]
     assert len(pods.metric("diptych_pool_backlog_seconds")) == len(pods.metric("diptych_pool_pressure")) == 1

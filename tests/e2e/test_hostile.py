@@ -26,6 +26,8 @@ from .asking import wait_until
 
 pytestmark = pytest.mark.e2e
 
+MAX_KNOCKS = 20
+"""Rounds of connections that are kept open until the end: descriptors are not endless, however long this takes."""
 NOISE = (b"", b"\xff", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 40)
 
 
@@ -93,7 +95,7 @@ def test_another_router_is_told_why_it_gets_no_worker(
     )
     router.start()
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as client:
 
             def reason() -> str:
                 try:
@@ -104,7 +106,8 @@ def test_another_router_is_told_why_it_gets_no_worker(
             wait_until(lambda: why in reason(), f"/load says that the worker {why}", 60)
             reply = client.get("/ready")
             assert reply.status_code == 503 and why in reply.text
-        assert f"worker {worker.addresses['address']} cannot be talked to: it {why}" in router.log.read_text()
+        line = f"worker {worker.addresses['address']} cannot be talked to: it {why}"
+        wait_until(lambda: line in router.log.read_text(), "the log says so too")
     finally:
         router.stop()
     assert f"router {'other'}" not in worker.log.read_text()
@@ -135,7 +138,8 @@ class Bombardment:
     def main(self) -> None:
         seed = 0
         while not self.stopping.is_set():
-            self.knock()
+            if seed < MAX_KNOCKS:
+                self.knock()
             for parts in self.salvo(seed):
                 for dealer in self.sockets:
                     try:
@@ -180,9 +184,13 @@ def test_a_bombardment_changes_no_answer(system: Any, keys: Keys, prompts: list[
     with Bombardment(system, keys) as bombardment:
         for _ in range(3):
             assert system.generate(prompts, max_tokens=60) == expected
-    assert bombardment.num_sent > 100
+        wait_until(lambda: bombardment.num_sent > 100, "much was sent")
+        assert system.generate(prompts, max_tokens=60) == expected
     for worker in system.stack.workers():
-        assert system.metric("diptych_frames_dropped", worker.role) > dropped[worker.name]
+        wait_until(
+            lambda worker=worker: system.metric("diptych_frames_dropped", worker.role) > dropped[worker.name],
+            f"{worker.name} dropped some of it",
+        )
     assert system.generate(prompts, max_tokens=60) == expected
 
 
@@ -201,4 +209,4 @@ def test_a_worker_without_descriptors_comes_back(system: Any, prompts: list[list
         assert worker.alive
         assert system.generate(prompts, max_tokens=10) == expected  # over connections that were there before
     resource.prlimit(worker.pid, resource.RLIMIT_NOFILE, before)
-    wait_until(lambda: worker.alive and system.generate(prompts, max_tokens=10) == expected, "the worker serves", 30)
+    wait_until(lambda: worker.alive and system.generate(prompts, max_tokens=10) == expected, "the worker serves")

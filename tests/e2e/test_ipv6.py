@@ -45,5 +45,6 @@ def test_a_request_passes_through_both_pools(pods: Pods) -> None:
     assert pods.metric("diptych_placements_total", 'kind="remote"') == [1.0]
     pods.check_blocks()
     ports = [url.rpartition(":")[2] for url in (pods.url, *(worker.http_url for worker in workers))]
-    of_both = [answers(f"http://127.0.0.1:{port}/health") for port in ports]
+    ipv4 = "127.0.0.1" if pods.listen == "::" else "127.0.0.2"  # at 127.0.0.1 another process may have that port
+    of_both = [answers(f"http://{ipv4}:{port}/health") for port in ports]
     assert of_both == [pods.listen == "::"] * 3  # the one wildcard serves both families

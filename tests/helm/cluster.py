@@ -28,7 +28,7 @@ from .programs import tools_folder
 Secrets = Mapping[str, Mapping[str, bytes]]
 """Name -> file -> content, as `kubectl create secret generic --from-file` takes them."""
 
-FETCH_TIMEOUT_S = 60.0
+FETCH_TIMEOUT_S = 200.0
 START_TIMEOUT_S = 240.0
 
 

@@ -54,7 +54,7 @@ def cluster(rendered: Rendered, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield cluster
 
 
-def helm_test(cluster: Cluster, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def helm_test(cluster: Cluster, tmp_path: Path, timeout_s: int) -> subprocess.CompletedProcess[str]:
     """The `helm test` pod, its Service names turned into the addresses of this machine."""
     (pod,) = cluster.rendered.of("Pod")
     (container,) = pod["spec"]["containers"]
@@ -68,13 +68,13 @@ def helm_test(cluster: Cluster, tmp_path: Path) -> subprocess.CompletedProcess[s
             argument = argument.replace(f"{name}:", f"{each.address}:")
         arguments.append(argument)
     assert container["env"] == [{"name": "API_KEY", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "plain"}}}]
-    line = [sys.executable, "-P", str(file), *arguments, "--timeout-s=1"]
+    line = [sys.executable, "-P", str(file), *arguments, f"--timeout-s={timeout_s}"]
     environment = {**os.environ, "API_KEY": KEY}
-    return subprocess.run(line, capture_output=True, text=True, timeout=90, env=environment)
+    return subprocess.run(line, capture_output=True, text=True, timeout=200, env=environment)
 
 
 def test_pods_start_and_the_chart_s_own_test_passes(cluster: Cluster, tmp_path: Path) -> None:
-    done = helm_test(cluster, tmp_path)
+    done = helm_test(cluster, tmp_path, timeout_s=60)
     assert done.returncode == 0, done.stdout + done.stderr + cluster.of("router")[0].log.read_text()[-3000:]
     assert "by way of both pools" in done.stdout
     assert all(container.probe("liveness") for container in cluster.containers.values())
@@ -94,7 +94,7 @@ def test_every_pod_ends_well_and_without_prefill_the_test_fails(cluster: Cluster
     """SIGTERM to each, as the kubelet sends it. The decode pool goes on alone, and the chart's test says so."""
     (prefill,), (decode,), (router,) = (cluster.of(role) for role in ("prefill", "decode", "router"))
     assert prefill.end() == 0, prefill.log.read_text()[-3000:]
-    done = helm_test(cluster, tmp_path)
+    done = helm_test(cluster, tmp_path, timeout_s=1)
     assert done.returncode == 1 and "answered, but no prefill" in done.stdout, done.stdout + done.stderr
     for container in (decode, router):
         assert container.end() == 0, container.log.read_text()[-3000:]

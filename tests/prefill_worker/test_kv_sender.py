@@ -99,15 +99,15 @@ def test_a_refusal_ends_it_with_its_reason(rig: Rig) -> None:
 
 
 def test_no_grant_ends_with_the_lease(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(lease_s=0.05)
+    rig = make_rig(lease_s=0.5)  # what was never announced is not taken back either: it must have left by then
     rig.open(num_ready=4)
     assert rig.read_failed().reason == "lease expired"
     rig.wait(lambda: rig.ended)
-    assert "silent for 0.05 s" in rig.ended[0].reason
+    assert "silent for 0.5 s" in rig.ended[0].reason
 
 
 def test_no_acknowledgement_ends_with_the_lease(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(lease_s=0.5)
+    rig = make_rig(lease_s=1.0)
     rig.open()
     rig.finish()
     rig.read_open()
@@ -135,8 +135,8 @@ def test_waiting_renews_the_lease(rig: Rig) -> None:
 def test_slow_computing_costs_no_lease_and_says_so(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_sender, "ANNOUNCE_S", 0.05)
-    rig = make_rig(lease_s=0.2)
+    monkeypatch.setattr(kv_sender, "ANNOUNCE_S", 0.15)
+    rig = make_rig(lease_s=0.8)  # the grant comes in time on a busy machine too
     rig.open()
     rig.read_open()
     rig.grant()
@@ -177,13 +177,13 @@ def test_no_block_is_read_for_the_wire_after_cancel_returned(rig: Rig) -> None:
 
     def on_view(index: int) -> None:
         reading.set()
-        assert cancelled.wait(10)
+        assert cancelled.wait(30)
 
     rig.on_view = on_view
     rig.open(num_ready=4)
     rig.read_open()
     rig.grant()
-    assert reading.wait(10)
+    assert reading.wait(30)
     rig.sender.cancel("a", 0, "its blocks go to another prompt")
     rig.memory[:] = 0
     cancelled.set()

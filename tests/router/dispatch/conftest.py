@@ -43,8 +43,9 @@ NAMES = itertools.count(1)
 
 
 def next_token(tokens: list[int]) -> int:
-    """The scripted model: a token that depends on the whole sequence, so a lost or repeated one shows."""
-    return (sum((i + 1) * t for i, t in enumerate(tokens)) * 31 + len(tokens)) % 997
+    """The scripted model: a token that depends on those before it and on how many they are, so that a lost or repeated
+    one shows in all that follow."""
+    return (sum((i + 1) * t for i, t in enumerate(tokens[-40:])) * 31 + len(tokens)) % 997
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
