@@ -2,6 +2,7 @@
 
 router ── RouterHello ──> worker          worker ── WorkerHello, then WorkerHeartbeat ... ──> router
 router ── RouterHeartbeat, PrefillRequest or DecodeRequest, AbortRequest ──> worker
+          (answered by another WorkerHello, with `lost_router`, when the worker knows no such router)
 worker ── TokenOutput, RequestFailed ──> router
 """
 
@@ -16,6 +17,7 @@ from typing import cast
 
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 from diptych.common.curve import AnySocket, Curve
 from diptych.common.drop_log import DropLog
@@ -81,6 +83,7 @@ class ControlServer:
         self._on_message, self._on_router_lost = on_message, on_router_lost
         self._heartbeat_s, self._router_timeout_s = heartbeat_s, router_timeout_s
         self._routers: dict[bytes, RouterPeer] = {}
+        self._told: set[bytes] = set()
         self._loop = asyncio.get_running_loop()
         self._drops = DropLog(log, "a control frame")
         self.num_unsent = 0
@@ -156,6 +159,7 @@ class ControlServer:
         if isinstance(message, RouterHello):
             self._greet(router, peer, message, now)
         elif peer is None:
+            self._tell_stranger(router, message)
             raise WireError(f"{type(message).__name__} before RouterHello")
         elif not isinstance(message, ToWorker):
             raise WireError(f"a {type(message).__name__} is not for workers")
@@ -163,6 +167,12 @@ class ControlServer:
             peer.last_heard = now
             if not isinstance(message, RouterHeartbeat):
                 self._on_message(router, message)
+
+    def _tell_stranger(self, router: bytes, message: AnyMessage) -> None:
+        """A router that takes this worker for one that works for it hears that it is not known; once a heartbeat."""
+        if isinstance(message, ToWorker) and router not in self._told and len(self._told) < MAX_ROUTERS:
+            self._told.add(router)
+            self.send(router, replace(self._hello(), lost_router=True))
 
     def _greet(self, router: bytes, peer: RouterPeer | None, message: RouterHello, now: float) -> None:
         if message.protocol != PROTOCOL_VERSION:
@@ -192,6 +202,7 @@ class ControlServer:
     async def _beat(self) -> None:
         while True:
             self.broadcast_heartbeat()
+            self._told.clear()
             now = time.monotonic()
             self._drops.flush(now)
             deadline = now - self._router_timeout_s

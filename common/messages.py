@@ -142,6 +142,8 @@ class WorkerHello(Message, frozen=True, tag=20):
     """Who the worker is. `epoch` differs after every start: a restarted worker is a new worker.
 
     Only workers with equal `fingerprint` are paired: it covers protocol, model, weights, dtype and KV layout.
+    `lost_router` says that the router it goes to was silent for too long, as a frozen worker finds when it wakes up:
+    what it had here is gone, and it must say hello again.
     """
 
     worker_id: Name
@@ -155,6 +157,7 @@ class WorkerHello(Message, frozen=True, tag=20):
     max_num_seqs: Count
     kv_address: Annotated[str, Meta(max_length=256)] = ""
     version: Text = ""
+    lost_router: bool = False
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):

@@ -262,6 +262,11 @@ class WorkerFleet:
                 self._on_hello(address, message)
 
     def _on_hello(self, address: str, hello: WorkerHello) -> None:
+        if hello.lost_router:
+            if self.registry.on_forgotten(address):
+                self._lost(address)
+                self.connections[address].send(self._hello)
+            return
         worker = self.registry.workers[address]
         started = worker.known_epoch != hello.epoch
         if self.registry.on_hello(address, hello, self._clock()):

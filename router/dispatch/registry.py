@@ -94,6 +94,19 @@ class WorkerRegistry:
         worker.hello = None
         return had_life
 
+    def on_forgotten(self, address: str) -> bool:
+        """The worker took this router for dead and dropped what it had there. True when that was not known."""
+        worker = self.workers[address]
+        had_life = worker.hello is not None and worker.state in (
+            WorkerState.CONNECTED,
+            WorkerState.READY,
+            WorkerState.DRAINING,
+        )
+        if had_life:
+            self._end(worker, WorkerState.UNKNOWN, "had lost this router")
+            worker.hello = None
+        return had_life
+
     def on_refused(self, address: str, why: str) -> None:
         """No connection comes about: one side has keys that the other does not trust, or none at all."""
         worker = self.workers[address]

@@ -58,7 +58,7 @@ class Router:
 class Rig:
     """A served control socket; `received` and `lost` are what it reported."""
 
-    def __init__(self, *, router_timeout_s: float = 60.0) -> None:
+    def __init__(self, *, router_timeout_s: float = 60.0, heartbeat_s: float = 0.01) -> None:
         self.context = zmq.asyncio.Context()
         self.socket, self.address = bind_control(self.context, "127.0.0.1", 0)
         self.received: list[tuple[bytes, AnyMessage]] = []
@@ -70,7 +70,7 @@ class Rig:
             self.worker_heartbeat,
             lambda router, message: self.received.append((router, message)),
             self.lost.append,
-            heartbeat_s=0.01,
+            heartbeat_s=heartbeat_s,
             router_timeout_s=router_timeout_s,
         )
         self.serving = asyncio.create_task(self.server.run())
@@ -205,6 +205,26 @@ async def test_a_silent_router_is_lost_and_may_come_back(make_rig: Callable[...,
     await router.hello()
     await router.read_hello()
     await rig.wait(lambda: len(rig.lost) == 2)
+
+
+async def test_a_router_that_is_not_known_any_more_hears_so_once_a_heartbeat(make_rig: Callable[..., Rig]) -> None:
+    """As after a freeze of either: it would go on as if its requests ran here."""
+    rig = make_rig(router_timeout_s=0.05, heartbeat_s=0.5)
+    router = rig.router()
+    await router.hello()
+    assert not (await router.read_hello()).lost_router
+    await rig.wait(lambda: rig.lost == [b"r"])
+    for _ in range(50):
+        await router.send(RouterHeartbeat(router_id="r"))
+        await router.send(ABORT)
+    assert (await router.read_hello()).lost_router
+    await rig.wait(lambda: rig.server.num_dropped_frames == 100)
+    assert rig.server.num_routers == 0 and not rig.received
+    await router.hello()
+    told = 1
+    while (hello := await router.read_hello()).lost_router:
+        told += 1
+    assert told < 10 and hello.worker_id == rig.worker_hello().worker_id
 
 
 async def test_a_router_whose_connection_broke_is_lost_long_before_it_counts_as_silent(rig: Rig) -> None:

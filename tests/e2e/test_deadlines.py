@@ -23,7 +23,7 @@ from .conftest import samples
 pytestmark = pytest.mark.e2e
 
 PATIENCE_S = 120.0
-TIMEOUT_S = 2.0
+TIMEOUT_S, DRAIN_S = 2.0, 5.0
 REQUEST_TIMEOUT_S = 5.0
 BLIND = ("--worker-timeout-s", "60", "--local-prefill-threshold", "0")
 NEVER_STUCK = ("--stall-timeout-s", "300")
@@ -145,7 +145,7 @@ def test_a_worker_that_sends_no_token_loses_its_requests(
 
 
 def test_a_router_that_ends_cuts_what_takes_too_long(system_of: Any) -> None:
-    flags = ("--drain-timeout-s", str(TIMEOUT_S), *BLIND)
+    flags = ("--drain-timeout-s", str(DRAIN_S), *BLIND)
     stack = system_of(router_flags=flags, worker_flags=NEVER_STUCK).stack
     (decode,) = stack.workers("decode")
     wait_until_all_ready(stack)

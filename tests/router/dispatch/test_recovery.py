@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from diptych.common.errors import InvalidRequest, Unavailable
 from diptych.common.messages import AbortRequest, DecodeRequest, PrefillRequest, TokenDelta, TokenOutput, encode
@@ -116,6 +117,27 @@ async def test_a_new_epoch_on_a_living_connection_is_a_new_worker(cluster, tools
     cluster.decode[0].epoch += 1_000_000
     assert (await task)[0] == tools.expected(PROMPT, 40)
     assert dispatcher.load().num_retries == {"decode": 1}
+
+
+async def test_a_worker_that_lost_this_router_is_greeted_anew_and_its_streams_move(cluster, tools):
+    """It was frozen for longer than routers may be silent, though not for as long as workers may."""
+    dispatcher = await cluster.start(decode=2, worker_timeout_s=60.0)
+    for worker in cluster.decode:
+        worker.token_s = 0.01
+    rest = await streaming(dispatcher, tools, max_tokens=60)
+    await tools.until(lambda: dispatcher.load().stages["decode"])
+    first = busy(cluster.decode)
+    (router,) = first.routers
+    for job in first.jobs.values():
+        job.cancel()
+    first.routers.clear()
+    for _ in range(3):
+        first.send(router, replace(first.hello_message(), lost_router=True))
+    tokens, last = await rest
+    assert tokens == tools.expected(PROMPT, 60)
+    assert last.timeline.num_attempts == 2 and last.timeline.decode_worker != first.worker_id
+    await tools.until(lambda: first.routers == {router})
+    await tools.until(lambda: len(dispatcher.fleet.registry.ready("decode")) == 2)
 
 
 async def test_a_silent_decode_worker_is_left_and_its_late_words_ignored(cluster, tools):
