@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,6 +16,7 @@ from diptych.common.kv_sender import KVSender
 from diptych.common.kv_wire import checksum
 from diptych.common.message_fields import pack_tokens
 from diptych.common.messages import (
+    AbortRequest,
     AnyMessage,
     DecodeRequest,
     KVAck,
@@ -45,7 +47,7 @@ from diptych.decode_worker.recorder import Recorder
 from diptych.decode_worker.scheduler import DecodeScheduler
 from diptych.decode_worker.transfers import IncomingTransfers
 
-from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, wait
+from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, prompt, wait
 
 
 class Peer:
@@ -269,6 +271,25 @@ class EngineRig(RouterSide):
             deadline_s=deadline_s,
         )
         self.tell(request, router)
+
+    def mix(self, seed: int) -> None:
+        """Requests that come, end and are aborted at random, all of whose tokens are the true ones."""
+        rng = random.Random(seed)
+        asked: dict[str, tuple[list[int], int]] = {}
+        aborted: set[str] = set()
+        for number in range(24):
+            name, tokens, count = f"r{number}", prompt(rng.randrange(1, 70), number), rng.randrange(1, 40)
+            asked[name] = (tokens, count)
+            self.ask(tokens, name, max_tokens=count)
+            self.turn(rng.randrange(8))
+            if rng.random() < 0.3:
+                aborted.add(victim := rng.choice([*asked]))
+                self.tell(AbortRequest(request_id=victim, attempt=0))
+            self.engine.scheduler.check_integrity()
+        self.until(lambda: self.is_clean)
+        for name, (tokens, count) in asked.items():
+            found, expected = self.tokens(name), self.oracle(tokens, count)
+            assert found == (expected[: len(found)] if name in aborted else expected), name
 
     def deltas(self, name: str = "a", *, attempt: int | None = 0) -> list[TokenDelta]:
         return super().deltas(name, attempt=attempt)

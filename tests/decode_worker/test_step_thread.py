@@ -123,23 +123,8 @@ def test_a_failed_step_ends_its_requests_once_and_leaks_nothing(threaded: Callab
 
 
 def test_any_mixture_of_arrivals_and_ends(threaded: Callable[..., Rig]) -> None:
-    rng = random.Random(7)
     engine = threaded(num_blocks=24, max_num_seqs=5, chunk=20)
-    asked: dict[str, tuple[list[int], int]] = {}
-    aborted: set[str] = set()
-    for number in range(24):
-        name, tokens, count = f"r{number}", prompt(rng.randrange(1, 70), number), rng.randrange(1, 40)
-        asked[name] = (tokens, count)
-        engine.ask(tokens, name, max_tokens=count)
-        engine.turn(rng.randrange(8))
-        if rng.random() < 0.3:
-            aborted.add(victim := rng.choice([*asked]))
-            engine.tell(AbortRequest(request_id=victim, attempt=0))
-        engine.engine.scheduler.check_integrity()
-    engine.until(lambda: engine.is_clean)
-    for name, (tokens, count) in asked.items():
-        found, expected = engine.tokens(name), engine.oracle(tokens, count)
-        assert found == (expected[: len(found)] if name in aborted else expected), name
+    engine.mix(seed=7)
     assert engine.steps.num_fed > 50
 
 
