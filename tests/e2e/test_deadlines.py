@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from diptych.benchmarks.stack import Stack
 
 from .asking import MODEL, PROBE_TIMEOUT_S, owned, wait_until
 from .conftest import samples
+from .other_program import running_instead
 
 pytestmark = pytest.mark.e2e
 
@@ -105,16 +105,9 @@ def hanging(system_of: Any, tmp_path: Path) -> Iterator[tuple[Any, Any, Path]]:
     timeouts = ("--prefill-timeout-s", str(TIMEOUT_S), "--token-timeout-s", str(TIMEOUT_S))
     system, flag = system_of(0, 2, router_flags=timeouts, worker_flags=NEVER_STUCK), tmp_path / "hang"
     victim = system.stack.workers("decode")[1]
-    command = victim.command
-    victim.kill()
-    script = Path(__file__).with_name("hanging_worker.py")
-    victim.command = [sys.executable, "-P", str(script), str(flag), *command[command.index("-m") + 2 :]]
-    system.stack.restart(victim)
-    wait_until_all_ready(system.stack)
-    yield system, victim, flag
-    victim.kill()
-    victim.command = command
-    system.stack.restart(victim)
+    with running_instead(system.stack, victim, "hanging_worker.py", str(flag)):
+        wait_until_all_ready(system.stack)
+        yield system, victim, flag
     wait_until_all_ready(system.stack)
 
 

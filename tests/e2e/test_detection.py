@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from .other_program import running_instead
 
 pytestmark = pytest.mark.e2e
 
@@ -72,16 +73,9 @@ def hanging(system_of: Any, tmp_path: Path) -> Iterator[tuple[Any, Any, Path]]:
     """A system with two decode workers, the second of which hangs from the moment that the file is made."""
     system, flag = system_of(1, 2, router_flags=FLAGS), tmp_path / "hang"
     victim = system.stack.workers("decode")[1]
-    command = victim.command
-    victim.kill()
-    script = Path(__file__).with_name("hanging_worker.py")
-    victim.command = [sys.executable, "-P", str(script), str(flag), *command[command.index("-m") + 2 :]]
-    system.stack.restart(victim)
-    wait_until(lambda: state_of(system, victim) == "ready", "the worker is not ready")
-    yield system, victim, flag
-    victim.kill()
-    victim.command = command
-    system.stack.restart(victim)
+    with running_instead(system.stack, victim, "hanging_worker.py", str(flag)):
+        wait_until(lambda: state_of(system, victim) == "ready", "the worker is not ready")
+        yield system, victim, flag
 
 
 def test_a_worker_whose_step_never_ends_loses_its_streams(hanging: tuple[Any, Any, Path], random_prompts: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from diptych.benchmarks.stack import Stack
 from .asking import MODEL, PROBE_TIMEOUT_S, wait_until
 from .conftest import READY_S, System
 from .dying_worker import POISON
+from .other_program import run_instead
 
 pytestmark = pytest.mark.e2e
 
@@ -36,9 +36,8 @@ def mortal(tmp_path: Path) -> Iterator[System]:
         log_dir=tmp_path,
         ready_timeout_s=READY_S,
     )
-    script = str(Path(__file__).with_name("dying_worker.py"))
     for worker in stack.workers():
-        worker.command = [sys.executable, "-P", script, *worker.command[worker.command.index("-m") + 2 :]]
+        run_instead(worker, "dying_worker.py")
     with stack:
         yield System(stack)
 
