@@ -124,10 +124,11 @@ class Network:
             ip("-n", namespace, "link", "set", "lo", "up")
 
     def _remove(self) -> None:
-        """Cables go with their namespaces. What was not built is not there to be removed."""
-        for name in self._hosts:
-            subprocess.run(("ip", "netns", "del", self._namespace(name)), capture_output=True, timeout=IP_TIMEOUT_S)
-        subprocess.run(("ip", "link", "del", self._bridge()), capture_output=True, timeout=IP_TIMEOUT_S)
+        """What was not built is not there to be removed. Cables would go with their namespaces, but some time later."""
+        cables = [("link", "del", self._cable(name)) for name in self._hosts]
+        namespaces = [("netns", "del", self._namespace(name)) for name in self._hosts]
+        for one in (*cables, *namespaces, ("link", "del", self._bridge())):
+            subprocess.run(("ip", *one), capture_output=True, timeout=IP_TIMEOUT_S)
 
 
 def why_not() -> str:
