@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from diptych.benchmarks.stack import StackProcess
 from diptych.common.messages import (
     AbortRequest,
     AnyMessage,
@@ -184,7 +185,7 @@ async def left_alone(rig: Rig, salt: str) -> None:
 
 async def crowded(rig: Rig, salt: str) -> None:
     """More than the decode workers have room for: some must wait, for as long as others take."""
-    asks = [*of_length(2, prompt_len=(1300, 1400), num_tokens=600), *long_asks(4)]
+    asks = [*of_length(6, prompt_len=(1300, 1400), num_tokens=600), *long_asks(4)]
     await rig.same_answers(salt, name="waiting", asks=asks)
 
 
@@ -194,13 +195,17 @@ async def handing_over(rig: Rig, salt: str) -> None:
     asks = of_length(4, prompt_len=(70, 140), num_tokens=350)
     await rig.expected("handed over", asks)
     asking = asyncio.create_task(rig.same_answers(salt, name="handed over", asks=asks))
-    await asyncio.sleep(0.3)  # streams are under way; the outcome does not depend on how far
+    await until(lambda: runs_some(victim), "streams are under way")  # the outcome does not depend on how far
     victim.terminate()
     await asyncio.to_thread(victim.wait, time.monotonic() + 90)
     await asking
     assert not victim.forced
     await asyncio.to_thread(rig.stack.restart, victim)
     await until(lambda: is_ready(victim), "the worker is back")
+
+
+async def runs_some(worker: StackProcess) -> bool:
+    return await counter([worker], "vllm:num_requests_running") > 0
 
 
 async def failing(rig: Rig, salt: str) -> None:
