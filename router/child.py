@@ -43,6 +43,12 @@ def child_environment(config: Config) -> dict[str, str]:
     return kept | to_env(config)
 
 
+def _signal(process: asyncio.subprocess.Process, signum: signal.Signals) -> None:
+    """Not by `send_signal`: that looks whether the process lives, and takes its exit status away from the loop."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signum)
+
+
 class Child:
     """A module run in a process group of its own, so that a Ctrl-C in the terminal reaches only the supervisor."""
 
@@ -82,7 +88,7 @@ class Child:
     def send(self, signum: signal.Signals) -> None:
         """Signals the process if it still runs."""
         if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signum)
+            _signal(self._process, signum)
 
     async def end(self, grace_s: float) -> None:
         """SIGTERM, and SIGKILL, which a stopped process obeys too, when it still runs after `grace_s`.
@@ -92,14 +98,12 @@ class Child:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+        _signal(process, signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
                 await process.wait()
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            _signal(process, signal.SIGKILL)
 
     @property
     def serves_tls(self) -> bool:

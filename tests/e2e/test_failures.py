@@ -20,7 +20,8 @@ ALL_REMOTE = ("--local-prefill-threshold", "0")
 SLOW_PREFILL = ("--max-num-batched-tokens", "32")
 PATIENT = ("--queue-timeout-s", "120")
 HASTY_DRAIN = ("--drain-timeout-s", "0.1")
-NUM_TOKENS = 150
+NUM_TOKENS = 800
+"""More than is generated while a test looks and strikes."""
 PATIENCE_S = 240.0
 
 
