@@ -127,12 +127,11 @@ class Admission:
     @property
     def limit_s(self) -> float:
         """How long a new request may wait now."""
-        return self._patience.limit_s(self._turn_s)
+        return self._patience.limit_s(self._turn_s(self._registry.ready("decode")))
 
-    @property
-    def _turn_s(self) -> float:
+    def _turn_s(self, decode: Iterable[Worker]) -> float:
         """Seconds between two requests that a worker begins, while more of them wait."""
-        turns_s = (worker.service_s / _num_places(worker) for worker in self._registry.ready("decode"))
+        turns_s = (worker.service_s / _num_places(worker) for worker in decode)
         return max(self._prompt_s, min(turns_s, default=0.0))
 
     def _counted(self, error: Overloaded) -> Overloaded:
@@ -145,8 +144,9 @@ class Admission:
         prefill = [] if short else self._registry.ready("prefill")
         decode = self._registry.ready("decode")
         wait_s = predicted_wait_s(prefill, decode, self._observed, self._slowness, self._lasting)
-        others_s = self._patience.num_refused * self._turn_s / max(1, len(prefill or decode))
-        return refusal(wait_s, self.limit_s, others_s)
+        turn_s = self._turn_s(decode)
+        others_s = self._patience.num_refused * turn_s / max(1, len(prefill or decode))
+        return refusal(wait_s, self._patience.limit_s(turn_s), others_s)
 
 
 def observed_waits_s(waits: Iterable[tuple[str, float]]) -> dict[str, float]:
