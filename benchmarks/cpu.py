@@ -11,7 +11,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -133,7 +133,7 @@ def run_load(model: Decoder, load: Load, rounds: int) -> tuple[float, dict[str, 
     return sum(seconds) / rounds, {name: total / rounds for name, total in program.timings().items()}
 
 
-def floor_of(name: str, model: Decoder, load: Load, rates: Rates, quantization: str) -> float:
+def floor_of(name: str, model: Decoder, load: Load, rates: Rates) -> float:
     """Seconds below which an operation cannot go, for all layers of a step; 0 where that is not counted."""
     config = model.config
     if name == "attend":
@@ -142,15 +142,21 @@ def floor_of(name: str, model: Decoder, load: Load, rates: Rates, quantization: 
         pairs = load.batch * load.num_tokens * (load.context + (load.num_tokens + 1) / 2)
         work = 4 * pairs * config.num_layers * config.num_heads * config.head_dim
         return max(num_bytes / rates.bytes_per_s, work / rates.dtype_operations_per_s)
-    if not name.startswith("linear "):
-        return 0.0
-    out, inner = (int(size) for size in name.removeprefix("linear ").split("x"))
-    is_head = out == config.vocab_size
-    rows = load.batch if is_head else load.batch * load.num_tokens
-    layers = 1 if is_head else config.num_layers
-    bits = 8 if is_head and quantization == "int4" else BITS[quantization]
-    work = max(out * inner * bits / 8 / rates.bytes_per_s, 2 * rows * out * inner / rates.operations_per_s)
-    return work * layers
+    head, seconds = model.weights.lm_head, 0.0
+    for linear in matrices(model):
+        weight = linear.native
+        if weight is None or name != f"linear {linear.out_features}x{linear.in_features}":
+            continue
+        rows = load.batch if linear is head else load.batch * load.num_tokens
+        work = 2 * rows * linear.out_features * linear.in_features
+        seconds += max(weight.num_bytes / rates.bytes_per_s, work / rates.operations_per_s)
+    return seconds
+
+
+def matrices(model: Decoder) -> Iterator[Linear]:
+    yield model.weights.lm_head
+    for layer in model.weights.layers:
+        yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
 
 
 def report(console: Console, load: Load, step_s: float, parts: Sequence[Part]) -> None:
@@ -195,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             step_s, timings = run_load(model, load, options.rounds)
             parts = [
-                Part(name, seconds * 1e3, floor_of(name, model, load, rates, options.quantization) * 1e3)
+                Part(name, seconds * 1e3, floor_of(name, model, load, rates) * 1e3)
                 for name, seconds in sorted(timings.items(), key=lambda item: -item[1])
             ]
             report(console, load, step_s, parts)

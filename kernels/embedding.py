@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from diptych.kernels.linear import Linear
-from diptych.kernels.packed import PackedWeight, packed_rows
+from diptych.kernels.native_backend import native_backend
+from diptych.kernels.packed import PackedWeight
 from diptych.kernels.program import Recorder
 
 
@@ -37,7 +38,9 @@ class Embedding:
         """int64 [T] to [T, width]."""
         if isinstance(self._table, Tensor):
             return functional.embedding(token_ids, self._table)
-        return packed_rows(self._table, token_ids, self.dtype)
+        native = native_backend()
+        assert native is not None  # it packed the table
+        return native.unpack_rows(self._table, token_ids, self.dtype)
 
     def record(self, recorder: Recorder, scale: float) -> Tensor:
         """The rows of a step's token ids, times `scale`."""

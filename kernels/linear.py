@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from diptych.kernels.dispatch import gated
 from diptych.kernels.native_backend import native_backend
-from diptych.kernels.packed import FORMATS, PackedWeight, pack_dense, pack_quantised, unpack
+from diptych.kernels.packed import FORMATS, PackedWeight, in_order, pack_dense, pack_quantised, pack_short, unpack
 from diptych.kernels.program import Slot
 from diptych.kernels.quantised import QuantisedWeight
 
@@ -56,8 +56,10 @@ class Linear:
     @property
     def weight(self) -> Tensor:
         """W in the model's dtype; a copy when packed. For references, not for speed."""
-        if self.native is not None:
-            return unpack(self.native, self.dtype)
+        if self.native is not None and (native := native_backend()) is not None:
+            if self.native.coded:
+                return unpack(self.native, self.dtype)
+            return in_order(native.unpack_rows(self.native, torch.arange(self.out_features), self.dtype), self.native)
         if self._dense is not None:
             return self._dense
         dense: Tensor = self._onednn.to_dense()
@@ -109,8 +111,11 @@ def _native(weight: Weight, bias: Tensor | None, dtype: torch.dtype, alternate: 
         return None
     if isinstance(weight, QuantisedWeight):
         return pack_quantised(weight, bias, gated=alternate)
-    if weight.dtype == torch.bfloat16 and not native.multiplies_bfloat16:
-        return None
+    if weight.dtype == torch.bfloat16:
+        if not native.multiplies_bfloat16:
+            return None
+        if (short := pack_short(weight, bias, native.shorten, gated=alternate)) is not None:
+            return short
     return pack_dense(weight, bias, gated=alternate)
 
 

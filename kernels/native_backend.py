@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diptych.kernels import torch_backend
 from diptych.kernels.native_build import load_native
-from diptych.kernels.packed import INT8, PackedWeight
+from diptych.kernels.packed import INT8, PANEL, PackedWeight, room
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
 from diptych.kernels.program import EPILOGUES, NotRecordable, OpStruct, Program, Recorder, StepStruct
 
@@ -28,6 +28,7 @@ INT8_DOTS, BFLOAT16_PAIRS = 1, 2
 TYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 LANES: Final = 16
 MAX_HEAD_DIM: Final = 1024
+MANY_ODD: Final = 512  # one weight in so many may be odd: more would cost time
 ROWS_PER_UNIT: Final = 96  # query rows (tokens x heads of a group) that share one pass over the keys
 
 
@@ -62,6 +63,12 @@ class NativeBackend:
         self._quantise.argtypes = [number, pointer, integer, integer, integer, number, pointer, pointer, pointer]
         self._linear = library.diptych_linear
         self._linear.argtypes = [*(pointer,) * 4, integer, number, pointer, number, number]
+        self._choose_exponents = library.diptych_choose_exponents
+        self._choose_exponents.argtypes = [pointer, integer, integer, pointer, pointer, number]
+        self._shorten = library.diptych_shorten
+        self._shorten.argtypes = [pointer, integer, integer, pointer, pointer, number]
+        self._unpack_rows = library.diptych_unpack_rows
+        self._unpack_rows.argtypes = [pointer, pointer, integer, integer, pointer, number]
         self._argmax = library.diptych_argmax
         self._argmax.argtypes = [pointer, integer, integer, pointer, number]
         self._read = library.diptych_read
@@ -71,6 +78,7 @@ class NativeBackend:
         for function in (
             *(self._attend, self._norm, self._rotate, self._gated),
             *(self._quantise, self._linear, self._argmax, self._run),
+            *(self._choose_exponents, self._shorten, self._unpack_rows),
         ):
             function.restype = None
         self.shared_cores = (0, 0)
@@ -116,6 +124,26 @@ class NativeBackend:
             *(0 if total is None else total.data_ptr(), rows, TYPES[out.dtype], out.data_ptr()),
             *(EPILOGUES[activation], torch.get_num_threads()),
         )
+        return out
+
+    def shorten(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """bfloat16 [panels * 32, k] in 12 bits: codes, exponents, odd weights; None where too many are odd."""
+        panels, columns, threads = rows.shape[0] // PANEL, rows.shape[1], torch.get_num_threads()
+        exponents, begins = room(panels * 32), torch.empty(panels + 1, dtype=torch.int64)
+        self._choose_exponents(rows.data_ptr(), panels, columns, exponents.data_ptr(), begins.data_ptr(), threads)
+        num_odd = int(begins[-1])
+        if num_odd * MANY_ODD > rows.numel():
+            return None
+        codes, odd = room(rows.numel() * 3 // 2), torch.cat((begins, begins.new_zeros(num_odd)))
+        self._shorten(rows.data_ptr(), panels, columns, codes.data_ptr(), odd.data_ptr(), threads)
+        return codes, exponents, odd
+
+    def unpack_rows(self, weight: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Some rows, int64 [T], of dense weights in `dtype`, as they lie in the panels: [T, in]."""
+        rows = rows.contiguous()
+        out = torch.empty((rows.numel(), weight.in_features), dtype=dtype)
+        size, threads = weight.in_features * dtype.itemsize, torch.get_num_threads()
+        self._unpack_rows(weight.address, rows.data_ptr(), rows.numel(), size, out.data_ptr(), threads)
         return out
 
     def plan_attention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -14,10 +15,13 @@ from diptych.kernels.quantised import QuantisedWeight
 
 PANEL: Final = 32
 GATE: Final = 16  # gates, and their ups, in a panel of a gated product
-FLOAT32, BFLOAT16, INT8, INT4 = range(4)
+FLOAT32, BFLOAT16, SHORT, INT8, INT4 = range(5)
 FORMATS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 PAIR: Final = {FLOAT32: 1, BFLOAT16: 2}
+SHORT_INPUTS: Final = 4  # that lie together
 READ_AHEAD: Final = 4096  # bytes behind the last panel that a prefetch may name
+Shorten = Callable[[Tensor], tuple[Tensor, Tensor, Tensor] | None]
+"""Of bfloat16 rows in the panels' order: codes, exponents and odd weights (`native/short_weights.h`)."""
 
 
 class WeightsStruct(ctypes.Structure):
@@ -61,6 +65,11 @@ class PackedWeight:
         return self.format >= INT8
 
     @property
+    def num_bytes(self) -> int:
+        """That a product reads: codes, scales and offsets."""
+        return sum(t.numel() * t.element_size() for t in (self.codes, self.scale, self.offset) if t is not None)
+
+    @property
     def address(self) -> int:
         """Of `struct Weights`, for as long as this lives."""
         return ctypes.addressof(self.struct)
@@ -72,9 +81,19 @@ def pack_dense(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedWei
     pair = PAIR[kind]
     if weight.shape[1] % pair or (gated and weight.shape[0] % (2 * GATE)):
         return None
-    panels = _panels(weight, gated).view(-1, PANEL, weight.shape[1] // pair, pair).permute(0, 2, 1, 3)
+    panels = _in_panels(weight, gated).view(-1, PANEL, weight.shape[1] // pair, pair).permute(0, 2, 1, 3)
     rows, columns = weight.shape
     return PackedWeight(kind, rows, columns, columns, gated, _flat(panels), bias=_bias(bias, gated))
+
+
+def pack_short(weight: Tensor, bias: Tensor | None, shorten: Shorten, *, gated: bool) -> PackedWeight | None:
+    """W [out, in], bfloat16, in 12 bits; None where its sizes do not fit, or too many exponents are rare."""
+    rows, columns = weight.shape
+    if columns % SHORT_INPUTS or (gated and rows % (2 * GATE)):
+        return None
+    if (short := shorten(_in_panels(weight, gated))) is None:
+        return None
+    return PackedWeight(SHORT, rows, columns, columns, gated, *short, bias=_bias(bias, gated))
 
 
 def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, *, gated: bool) -> PackedWeight | None:
@@ -82,9 +101,9 @@ def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, *, gated: bool)
     rows, columns = weight.shape
     if gated and rows % (2 * GATE):
         return None
-    codes = _panels(weight.codes, gated)
+    codes = _in_panels(weight.codes, gated)
     groups = columns // weight.group
-    scale = _by_group(_panels(weight.scale, gated), groups)
+    scale = _by_group(_in_panels(weight.scale, gated), groups)
     if weight.bits == 8:
         sums = codes.view(-1, groups, weight.group).sum(-1, dtype=torch.int32) * -128
         offset = _by_group(sums, groups)
@@ -92,20 +111,15 @@ def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, *, gated: bool)
         return PackedWeight(INT8, rows, columns, weight.group, gated, _flat(panels), scale, offset, _bias(bias, gated))
     if weight.offset is None:
         raise ValueError("4-bit weights have an offset for each group")
-    offset = _by_group(_panels(weight.offset, gated), groups)
+    offset = _by_group(_in_panels(weight.offset, gated), groups)
     quads = codes.view(torch.uint8).view(-1, PANEL, columns // 8, 2, 4)
     halves = (quads[..., 0, :] | (quads[..., 1, :] << 4)).permute(0, 2, 1, 3)
     return PackedWeight(INT4, rows, columns, weight.group, gated, _flat(halves), scale, offset, _bias(bias, gated))
 
 
 def unpack(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """W [out, in] as it was given, or as its codes stand for."""
+    """W [out, in] as the codes of quantised weights stand for."""
     columns, groups = packed.in_features, packed.in_features // packed.group
-    if packed.format in (FLOAT32, BFLOAT16):
-        pair = PAIR[packed.format]
-        kind = torch.float32 if packed.format == FLOAT32 else torch.bfloat16
-        panels = _values(packed.codes, kind).view(-1, columns // pair, PANEL, pair).permute(0, 2, 1, 3)
-        return _rows(panels.reshape(-1, columns), packed).to(dtype)
     if packed.scale is None or packed.offset is None:
         raise ValueError("quantised weights have scales and offsets")
     if packed.format == INT8:
@@ -117,17 +131,10 @@ def unpack(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
     weight = codes * packed.scale.view(-1, groups, PANEL).transpose(1, 2).reshape(-1, groups, 1).float()
     if packed.format == INT4:
         weight += packed.offset.view(-1, groups, PANEL).transpose(1, 2).reshape(-1, groups, 1).float()
-    return _rows(weight.reshape(-1, columns), packed).to(dtype)
+    return in_order(weight.reshape(-1, columns), packed).to(dtype)
 
 
-def packed_rows(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Some rows of dense W, int64 [T], as they were given in `dtype`: [T, in]. Not of a gated product."""
-    pair = PAIR[packed.format]
-    panels = _values(packed.codes, dtype).view(-1, packed.in_features // pair, PANEL, pair)
-    return panels[rows // PANEL, :, rows % PANEL].reshape(-1, packed.in_features)
-
-
-def _panels(rows: Tensor, gated: bool) -> Tensor:
+def _in_panels(rows: Tensor, gated: bool) -> Tensor:
     """Rows in the panels' order, padded with zeros to whole panels."""
     if gated:
         rows = rows.view(2, -1, GATE, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
@@ -137,8 +144,8 @@ def _panels(rows: Tensor, gated: bool) -> Tensor:
     return torch.cat((rows, rows.new_zeros((missing, rows.shape[1]))))
 
 
-def _rows(panels: Tensor, packed: PackedWeight) -> Tensor:
-    """The inverse of `_panels`."""
+def in_order(panels: Tensor, packed: PackedWeight) -> Tensor:
+    """The inverse of `_in_panels`."""
     rows = panels[: packed.out_features]
     if packed.gated:
         rows = rows.view(-1, 2, GATE, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
@@ -152,13 +159,16 @@ def _by_group(values: Tensor, groups: int) -> Tensor:
 
 
 def _bias(bias: Tensor | None, gated: bool) -> Tensor | None:
-    return None if bias is None else _panels(bias.float().unsqueeze(1), gated).flatten().contiguous()
+    return None if bias is None else _in_panels(bias.float().unsqueeze(1), gated).flatten().contiguous()
+
+
+def room(size: int) -> Tensor:
+    """Bytes aligned to a cache line, with as many behind them as a prefetch may name."""
+    return ARENA.take(size + READ_AHEAD)[:size]
 
 
 def _flat(panels: Tensor) -> Tensor:
-    """Contiguous bytes, aligned to a cache line, with room behind them for what a prefetch names."""
-    size = panels.numel() * panels.element_size()
-    place = ARENA.take(size + READ_AHEAD)[:size]
+    place = room(panels.numel() * panels.element_size())
     place.view(panels.dtype).view(panels.shape).copy_(panels)
     return place
 

@@ -1,63 +1,18 @@
 // Matrix products with packed weights: y[rows][n] = x[rows][k] W^T, in tiles of a few rows by one panel of 32 outputs.
 //
-// A panel holds its weights in the order in which they are used: 32 outputs side by side for every input (float32), 2 inputs
-// (bfloat16) or 4 (int8). An output is one chain of additions over k, the same in every tile, so a row's result depends on that
-// row alone.
+// An output is one chain of additions over k, the same in every tile, so a row's result depends on that row alone.
 #pragma once
 
 #include "elementwise.h"
-#include "fetch.h"
+#include "short_weights.h"
 
-#include <algorithm>
 #include <cmath>
 
 namespace diptych {
 
-constexpr int PANEL = 2 * LANES;    // outputs of a panel
 constexpr int ROWS_AT_ONCE = 96;    // rows that share one pass over a panel while it is in the cache
 constexpr int PREFETCH_BYTES = 2048; // ahead of a panel that streams from memory
 constexpr int STREAMED_ROWS = 4;     // as many rows wait for memory all the time, more of them now and then
-constexpr int DENSE_ROWS = 12, CODED_ROWS = 6; // of a tile at most: what the registers hold
-constexpr int64_t STRIDE = 64;       // inputs between two steps of fetching
-
-enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
-
-// Weights of one matrix. Panels lie one behind the other; the last one is padded with zeros.
-//   FLOAT32:  [panel][k][32].
-//   BFLOAT16: [panel][k / 2][32][2].
-//   INT8: [panel][k / 4][32][4] int8 q; w = scale * q, scale float16 [panel][k / group][32]; offset int32 of the same shape,
-//         -128 * sum(q), undoes what the inputs' codes are above their signed values.
-//   INT4: [panel][k / 8][32][4] bytes, the first quad in the low halves; w = scale * q + offset, q 0 .. 15, offset float16.
-struct Weights {
-    const void *codes, *scale, *offset;
-    const float *bias; // [n] or null
-    int64_t n, k, group, format;
-
-    int64_t panels() const { return (n + PANEL - 1) / PANEL; }
-    bool coded() const { return format >= INT8; }
-
-    // Calls of `Fetcher::step` while `rows` rows meet one panel.
-    int64_t steps(int64_t rows) const {
-        const int64_t most = coded() ? CODED_ROWS : DENSE_ROWS;
-        return (rows + most - 1) / most * (coded() ? k / group : (k + STRIDE - 1) / STRIDE);
-    }
-
-    void fetch(int64_t panel, Fetcher &fetcher) const {
-        static const int64_t eighths[] = {32, 16, 8, 4}; // of a byte, for a weight
-        const int64_t bytes = k * PANEL * eighths[format] / 8, scales = coded() ? k / group * PANEL * 2 : 0;
-        const int64_t offsets = format == INT8 ? 2 * scales : scales;
-        fetcher.add(static_cast<const char *>(codes) + panel * bytes, bytes);
-        fetcher.add(static_cast<const char *>(scale) + panel * scales, scales);
-        fetcher.add(static_cast<const char *>(offset) + panel * offsets, offsets);
-    }
-};
-
-// One row of dense weights, as it was before it was packed.
-inline void unpack_row(const Weights &w, int64_t row, void *to) {
-    const int64_t words = w.format == FLOAT32 ? w.k : w.k / 2; // of four bytes
-    const uint32_t *from = static_cast<const uint32_t *>(w.codes) + row / PANEL * words * PANEL + row % PANEL;
-    for (int64_t i = 0; i < words; i++) std::memcpy(static_cast<uint32_t *>(to) + i, from + i * PANEL, sizeof *from);
-}
 
 // Rows as the product wants them: float32 or bf16 [rows][k]; for INT8 uint8 codes, x = scale * (code - 128), for INT4 int8 codes,
 // x = scale * code, a scale for each group of k, and for INT4 the sum of the group's values.
@@ -68,9 +23,6 @@ struct Inputs {
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define DIPTYCH_VNNI 1
-#endif
-#if defined(__AVX512BF16__)
-#define DIPTYCH_BF16 1
 #endif
 
 inline f32x16 load_half(const uint16_t *p) { // float16
@@ -94,8 +46,6 @@ inline f32x16 load_half(const uint16_t *p) { // float16
     return v;
 #endif
 }
-
-typedef int32_t acc32 __attribute__((vector_size(64)));
 
 // acc[i] += sum over 4 of u[i * 4 + j] * s[i * 4 + j], u unsigned and s signed bytes.
 inline acc32 dot_bytes(acc32 acc, acc32 u, acc32 s) {
@@ -121,12 +71,6 @@ inline acc32 splat_word(const void *p) { // four bytes into every lane
     int32_t w;
     std::memcpy(&w, p, 4);
     return acc32{w, w, w, w, w, w, w, w, w, w, w, w, w, w, w, w};
-}
-
-inline acc32 load_bytes(const void *p) {
-    acc32 v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
 }
 
 #if defined(DIPTYCH_BF16)
@@ -194,6 +138,39 @@ inline void multiply_bfloat16(const Weights &w, int64_t panel, const Inputs &x, 
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
+}
+
+// The same, of short weights: those that have no code are added at the end.
+template <int R>
+inline void multiply_short(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32x16 (&out)[R][2]) {
+    const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL * 3 / 2;
+    const char *rows = static_cast<const char *>(x.codes) + row * w.k * 2;
+    const int64_t stride = w.k * 2;
+    const Exponents exponents(w, panel);
+    f32x16 acc[R][2] = {};
+    for (int64_t quad = 0; quad < w.k / 4; quad++, weights += 192, rows += 8) {
+        if (quad % (STRIDE / 4) == 0) fetcher.step();
+        const acc32 codes = load_bytes(weights);
+        fetch_ahead<R>(weights);
+        if (R <= STREAMED_ROWS) __builtin_prefetch(weights + PREFETCH_BYTES + 128);
+#pragma GCC unroll 2
+        for (int pair = 0; pair < 2; pair++) {
+            acc32 low, high;
+            exponents.expand(pair ? codes >> 4 : codes, load_bytes(weights + 64 + 64 * pair), low, high);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                const acc32 a = splat_word(rows + r * stride + 4 * pair);
+                acc[r][0] = dot_pairs(acc[r][0], a, low);
+                acc[r][1] = dot_pairs(acc[r][1], a, high);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
+    const bf16 *inputs = static_cast<const bf16 *>(x.codes) + row * w.k;
+    for (const Odd *odd = odds(w, panel); odd < odds(w, panel + 1); odd++)
+        for (int r = 0; r < R; r++)
+            out[r][odd->output / LANES][odd->output % LANES] += widened(inputs[r * w.k + odd->input]) * widened(odd->value);
 }
 
 template <int R>
@@ -313,6 +290,8 @@ void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, 
         multiply_float32<R>(w, panel, x, row, fetcher, y);
     else if (w.format == BFLOAT16)
         multiply_bfloat16<R>(w, panel, x, row, fetcher, y);
+    else if (w.format == SHORT)
+        multiply_short<R>(w, panel, x, row, fetcher, y);
     else if constexpr (R <= CODED_ROWS) {
         if (w.format == INT8)
             multiply_int8<R>(w, panel, x, row, fetcher, y);

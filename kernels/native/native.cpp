@@ -117,6 +117,37 @@ void diptych_linear(const void *weights, const void *x, const float *scale, cons
     }
 }
 
+// bfloat16 rows [panels * 32][k] in the panels' order. To tables [panels][2][16], and to begins [panels + 1] how many odd weights
+// the panels before have.
+void diptych_choose_exponents(const uint16_t *rows, int64_t panels, int64_t k, uint8_t *tables, int64_t *begins, int threads) {
+    begins[0] = 0;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t panel = 0; panel < panels; panel++) {
+        uint8_t code[256];
+        begins[panel + 1] = choose_exponents(rows + panel * PANEL * k, k, code, tables + panel * 2 * EXPONENTS);
+    }
+    for (int64_t panel = 0; panel < panels; panel++) begins[panel + 1] += begins[panel];
+}
+
+// The same rows to `codes`, with `begins` and behind it room for the odd ones.
+void diptych_shorten(const uint16_t *rows, int64_t panels, int64_t k, uint8_t *codes, int64_t *begins, int threads) {
+    Odd *odd = reinterpret_cast<Odd *>(begins + panels + 1);
+#pragma omp parallel for num_threads(threads)
+    for (int64_t panel = 0; panel < panels; panel++) {
+        uint8_t code[256], table[2 * EXPONENTS];
+        const uint16_t *from = rows + panel * PANEL * k;
+        choose_exponents(from, k, code, table);
+        shorten_panel(from, k, code, codes + panel * k * PANEL * 3 / 2, odd + begins[panel]);
+    }
+}
+
+// Some rows of dense weights, as they were: `bytes` each.
+void diptych_unpack_rows(const void *weights, const int64_t *rows, int64_t count, int64_t bytes, char *to, int threads) {
+    const Weights &w = *static_cast<const Weights *>(weights);
+#pragma omp parallel for num_threads(threads) if (count > 64)
+    for (int64_t i = 0; i < count; i++) unpack_row(w, rows[i], to + i * bytes);
+}
+
 void diptych_run(int type, const void *ops, int64_t num_ops, const void *step, int threads) {
     const Step &s = *static_cast<const Step *>(step);
     if (type == 0)

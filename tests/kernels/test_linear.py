@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diptych.kernels import GatedLinear, Linear, QuantisedWeight, quantise, reference, stack
+from diptych.kernels import Embedding, GatedLinear, Linear, QuantisedWeight, quantise, reference, stack
 from diptych.kernels.native_backend import NativeBackend, native_backend
+from diptych.kernels.packed import BFLOAT16, SHORT
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 0.01, "atol": 0.1}}
@@ -83,6 +84,58 @@ def test_threads_do_not_matter(native: NativeBackend, threads: int, bits: int) -
         assert torch.equal(linear(x), expected)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def pairs(native: NativeBackend) -> NativeBackend:
+    return native if native.multiplies_bfloat16 else pytest.skip("this CPU multiplies no pairs of bfloat16")
+
+
+def with_odd_weights(rows: int, columns: int) -> Tensor:
+    """bfloat16 with some exponents that few others have: huge, tiny, below the normal ones, and zeros of both signs."""
+    weight = torch.randn(rows, columns).bfloat16()
+    flat, steps = weight.view(-1), torch.arange(rows * columns)
+    for value, every in ((1e30, 4096), (-1e-37, 2048), (1e-39, 2000), (0.0, 700), (-0.0, 900)):
+        flat[steps % every == every // 2] = value
+    return weight
+
+
+@pytest.mark.parametrize("cls", [Linear, GatedLinear])
+@pytest.mark.parametrize("columns", [4, 64, 1000])
+def test_short_weights_lose_nothing(pairs: NativeBackend, cls: type[Linear], columns: int) -> None:
+    weight = with_odd_weights(320, columns)
+    linear = cls(weight.clone())
+    assert linear.native is not None
+    assert linear.native.format == SHORT
+    assert torch.equal(linear.weight.view(torch.int16), weight.view(torch.int16))
+
+
+def test_odd_weights_count(pairs: NativeBackend) -> None:
+    weight, rows = with_odd_weights(320, 1024), torch.tensor([0, 5, 33, 319, 5])
+    linear, x = Linear(weight), torch.randn(23, 1024).bfloat16()
+    assert linear.native is not None
+    assert linear.native.offset is not None
+    assert int(linear.native.offset[10]) >= 320 * 1024 // 4096
+    assert torch.equal(Embedding.tied(weight, linear)(rows).view(torch.int16), weight[rows].view(torch.int16))
+    expected = functional.linear(x.double(), weight.double())
+    got = linear(x, wide=True)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-3)
+    for count in (1, 2, 4, 5, 12, 13):
+        assert torch.equal(linear(x[:count].contiguous(), wide=True), got[:count]), count
+
+
+def test_weights_of_many_exponents_stay_as_they_are(pairs: NativeBackend) -> None:
+    weight = torch.randint(-(2**15), 2**15, (64, 256), dtype=torch.int16).view(torch.bfloat16)
+    linear = Linear(weight)
+    assert linear.native is not None
+    assert linear.native.format == BFLOAT16
+    assert torch.equal(linear.weight.view(torch.int16), weight.view(torch.int16))
+
+
+def test_pairs_that_are_no_quads_stay_as_they_are(pairs: NativeBackend) -> None:
+    linear = Linear(torch.randn(64, 62).bfloat16())
+    assert linear.native is not None
+    assert linear.native.format == BFLOAT16
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
