@@ -66,7 +66,7 @@ class NativeBackend:
         self._choose_exponents = library.diptych_choose_exponents
         self._choose_exponents.argtypes = [pointer, integer, integer, pointer, pointer, number]
         self._shorten = library.diptych_shorten
-        self._shorten.argtypes = [pointer, integer, integer, pointer, pointer, number]
+        self._shorten.argtypes = [pointer, integer, integer, pointer, pointer, pointer, number]
         self._unpack_rows = library.diptych_unpack_rows
         self._unpack_rows.argtypes = [pointer, pointer, integer, integer, pointer, number]
         self._argmax = library.diptych_argmax
@@ -135,7 +135,8 @@ class NativeBackend:
         if num_odd * MANY_ODD > rows.numel():
             return None
         codes, odd = room(rows.numel() * 3 // 2), torch.cat((begins, begins.new_zeros(num_odd)))
-        self._shorten(rows.data_ptr(), panels, columns, codes.data_ptr(), odd.data_ptr(), threads)
+        places = (exponents.data_ptr(), codes.data_ptr(), odd.data_ptr())
+        self._shorten(rows.data_ptr(), panels, columns, *places, threads)
         return codes, exponents, odd
 
     def unpack_rows(self, weight: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:

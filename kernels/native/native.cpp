@@ -122,22 +122,20 @@ void diptych_linear(const void *weights, const void *x, const float *scale, cons
 void diptych_choose_exponents(const uint16_t *rows, int64_t panels, int64_t k, uint8_t *tables, int64_t *begins, int threads) {
     begins[0] = 0;
 #pragma omp parallel for num_threads(threads)
-    for (int64_t panel = 0; panel < panels; panel++) {
-        uint8_t code[256];
-        begins[panel + 1] = choose_exponents(rows + panel * PANEL * k, k, code, tables + panel * 2 * EXPONENTS);
-    }
+    for (int64_t panel = 0; panel < panels; panel++)
+        begins[panel + 1] = choose_exponents(rows + panel * PANEL * k, k, tables + panel * 2 * EXPONENTS);
     for (int64_t panel = 0; panel < panels; panel++) begins[panel + 1] += begins[panel];
 }
 
-// The same rows to `codes`, with `begins` and behind it room for the odd ones.
-void diptych_shorten(const uint16_t *rows, int64_t panels, int64_t k, uint8_t *codes, int64_t *begins, int threads) {
+// The same rows to `codes` by those tables; behind `begins` there is room for the odd ones.
+void diptych_shorten(const uint16_t *rows, int64_t panels, int64_t k, const uint8_t *tables, uint8_t *codes, int64_t *begins,
+                     int threads) {
     Odd *odd = reinterpret_cast<Odd *>(begins + panels + 1);
 #pragma omp parallel for num_threads(threads)
     for (int64_t panel = 0; panel < panels; panel++) {
-        uint8_t code[256], table[2 * EXPONENTS];
-        const uint16_t *from = rows + panel * PANEL * k;
-        choose_exponents(from, k, code, table);
-        shorten_panel(from, k, code, codes + panel * k * PANEL * 3 / 2, odd + begins[panel]);
+        uint8_t code[256];
+        codes_of(tables + panel * 2 * EXPONENTS, code);
+        shorten_panel(rows + panel * PANEL * k, k, code, codes + panel * k * PANEL * 3 / 2, odd + begins[panel]);
     }
 }
 

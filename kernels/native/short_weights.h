@@ -102,23 +102,28 @@ private:
 #endif
 };
 
-// The codes of a panel's exponents, those it has most of: [256], 0 for none. To `bytes` the table. Says how many weights are odd.
-inline int64_t choose_exponents(const uint16_t *rows, int64_t k, uint8_t *code, uint8_t *bytes) {
+// To `bytes` the table of the exponents that a panel has most of. Says how many weights are odd.
+inline int64_t choose_exponents(const uint16_t *rows, int64_t k, uint8_t *bytes) {
     int64_t count[256] = {}, odd = 0;
     for (int64_t i = 0; i < PANEL * k; i++) count[exponent(rows[i])]++;
-    std::memset(code, 0, 256);
     std::memset(bytes, 0, 2 * EXPONENTS);
     count[0] = 0;
-    for (int c = 1; c < EXPONENTS; c++) {
+    for (int code = 1; code < EXPONENTS; code++) {
         const int chosen = int(std::max_element(count, count + 256) - count);
         if (count[chosen] == 0) break;
         count[chosen] = 0;
-        code[chosen] = uint8_t(c);
-        bytes[c] = uint8_t(chosen >> 1);
-        bytes[EXPONENTS + c] = uint8_t((chosen & 1) << 7);
+        bytes[code] = uint8_t(chosen >> 1);
+        bytes[EXPONENTS + code] = uint8_t((chosen & 1) << 7);
     }
     for (int e = 0; e < 256; e++) odd += count[e];
     return odd;
+}
+
+// The code of each exponent, 0 for none: [256].
+inline void codes_of(const uint8_t *bytes, uint8_t *code) {
+    std::memset(code, 0, 256);
+    for (int c = 1; c < EXPONENTS; c++) code[bytes[c] << 1 | bytes[EXPONENTS + c] >> 7] = uint8_t(c);
+    code[0] = 0;
 }
 
 // rows: bfloat16 [32][k]. `to` has room for k * 48 bytes, `odd` for those that have no code.
