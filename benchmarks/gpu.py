@@ -3,8 +3,9 @@
 The chip's copy bandwidth and matrix rate come first: every floor is made of them. Then every kernel is checked against
 a plain reference. Then come kernels, model, transfer and the whole service, aggregated and as two pools, on random
 weights of Llama-8B's shape. A kernel that is wrong is not timed, and nor is what runs it. A part that fails does not
-keep the others from being measured; the exit status is 1. The result is a few tables and a JSON file, written after
-each part. Without a CUDA device the exit status is 2; --dry-run goes the same ways on the CPU, at meaningless sizes.
+keep the others from being measured; the exit status is 1, as when the time limit came first. The result is a few tables
+and a JSON file, written after each figure. Without a CUDA device the exit status is 2; --dry-run goes the same ways on
+the CPU, at meaningless sizes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+
+from diptych.benchmarks.gpu_limit import time_limit
 
 PROGRAM = "python -m diptych.benchmarks.gpu"
 SECTIONS = ("kernels", "engine", "transfer", "serving")
@@ -32,6 +35,12 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--device", default="cuda", help="CUDA device")
     parser.add_argument("--kv-memory-gib", type=float, default=24.0, help="KV memory of each worker in the service")
     parser.add_argument("--requests", type=int, default=128, help="requests to each way of serving")
+    parser.add_argument(
+        "--skip", nargs="+", default=(), metavar="WORD", help="leave out kernels whose names contain one of these"
+    )
+    parser.add_argument(
+        "--time-limit-s", type=float, default=0.0, help="leave out what is not measured by then; 0: no limit"
+    )
     parser.add_argument("--output", type=Path, help="JSON file; by default one of today in benchmarks/results")
     parser.add_argument("--log-dir", type=Path, help="keep the workers' logs here")
     return parser.parse_args(argv)
@@ -42,6 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
+    with time_limit(options.time_limit_s):
+        return measure(options, argv)
+
+
+def measure(options: Namespace, argv: Sequence[str]) -> int:
     import torch
 
     if not options.dry_run and not torch.cuda.is_available():
@@ -49,9 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NO_GPU
     from diptych.benchmarks.gpu_suite import Suite
 
-    path = options.output or default_path(options)
     with torch.inference_mode():
-        return OK if Suite(options, argv).run(path) else WRONG
+        return OK if Suite(options, argv, options.output or default_path(options)).run() else WRONG
 
 
 def default_path(options: Namespace) -> Path | None:

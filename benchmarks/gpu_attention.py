@@ -18,7 +18,7 @@ from diptych.benchmarks.gpu_shape import GPUShape
 from diptych.benchmarks.gpu_timer import Call
 from diptych.kernels import KVLayout, QuerySpan, reference, torch_backend
 
-MAX_COPIES = 32
+LEAST_COPIES, MAX_COPIES = 4, 32
 AWKWARD = ((1, 1328), (5, 18), (129, 463), (1, 0), (1, 63), (1, 64), (2, 511))
 """(tokens in this step, tokens before it) of sequences that have broken other kernels."""
 AWKWARD_WINDOWS = (0, 100)
@@ -66,8 +66,9 @@ class PagedInputs:
 
 
 def copies(bytes_each: float, rotate_bytes: int) -> int:
-    """How many inputs a case needs so that none is in the cache when its turn comes."""
-    return max(1, min(MAX_COPIES, math.ceil(rotate_bytes / bytes_each)))
+    """How many inputs a case needs so that none is in the cache when its turn comes, and the gap between two rounds is
+    a small part of them."""
+    return max(LEAST_COPIES, min(MAX_COPIES, math.ceil(rotate_bytes / bytes_each)))
 
 
 def decode_case(backend: Any, shape: GPUShape, batch: int, device: torch.device) -> KernelCase:
@@ -138,7 +139,7 @@ def _matches_torch(backend: Any, inputs: PagedInputs, dtype: torch.dtype) -> str
     found = backend.paged_attention(inputs.q[layer], inputs.kv, layer, plan, inputs.scale, 0, 0.0)
     layout = KVLayout(inputs.layout.num_blocks, 1, *inputs.layout[2:])
     plain = torch_backend.plan_attention(inputs.spans, layout, heads, device)
-    kv = inputs.kv[:, layer : layer + 1].float()
+    kv = inputs.kv[:, layer : layer + 1].float().contiguous()
     return difference(
         found, torch_backend.paged_attention(inputs.q[layer].float(), kv, 0, plain, inputs.scale, 0, 0.0), dtype
     )

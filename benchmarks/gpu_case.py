@@ -63,6 +63,8 @@ MakeCase = Callable[[], KernelCase]
 """Allocates a case's inputs, which are gone with it."""
 
 
-def words_of(error: Exception) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else 'no message'}"
+def words_of(error: BaseException) -> str:
+    """An error in one line: where it has several, the first, and the last, in which compilers say what they mean."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    shown = [line[:100] for line in dict.fromkeys((lines[0], lines[-1]))]
+    return f"{type(error).__name__}: {' ... '.join(shown)}"

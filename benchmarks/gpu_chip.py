@@ -47,6 +47,11 @@ def matmul_rate(shape: GPUShape, timer: Timer) -> float:
     return max(rates)
 
 
+def numbered(device: torch.device) -> torch.device:
+    """Of "cuda" the one that is current: torch makes no device current that has no number."""
+    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
+
+
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (dry run)"
 

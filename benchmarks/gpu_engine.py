@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Of the norm: padded products may be summed in another order, through all layers."""
 
 
-def measure_engine(shape: GPUShape, chip: Chip, timer: Timer) -> dict[str, list[dict[str, Any]]]:
-    """Rows of "prefill" and of "decode"."""
+def measure_engine(shape: GPUShape, chip: Chip, timer: Timer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows, each with its kind: "prefill" or "decode"."""
     device = timer.device
     model = random_model(shape, device)
     blocks_each = -(-shape.decode_context // shape.block_size) + 1
@@ -35,11 +35,13 @@ def measure_engine(shape: GPUShape, chip: Chip, timer: Timer) -> dict[str, list[
     num_blocks = max(blocks_each * max(shape.decode_batches), -(-longest // shape.block_size))
     kv = KVCache(shape.config, num_blocks, shape.block_size, shape.dtype, device)
     plain = ModelRunner(model, kv)
-    prefill = [prefill_row(plain, shape, length, chip, timer) for length in shape.prefill_lengths]
-    decode = [decode_row(plain, shape, batch, chip, timer) for batch in shape.decode_batches]
+    for length in shape.prefill_lengths:
+        yield "prefill", prefill_row(plain, shape, length, chip, timer)
+    for batch in shape.decode_batches:
+        yield "decode", decode_row(plain, shape, batch, chip, timer)
     graphs = recorded(model, kv, shape)
-    decode += [launched_row(graphs, shape, batch, chip) for batch in shape.decode_batches]
-    return {"prefill": prefill, "decode": decode}
+    for batch in shape.decode_batches:
+        yield "decode", launched_row(graphs, shape, batch, chip)
 
 
 def recorded(model: Decoder, kv: KVCache, shape: GPUShape) -> GraphRunner:

@@ -62,7 +62,9 @@ def print_engine(console: Console, found: Mapping[str, Sequence[Mapping[str, Any
 
 
 def print_rows(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table whose columns are the rows' names."""
+    """A table whose columns are the rows' names; nothing without rows."""
+    if not rows:
+        return
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(title=title, title_justify="left")
     for name in names:

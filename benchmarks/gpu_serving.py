@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,8 @@ class RandomStack(Stack):
 
 def measure_serving(
     shape: GPUShape, device: torch.device, *, kv_memory_gib: float, num_requests: int, log_dir: Path | None = None
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """One row an arm. `kv_memory_gib` is what each worker takes beside its copy of the weights."""
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_folder(shape, Path(folder) / shape.name))
         for name, prefill in ((AGGREGATED, 0), (POOLS, 1)):
@@ -60,8 +59,8 @@ def measure_serving(
                 ready_timeout_s=READY_TIMEOUT_S,
             )
             with stack:
-                rows.append({"arm": name, **asyncio.run(_drive(shape, stack.url, num_requests))})
-    return rows
+                row = {"arm": name, **asyncio.run(_drive(shape, stack.url, num_requests))}
+            yield row
 
 
 def _worker_flags(shape: GPUShape, device: torch.device, kv_memory_gib: float) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -17,11 +17,12 @@ import torch
 from diptych.benchmarks import gpu_report as report
 from diptych.benchmarks.conditions import conditions
 from diptych.benchmarks.gpu_attention import awkward_problem, decode_case, prefill_case
-from diptych.benchmarks.gpu_case import MakeCase, words_of
-from diptych.benchmarks.gpu_chip import measure_chip, versions
+from diptych.benchmarks.gpu_case import KernelCase, MakeCase, words_of
+from diptych.benchmarks.gpu_chip import measure_chip, numbered, versions
 from diptych.benchmarks.gpu_elementwise import elementwise_cases
 from diptych.benchmarks.gpu_engine import engine_problem, measure_engine
 from diptych.benchmarks.gpu_gate import poisoned
+from diptych.benchmarks.gpu_limit import TimeOver
 from diptych.benchmarks.gpu_serving import measure_serving
 from diptych.benchmarks.gpu_shape import DRY, LLAMA_8B
 from diptych.benchmarks.gpu_tiles import measure_tiles
@@ -35,21 +36,26 @@ QUICK_REPEATS, REPEATS = 10, 40
 QUICK_DECODE_STEPS = 16
 CHECKED_LAYERS = 2
 DRY_KV_MEMORY_GIB = 0.01
+BLOCK_COPIES = ("gather blocks", "scatter blocks")
 
 
 class Unchecked(RuntimeError):
     """What is to be measured runs kernels that did not pass."""
 
 
+class DeviceLost(RuntimeError):
+    """The device answers this process no more, as after a kernel that read what is not there."""
+
+
 class Suite:
     """One run with its options. In a dry run Triton must have been imported with its interpreter on.
 
-    A part that fails is noted in `found`, and the others follow.
+    A part that fails is noted in `found`, and the others follow. Whatever is found goes to the file `path` at once.
     """
 
-    def __init__(self, options: Namespace, argv: Sequence[str]) -> None:
-        self.options, self.console = options, open_console()
-        self.device = torch.device("cpu" if options.dry_run else options.device)
+    def __init__(self, options: Namespace, argv: Sequence[str], path: Path | None) -> None:
+        self.options, self.path, self.console = options, path, open_console()
+        self.device = torch.device("cpu") if options.dry_run else numbered(torch.device(options.device))
         if options.dry_run:
             dispatch.backend = lambda kind: triton_backend  # type: ignore[assignment]
         else:
@@ -70,8 +76,8 @@ class Suite:
             "seconds": self.seconds,
         }
 
-    def run(self, path: Path | None) -> bool:
-        """Whether every check passed and everything was measured. The results so far go to `path` after each part."""
+    def run(self) -> bool:
+        """Whether every check passed and everything was measured."""
         torch.manual_seed(datetime.now(UTC).microsecond)
         parts: dict[str, Callable[[], None]] = {"chip": self.measure_chip, "checks": self.check}
         sections = {
@@ -82,15 +88,22 @@ class Suite:
             "tiles": self.measure_tiles,
         }
         parts |= {name: section for name, section in sections.items() if name in self.options.only}
-        for name, part in parts.items():
-            self._run(name, part)
-            if path is not None:
-                write_json(path, self.found)
-            if "chip" in self.errors:
-                break  # every floor is made of it
-        if path is not None:
-            self.console.print(f"wrote {path}", highlight=False)
+        try:
+            for name, part in parts.items():
+                self._run(name, part)
+                if "chip" in self.errors:
+                    break  # every floor is made of it
+        except (TimeOver, DeviceLost) as end:
+            self.errors["end"] = words_of(end)
+            self.console.print(f"STOPPED  {end}: what is missing was not measured", highlight=False, markup=False)
+        self.save()
+        if self.path is not None:
+            self.console.print(f"wrote {self.path}", highlight=False)
         return not self.errors and not any(self.problems.values())
+
+    def save(self) -> None:
+        if self.path is not None:
+            write_json(self.path, self.found)
 
     def measure_chip(self) -> None:
         self.chip = measure_chip(self.shape, self.timer)
@@ -101,13 +114,14 @@ class Suite:
         """Everything, whatever is to be measured: what is wrong with it, or ""."""
         short, few_layers = self.options.dry_run, replace(self.shape, num_layers=CHECKED_LAYERS)
         awkward = partial(awkward_problem, triton_backend, self.shape, self.device, short=short)
-        with poisoned():
-            self.problems["attention of awkward lengths"] = self._problem(awkward)
-        for make in self.cases():
-            name, problem = self._case_problem(make)
-            self.problems[name] = problem
-        self.problems["recorded decode steps"] = self._problem(partial(engine_problem, few_layers, self.device))
-        report.print_problems(self.console, self.problems)
+        try:
+            with poisoned():
+                self._note("attention of awkward lengths", awkward)
+            for make in self.cases():
+                self._check_case(make)
+            self._note("recorded decode steps", partial(engine_problem, few_layers, self.device))
+        finally:
+            report.print_problems(self.console, self.problems)
 
     def cases(self) -> Iterator[MakeCase]:
         """Every kernel in turn: the inputs of one are gone when the next is made."""
@@ -119,45 +133,67 @@ class Suite:
         yield from elementwise_cases(triton_backend, shape, device)
 
     def measure_kernels(self) -> None:
-        """Those that passed."""
+        """Those that passed. One that cannot be timed after all does not keep the others from it."""
         rows: list[dict[str, Any]] = []
         self.found["kernels"] = rows
         try:
             for make in self.cases():
                 case = make()
-                if not self.problems.get(f"{case.name}, {case.size}", "unchecked"):
+                if self.problems.get(name_of(case), "unchecked"):
+                    continue
+                try:
                     rows.append(case.measure(self.chip, self.timer))
+                except Exception as error:
+                    self._failed(f"timing {name_of(case)}", error)
+                self.save()
+                del case
         finally:
             if rows:
                 report.print_kernels(self.console, rows)
 
     def measure_engine(self) -> None:
         self._require_checks()
-        self.found["engine"] = measure_engine(self.shape, self.chip, self.timer)
-        report.print_engine(self.console, self.found["engine"])
+        found: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
+        self.found["engine"] = found
+        try:
+            for kind, row in measure_engine(self.shape, self.chip, self.timer):
+                found[kind].append(row)
+                self.save()
+        finally:
+            report.print_engine(self.console, found)
 
     def measure_transfer(self) -> None:
-        self.found["transfer"] = measure_transfer(self.shape, self.timer)
-        report.print_rows(self.console, "KV transfer, GB/s", self.found["transfer"])
+        self._keep("transfer", "KV transfer, GB/s", measure_transfer(self.shape, self.timer))
 
     def measure_serving(self) -> None:
         self._require_checks()
         options, in_flight = self.options, self.shape.serving[2]
-        self.found["serving"] = measure_serving(
+        rows = measure_serving(
             self.shape,
             self.device,
             kv_memory_gib=DRY_KV_MEMORY_GIB if options.dry_run else options.kv_memory_gib,
             num_requests=in_flight if options.dry_run or options.quick else options.requests,
             log_dir=options.log_dir,
         )
-        report.print_rows(self.console, "The service on one device", self.found["serving"])
+        self._keep("serving", "The service on one device", rows)
 
     def measure_tiles(self) -> None:
-        self.found["tiles"] = measure_tiles(self.shape, self.chip, self.timer)
-        report.print_rows(self.console, "Attention with other tiles", self.found["tiles"])
+        self._keep("tiles", "Attention with other tiles", measure_tiles(self.shape, self.chip, self.timer))
+
+    def _keep(self, name: str, title: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Each row as it comes: what follows may fail, or take too long."""
+        kept: list[dict[str, Any]] = []
+        self.found[name] = kept
+        try:
+            for row in rows:
+                kept.append(row)
+                self.save()
+        finally:
+            report.print_rows(self.console, title, kept)
 
     def _require_checks(self) -> None:
-        wrong = [name for name, problem in self.problems.items() if problem]
+        """Of what serving runs: copies of blocks to a buffer of the device are not among it."""
+        wrong = [name for name, problem in self.problems.items() if problem and not name.startswith(BLOCK_COPIES)]
         if wrong or "checks" in self.errors:
             raise Unchecked(f"not measured, for what is wrong: {', '.join(wrong) or self.errors['checks']}")
 
@@ -166,33 +202,62 @@ class Suite:
         began = time.monotonic()
         try:
             part()
+        except DeviceLost:
+            raise
         except Exception as error:
-            self.errors[name] = words_of(error)
-            self.console.print(f"FAILED  {name}: {error}", highlight=False, markup=False)
-            if not isinstance(error, Unchecked):
-                self.console.print_exception(max_frames=8)
-        self._release()
-        self.seconds[name] = round(time.monotonic() - began, 1)
+            self._failed(name, error)
+        finally:
+            self.seconds[name] = round(time.monotonic() - began, 1)
+            self.save()
         self.console.print(f"{name}: {self.seconds[name]:,.1f} s", highlight=False)
+        self._release()
 
-    @staticmethod
-    def _problem(check: Callable[[], str]) -> str:
-        try:
-            return check()
-        except Exception as error:
-            return words_of(error)
-
-    @staticmethod
-    def _case_problem(make: MakeCase) -> tuple[str, str]:
-        """A case's name, and what is wrong with it."""
+    def _check_case(self, make: MakeCase) -> None:
         try:
             case = make()
         except Exception as error:
-            return f"inputs of {getattr(make, 'func', make).__name__}", words_of(error)
-        return f"{case.name}, {case.size}", Suite._problem(case.problem)
+            self._wrong(f"inputs of {getattr(make, 'func', make).__name__}", error)
+        else:
+            self._note(name_of(case), case.problem)
+
+    def _note(self, name: str, check: Callable[[], str]) -> None:
+        """What a check says of `name`, unless that is to be left out."""
+        if any(word in name for word in self.options.skip):
+            return
+        try:
+            self.problems[name] = check()
+        except Exception as error:
+            self._wrong(name, error)
+        self.save()
+
+    def _wrong(self, name: str, error: Exception) -> None:
+        """A check that could not be made."""
+        self.problems[name] = words_of(error)
+        self._tell(name, error)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self.errors[name] = words_of(error)
+        self._tell(name, error)
+
+    def _tell(self, name: str, error: Exception) -> None:
+        """At length: the device may not be there to ask again. Called while `error` is handled."""
+        self.console.print(f"FAILED  {name}: {words_of(error)}", highlight=False, markup=False)
+        if isinstance(error, Unchecked):
+            return
+        self.console.print_exception(max_frames=8)
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as lost:
+                raise DeviceLost(f"the device was lost by {name}") from lost
 
     def _release(self) -> None:
         """Give memory that nobody uses back, for the processes that come next."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def name_of(case: KernelCase) -> str:
+    """By which a check is known."""
+    return f"{case.name}, {case.size}"

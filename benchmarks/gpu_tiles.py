@@ -40,17 +40,19 @@ DRY_DECODE, DRY_PREFILL = (DecodeConfig(16, 4, 2, 1),), (PrefillConfig(16, 16, 4
 Config = DecodeConfig | PrefillConfig
 
 
-def measure_tiles(shape: GPUShape, chip: Chip, timer: Timer) -> list[dict[str, Any]]:
+def measure_tiles(shape: GPUShape, chip: Chip, timer: Timer) -> Iterator[dict[str, Any]]:
     """A row each: us, the share of the floor, or why there is none. What the kernels choose themselves comes first."""
     dry = timer.device.type != "cuda"
     kind = (shape.head_dim, shape.dtype)
     chosen = decode_config(*kind, shape.dtype.itemsize, capability(timer.device))
     usual = work_list.SPLIT_TOKENS
-    rows = [decode_row(shape, config, usual, chip, timer) for config in (chosen, *(DRY_DECODE if dry else DECODE))]
-    rows += [decode_row(shape, chosen, split, chip, timer) for split in SPLITS]
+    for config in (chosen, *(DRY_DECODE if dry else DECODE)):
+        yield decode_row(shape, config, usual, chip, timer)
+    for split in SPLITS:
+        yield decode_row(shape, chosen, split, chip, timer)
     first = prefill_config(*kind, capability(timer.device))
-    rows += [prefill_row(shape, config, chip, timer) for config in (first, *(DRY_PREFILL if dry else PREFILL))]
-    return rows
+    for tiles in (first, *(DRY_PREFILL if dry else PREFILL)):
+        yield prefill_row(shape, tiles, chip, timer)
 
 
 def decode_row(shape: GPUShape, config: DecodeConfig, split: int, chip: Chip, timer: Timer) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -27,25 +28,26 @@ ROUNDS = 5
 RAW_WRITE_BYTES = 2**20
 
 
-def measure_transfer(shape: GPUShape, timer: Timer) -> list[dict[str, Any]]:
+def measure_transfer(shape: GPUShape, timer: Timer) -> Iterator[dict[str, Any]]:
     """GB/s of each path. Raises RuntimeError when blocks did not arrive as they were."""
     kv = _cache(shape, timer.device)
     kv.tensor.normal_()
-    return [*pinned_rows(kv, timer), *shipping_rows(shape, kv)]
+    if kv.device.type == "cuda":
+        torch.cuda.synchronize(kv.device)  # copies run on streams of their own
+    yield from pinned_rows(kv, timer)
+    yield from shipping_rows(shape, kv)
 
 
-def pinned_rows(kv: KVCache, timer: Timer) -> list[dict[str, Any]]:
+def pinned_rows(kv: KVCache, timer: Timer) -> Iterator[dict[str, Any]]:
     """Copies of whole blocks on a stream of their own, block by block as the workers make them, and waited for."""
     stream = CopyStream(kv.device)
     buffers = [stream.buffer(kv.block_bytes) for _ in range(kv.num_blocks)]
     blocks = [block_bytes_of(kv, index) for index in range(kv.num_blocks)]
     num_bytes = kv.num_blocks * kv.block_bytes
-    rows = []
     for path, targets, sources in (("device to pinned", buffers, blocks), ("pinned to device", blocks, buffers)):
         together = timer.waited(lambda t=targets, s=sources: stream.run(list(zip(t, s, strict=True))))  # type: ignore[misc]
         single = timer.waited(lambda t=targets, s=sources: stream.run([(t[0], s[0])]))  # type: ignore[misc]
-        rows.append({"path": path, "gb_per_s": _rate(num_bytes, together), "one_block": _rate(kv.block_bytes, single)})
-    return rows
+        yield {"path": path, "gb_per_s": _rate(num_bytes, together), "one_block": _rate(kv.block_bytes, single)}
 
 
 def shipping_rows(shape: GPUShape, kv: KVCache) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from diptych.common.model.files import ModelFiles, resolve_model
 from diptych.common.model.load import torch_device
 from diptych.common.model.loaded import LoadedModel
 from diptych.common.settings import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
-from diptych.common.worker_process import run_worker
+from diptych.common.worker_process import end_process, run_worker
 from diptych.decode_worker.process import DecodeWorker
 from diptych.prefill_worker.process import PrefillWorker
 
@@ -68,4 +68,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

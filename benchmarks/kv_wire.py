@@ -206,7 +206,9 @@ class Peers:
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.terminate()
-            process.join()
+            process.join(10.0)
+            process.kill()
+            process.join(10.0)
 
 
 def copy_in_memory(source: NDArray[np.uint8], target: NDArray[np.uint8]) -> float:

@@ -226,9 +226,11 @@ class DecodeEngine(Engine):
         return self.scheduler.check_integrity()
 
     def close(self) -> None:
-        self._ahead.close()
-        self._transfers.stop()
-        self._departures.stop()
+        try:
+            self._ahead.close()
+        finally:  # whatever a step in flight came to: threads left behind would keep the process from ending
+            self._transfers.stop()
+            self._departures.stop()
 
     def _accept(self, router: bytes, request: DecodeRequest) -> None:
         known = self.scheduler.find(request.request_id)

@@ -83,7 +83,8 @@ def gather_by_torch(kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bo
         most = torch.zeros(block.shape[0], 2, dtype=torch.float32, device=kv.device)
         for piece in pieces:
             most[piece[0]] = torch.maximum(most[piece[0]], block[piece].float().abs().amax((1, 3)))
-        scales = (most / LARGEST).clamp(min=LEAST_SCALE)
+        # A tensor of them: by a number torch divides on a GPU with its inverse, which may miss the last bit.
+        scales = (most / torch.full_like(most, LARGEST)).clamp(min=LEAST_SCALE)
         inverse = (1.0 / scales)[:, None, :, None]
         for piece in pieces:
             small[piece] = block[piece].float() * inverse[piece[0]]

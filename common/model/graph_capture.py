@@ -48,7 +48,9 @@ class GraphRecorder:
                     run()
             outside.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with nothing_collected(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
+            # `outside` again: a recording that fails leaves its own stream the current one.
+            with nothing_collected(), torch.cuda.stream(outside), recording:
                 run()
         return graph.replay  # the bound method keeps the graph alive
 

@@ -85,7 +85,7 @@ class Sampler:
     def _finish(self, logits: Tensor, row: SamplingRow, token_id: int | None) -> SampledToken:
         if token_id is None:
             token_id = self._choose(logits, row)
-        if row.params.logprobs < 0:
+        if row.params.logprobs < 0 or token_id >= self.vocab_size:  # logits that are not numbers have no such
             return SampledToken(token_id)
         return SampledToken(token_id, _logprobs(logits, token_id, row.params.logprobs))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,8 @@ from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.graph_runner import GraphRunner
 from diptych.common.model.runner import on_device
 from diptych.common.model.sampler import Sampler, SamplingRow
+
+log = logging.getLogger(__name__)
 
 
 class SampledIds:
@@ -53,5 +56,8 @@ class StepLauncher:
             return SampledIds(ids)
 
     def close(self) -> None:
-        """Wait for the steps that were launched."""
-        self._runner.wait()
+        """Wait for the steps that were launched. A device that has failed has nothing more to wait for."""
+        try:
+            self._runner.wait()
+        except RuntimeError as error:  # raised on, it would leave the KV threads running, and the process with them
+            log.warning("the device failed: %s", str(error).splitlines()[0])

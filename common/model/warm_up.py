@@ -9,7 +9,7 @@ import torch
 from diptych.common.errors import ConfigError
 from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.runner import ModelRunner
+from diptych.common.model.runner import ModelRunner, on_device
 from diptych.common.model.sampler import Sampler, SamplingRow
 from diptych.common.sampling_params import SamplingParams
 from diptych.common.settings import DecodeWorkerConfig, WorkerConfig
@@ -55,8 +55,9 @@ def run_every_kind(runner: ModelRunner, num_tokens: int) -> None:
     runner.forward(largest_step(num_tokens, longest, runner.kv))
     logits = runner.forward([SequenceChunk((0,), longest - 1, table)])
     sampler = Sampler(runner.model.config.vocab_size)
-    for params in SAMPLED:
-        sampler.launch(logits, [SamplingRow(params, longest)])
+    with on_device(logits.device):
+        for params in SAMPLED:
+            sampler.launch(logits, [SamplingRow(params, longest)])
 
 
 def largest_step(num_tokens: int, longest: int, kv: KVCache) -> list[SequenceChunk]:

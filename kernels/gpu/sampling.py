@@ -69,16 +69,18 @@ def load_weights(p, o, size, maximum, temperature, COPIED: tl.constexpr):
 
 @triton.jit
 def best_token(p_logits, vocab, BLOCK: tl.constexpr):
-    """The largest logit and the lowest id that has it."""
+    """The largest logit and the lowest id that has it; NONE for a row with a logit that is not a number."""
     b_best = tl.full([BLOCK], float("-inf"), tl.float32)
     b_id = tl.arange(0, BLOCK)
     for start in range(0, vocab, BLOCK):
         o = start + tl.arange(0, BLOCK)
         b_x = tl.load(p_logits + o, mask=o < vocab, other=float("-inf"))
-        better = b_x > b_best
+        better = (b_x > b_best) | (b_x != b_x)  # nothing is better than NaN
         b_best, b_id = tl.where(better, b_x, b_best), tl.where(better, o, b_id)
+    wrong = tl.max((b_best != b_best).to(tl.int32), 0)
     maximum = tl.max(b_best, 0)
-    return maximum, tl.min(tl.where(b_best == maximum, b_id, NONE), 0)
+    token = tl.min(tl.where(b_best == maximum, b_id, NONE), 0)
+    return maximum, tl.where(wrong > 0, NONE, token)
 
 
 @triton.jit
@@ -164,7 +166,7 @@ def draw_tokens(
     p_logits = logits + i_row * stride_row
     maximum, token = best_token(p_logits, vocab, BLOCK)
     temperature = tl.load(temperatures + i_row)
-    if temperature > 0.0:
+    if (temperature > 0.0) & (token != NONE):
         maximum = tl.div_rn(maximum, temperature)
         floor = tl.maximum(tl.load(min_ps + i_row).to(tl.int32, bitcast=True), 1)  # a weight of 0 is never drawn
         noise = uniform(tl.load(seeds + i_row), tl.load(positions + i_row))
@@ -211,7 +213,7 @@ def draw_tokens(
 
 
 def sample(logits: Tensor, rows: SamplingTensors) -> Tensor:
-    """As `kernels.sample`; ValueError beyond 524,287 tokens."""
+    """As `kernels.sample`; ValueError beyond 524,287 tokens. A row with a NaN gets an id that is no token."""
     count, vocab = logits.shape
     if vocab > MAX_VOCAB:
         raise ValueError(f"{vocab} tokens: masses add up without overflow for at most {MAX_VOCAB}")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from diptych.benchmarks import gpu
-from diptych.benchmarks.gpu_chip import Chip
+from diptych.benchmarks.gpu_case import words_of
+from diptych.benchmarks.gpu_chip import Chip, numbered
 from diptych.benchmarks.gpu_gate import difference, poisoned
+from diptych.benchmarks.gpu_limit import TimeOver, time_limit
 from diptych.benchmarks.gpu_shape import DRY, LLAMA_8B
 
 
@@ -71,6 +75,61 @@ def test_what_fails_is_told_and_the_rest_is_measured(tmp_path: Path, passed: boo
         assert "serving" not in found and "a kernel" in found["errors"]["serving"]
 
 
+STOPPED = """
+import os, signal, sys, time
+from diptych.benchmarks import gpu, gpu_suite
+
+def check(suite):
+    suite._note("gather blocks, of 16", lambda: "the bytes differ")
+    suite._note("top-k and top-p", lambda: 1 / 0)
+
+def ship(*_):
+    yield {"path": "first", "gb_per_s": 7.0}
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(90)
+
+gpu_suite.Suite.check, gpu_suite.measure_transfer = check, ship
+gpu_suite.measure_engine = lambda *_: iter([("decode", {"batch": 1})])
+options = ["--skip", "top-k", "--only", "engine", "transfer", "serving"]
+raise SystemExit(gpu.main(["--dry-run", *options, f"--output={sys.argv[1]}"]))
+"""
+
+
+@pytest.mark.interpret
+def test_what_was_found_before_the_end_is_kept(tmp_path: Path) -> None:
+    """Told to end, as by the time limit, it says what it has. What serving does not run need not be right."""
+    output = tmp_path / "gpu.json"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-P", "-c", STOPPED, str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=80, env=environment)
+    found = json.loads(output.read_text())
+    assert done.returncode == gpu.WRONG, done.stdout + done.stderr
+    assert found["problems"] == {"gather blocks, of 16": "the bytes differ"}
+    assert found["engine"] == {"prefill": [], "decode": [{"batch": 1}]}
+    assert found["transfer"] == [{"path": "first", "gb_per_s": 7.0}] and "serving" not in found
+    assert found["errors"] == {"end": "TimeOver: told to end"} and "first" in done.stdout
+
+
+def test_a_limit_comes_and_goes_with_its_block() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(TimeOver, match="the limit of 0.01 s"), time_limit(0.01):
+        time.sleep(60)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes no device current that has none."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert numbered(torch.device("cuda")) == torch.device("cuda:2")
+    assert numbered(torch.device("cuda:1")) == torch.device("cuda:1")
+
+
+def test_an_error_of_many_lines_is_told_by_its_ends() -> None:
+    error = ValueError("at 3:4:\n    x = y\n        ^\ny is not defined\n")
+    assert words_of(error) == "ValueError: at 3:4: ... y is not defined"
+    assert words_of(KeyError()) == "KeyError: no message"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == gpu.NO_GPU
@@ -95,6 +154,9 @@ def test_the_gate_sees_numbers_that_are_off_missing_or_misshapen() -> None:
     wrong[3, 5] = float("nan")
     assert "1 of 320 numbers are not finite" in difference(wrong, expected, torch.float32)
     assert "shape" in difference(right[1:], expected, torch.float32)
+    small = expected / 100
+    assert difference(small.bfloat16(), small, torch.bfloat16) == ""
+    assert "of its norm" in difference(small * 0.9, small, torch.bfloat16)
 
 
 def test_new_memory_is_poisoned_inside_only() -> None:

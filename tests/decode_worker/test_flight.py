@@ -127,6 +127,23 @@ def test_a_stop_token_is_seen_one_step_late_and_nothing_follows_it(ahead: Callab
     assert engine.tokens("b") == engine.oracle(prompt(33, 1), 20)
 
 
+def test_a_device_that_fails_at_the_end_leaves_no_thread(
+    ahead: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, ended = ahead(), []
+
+    def close() -> None:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.device, "close", close)
+        for owner in (engine.engine._transfers, engine.engine._departures):
+            broken.setattr(type(owner), "stop", lambda owner: ended.append(owner))
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            engine.engine.close()
+    assert ended == [engine.engine._transfers, engine.engine._departures]
+
+
 def test_blocks_of_a_finished_sequence_linger_until_its_last_step_ended(ahead: Callable[..., Rig]) -> None:
     engine = ahead()
     scheduler = engine.engine.scheduler

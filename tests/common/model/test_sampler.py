@@ -207,6 +207,15 @@ def test_what_needs_the_host_is_not_launched(fields: dict[str, Any]) -> None:
     assert not Sampler(VOCAB).can_launch([row(), row(**fields)])
 
 
+def test_logits_that_are_no_numbers_give_no_token_and_spoil_no_other() -> None:
+    """Whoever asked for it ends; the log-probability of an id that is no token cannot be told."""
+    logits = torch.randn(2, VOCAB)
+    logits[0] = math.nan
+    spoilt, good = Sampler(VOCAB).sample(logits, [row(logprobs=1), row(logprobs=1)])
+    assert spoilt.token_id >= VOCAB and spoilt.logprobs is None
+    assert good.token_id < VOCAB and good.logprobs is not None
+
+
 @pytest.mark.gpu
 def test_a_gpu_samples_the_same_tokens(logits: torch.Tensor) -> None:
     fields: list[dict[str, Any]] = [{}, {"top_k": 7, "top_p": 0.9}, {"temperature": 0}, {"presence_penalty": 1.0}]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.kernels.gpu.decode_attention import REDUCE_CHUNK, decode_config
+from diptych.kernels.gpu.decode_attention import REDUCE_CHUNK, DecodeConfig, decode_config
 from diptych.kernels.gpu.prefill_attention import prefill_config
 from diptych.kernels.gpu.work_list import MAX_SPLITS, SPLIT_TOKENS
 
@@ -48,7 +48,7 @@ class Shape:
             "GROUP": self.group,
             "BLOCK_SIZE": 64,
             "HEAD_DIM": self.head_dim,
-            "BLOCK_D": self.head_dim,
+            "BLOCK_D": 1 << (self.head_dim - 1).bit_length(),
             "WINDOW": "window" in self.features,
             "SOFTCAP": "softcap" in self.features,
             "SINKS": "sinks" in self.features,
@@ -66,16 +66,26 @@ LLAMA = Shape(32, 8, 4, 128)
 LLAMA_FLOAT8 = Shape(32, 8, 4, 128, cache="fp8e4nv")
 LLAMA_FLOAT8_BITS = Shape(32, 8, 4, 128, cache="u8")
 SMOLLM2 = Shape(30, 3, 3, 64)
+MISTRAL = Shape(32, 8, 4, 128, features="window")
+PHI3 = Shape(32, 32, 1, 96)
 GPT_OSS = Shape(36, 8, 8, 64, features="window sinks")
 GEMMA3 = Shape(26, 1, 4, 256, features="window")
 DECODE = [
     (LLAMA, 80), (LLAMA, 90), (LLAMA_FLOAT8, 90), (LLAMA_FLOAT8_BITS, 80), (SMOLLM2, 90), (GPT_OSS, 90), (GEMMA3, 90),
+    (MISTRAL, 90), (PHI3, 90),
 ]  # fmt: skip
 PREFILL = [(LLAMA, 80), (LLAMA, 90), (LLAMA_FLOAT8, 90), (SMOLLM2, 90), (GEMMA3, 90)]
 
 
+def decode_config_of(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat16) -> DecodeConfig:
+    known = shape.constexprs()
+    masked = known["WINDOW"] or known["BLOCK_D"] != shape.head_dim
+    element_bytes = 1 if "8" in shape.cache else dtype.itemsize
+    return decode_config(shape.head_dim, dtype, element_bytes, divmod(capability, 10), masked)
+
+
 def decode_job(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat16) -> Job:
-    config = decode_config(shape.head_dim, dtype, 1 if "8" in shape.cache else dtype.itemsize, divmod(capability, 10))
+    config = decode_config_of(shape, capability, dtype)
     tiles = {"BLOCK_G": 16, "BLOCK_N": config.tile, "STAGES": config.stages}
     return shape.job("decode_attention:attend_splits", capability, config.warps, **tiles)
 
@@ -117,7 +127,7 @@ def test_decode_attention_fits_as_often_as_it_is_started(
     compiled: dict[Any, Compiled], shape: Shape, capability: int
 ) -> None:
     found = compiled["decode", shape, capability]
-    config = decode_config(shape.head_dim, torch.bfloat16, 2 if shape.cache == "bf16" else 1, divmod(capability, 10))
+    config = decode_config_of(shape, capability)
     assert found.spills == 0
     registers = -(-found.registers // 8) * 8 * 32 * config.warps
     assert registers * config.programs <= MULTIPROCESSOR_REGISTERS

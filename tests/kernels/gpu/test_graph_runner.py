@@ -99,6 +99,19 @@ def test_a_row_whose_logits_are_no_numbers_feeds_a_token_all_the_same(runner: Gr
     torch.testing.assert_close(logits, expected)
 
 
+def test_a_device_that_has_failed_is_not_waited_for(
+    runner: GraphRunner, model: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine closes its launcher before the threads that move blocks: those must be ended too."""
+
+    def wait() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nMore words")
+
+    monkeypatch.setattr(runner, "wait", wait)
+    StepLauncher(runner, Sampler(model.config.vocab_size)).close()
+    assert "the device failed: CUDA error: an illegal memory access was encountered" in caplog.text
+
+
 def test_only_recorded_steps_are_replayed(runner: GraphRunner) -> None:
     one = SequenceChunk((1,), 5, (2, 4))
     assert runner.max_num_seqs == MAX_SEQS

@@ -99,6 +99,17 @@ def test_infinite_logits(device: torch.device) -> None:
     assert all(0 <= token < 130 for token in found(torch.full((len(draws), 130), float("-inf")), draws, device))
 
 
+def test_a_logit_that_is_not_a_number_yields_no_token(device: torch.device) -> None:
+    """An id outside of the vocabulary, on which the engine ends the request; the rows beside it are not touched."""
+    draws = mixed(2 * len(FILTERS))
+    logits = torch.randn(len(draws), 130, generator=torch.Generator().manual_seed(4))
+    expected = expect(logits, draws)
+    logits[::3, 7], logits[1] = float("nan"), float("nan")
+    tokens = found(logits, draws, device)
+    for i, token in enumerate(tokens):
+        assert token >= 130 if i == 1 or i % 3 == 0 else token == expected[i]
+
+
 def test_banned_tokens_never_come(device: torch.device) -> None:
     draws = mixed(len(FILTERS))
     logits = torch.randn(len(draws), 200, generator=torch.Generator().manual_seed(3))

@@ -1,0 +1,62 @@
+"""`python -m diptych.benchmarks.gpu_look`: can this machine run Diptych on its GPU? All that is missing is named."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+MODULES = (
+    "diptych.benchmarks.gpu_suite",
+    "diptych.benchmarks.gpu_worker",
+    "diptych.benchmarks.stack",
+    "diptych.router.api.server",
+    "pytest_asyncio",
+    "pytest_timeout",
+    "transformers",
+)
+"""The programs, and what the tests take: `answers` compares with transformers."""
+PACKAGES = ("torch", "triton", "numpy", "pyzmq", "tokenizers", "transformers", "pytest", "typing_extensions")
+
+
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def problem_of(module: str) -> str:
+    """Why a module cannot be imported, or ""."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        return f"{module}: {type(error).__name__}: {error}"
+    return ""
+
+
+def device_problem() -> str:
+    """Whether the device computes: "" or what it said."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        found = float(torch.ones(1000, device="cuda").sum())
+    except RuntimeError as error:
+        return f"the device: {error}"
+    free, total = torch.cuda.mem_get_info()
+    print(f"{torch.cuda.get_device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+    return "" if found == 1000.0 else f"a thousand ones are {found}"
+
+
+def main() -> int:
+    print("Python", platform.python_version(), *(f"{name} {version_of(name)}" for name in PACKAGES))
+    problems = [problem for problem in (*map(problem_of, MODULES), device_problem()) if problem]
+    print("\n".join(problems) or "everything is here")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
