@@ -28,7 +28,7 @@ from diptych.common.settings import CONFIG_CLASSES
 C = TypeVar("C", bound=Config)
 
 # Read elsewhere, not a field of a config class: the folder that fetched models are kept in.
-OTHER_VARIABLES = ("DIPTYCH_CACHE",)
+OTHER_VARIABLES = ("DIPTYCH_CACHE", "DIPTYCH_MARCH")
 # Programs above this layer bring a config class of their own; every other process leaves their settings to them.
 OTHER_PREFIXES = ("DIPTYCH_BENCH_",)
 OTHER_SECTIONS = ("bench",)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diptych.kernels import torch_backend
 from diptych.kernels.native_build import load_native
-from diptych.kernels.packed import INT8, PANEL, PackedWeight, room
+from diptych.kernels.packed import INT8, PackedWeight, panel_size, room
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
 from diptych.kernels.program import EPILOGUES, NotRecordable, OpStruct, Program, Recorder, StepStruct
 
@@ -127,8 +127,8 @@ class NativeBackend:
         return out
 
     def shorten(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """bfloat16 [panels * 32, k] in 12 bits: codes, exponents, odd weights; None where too many are odd."""
-        panels, columns, threads = rows.shape[0] // PANEL, rows.shape[1], torch.get_num_threads()
+        """bfloat16 [whole panels, k] in 12 bits: codes, exponents, odd weights; None where too many are odd."""
+        panels, columns, threads = rows.shape[0] // panel_size(), rows.shape[1], torch.get_num_threads()
         exponents, begins = room(panels * 32), torch.empty(panels + 1, dtype=torch.int64)
         self._choose_exponents(rows.data_ptr(), panels, columns, exponents.data_ptr(), begins.data_ptr(), threads)
         num_odd = int(begins[-1])
@@ -282,7 +282,7 @@ def native_backend() -> NativeBackend | None:
     log.info(
         "this CPU multiplies %s and %s",
         "pairs of bfloat16" if native.multiplies_bfloat16 else "no bfloat16 (oneDNN's products, float32 attention)",
-        "int8 by fours" if native.multiplies_int8 else "int8 one by one, which is slow",
+        "int8 by fours" if native.multiplies_int8 else "int8 by way of wider numbers, which is slower",
     )
     return native
 

@@ -23,7 +23,7 @@ log = logging.getLogger("diptych.kernels")
 
 SOURCES = Path(__file__).with_name("native")
 FLAGS = (
-    *("-O3", "-march=native", "-std=c++17", "-fPIC", "-fno-semantic-interposition"),
+    *("-O3", "-std=c++17", "-fPIC", "-fno-semantic-interposition"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),  # never -ffast-math: infinities are used
 )
 COMPILERS = ("c++", "g++", "clang++")
@@ -95,7 +95,8 @@ def _build(compiler: str, scratch: Path, target: Path) -> ctypes.CDLL:
     for compile_flags, link_flags in attempts:
         objects, library = scratch / "kernels.o", scratch / "kernels.so"
         try:
-            _run(compiler, *FLAGS, *compile_flags, "-c", str(SOURCES / "native.cpp"), "-o", str(objects))
+            flags = (f"-march={_march()}", *FLAGS, *compile_flags)
+            _run(compiler, *flags, "-c", str(SOURCES / "native.cpp"), "-o", str(objects))
             _run(compiler, "-shared", *link_flags, str(objects), "-o", str(library))
             ctypes.CDLL(str(library))  # unresolved symbols show here, before other processes see the file
         except (OSError, subprocess.SubprocessError) as error:
@@ -115,8 +116,13 @@ def _key(compiler: str) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    digest.update("\0".join((*FLAGS, compiler, platform.machine(), _cpu(), torch.__version__)).encode())
+    digest.update("\0".join((_march(), *FLAGS, compiler, platform.machine(), _cpu(), torch.__version__)).encode())
     return digest.hexdigest()
+
+
+def _march() -> str:
+    """What for: this machine, unless another kind is named, older than it."""
+    return os.environ.get("DIPTYCH_MARCH") or "native"
 
 
 def _cpu() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -11,10 +12,9 @@ import torch
 from torch import Tensor
 
 from diptych.kernels.large_pages import ARENA
+from diptych.kernels.native_build import load_native
 from diptych.kernels.quantised import QuantisedWeight
 
-PANEL: Final = 32
-GATE: Final = 16  # gates, and their ups, in a panel of a gated product
 FLOAT32, BFLOAT16, SHORT, INT8, INT4 = range(5)
 FORMATS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 PAIR: Final = {FLOAT32: 1, BFLOAT16: 2}
@@ -22,6 +22,15 @@ SHORT_INPUTS: Final = 4  # that lie together
 READ_AHEAD: Final = 4096  # bytes behind the last panel that a prefetch may name
 Shorten = Callable[[Tensor], tuple[Tensor, Tensor, Tensor] | None]
 """Of bfloat16 rows in the panels' order: codes, exponents and odd weights (`native/short_weights.h`)."""
+
+
+@functools.cache
+def panel_size() -> int:
+    """Outputs of a panel, as this machine's kernels have them; of a gated product half are gates, half their ups."""
+    library = load_native()
+    if library is None:
+        raise RuntimeError("weights are packed for the native kernels, which cannot be built here")
+    return int(library.diptych_panel())
 
 
 class WeightsStruct(ctypes.Structure):
@@ -79,9 +88,9 @@ def pack_dense(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedWei
     """W [out, in], float32 or bfloat16; None where its sizes do not fit."""
     kind = FORMATS[weight.dtype]
     pair = PAIR[kind]
-    if weight.shape[1] % pair or (gated and weight.shape[0] % (2 * GATE)):
+    if weight.shape[1] % pair or (gated and weight.shape[0] % panel_size()):
         return None
-    panels = _in_panels(weight, gated).view(-1, PANEL, weight.shape[1] // pair, pair).permute(0, 2, 1, 3)
+    panels = _in_panels(weight, gated).view(-1, panel_size(), weight.shape[1] // pair, pair).permute(0, 2, 1, 3)
     rows, columns = weight.shape
     return PackedWeight(kind, rows, columns, columns, gated, _flat(panels), bias=_bias(bias, gated))
 
@@ -89,7 +98,7 @@ def pack_dense(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedWei
 def pack_short(weight: Tensor, bias: Tensor | None, shorten: Shorten, *, gated: bool) -> PackedWeight | None:
     """W [out, in], bfloat16, in 12 bits; None where its sizes do not fit, or too many exponents are rare."""
     rows, columns = weight.shape
-    if columns % SHORT_INPUTS or (gated and rows % (2 * GATE)):
+    if columns % SHORT_INPUTS or (gated and rows % panel_size()):
         return None
     if (short := shorten(_in_panels(weight, gated))) is None:
         return None
@@ -99,7 +108,7 @@ def pack_short(weight: Tensor, bias: Tensor | None, shorten: Shorten, *, gated: 
 def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, *, gated: bool) -> PackedWeight | None:
     """Of 8 or 4 bits; None where its sizes do not fit."""
     rows, columns = weight.shape
-    if gated and rows % (2 * GATE):
+    if gated and rows % panel_size():
         return None
     codes = _in_panels(weight.codes, gated)
     groups = columns // weight.group
@@ -107,12 +116,12 @@ def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, *, gated: bool)
     if weight.bits == 8:
         sums = codes.view(-1, groups, weight.group).sum(-1, dtype=torch.int32) * -128
         offset = _by_group(sums, groups)
-        panels = codes.view(-1, PANEL, columns // 4, 4).permute(0, 2, 1, 3)
+        panels = codes.view(-1, panel_size(), columns // 4, 4).permute(0, 2, 1, 3)
         return PackedWeight(INT8, rows, columns, weight.group, gated, _flat(panels), scale, offset, _bias(bias, gated))
     if weight.offset is None:
         raise ValueError("4-bit weights have an offset for each group")
     offset = _by_group(_in_panels(weight.offset, gated), groups)
-    quads = codes.view(torch.uint8).view(-1, PANEL, columns // 8, 2, 4)
+    quads = codes.view(torch.uint8).view(-1, panel_size(), columns // 8, 2, 4)
     halves = (quads[..., 0, :] | (quads[..., 1, :] << 4)).permute(0, 2, 1, 3)
     return PackedWeight(INT4, rows, columns, weight.group, gated, _flat(halves), scale, offset, _bias(bias, gated))
 
@@ -123,22 +132,22 @@ def unpack(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
     if packed.scale is None or packed.offset is None:
         raise ValueError("quantised weights have scales and offsets")
     if packed.format == INT8:
-        quads = _values(packed.codes, torch.int8).view(-1, columns // 4, PANEL, 4).permute(0, 2, 1, 3)
+        quads = _values(packed.codes, torch.int8).view(-1, columns // 4, panel_size(), 4).permute(0, 2, 1, 3)
         codes = quads.reshape(-1, groups, packed.group).float()
     else:
-        octets = _values(packed.codes, torch.uint8).view(-1, columns // 8, PANEL, 4).permute(0, 2, 1, 3)
+        octets = _values(packed.codes, torch.uint8).view(-1, columns // 8, panel_size(), 4).permute(0, 2, 1, 3)
         codes = torch.stack((octets & 15, octets >> 4), dim=-2).reshape(-1, groups, packed.group).float()
-    weight = codes * packed.scale.view(-1, groups, PANEL).transpose(1, 2).reshape(-1, groups, 1).float()
+    weight = codes * packed.scale.view(-1, groups, panel_size()).transpose(1, 2).reshape(-1, groups, 1).float()
     if packed.format == INT4:
-        weight += packed.offset.view(-1, groups, PANEL).transpose(1, 2).reshape(-1, groups, 1).float()
+        weight += packed.offset.view(-1, groups, panel_size()).transpose(1, 2).reshape(-1, groups, 1).float()
     return in_order(weight.reshape(-1, columns), packed).to(dtype)
 
 
 def _in_panels(rows: Tensor, gated: bool) -> Tensor:
     """Rows in the panels' order, padded with zeros to whole panels."""
     if gated:
-        rows = rows.view(2, -1, GATE, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
-    missing = -rows.shape[0] % PANEL
+        rows = rows.view(2, -1, panel_size() // 2, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
+    missing = -rows.shape[0] % panel_size()
     if not missing:
         return rows.contiguous()
     return torch.cat((rows, rows.new_zeros((missing, rows.shape[1]))))
@@ -148,13 +157,13 @@ def in_order(panels: Tensor, packed: PackedWeight) -> Tensor:
     """The inverse of `_in_panels`."""
     rows = panels[: packed.out_features]
     if packed.gated:
-        rows = rows.view(-1, 2, GATE, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
+        rows = rows.view(-1, 2, panel_size() // 2, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
     return rows.contiguous()
 
 
 def _by_group(values: Tensor, groups: int) -> Tensor:
-    """[rows, groups] to [panel][group][32]."""
-    panels = values.view(-1, PANEL, groups).transpose(1, 2)
+    """[rows, groups] to [panel][group][output]."""
+    panels = values.view(-1, panel_size(), groups).transpose(1, 2)
     return _flat(panels).view(values.dtype).view(panels.shape)
 
 

@@ -11,6 +11,7 @@ namespace diptych {
 
 constexpr int TILE = 64;              // keys per tile
 constexpr int VECTORS = TILE / LANES; // accumulators per row of a score tile
+constexpr int ABREAST = REGISTERS / 8; // of those, and of a row's sums, that are multiplied together: see GROUP
 constexpr int GROUP = 4;              // query rows that go through a tile together: scores, weights, sums
 constexpr float SLACK = 8.f;          // a maximum that is exceeded by less is kept: weights are then at most 2^8, and as exact
 constexpr float LOG2_E = 1.44269504088896341f;
@@ -35,7 +36,7 @@ alignas(64) const float NOTHING[2048] = {};
 template <typename T> struct Tile {
     const T *rows[TILE];
     int64_t base;
-    int count; // a multiple of 16: of a sequence's last tile only what is there, as the others would add nothing
+    int count; // a multiple of LANES: of a sequence's last tile only what is there, as the others would add nothing
 };
 
 // What a unit's rows have summed so far.
@@ -54,21 +55,20 @@ struct Sums {
 template <typename W>
 void soften(const float *scores, W *weights, int64_t base, int64_t from, int64_t to, float softcap, float *sums, int dim, float &top,
             float *total) {
-    f32x16 s[VECTORS];
+    f32s s[VECTORS];
     for (int v = 0; v < VECTORS; v++) s[v] = load(scores + v * LANES);
     if (softcap > 0.f)
         for (int v = 0; v < VECTORS; v++) // tanh(x) = 1 - 2 / (e^2x + 1)
             s[v] = softcap * LOG2_E * (1.f - 2.f / (exponential(s[v] * (2.f / (softcap * LOG2_E))) + 1.f));
     if (base < from || base + TILE > to) {
-        static const i32x16 iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const int32_t first = from > base ? int32_t(from - base) : 0;
         const int32_t last = to < base + TILE ? int32_t(to - base) : TILE;
         for (int v = 0; v < VECTORS; v++) {
-            const i32x16 at = iota + v * LANES;
+            const i32s at = iota() + v * LANES;
             s[v] = ((at >= first) & (at < last)) ? s[v] : splat(NEG_INF);
         }
     }
-    f32x16 best = s[0];
+    f32s best = s[0];
     for (int v = 1; v < VECTORS; v++) best = s[v] > best ? s[v] : best;
     if (any_above(best, top + SLACK)) {
         const float next = largest(best);
@@ -78,12 +78,12 @@ void soften(const float *scores, W *weights, int64_t base, int64_t from, int64_t
         top = next;
     }
     if (top == NEG_INF) { // nothing was seen yet
-        for (int v = 0; v < VECTORS; v++) store(weights + v * LANES, f32x16{});
+        for (int v = 0; v < VECTORS; v++) store(weights + v * LANES, f32s{});
         return;
     }
-    f32x16 added = load(total);
+    f32s added = load(total);
     for (int v = 0; v < VECTORS; v++) {
-        const f32x16 weight = power_of_two<std::is_same_v<W, bf16>>(s[v] - top);
+        const f32s weight = power_of_two<std::is_same_v<W, bf16>>(s[v] - top);
         added += weight;
         store(weights + v * LANES, weight);
     }
@@ -221,31 +221,37 @@ private:
     }
 };
 
-// scores[R][TILE] = queries[R][dim] . keys[dim][TILE]
+// scores[R][ABREAST * LANES of TILE] = queries[R][dim] . keys[dim][TILE]
 template <int R> void multiply_keys(const float *queries, const float *keys, float *scores, int dim) {
-    f32x16 acc[R][VECTORS] = {};
+    f32s acc[R][ABREAST] = {};
     for (int d = 0; d < dim; d++) {
-        f32x16 key[VECTORS];
-        for (int v = 0; v < VECTORS; v++) hold(key[v] = load(keys + d * TILE + v * LANES));
+        f32s key[ABREAST];
+#pragma GCC unroll 4
+        for (int v = 0; v < ABREAST; v++) hold(key[v] = load(keys + d * TILE + v * LANES));
+#pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const f32x16 q = splat(queries[r * dim + d]);
-            for (int v = 0; v < VECTORS; v++) acc[r][v] = q * key[v] + acc[r][v];
+            const f32s q = splat(queries[r * dim + d]);
+#pragma GCC unroll 4
+            for (int v = 0; v < ABREAST; v++) acc[r][v] = q * key[v] + acc[r][v];
         }
     }
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < VECTORS; v++) store(scores + r * TILE + v * LANES, acc[r][v]);
+        for (int v = 0; v < ABREAST; v++) store(scores + r * TILE + v * LANES, acc[r][v]);
 }
 
-// sums[R][V * 16 of dim] += weights[R][TILE] . values[TILE][V * 16 of dim]
+// sums[R][V * LANES of dim] += weights[R][TILE] . values[TILE][V * LANES of dim]
 template <int R, int V> void add_values(const float *weights, const float *values, float *sums, int dim) {
-    f32x16 acc[R][V];
+    f32s acc[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) acc[r][v] = load(sums + r * dim + v * LANES);
     for (int i = 0; i < TILE; i++) {
-        f32x16 value[V];
+        f32s value[V];
+#pragma GCC unroll 4
         for (int v = 0; v < V; v++) hold(value[v] = load(values + i * dim + v * LANES));
+#pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const f32x16 p = splat(weights[r * TILE + i]);
+            const f32s p = splat(weights[r * TILE + i]);
+#pragma GCC unroll 4
             for (int v = 0; v < V; v++) acc[r][v] = p * value[v] + acc[r][v];
         }
     }
@@ -255,7 +261,7 @@ template <int R, int V> void add_values(const float *weights, const float *value
 
 template <int R> void add_all_values(const float *weights, const float *values, float *sums, int dim) {
     int d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) add_values<R, 4>(weights, values + d, sums + d, dim);
+    for (; d + ABREAST * LANES <= dim; d += ABREAST * LANES) add_values<R, ABREAST>(weights, values + d, sums + d, dim);
     for (; d < dim; d += LANES) add_values<R, 1>(weights, values + d, sums + d, dim);
 }
 
@@ -277,7 +283,10 @@ template <typename T> struct PlainWork {
     }
 
     void score(const Tile<T> &, int row, int rows, int dim, float, RowStream<T> &) {
-        by_rows(rows - row, [&](auto r) { multiply_keys<r>(&queries[row * dim], keys.data(), scores, dim); });
+        by_rows(rows - row, [&](auto r) {
+            for (int at = 0; at < TILE; at += ABREAST * LANES)
+                multiply_keys<r>(&queries[row * dim], keys.data() + at, scores + at, dim);
+        });
     }
 
     void add(const Tile<T> &, int row, int rows, int dim, RowStream<T> &) {
@@ -287,11 +296,11 @@ template <typename T> struct PlainWork {
     void read(const Tile<T> &tile, int, int dim, RowStream<T> &stream) {
         for (int i = 0; i < TILE; i += LANES)
             for (int d = 0; d < dim; d += LANES) {
-                f32x16 part[LANES];
+                f32s part[LANES];
                 stream.fetch(std::max(1, LANES * LANES / dim));
 #pragma GCC unroll 16
                 for (int j = 0; j < LANES; j++) part[j] = load(tile.rows[i + j] + d);
-                transpose16(part);
+                transpose(part);
 #pragma GCC unroll 16
                 for (int j = 0; j < LANES; j++) store(&keys[(d + j) * TILE + i], part[j]);
             }

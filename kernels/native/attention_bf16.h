@@ -13,43 +13,43 @@ namespace diptych {
 template <typename P> inline void again(P &pointer) { asm("" : "+r"(pointer)); }
 
 // 16 keys' pairs of 2 * P dimensions, P 16, or 8 for the last ones of 80, say: pair by pair, a key in each lane.
-template <int P> inline void load_keys(const bf16 *const *rows, int at, f32x16 (&pairs)[LANES]) {
+template <int P> inline void load_keys(const bf16 *const *rows, int at, f32s (&pairs)[LANES]) {
     again(rows);
 #pragma GCC unroll 16
     for (int j = 0; j < LANES; j++) {
         if constexpr (P == LANES)
             pairs[j] = load(reinterpret_cast<const float *>(rows[j] + at));
         else
-            pairs[j] = (f32x16)_mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(rows[j] + at)));
+            pairs[j] = (f32s)_mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(rows[j] + at)));
     }
-    transpose16(pairs);
+    transpose(pairs);
 }
 
 // Two keys' values side by side, dimension by dimension.
-inline acc32 interleave(const bf16 *even, const bf16 *odd) {
+inline i32s interleave(const bf16 *even, const bf16 *odd) {
     const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
                                            35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i a = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(even)));
     const __m512i b = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(odd)));
-    return (acc32)_mm512_permutex2var_epi16(a, order, b);
+    return (i32s)_mm512_permutex2var_epi16(a, order, b);
 }
 
 // acc[R] += queries[R][2 * P of dim] . keys, for 16 keys.
 template <int R, int P>
-inline void add_scores(const bf16 *queries, int dim, const bf16 *const *rows, int at, f32x16 (&acc)[R]) {
-    f32x16 pairs[LANES];
+inline void add_scores(const bf16 *queries, int dim, const bf16 *const *rows, int at, f32s (&acc)[R]) {
+    f32s pairs[LANES];
     load_keys<P>(rows, at, pairs);
     again(queries);
 #pragma GCC unroll 16
     for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) acc[r] = dot_pairs(acc[r], (acc32)pairs[p], splat_word(queries + r * dim + at + 2 * p));
+        for (int r = 0; r < R; r++) acc[r] = dot_pairs(acc[r], (i32s)pairs[p], splat_word(queries + r * dim + at + 2 * p));
 }
 
 // scores[R][G * 16] = scale * queries[R][dim] . keys. The groups take turns, so that one's sums need not wait for themselves.
 template <int R, int G>
 void score_few(const bf16 *queries, const bf16 *const *rows, float *scores, int dim, float scale, RowStream<bf16> &stream) {
-    f32x16 acc[G][R] = {};
+    f32s acc[G][R] = {};
     int at = 0;
     for (; at + 2 * LANES <= dim; at += 2 * LANES)
 #pragma GCC unroll 2
@@ -69,17 +69,17 @@ void score_few(const bf16 *queries, const bf16 *const *rows, float *scores, int 
 // sums[R][V * 16 of dim] += weights[R][count] . values
 template <int R, int V>
 void add_few(const bf16 *weights, const bf16 *const *rows, int at, float *sums, int count, int dim, RowStream<bf16> &stream) {
-    f32x16 acc[R][V];
+    f32s acc[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) acc[r][v] = load(sums + r * dim + v * LANES);
     for (int i = 0; i < count; i += 2) {
         if (at == 0) stream.fetch(1);
-        acc32 value[V];
+        i32s value[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) value[v] = interleave(rows[i] + dim + at + v * LANES, rows[i + 1] + dim + at + v * LANES);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const acc32 p = splat_word(weights + r * TILE + i);
+            const i32s p = splat_word(weights + r * TILE + i);
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) acc[r][v] = dot_pairs(acc[r][v], p, value[v]);
         }
@@ -90,13 +90,13 @@ void add_few(const bf16 *weights, const bf16 *const *rows, int at, float *sums, 
 
 // scores[R][V * 16 of TILE] = scale * queries[R][dim] . keys
 template <int R, int V> void score_pairs(const bf16 *queries, const uint32_t *keys, float *scores, int dim, float scale) {
-    f32x16 acc[R][V] = {};
+    f32s acc[R][V] = {};
     for (int d = 0; d < dim / 2; d++) {
-        acc32 key[V];
+        i32s key[V];
         for (int v = 0; v < V; v++) key[v] = load_bytes(keys + d * TILE + v * LANES);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const acc32 q = splat_word(queries + r * dim + 2 * d);
+            const i32s q = splat_word(queries + r * dim + 2 * d);
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) acc[r][v] = dot_pairs(acc[r][v], q, key[v]);
         }
@@ -107,15 +107,15 @@ template <int R, int V> void score_pairs(const bf16 *queries, const uint32_t *ke
 
 // sums[R][V * 16 of dim] += weights[R][count] . values
 template <int R, int V> void add_pairs(const bf16 *weights, const uint32_t *values, float *sums, int count, int dim) {
-    f32x16 acc[R][V];
+    f32s acc[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) acc[r][v] = load(sums + r * dim + v * LANES);
     for (int i = 0; i < count / 2; i++) {
-        acc32 value[V];
+        i32s value[V];
         for (int v = 0; v < V; v++) value[v] = load_bytes(values + i * dim + v * LANES);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const acc32 p = splat_word(weights + r * TILE + 2 * i);
+            const i32s p = splat_word(weights + r * TILE + 2 * i);
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) acc[r][v] = dot_pairs(acc[r][v], p, value[v]);
         }
@@ -176,7 +176,7 @@ struct PairWork {
     }
 
     template <int P> void put_keys(const bf16 *const *rows, int d, int at) {
-        f32x16 pairs[LANES];
+        f32s pairs[LANES];
         load_keys<P>(rows, d, pairs);
 #pragma GCC unroll 16
         for (int p = 0; p < P; p++) store(reinterpret_cast<float *>(&keys[(d / 2 + p) * TILE + at]), pairs[p]);
@@ -194,7 +194,7 @@ struct PairWork {
         }
         for (int i = 0; i < tile.count; i += 2)
             for (int d = 0; d < dim; d += LANES) {
-                const acc32 value = interleave(tile.rows[i] + dim + d, tile.rows[i + 1] + dim + d);
+                const i32s value = interleave(tile.rows[i] + dim + d, tile.rows[i + 1] + dim + d);
                 std::memcpy(&values[i / 2 * dim + d], &value, 64);
             }
     }

@@ -8,15 +8,15 @@
 namespace diptych {
 
 // gate * sigmoid(gate) or gelu_tanh(gate), times up.
-inline f32x16 gate_lanes(f32x16 x, f32x16 up, bool gelu) {
-    const f32x16 y = gelu ? 1.5957691216057308f * (x + 0.044715f * (x * x * x)) : x; // 0.5 * (1 + tanh(y)) = 1 / (1 + e^-2y)
+inline f32s gate_lanes(f32s x, f32s up, bool gelu) {
+    const f32s y = gelu ? 1.5957691216057308f * (x + 0.044715f * (x * x * x)) : x; // 0.5 * (1 + tanh(y)) = 1 / (1 + e^-2y)
     return x / (1.f + exponential(-y)) * up;
 }
 
 template <typename T> float inverse_norm(const T *x, int64_t width, float eps) {
-    f32x16 squares = {};
+    f32s squares = {};
     for (int64_t i = 0; i < width; i += LANES) {
-        const f32x16 v = load(x + i);
+        const f32s v = load(x + i);
         squares = v * v + squares;
     }
     return 1.f / std::sqrt(sum(squares) / float(width) + eps);
@@ -47,7 +47,7 @@ void turn(const T *x, T *out, const float *weight, float eps, const float *cosin
     for (int64_t i = 0; i < dim; i += LANES) store(lane + i, weight ? load(x + i) * scale * load(weight + i) : load(x + i));
     if (half % LANES == 0) {
         for (int64_t i = 0; i < half; i += LANES) {
-            const f32x16 a = load(lane + i), b = load(lane + i + half), c = load(cosine + i), s = load(sine + i);
+            const f32s a = load(lane + i), b = load(lane + i + half), c = load(cosine + i), s = load(sine + i);
             store(turned + i, a * c - b * s);
             store(turned + i + half, b * c + a * s);
         }
@@ -86,16 +86,15 @@ void rotate_and_write(const T *qkv, T *q, T *kv, const Shape &s, int64_t layer, 
 
 // The first of the largest; the first NaN where there is one, as torch has it.
 inline int64_t largest_index(const float *x, int64_t width) {
-    static const i32x16 iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    f32x16 best = splat(NEG_INF);
-    i32x16 where = iota, odd = {};
+    f32s best = splat(NEG_INF);
+    i32s where = iota(), odd = {};
     const int64_t whole = width / LANES * LANES;
     for (int64_t i = 0; i < whole; i += LANES) {
-        const f32x16 v = load(x + i);
-        const i32x16 more = v > best;
+        const f32s v = load(x + i);
+        const i32s more = v > best;
         odd |= v != v;
         best = more ? v : best;
-        where = more ? iota + int32_t(i) : where;
+        where = more ? iota() + int32_t(i) : where;
     }
     float tops[LANES];
     int32_t places[LANES], strange[LANES];

@@ -1,4 +1,4 @@
-// Matrix products with packed weights: y[rows][n] = x[rows][k] W^T, in tiles of a few rows by one panel of 32 outputs.
+// Matrix products with packed weights: y[rows][n] = x[rows][k] W^T, in tiles of a few rows by one panel.
 //
 // An output is one chain of additions over k, the same in every tile, so a row's result depends on that row alone.
 #pragma once
@@ -21,15 +21,17 @@ struct Inputs {
     const float *scale, *sum; // [rows][k / group]
 };
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 #define DIPTYCH_VNNI 1
 #endif
 
-inline f32x16 load_half(const uint16_t *p) { // float16
+inline f32s load_half(const uint16_t *p) { // float16
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+    return (f32s)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (f32s)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
 #else
-    f32x16 v;
+    f32s v;
     for (int i = 0; i < LANES; i++) {
         const uint32_t h = p[i], sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31u, fraction = h & 0x3ffu;
         float x;
@@ -48,46 +50,45 @@ inline f32x16 load_half(const uint16_t *p) { // float16
 }
 
 // acc[i] += sum over 4 of u[i * 4 + j] * s[i * 4 + j], u unsigned and s signed bytes.
-inline acc32 dot_bytes(acc32 acc, acc32 u, acc32 s) {
-#if defined(DIPTYCH_VNNI)
-    return (acc32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
+inline i32s dot_bytes(i32s acc, i32s u, i32s s) {
+#if defined(DIPTYCH_VNNI) && defined(__AVX512F__)
+    return (i32s)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
+#elif defined(DIPTYCH_VNNI)
+    return (i32s)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)u, (__m256i)s);
+#elif defined(__AVX2__)
+    // By way of 16 bits, since the sum of two products of bytes is wider: even bytes and odd ones.
+    const __m256i low = _mm256_set1_epi16(255), a = (__m256i)u, b = (__m256i)s;
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, low), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+    return acc + (i32s)_mm256_add_epi32(even, odd);
 #else
-    uint8_t a[64];
-    int8_t b[64];
-    std::memcpy(a, &u, 64);
-    std::memcpy(b, &s, 64);
-    int32_t total[LANES];
-    for (int i = 0; i < LANES; i++) {
-        total[i] = 0;
-        for (int j = 0; j < 4; j++) total[i] += int32_t(a[i * 4 + j]) * int32_t(b[i * 4 + j]);
-    }
-    acc32 t;
-    std::memcpy(&t, total, 64);
-    return acc + t;
+#pragma GCC unroll 4
+    for (int shift = 0; shift < 32; shift += 8) acc += ((u >> shift) & 255) * (s << (24 - shift) >> 24);
+    return acc;
 #endif
 }
 
-inline acc32 splat_word(const void *p) { // four bytes into every lane
+inline i32s splat_word(const void *p) { // four bytes into every lane
     int32_t w;
     std::memcpy(&w, p, 4);
-    return acc32{w, w, w, w, w, w, w, w, w, w, w, w, w, w, w, w};
+    return w - i32s{};
 }
 
 #if defined(DIPTYCH_BF16)
-inline f32x16 dot_pairs(f32x16 acc, acc32 x, acc32 w) {
-    return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)w);
+inline f32s dot_pairs(f32s acc, i32s x, i32s w) {
+    return (f32s)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)w);
 }
 #else
-inline f32x16 dot_pairs(f32x16 acc, acc32 x, acc32 w) {
-    u32x16 a, b;
-    std::memcpy(&a, &x, 64);
-    std::memcpy(&b, &w, 64);
-    f32x16 a0, a1, b0, b1;
-    const u32x16 alow = a << 16, ahigh = a & 0xffff0000u, blow = b << 16, bhigh = b & 0xffff0000u;
-    std::memcpy(&a0, &alow, 64);
-    std::memcpy(&a1, &ahigh, 64);
-    std::memcpy(&b0, &blow, 64);
-    std::memcpy(&b1, &bhigh, 64);
+inline f32s dot_pairs(f32s acc, i32s x, i32s w) {
+    u32s a, b;
+    std::memcpy(&a, &x, VECTOR);
+    std::memcpy(&b, &w, VECTOR);
+    f32s a0, a1, b0, b1;
+    const u32s alow = a << 16, ahigh = a & 0xffff0000u, blow = b << 16, bhigh = b & 0xffff0000u;
+    std::memcpy(&a0, &alow, VECTOR);
+    std::memcpy(&a1, &ahigh, VECTOR);
+    std::memcpy(&b0, &blow, VECTOR);
+    std::memcpy(&b1, &bhigh, VECTOR);
     return acc + a0 * b0 + a1 * b1;
 }
 #endif
@@ -98,19 +99,19 @@ template <int R> inline void fetch_ahead(const char *weights) {
     __builtin_prefetch(weights + PREFETCH_BYTES + 64);
 }
 
-// R rows by 32 outputs, to out[R][2].
+// R rows by one panel, to out[R][2].
 template <int R>
-inline void multiply_float32(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32x16 (&out)[R][2]) {
+inline void multiply_float32(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32s (&out)[R][2]) {
     const float *weights = static_cast<const float *>(w.codes) + panel * w.k * PANEL;
     const float *rows = static_cast<const float *>(x.codes) + row * w.k;
-    f32x16 acc[R][2] = {};
+    f32s acc[R][2] = {};
     for (int64_t i = 0; i < w.k; i++, weights += PANEL, rows++) {
         if (i % STRIDE == 0) fetcher.step();
-        const f32x16 low = load(weights), high = load(weights + LANES);
+        const f32s low = load(weights), high = load(weights + LANES);
         fetch_ahead<R>(reinterpret_cast<const char *>(weights));
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            const f32x16 a = splat(rows[r * w.k]);
+            const f32s a = splat(rows[r * w.k]);
             acc[r][0] = a * low + acc[r][0];
             acc[r][1] = a * high + acc[r][1];
         }
@@ -120,18 +121,18 @@ inline void multiply_float32(const Weights &w, int64_t panel, const Inputs &x, i
 }
 
 template <int R>
-inline void multiply_bfloat16(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32x16 (&out)[R][2]) {
+inline void multiply_bfloat16(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32s (&out)[R][2]) {
     const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL * 2;
     const char *rows = static_cast<const char *>(x.codes) + row * w.k * 2;
     const int64_t stride = w.k * 2;
-    f32x16 acc[R][2] = {};
-    for (int64_t pair = 0; pair < w.k / 2; pair++, weights += 128, rows += 4) {
+    f32s acc[R][2] = {};
+    for (int64_t pair = 0; pair < w.k / 2; pair++, weights += 2 * VECTOR, rows += 4) {
         if (pair % (STRIDE / 2) == 0) fetcher.step();
-        const acc32 low = load_bytes(weights), high = load_bytes(weights + 64);
+        const i32s low = load_bytes(weights), high = load_bytes(weights + VECTOR);
         fetch_ahead<R>(weights);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            const acc32 a = splat_word(rows + r * stride);
+            const i32s a = splat_word(rows + r * stride);
             acc[r][0] = dot_pairs(acc[r][0], a, low);
             acc[r][1] = dot_pairs(acc[r][1], a, high);
         }
@@ -140,26 +141,27 @@ inline void multiply_bfloat16(const Weights &w, int64_t panel, const Inputs &x, 
     for (int r = 0; r < R; r++) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
 }
 
+#if defined(DIPTYCH_BF16)
 // The same, of short weights: those that have no code are added at the end.
 template <int R>
-inline void multiply_short(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32x16 (&out)[R][2]) {
+inline void multiply_short(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32s (&out)[R][2]) {
     const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL * 3 / 2;
     const char *rows = static_cast<const char *>(x.codes) + row * w.k * 2;
     const int64_t stride = w.k * 2;
     const Exponents exponents(w, panel);
-    f32x16 acc[R][2] = {};
+    f32s acc[R][2] = {};
     for (int64_t quad = 0; quad < w.k / 4; quad++, weights += 192, rows += 8) {
         if (quad % (STRIDE / 4) == 0) fetcher.step();
-        const acc32 codes = load_bytes(weights);
+        const i32s codes = load_bytes(weights);
         fetch_ahead<R>(weights);
         if (R <= STREAMED_ROWS) __builtin_prefetch(weights + PREFETCH_BYTES + 128);
 #pragma GCC unroll 2
         for (int pair = 0; pair < 2; pair++) {
-            acc32 low, high;
+            i32s low, high;
             exponents.expand(pair ? codes >> 4 : codes, load_bytes(weights + 64 + 64 * pair), low, high);
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
-                const acc32 a = splat_word(rows + r * stride + 4 * pair);
+                const i32s a = splat_word(rows + r * stride + 4 * pair);
                 acc[r][0] = dot_pairs(acc[r][0], a, low);
                 acc[r][1] = dot_pairs(acc[r][1], a, high);
             }
@@ -172,37 +174,38 @@ inline void multiply_short(const Weights &w, int64_t panel, const Inputs &x, int
         for (int r = 0; r < R; r++)
             out[r][odd->output / LANES][odd->output % LANES] += widened(inputs[r * w.k + odd->input]) * widened(odd->value);
 }
+#endif
 
 template <int R>
-inline void multiply_int8(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32x16 (&out)[R][2]) {
+inline void multiply_int8(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32s (&out)[R][2]) {
     const int64_t groups = w.k / w.group, quads = w.group / 4;
     const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL;
     const uint16_t *scale = static_cast<const uint16_t *>(w.scale) + panel * groups * PANEL;
     const int32_t *offset = static_cast<const int32_t *>(w.offset) + panel * groups * PANEL;
     const char *rows = static_cast<const char *>(x.codes) + row * w.k;
     const float *factor = x.scale + row * groups;
-    f32x16 total[R][2] = {};
+    f32s total[R][2] = {};
     for (int64_t g = 0; g < groups; g++, scale += PANEL, offset += PANEL) {
         fetcher.step();
-        acc32 acc[R][2];
+        i32s acc[R][2];
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) acc[r][0] = load_bytes(offset), acc[r][1] = load_bytes(offset + LANES);
-        for (int64_t quad = 0; quad < quads; quad++, weights += 128, rows += 4) {
-            const acc32 low = load_bytes(weights), high = load_bytes(weights + 64);
+        for (int64_t quad = 0; quad < quads; quad++, weights += 2 * VECTOR, rows += 4) {
+            const i32s low = load_bytes(weights), high = load_bytes(weights + VECTOR);
             fetch_ahead<R>(weights);
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
-                const acc32 a = splat_word(rows + r * w.k);
+                const i32s a = splat_word(rows + r * w.k);
                 acc[r][0] = dot_bytes(acc[r][0], a, low);
                 acc[r][1] = dot_bytes(acc[r][1], a, high);
             }
         }
-        const f32x16 slow = load_half(scale), shigh = load_half(scale + LANES);
+        const f32s slow = load_half(scale), shigh = load_half(scale + LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            const f32x16 f = splat(factor[r * groups + g]);
-            total[r][0] += __builtin_convertvector(acc[r][0], f32x16) * f * slow;
-            total[r][1] += __builtin_convertvector(acc[r][1], f32x16) * f * shigh;
+            const f32s f = splat(factor[r * groups + g]);
+            total[r][0] += __builtin_convertvector(acc[r][0], f32s) * f * slow;
+            total[r][1] += __builtin_convertvector(acc[r][1], f32s) * f * shigh;
         }
     }
 #pragma GCC unroll 16
@@ -210,37 +213,37 @@ inline void multiply_int8(const Weights &w, int64_t panel, const Inputs &x, int6
 }
 
 template <int R>
-inline void multiply_int4(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32x16 (&out)[R][2]) {
+inline void multiply_int4(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32s (&out)[R][2]) {
     const int64_t groups = w.k / w.group, octets = w.group / 8;
     const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL / 2;
     const uint16_t *scale = static_cast<const uint16_t *>(w.scale) + panel * groups * PANEL;
     const uint16_t *offset = static_cast<const uint16_t *>(w.offset) + panel * groups * PANEL;
     const char *rows = static_cast<const char *>(x.codes) + row * w.k;
     const float *factor = x.scale + row * groups, *sum = x.sum + row * groups;
-    const acc32 low_half = splat_word("\x0f\x0f\x0f\x0f");
-    f32x16 total[R][2] = {};
+    const i32s low_half = splat_word("\x0f\x0f\x0f\x0f");
+    f32s total[R][2] = {};
     for (int64_t g = 0; g < groups; g++, scale += PANEL, offset += PANEL) {
         fetcher.step();
-        acc32 acc[R][2] = {};
-        for (int64_t octet = 0; octet < octets; octet++, weights += 128, rows += 8) {
-            const acc32 both = load_bytes(weights), both2 = load_bytes(weights + 64);
+        i32s acc[R][2] = {};
+        for (int64_t octet = 0; octet < octets; octet++, weights += 2 * VECTOR, rows += 8) {
+            const i32s both = load_bytes(weights), both2 = load_bytes(weights + VECTOR);
             fetch_ahead<R>(weights);
-            const acc32 low = both & low_half, high = both2 & low_half;
-            const acc32 low2 = (both >> 4) & low_half, high2 = (both2 >> 4) & low_half;
+            const i32s low = both & low_half, high = both2 & low_half;
+            const i32s low2 = (both >> 4) & low_half, high2 = (both2 >> 4) & low_half;
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
-                const acc32 a = splat_word(rows + r * w.k), b = splat_word(rows + r * w.k + 4);
+                const i32s a = splat_word(rows + r * w.k), b = splat_word(rows + r * w.k + 4);
                 acc[r][0] = dot_bytes(dot_bytes(acc[r][0], low, a), low2, b);
                 acc[r][1] = dot_bytes(dot_bytes(acc[r][1], high, a), high2, b);
             }
         }
-        const f32x16 slow = load_half(scale), shigh = load_half(scale + LANES);
-        const f32x16 olow = load_half(offset), ohigh = load_half(offset + LANES);
+        const f32s slow = load_half(scale), shigh = load_half(scale + LANES);
+        const f32s olow = load_half(offset), ohigh = load_half(offset + LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            const f32x16 f = splat(factor[r * groups + g]), s = splat(sum[r * groups + g]);
-            total[r][0] += __builtin_convertvector(acc[r][0], f32x16) * f * slow + s * olow;
-            total[r][1] += __builtin_convertvector(acc[r][1], f32x16) * f * shigh + s * ohigh;
+            const f32s f = splat(factor[r * groups + g]), s = splat(sum[r * groups + g]);
+            total[r][0] += __builtin_convertvector(acc[r][0], f32s) * f * slow + s * olow;
+            total[r][1] += __builtin_convertvector(acc[r][1], f32s) * f * shigh + s * ohigh;
         }
     }
 #pragma GCC unroll 16
@@ -251,21 +254,21 @@ inline void multiply_int4(const Weights &w, int64_t panel, const Inputs &x, int6
 template <typename T>
 void quantise_row(const T *x, int64_t k, int64_t group, bool offset, uint8_t *codes, float *scale, float *sum) {
     for (int64_t g = 0; g < k / group; g++, x += group, codes += group) {
-        f32x16 top = {};
+        f32s top = {};
         for (int64_t i = 0; i < group; i += LANES) {
-            const f32x16 v = load(x + i), negative = -v;
-            const f32x16 size = v > negative ? v : negative;
+            const f32s v = load(x + i), negative = -v;
+            const f32s size = v > negative ? v : negative;
             top = size > top ? size : top;
         }
         const float peak = largest(top), step = peak / 127.f, inverse = peak > 0.f ? 127.f / peak : 0.f;
-        i32x16 total = {};
+        i32s total = {};
         for (int64_t i = 0; i < group; i += LANES) {
-            const f32x16 magic = splat(12582912.f); // 1.5 * 2^23: adding it rounds to an integer, ties to even
-            const f32x16 rounded = (load(x + i) * inverse + magic) - magic;
-            const i32x16 code = __builtin_convertvector(rounded, i32x16);
+            const f32s magic = splat(12582912.f); // 1.5 * 2^23: adding it rounds to an integer, ties to even
+            const f32s rounded = (load(x + i) * inverse + magic) - magic;
+            const i32s code = __builtin_convertvector(rounded, i32s);
             total += code;
-            typedef int8_t i8x16 __attribute__((vector_size(16)));
-            const i8x16 bytes = __builtin_convertvector(offset ? code + 128 : code, i8x16);
+            typedef int8_t i8s __attribute__((vector_size(LANES)));
+            const i8s bytes = __builtin_convertvector(offset ? code + 128 : code, i8s);
             std::memcpy(codes + i, &bytes, sizeof bytes);
         }
         scale[g] = step;
@@ -275,23 +278,25 @@ void quantise_row(const T *x, int64_t k, int64_t group, bool offset, uint8_t *co
 
 enum class Epilogue : int { PLAIN = 0, SILU = 1, GELU = 2 };
 
-template <typename Out> inline void store_some(Out *to, f32x16 v, int64_t count) {
+template <typename Out> inline void store_some(Out *to, f32s v, int64_t count) {
     if (count >= LANES) return store(to, v);
     Out lanes[LANES];
     store(lanes, v);
     for (int64_t i = 0; i < count; i++) to[i] = lanes[i];
 }
 
-// Rows [row, row + R) of one panel: product, bias, and the epilogue. With a gate, a panel is 16 gates and their 16 ups.
+// Rows [row, row + R) of one panel: product, bias, and the epilogue. With a gate, a panel is a vector of gates and their ups.
 template <int R, typename Out>
 void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Epilogue epilogue, Out *out, Fetcher &fetcher) {
-    f32x16 y[R][2];
+    f32s y[R][2];
     if (w.format == FLOAT32)
         multiply_float32<R>(w, panel, x, row, fetcher, y);
     else if (w.format == BFLOAT16)
         multiply_bfloat16<R>(w, panel, x, row, fetcher, y);
+#if defined(DIPTYCH_BF16)
     else if (w.format == SHORT)
         multiply_short<R>(w, panel, x, row, fetcher, y);
+#endif
     else if constexpr (R <= CODED_ROWS) {
         if (w.format == INT8)
             multiply_int8<R>(w, panel, x, row, fetcher, y);

@@ -68,6 +68,9 @@ int diptych_features() {
     return features;
 }
 
+// Outputs that lie side by side in packed weights.
+int diptych_panel() { return PANEL; }
+
 // Reads memory and does nothing with it: how fast that goes is the floor of what streams weights.
 int64_t diptych_read(const void *memory, int64_t bytes, int threads) {
     const int64_t *words = static_cast<const int64_t *>(memory), count = bytes / 512 * 64;
@@ -117,7 +120,7 @@ void diptych_linear(const void *weights, const void *x, const float *scale, cons
     }
 }
 
-// bfloat16 rows [panels * 32][k] in the panels' order. To tables [panels][2][16], and to begins [panels + 1] how many odd weights
+// bfloat16 rows [panels * PANEL][k] in the panels' order. To tables [panels][2][16], and to begins [panels + 1] how many odd weights
 // the panels before have.
 void diptych_choose_exponents(const uint16_t *rows, int64_t panels, int64_t k, uint8_t *tables, int64_t *begins, int threads) {
     begins[0] = 0;

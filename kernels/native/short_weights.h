@@ -19,10 +19,8 @@
 
 namespace diptych {
 
-typedef int32_t acc32 __attribute__((vector_size(64)));
-
-inline acc32 load_bytes(const void *p) {
-    acc32 v;
+inline i32s load_bytes(const void *p) {
+    i32s v;
     std::memcpy(&v, p, sizeof v);
     return v;
 }
@@ -71,29 +69,17 @@ public:
         return uint16_t((bytes[code] | (rest & 0x80)) << 8 | bytes[EXPONENTS + code] | (rest & 0x7f));
     }
 
-    // Pairs of 16 outputs and of the next 16; only the codes' lower halves count.
-    void expand(acc32 codes, acc32 rest, acc32 &first, acc32 &second) const {
 #if defined(DIPTYCH_BF16)
+    // Pairs of 16 outputs and of the next 16; only the codes' lower halves count.
+    void expand(i32s codes, i32s rest, i32s &first, i32s &second) const {
         const __m512i code = _mm512_and_si512((__m512i)codes, _mm512_set1_epi8(15)), sign = _mm512_set1_epi8(-128);
         // (rest & sign) | high byte, (rest & ~sign) | low byte
         const __m512i upper = _mm512_ternarylogic_epi32((__m512i)rest, sign, _mm512_shuffle_epi8(high, code), 0xea);
         const __m512i lower = _mm512_ternarylogic_epi32((__m512i)rest, sign, _mm512_shuffle_epi8(low, code), 0xba);
-        first = (acc32)_mm512_unpacklo_epi8(lower, upper);
-        second = (acc32)_mm512_unpackhi_epi8(lower, upper);
-#else
-        uint8_t code[64], part[64];
-        uint16_t pairs[2][2 * LANES];
-        std::memcpy(code, &codes, 64);
-        std::memcpy(part, &rest, 64);
-        for (int output = 0; output < PANEL; output++)
-            for (int input = 0; input < 2; input++) {
-                const int at = place(output, input);
-                pairs[output / LANES][output % LANES * 2 + input] = weight(code[at] & 15, part[at]);
-            }
-        std::memcpy(&first, pairs[0], 64);
-        std::memcpy(&second, pairs[1], 64);
-#endif
+        first = (i32s)_mm512_unpacklo_epi8(lower, upper);
+        second = (i32s)_mm512_unpackhi_epi8(lower, upper);
     }
+#endif
 
 private:
     const uint8_t *bytes;

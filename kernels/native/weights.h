@@ -1,6 +1,6 @@
 // The weights of one matrix, in the order in which its product reads them.
 //
-// A panel holds 32 outputs side by side for every input (float32), 2 inputs (bfloat16) or 4 (int8).
+// A panel holds two vectors of outputs side by side, 32 with AVX-512, for every input (float32), 2 inputs (bfloat16) or 4 (int8).
 #pragma once
 
 #include "fetch.h"
@@ -9,19 +9,19 @@
 
 namespace diptych {
 
-constexpr int PANEL = 2 * LANES;               // outputs of a panel
-constexpr int DENSE_ROWS = 12, CODED_ROWS = 6; // of a tile at most: what the registers hold
-constexpr int64_t STRIDE = 64;                 // inputs between two steps of fetching
+constexpr int PANEL = 2 * LANES; // outputs of a panel
+constexpr int DENSE_ROWS = REGISTERS == 32 ? 12 : 6, CODED_ROWS = DENSE_ROWS / 2; // of a tile at most: what the registers hold
+constexpr int64_t STRIDE = 64; // inputs between two steps of fetching
 
 enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, SHORT = 2, INT8 = 3, INT4 = 4 };
 
 // Panels lie one behind the other; the last one is padded with zeros.
-//   FLOAT32:  [panel][k][32].
-//   BFLOAT16: [panel][k / 2][32][2].
+//   FLOAT32:  [panel][k][PANEL].
+//   BFLOAT16: [panel][k / 2][PANEL][2].
 //   SHORT: bfloat16 in 12 bits, see short_weights.h.
-//   INT8: [panel][k / 4][32][4] int8 q; w = scale * q, scale float16 [panel][k / group][32]; offset int32 of the same shape,
+//   INT8: [panel][k / 4][PANEL][4] int8 q; w = scale * q, scale float16 [panel][k / group][PANEL]; offset int32 of the same shape,
 //         -128 * sum(q), undoes what the inputs' codes are above their signed values.
-//   INT4: [panel][k / 8][32][4] bytes, the first quad in the low halves; w = scale * q + offset, q 0 .. 15, offset float16.
+//   INT4: [panel][k / 8][PANEL][4] bytes, the first quad in the low halves; w = scale * q + offset, q 0 .. 15, offset float16.
 struct Weights {
     const void *codes, *scale, *offset;
     const float *bias; // [n] or null
