@@ -39,9 +39,9 @@ A value out of range, an unknown flag, key, section or `DIPTYCH_*` variable stop
 2 and one line that names the setting, the value and what is allowed. (In Kubernetes, switch `enableServiceLinks` off: a
 Service whose name begins with `diptych` would otherwise inject variables of that kind.)
 
-`DIPTYCH_CACHE` is the folder that fetched models are kept in (default `~/.cache/diptych`). `DIPTYCH_MARCH` is the kind of CPU
-that the kernels are compiled for, as compilers name it (default `native`, this machine's): `x86-64-v3`, say, tries what an
-older one would have.
+`DIPTYCH_CACHE` is the folder that fetched models are kept in (default `~/.cache/diptych`). `DIPTYCH_MARCH` is the kind
+of CPU that kernels are compiled for, in a compiler's words (default `native`, this machine's): `x86-64-v3`, say, shows
+what an older one would have.
 
 `diptych serve` takes every setting of the router and of the workers but those it sets itself (worker sockets and
 addresses), and hands them on. `--prefill-NAME` and `--decode-NAME` set a worker's setting for one pool alone, such as

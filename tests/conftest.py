@@ -40,8 +40,8 @@ def has_cuda() -> bool:
 
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But where models are kept, and for whole systems the device: DIPTYCH_DEVICE=cuda runs them on a GPU."""
-    kept = {"DIPTYCH_CACHE", "DIPTYCH_DEVICE"} if request.node.get_closest_marker("e2e") else {"DIPTYCH_CACHE"}
+    """But where models are kept, what kernels are compiled for, and for whole systems the device (cuda: on a GPU)."""
+    kept = {"DIPTYCH_CACHE", "DIPTYCH_MARCH", *(("DIPTYCH_DEVICE",) if request.node.get_closest_marker("e2e") else ())}
     for name in list(os.environ):
         if name.startswith("DIPTYCH_") and name not in kept:
             monkeypatch.delenv(name)
