@@ -21,8 +21,13 @@ struct Inputs {
     const float *scale, *sum; // [rows][k / group]
 };
 
-#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
-#define DIPTYCH_VNNI 1
+// Products of bytes that are added by fours: of the vectors that are in use.
+#if defined(__AVX512F__)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define DIPTYCH_BYTES 1
+#endif
+#elif defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#define DIPTYCH_BYTES 1
 #endif
 
 inline f32s load_half(const uint16_t *p) { // float16
@@ -51,10 +56,17 @@ inline f32s load_half(const uint16_t *p) { // float16
 
 // acc[i] += sum over 4 of u[i * 4 + j] * s[i * 4 + j], u unsigned and s signed bytes.
 inline i32s dot_bytes(i32s acc, i32s u, i32s s) {
-#if defined(DIPTYCH_VNNI) && defined(__AVX512F__)
+#if defined(DIPTYCH_BYTES) && defined(__AVX512F__)
     return (i32s)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
-#elif defined(DIPTYCH_VNNI)
+#elif defined(DIPTYCH_BYTES) && defined(__AVX2__)
     return (i32s)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)u, (__m256i)s);
+#elif defined(DIPTYCH_BYTES) && defined(__ARM_FEATURE_MATMUL_INT8)
+    return (i32s)vusdotq_s32((int32x4_t)acc, (uint8x16_t)u, (int8x16_t)s);
+#elif defined(DIPTYCH_BYTES)
+    // Signed bytes only: u - 128, and what that takes away is 128 times the sum of s.
+    const int32x4_t sums = vdotq_s32(vdupq_n_s32(0), (int8x16_t)s, vdupq_n_s8(1));
+    const int8x16_t less = (int8x16_t)veorq_u8((uint8x16_t)u, vdupq_n_u8(128));
+    return (i32s)vaddq_s32(vdotq_s32((int32x4_t)acc, less, (int8x16_t)s), vshlq_n_s32(sums, 7));
 #elif defined(__AVX2__)
     // By way of 16 bits, since the sum of two products of bytes is wider: even bytes and odd ones.
     const __m256i low = _mm256_set1_epi16(255), a = (__m256i)u, b = (__m256i)s;

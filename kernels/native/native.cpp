@@ -59,7 +59,7 @@ void diptych_gated(int type, const void *gate_up, void *out, int64_t rows, int64
 // Which vector units the library was compiled for: 1 for int8 dot products, 2 for bfloat16 pairs.
 int diptych_features() {
     int features = 0;
-#if defined(DIPTYCH_VNNI)
+#if defined(DIPTYCH_BYTES)
     features |= 1;
 #endif
 #if defined(DIPTYCH_BF16)

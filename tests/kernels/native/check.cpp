@@ -1,0 +1,200 @@
+// The CPU's kernels against plain loops, without Python: where sanitizers see every byte that is read or written, and on kinds
+// of CPU that only an emulator has. Says what is wrong, and ends with 1.
+#include "native.cpp"
+
+#include <cstdio>
+#include <random>
+
+namespace {
+
+std::mt19937 random_bits(7);
+int failures = 0;
+
+double uniform(double from, double to) { return std::uniform_real_distribution<double>(from, to)(random_bits); }
+int whole(int from, int to) { return std::uniform_int_distribution<int>(from, to)(random_bits); }
+
+double half_value(uint16_t h) { return std::ldexp(1.0 + (h & 0x3ff) / 1024.0, (h >> 10 & 31) - 15) * (h >> 15 ? -1 : 1); }
+uint16_t random_half() { return uint16_t(whole(8, 12) << 10 | whole(0, 1023)); }
+
+bf16 rounded(double x) {
+    const float f = float(x);
+    uint32_t bits;
+    std::memcpy(&bits, &f, 4);
+    return {uint16_t((bits + 0x8000u) >> 16)};
+}
+
+void expect(const char *what, double found, double expected, double size, double tolerance) {
+    if (std::fabs(found - expected) <= tolerance * size) return;
+    if (failures++ < 20) std::printf("%s: %.9g instead of %.9g\n", what, found, expected);
+}
+
+// A matrix in one of the formats, and what it stands for. Every buffer is as long as it must be, and no longer.
+struct Matrix {
+    std::vector<char> codes;
+    std::vector<uint16_t> scale, offset16;
+    std::vector<int32_t> offset32;
+    std::vector<uint8_t> tables;
+    std::vector<int64_t> odd;
+    std::vector<double> values; // [n][k]
+    Weights weights;
+
+    Matrix(Format format, int64_t n, int64_t k, int64_t group) : values(n * k) {
+        const int64_t panels = (n + PANEL - 1) / PANEL, groups = k / group;
+        static const int64_t bits[] = {32, 16, 12, 8, 4};
+        codes.assign(panels * PANEL * k * bits[format] / 8, 0);
+        if (format >= INT8) scale.assign(panels * groups * PANEL, 0);
+        if (format == INT8) offset32.assign(panels * groups * PANEL, 0);
+        if (format == INT4) offset16.assign(panels * groups * PANEL, 0);
+        for (int64_t row = 0; row < n; row++)
+            for (int64_t g = 0; g < groups; g++) fill_group(format, row, g, k, group);
+        if (format == SHORT) shorten(panels, k);
+        const void *scales = format == SHORT ? (const void *)tables.data() : scale.data();
+        const void *offsets = format == SHORT ? (const void *)odd.data()
+                              : format == INT8 ? (const void *)offset32.data() : offset16.data();
+        weights = {codes.data(), scales, offsets, nullptr, n, k, group, format};
+    }
+
+    void fill_group(Format format, int64_t row, int64_t g, int64_t k, int64_t group) {
+        const int64_t panel = row / PANEL, output = row % PANEL, at = (panel * (k / group) + g) * PANEL + output;
+        const uint16_t factor = random_half(), shift = random_half();
+        if (format >= INT8) scale[at] = factor;
+        if (format == INT4) offset16[at] = shift;
+        for (int64_t i = g * group; i < (g + 1) * group; i++) {
+            double &value = values[row * k + i];
+            value = uniform(-1, 1);
+            if (format == FLOAT32) {
+                const float f = float(value);
+                value = f;
+                std::memcpy(&codes[((panel * k + i) * PANEL + output) * 4], &f, 4);
+            } else if (format == BFLOAT16) {
+                const bf16 b = rounded(value);
+                value = widened(b);
+                std::memcpy(&codes[(((panel * k / 2 + i / 2) * PANEL + output) * 2 + i % 2) * 2], &b, 2);
+            } else if (format == SHORT) {
+                value = widened(rounded(i % 97 == 0 ? value * 1e20 : value));
+            } else if (format == INT8) {
+                const int code = whole(-128, 127);
+                value = code * half_value(factor);
+                codes[((panel * k / 4 + i / 4) * PANEL + output) * 4 + i % 4] = char(code);
+                offset32[at] -= 128 * code;
+            } else {
+                const int code = whole(0, 15);
+                value = code * half_value(factor) + half_value(shift);
+                codes[((panel * k / 8 + i / 8) * PANEL + output) * 4 + i % 4] |= char(i / 4 % 2 ? code << 4 : code);
+            }
+        }
+    }
+
+    void shorten(int64_t panels, int64_t k) {
+        std::vector<uint16_t> rows(panels * PANEL * k);
+        for (size_t i = 0; i < values.size(); i++) rows[i] = rounded(values[i]).bits;
+        tables.resize(panels * 2 * EXPONENTS);
+        odd.resize(panels + 1);
+        diptych_choose_exponents(rows.data(), panels, k, tables.data(), odd.data(), 2);
+        odd.resize(panels + 1 + odd[panels]);
+        diptych_shorten(rows.data(), panels, k, tables.data(), (uint8_t *)codes.data(), odd.data(), 2);
+        weights = {codes.data(), tables.data(), odd.data(), nullptr, int64_t(values.size()) / k, k, k, SHORT};
+        for (int64_t row = 0; row < weights.n; row++) {
+            std::vector<uint16_t> back(k);
+            diptych_unpack_rows(&weights, &row, 1, k * 2, (char *)back.data(), 1);
+            for (int64_t i = 0; i < k; i++) expect("short weight", back[i], rows[row * k + i], 0, 0);
+        }
+    }
+};
+
+void check_product(Format format, int64_t n, int64_t k, int64_t rows) {
+    const int64_t group = format == INT8 ? 64 : format == INT4 ? 32 : k, groups = k / group;
+    const Matrix matrix(format, n, k, group);
+    const bool pairs = format == BFLOAT16 || format == SHORT;
+    std::vector<float> x(rows * k), scale(rows * groups), sum(rows * groups), out(rows * n);
+    std::vector<bf16> narrow(rows * k);
+    std::vector<uint8_t> codes(rows * k);
+    for (int64_t i = 0; i < rows * k; i++) {
+        narrow[i] = rounded(uniform(-2, 2));
+        x[i] = widened(narrow[i]);
+    }
+    const void *inputs = pairs ? (const void *)narrow.data() : x.data();
+    if (format >= INT8) {
+        diptych_quantise(0, x.data(), rows, k, group, format == INT8, codes.data(), scale.data(), sum.data());
+        inputs = codes.data();
+        for (int64_t i = 0; i < rows * k; i++)
+            x[i] = scale[i / group] * (format == INT8 ? float(codes[i]) - 128.f : float(int8_t(codes[i])));
+    }
+    diptych_linear(&matrix.weights, inputs, scale.data(), sum.data(), rows, 0, out.data(), 0, 2);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t o = 0; o < n; o++) {
+            double expected = 0, size = 0;
+            for (int64_t i = 0; i < k; i++) {
+                const double part = x[row * k + i] * matrix.values[o * k + i];
+                expected += part, size += std::fabs(part);
+            }
+            char what[80];
+            std::snprintf(what, sizeof what, "format %d, %ldx%ld, row %ld of %ld, output %ld", int(format), long(n), long(k),
+                          long(row), long(rows), long(o));
+            expect(what, out[row * n + o], expected, size + 1e-3, 2e-5);
+        }
+}
+
+// Two sequences, one that decodes and one of whose prompt a chunk is computed, over blocks in disorder.
+template <typename T> void check_attention(int type, int64_t dim, int64_t window, float softcap, double tolerance) {
+    const int64_t size = 16, heads = 6, kv_heads = 2, layers = 2, layer = 1;
+    const int64_t spans[] = {0, 1, 69, 0, 1, 21, 40, 5}; // row, rows, start, first entry of the table
+    const int32_t tables[] = {7, 2, 9, 4, 0, 5, 1, 8, 3};
+    const int64_t shape[] = {layers, kv_heads, size, dim, heads}, rows = 22;
+    std::vector<T> kv(10 * layers * kv_heads * size * 2 * dim), q(rows * heads * dim), out(rows * heads * dim);
+    const auto value = [](T v) { return sizeof(T) == 4 ? double(*(float *)&v) : double(widened(*(bf16 *)&v)); };
+    const auto fill = [](std::vector<T> &all) {
+        for (T &v : all) {
+            const float f = float(uniform(-1, 1));
+            const bf16 b = rounded(f);
+            std::memcpy(&v, sizeof(T) == 4 ? (const void *)&f : &b, sizeof(T));
+        }
+    };
+    fill(kv), fill(q);
+    std::vector<int32_t> units;
+    for (int span = 0; span < 2; span++)
+        for (int first = 0; first < spans[span * 4 + 1]; first += 8)
+            for (int head = 0; head < kv_heads; head++)
+                units.insert(units.end(), {span, head, first, std::min(8, int(spans[span * 4 + 1]) - first)});
+    const float scale = 1.f / std::sqrt(float(dim));
+    diptych_attend(type, q.data(), heads * dim, out.data(), kv.data(), spans, tables, units.data(), units.size() / 4, shape,
+                   layer, window, scale, softcap, 2);
+    for (int span = 0; span < 2; span++)
+        for (int64_t i = 0; i < spans[span * 4 + 1]; i++)
+            for (int64_t head = 0; head < heads; head++) {
+                const int64_t at = spans[span * 4 + 2] + i, from = window && at + 1 > window ? at + 1 - window : 0;
+                const T *query = &q[((spans[span * 4] + i) * heads + head) * dim];
+                std::vector<double> sums(dim, 0.0);
+                double total = 0;
+                for (int64_t j = from; j <= at; j++) {
+                    const int64_t block = tables[spans[span * 4 + 3] + j / size];
+                    const T *key = &kv[(((block * layers + layer) * kv_heads + head / 3) * size + j % size) * 2 * dim];
+                    double score = 0;
+                    for (int64_t d = 0; d < dim; d++) score += value(query[d]) * value(key[d]) * scale;
+                    if (softcap > 0) score = softcap * std::tanh(score / softcap);
+                    const double weight = std::exp(score);
+                    total += weight;
+                    for (int64_t d = 0; d < dim; d++) sums[d] += weight * value(key[dim + d]);
+                }
+                for (int64_t d = 0; d < dim; d++)
+                    expect("attention", value(out[((spans[span * 4] + i) * heads + head) * dim + d]), sums[d] / total, 1, tolerance);
+            }
+}
+
+} // namespace
+
+int main() {
+    const bool pairs = diptych_features() & 2;
+    for (const Format format : {FLOAT32, BFLOAT16, SHORT, INT8, INT4})
+        for (const int64_t n : {int64_t(PANEL), int64_t(2 * PANEL + 3)})
+            for (const int64_t rows : {1, 2, 3, 5, 7, 12, 13, 100})
+                if (pairs || (format != BFLOAT16 && format != SHORT)) check_product(format, n, 192, rows);
+    for (const int64_t dim : {16, 64, 80})
+        for (const int64_t window : {0, 24})
+            for (const float softcap : {0.f, 2.f}) {
+                check_attention<float>(0, dim, window, softcap, 2e-6);
+                check_attention<bf16>(1, dim, window, softcap, 2e-2);
+            }
+    std::printf("%d outputs to a panel, features %d, %d failures\n", PANEL, diptych_features(), failures);
+    return failures ? 1 : 0;
+}
