@@ -67,8 +67,13 @@ inline i32s dot_bytes(i32s acc, i32s u, i32s s) {
     const int32x4_t sums = vdotq_s32(vdupq_n_s32(0), (int8x16_t)s, vdupq_n_s8(1));
     const int8x16_t less = (int8x16_t)veorq_u8((uint8x16_t)u, vdupq_n_u8(128));
     return (i32s)vaddq_s32(vdotq_s32((int32x4_t)acc, less, (int8x16_t)s), vshlq_n_s32(sums, 7));
-#elif defined(__AVX2__)
+#elif defined(__AVX512BW__)
     // By way of 16 bits, since the sum of two products of bytes is wider: even bytes and odd ones.
+    const __m512i low = _mm512_set1_epi16(255), a = (__m512i)u, b = (__m512i)s;
+    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(a, low), _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
+    const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
+    return acc + (i32s)_mm512_add_epi32(even, odd);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i low = _mm256_set1_epi16(255), a = (__m256i)u, b = (__m256i)s;
     const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, low), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.timeout(400)  # of compilers, on any machine
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
-NEEDED = {"native": set(), "x86-64-v3": {"avx2", "fma", "f16c", "bmi2"}, "x86-64-v2": {"sse4_2"}}
+NEEDED = {
+    "native": set(),
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"},
+    "x86-64-v3": {"avx2", "fma", "f16c", "bmi2"},
+    "x86-64-v2": {"sse4_2"},
+}
+SLOWLY = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("x86-64-v4", "x86-64-v2")]
 CROSS_COMPILERS = ("aarch64-linux-gnu-g++", *(f"aarch64-linux-gnu-g++-{version}" for version in range(16, 10, -1)))
 
 
@@ -24,6 +32,13 @@ def build(compiler: str, target: Path, repository: Path, *flags: str) -> str:
     return done.stderr if done.returncode else ""
 
 
+def skip_unless_it_runs(kind: str) -> None:
+    if kind != "native" and platform.machine() != "x86_64":
+        pytest.skip("names kinds of x86-64")
+    if not NEEDED[kind] <= set(Path("/proc/cpuinfo").read_text("utf-8").split()):
+        pytest.skip(f"this CPU is older than {kind}")
+
+
 def run(*command: str) -> None:
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # which takes a process that traces this one
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -31,17 +46,29 @@ def run(*command: str) -> None:
     assert done.stdout.endswith(" 0 failures\n")
 
 
-@pytest.mark.parametrize("kind", ["native", "x86-64-v3", pytest.param("x86-64-v2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["native", "x86-64-v3", *SLOWLY])
 def test_kernels_against_plain_loops(kind: str, tmp_path: Path, repository: Path) -> None:
     compiler = shutil.which("g++") or pytest.skip("no g++ here")
-    if kind != "native" and platform.machine() != "x86_64":
-        pytest.skip("names kinds of x86-64")
-    if not NEEDED[kind] <= set(Path("/proc/cpuinfo").read_text("utf-8").split()):
-        pytest.skip(f"this CPU is older than {kind}")
+    skip_unless_it_runs(kind)
     target = tmp_path / "check"
     if build(compiler, target, repository, f"-march={kind}", *SANITIZERS):  # their libraries are not everywhere
         assert not build(compiler, target, repository, f"-march={kind}")
     run(str(target))
+
+
+@pytest.mark.parametrize("kind", ["x86-64-v3", *SLOWLY])
+def test_narrower_registers_give_the_same(kind: str, tmp_path: Path, repository: Path) -> None:
+    """AVX2, as most laptops have it, and SSE: compiled for them, the kernels pass their own tests."""
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler here")
+    skip_unless_it_runs(kind)
+    env = {**os.environ, "DIPTYCH_MARCH": kind, "DIPTYCH_CACHE": str(tmp_path)}
+    tests = [f"tests/kernels/test_{name}.py" for name in ("attention", "elementwise", "embedding", "linear", "program")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", *tests]
+    done = subprocess.run(command, cwd=repository, env=env, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    (built,) = (tmp_path / "native").iterdir()
+    assert ctypes.CDLL(str(built)).diptych_panel() == {"x86-64-v4": 32, "x86-64-v3": 16, "x86-64-v2": 8}[kind]
 
 
 @pytest.mark.parametrize("kind", ["armv8-a", "armv8.2-a+dotprod", "armv8.6-a"])
