@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from diptych.benchmarks.gpu_limit import time_limit
+from diptych.benchmarks.time_limit import time_limit
 
 PROGRAM = "python -m diptych.benchmarks.gpu"
 SECTIONS = ("kernels", "engine", "transfer", "serving")

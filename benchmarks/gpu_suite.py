@@ -22,13 +22,13 @@ from diptych.benchmarks.gpu_chip import measure_chip, numbered, versions
 from diptych.benchmarks.gpu_elementwise import elementwise_cases
 from diptych.benchmarks.gpu_engine import engine_problem, measure_engine
 from diptych.benchmarks.gpu_gate import poisoned
-from diptych.benchmarks.gpu_limit import TimeOver
 from diptych.benchmarks.gpu_serving import measure_serving
 from diptych.benchmarks.gpu_shape import DRY, LLAMA_8B
 from diptych.benchmarks.gpu_tiles import measure_tiles
 from diptych.benchmarks.gpu_timer import Timer
 from diptych.benchmarks.gpu_transfer import measure_transfer
 from diptych.benchmarks.report import open_console, write_json
+from diptych.benchmarks.time_limit import TimeOver
 from diptych.kernels import dispatch, triton_backend
 
 PROGRAM = "python -m diptych.benchmarks.gpu"

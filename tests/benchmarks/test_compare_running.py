@@ -1,12 +1,14 @@
 """An engine's processes: started, waited for, ended with their children."""
 
 import asyncio
+import subprocess
 import sys
 import time
 from argparse import Namespace
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from diptych.benchmarks.compare import Engine, measure
@@ -121,3 +123,31 @@ def test_a_bad_request_is_answered(tmp_path: Path) -> None:
         absent = httpx.get(f"{launch.url}/absent", trust_env=False, timeout=60)
     assert (answer.status_code, absent.status_code) == (400, 404)
     assert "prompt" in answer.json()["error"]["message"]
+
+
+@pytest.mark.timeout(200)
+def test_a_comparison_that_is_told_to_end_ends_what_it_started(tmp_path: Path) -> None:
+    flags = [
+        "--model",
+        "tiny-random",
+        "--workload",
+        "16/4",
+        "--concurrency",
+        "1",
+        "--max-s",
+        "100",
+        "--per-user",
+        "100000",
+    ]
+    program = [sys.executable, "-P", "-m", "diptych.benchmarks.compare", "--diptych", "own=", *flags]
+    with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as comparing:
+        started: list[psutil.Process] = []
+        deadline = time.monotonic() + 100
+        while len(started) < 4:  # `diptych serve`, router, prefill and decode worker
+            assert comparing.poll() is None and time.monotonic() < deadline
+            started = psutil.Process(comparing.pid).children(recursive=True)
+            time.sleep(0.05)
+        comparing.terminate()
+        assert comparing.wait(60) != 0
+        assert "told to end" in (comparing.stderr.read() if comparing.stderr else "")
+    assert not psutil.wait_procs(started, timeout=30)[1]

@@ -17,8 +17,8 @@ from diptych.benchmarks import gpu
 from diptych.benchmarks.gpu_case import words_of
 from diptych.benchmarks.gpu_chip import Chip, numbered
 from diptych.benchmarks.gpu_gate import difference, poisoned
-from diptych.benchmarks.gpu_limit import TimeOver, time_limit
 from diptych.benchmarks.gpu_shape import DRY, LLAMA_8B
+from diptych.benchmarks.time_limit import TimeOver, time_limit
 
 
 @pytest.mark.interpret
