@@ -10,7 +10,16 @@ from torch.nn import functional
 
 from diptych.kernels.dispatch import gated
 from diptych.kernels.native_backend import native_backend
-from diptych.kernels.packed import FORMATS, PackedWeight, in_order, pack_dense, pack_quantised, pack_short, unpack
+from diptych.kernels.packed import (
+    FORMATS,
+    PackedWeight,
+    in_order,
+    pack_dense,
+    pack_quantised,
+    pack_short,
+    pack_widened,
+    unpack,
+)
 from diptych.kernels.program import Slot
 from diptych.kernels.quantised import QuantisedWeight
 
@@ -116,6 +125,8 @@ def _native(weight: Weight, bias: Tensor | None, dtype: torch.dtype, alternate: 
             return None
         if (short := pack_short(weight, bias, native.shorten, gated=alternate)) is not None:
             return short
+    elif (narrow := pack_widened(weight, bias, gated=alternate, halves=native.widens_float16)) is not None:
+        return narrow
     return pack_dense(weight, bias, gated=alternate)
 
 

@@ -24,7 +24,7 @@ from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
 from diptych.kernels.program import EPILOGUES, NotRecordable, OpStruct, Program, Recorder, StepStruct
 
 log = logging.getLogger("diptych.kernels")
-INT8_DOTS, BFLOAT16_PAIRS = 1, 2
+INT8_DOTS, BFLOAT16_PAIRS, HALVES = 1, 2, 4
 TYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 LANES: Final = 16
 MAX_HEAD_DIM: Final = 1024
@@ -85,6 +85,7 @@ class NativeBackend:
         """The address of `CoreShare`'s bytes, 0 for none, and how many cores those share; of all steps that begin."""
         features = int(library.diptych_features())
         self.multiplies_bfloat16, self.multiplies_int8 = bool(features & BFLOAT16_PAIRS), bool(features & INT8_DOTS)
+        self.widens_float16 = bool(features & HALVES)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """The first of the largest in each row of float32 [n, width]: int64 [n]."""

@@ -15,9 +15,12 @@ from diptych.kernels.large_pages import ARENA
 from diptych.kernels.native_build import load_native
 from diptych.kernels.quantised import QuantisedWeight
 
-FLOAT32, BFLOAT16, SHORT, INT8, INT4 = range(5)
+FLOAT32, BRAIN, HALF, BFLOAT16, SHORT, INT8, INT4 = range(7)
 FORMATS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-PAIR: Final = {FLOAT32: 1, BFLOAT16: 2}
+WIDENED: Final = {torch.bfloat16: BRAIN, torch.float16: HALF}
+"""Formats of weights that are multiplied in float32, and are no wider than this."""
+PAIR: Final = {BRAIN: 2, BFLOAT16: 2}
+PART_ROWS: Final = 4096  # that are looked at together
 SHORT_INPUTS: Final = 4  # that lie together
 READ_AHEAD: Final = 4096  # bytes behind the last panel that a prefetch may name
 Shorten = Callable[[Tensor], tuple[Tensor, Tensor, Tensor] | None]
@@ -85,9 +88,23 @@ class PackedWeight:
 
 
 def pack_dense(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedWeight | None:
-    """W [out, in], float32 or bfloat16; None where its sizes do not fit."""
-    kind = FORMATS[weight.dtype]
-    pair = PAIR[kind]
+    """W [out, in], float32 or bfloat16, and as such the input of its product; None where its sizes do not fit."""
+    return _pack(weight, FORMATS[weight.dtype], bias, gated)
+
+
+def pack_widened(weight: Tensor, bias: Tensor | None, *, gated: bool, halves: bool) -> PackedWeight | None:
+    """W [out, in], float32, in 16 bits: the product widens them again. None where that would lose anything.
+
+    `halves`: whether this CPU widens float16.
+    """
+    for dtype in (torch.bfloat16, torch.float16) if halves else (torch.bfloat16,):
+        if all(torch.equal(part.to(dtype).float(), part) for part in weight.split(PART_ROWS)):
+            return _pack(weight.to(dtype), WIDENED[dtype], bias, gated)
+    return None
+
+
+def _pack(weight: Tensor, kind: int, bias: Tensor | None, gated: bool) -> PackedWeight | None:
+    pair = PAIR.get(kind, 1)
     if weight.shape[1] % pair or (gated and weight.shape[0] % panel_size()):
         return None
     panels = _in_panels(weight, gated).view(-1, panel_size(), weight.shape[1] // pair, pair).permute(0, 2, 1, 3)

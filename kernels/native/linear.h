@@ -30,29 +30,7 @@ struct Inputs {
 #define DIPTYCH_BYTES 1
 #endif
 
-inline f32s load_half(const uint16_t *p) { // float16
-#if defined(__AVX512F__)
-    return (f32s)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
-#elif defined(__AVX2__) && defined(__F16C__)
-    return (f32s)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
-#else
-    f32s v;
-    for (int i = 0; i < LANES; i++) {
-        const uint32_t h = p[i], sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31u, fraction = h & 0x3ffu;
-        float x;
-        uint32_t bits = sign | ((exponent + 112u) << 23) | (fraction << 13);
-        if (exponent == 0) {
-            x = std::ldexp(float(fraction), -24);
-            v[i] = sign ? -x : x;
-            continue;
-        }
-        if (exponent == 31) bits = sign | 0x7f800000u | (fraction << 13);
-        std::memcpy(&x, &bits, sizeof x);
-        v[i] = x;
-    }
-    return v;
-#endif
-}
+inline f32s load_half(const uint16_t *p) { return load(reinterpret_cast<const half *>(p)); }
 
 // acc[i] += sum over 4 of u[i * 4 + j] * s[i * 4 + j], u unsigned and s signed bytes.
 inline i32s dot_bytes(i32s acc, i32s u, i32s s) {
@@ -110,27 +88,60 @@ inline f32s dot_pairs(f32s acc, i32s x, i32s w) {
 }
 #endif
 
-template <int R> inline void fetch_ahead(const char *weights) {
-    if (R > STREAMED_ROWS) return;
-    __builtin_prefetch(weights + PREFETCH_BYTES);
-    __builtin_prefetch(weights + PREFETCH_BYTES + 64);
+// The first or the second of as many pairs of bfloat16 as there are lanes.
+inline f32s one_of_pairs(const void *pairs, int odd) {
+    u32s both;
+    std::memcpy(&both, pairs, sizeof both);
+    const u32s bits = odd ? both & 0xffff0000u : both << 16;
+    f32s v;
+    std::memcpy(&v, &bits, sizeof v);
+    return v;
 }
 
-// R rows by one panel, to out[R][2].
-template <int R>
+template <int R, int BYTES = 2 * LINE> inline void fetch_ahead(const void *weights) {
+    if (R > STREAMED_ROWS) return;
+    for (int at = 0; at < BYTES; at += LINE) __builtin_prefetch(static_cast<const char *>(weights) + PREFETCH_BYTES + at);
+}
+
+// R rows in float32 by one panel of weights, as wide or widened on their way, to out[R][2].
+template <int R, typename T>
 inline void multiply_float32(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32s (&out)[R][2]) {
-    const float *weights = static_cast<const float *>(w.codes) + panel * w.k * PANEL;
+    const T *weights = static_cast<const T *>(w.codes) + panel * w.k * PANEL;
     const float *rows = static_cast<const float *>(x.codes) + row * w.k;
     f32s acc[R][2] = {};
     for (int64_t i = 0; i < w.k; i++, weights += PANEL, rows++) {
         if (i % STRIDE == 0) fetcher.step();
         const f32s low = load(weights), high = load(weights + LANES);
-        fetch_ahead<R>(reinterpret_cast<const char *>(weights));
+        fetch_ahead<R, PANEL * sizeof(T)>(weights);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             const f32s a = splat(rows[r * w.k]);
             acc[r][0] = a * low + acc[r][0];
             acc[r][1] = a * high + acc[r][1];
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
+}
+
+// The same of pairs of bfloat16.
+template <int R>
+inline void multiply_brain(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32s (&out)[R][2]) {
+    const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL * 2;
+    const float *rows = static_cast<const float *>(x.codes) + row * w.k;
+    f32s acc[R][2] = {};
+    for (int64_t pair = 0; pair < w.k / 2; pair++, weights += 2 * VECTOR) {
+        if (pair % (STRIDE / 2) == 0) fetcher.step();
+        fetch_ahead<R, 2 * VECTOR>(weights);
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++, rows++) {
+            const f32s low = one_of_pairs(weights, odd), high = one_of_pairs(weights + VECTOR, odd);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                const f32s a = splat(rows[r * w.k]);
+                acc[r][0] = a * low + acc[r][0];
+                acc[r][1] = a * high + acc[r][1];
+            }
         }
     }
 #pragma GCC unroll 16
@@ -307,7 +318,11 @@ template <int R, typename Out>
 void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Epilogue epilogue, Out *out, Fetcher &fetcher) {
     f32s y[R][2];
     if (w.format == FLOAT32)
-        multiply_float32<R>(w, panel, x, row, fetcher, y);
+        multiply_float32<R, float>(w, panel, x, row, fetcher, y);
+    else if (w.format == BRAIN)
+        multiply_brain<R>(w, panel, x, row, fetcher, y);
+    else if (w.format == HALF)
+        multiply_float32<R, half>(w, panel, x, row, fetcher, y);
     else if (w.format == BFLOAT16)
         multiply_bfloat16<R>(w, panel, x, row, fetcher, y);
 #if defined(DIPTYCH_BF16)

@@ -65,6 +65,9 @@ int diptych_features() {
 #if defined(DIPTYCH_BF16)
     features |= 2;
 #endif
+#if defined(DIPTYCH_HALVES)
+    features |= 4;
+#endif
     return features;
 }
 

@@ -33,13 +33,6 @@ struct Odd {
     bf16 value;
 };
 
-inline float widened(bf16 x) {
-    const uint32_t bits = uint32_t(x.bits) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 inline const Odd *odds(const Weights &w, int64_t panel) {
     const int64_t *begins = static_cast<const int64_t *>(w.offset);
     return reinterpret_cast<const Odd *>(begins + w.panels() + 1) + begins[panel];
@@ -143,9 +136,20 @@ inline void unpack_short_row(const Weights &w, int64_t row, uint16_t *to) {
         if (odd->output == output) to[odd->input] = odd->value.bits;
 }
 
+// One row of weights that are widened to float32.
+inline void widen_row(const Weights &w, int64_t row, float *to) {
+    const int64_t pair = w.format == BRAIN ? 2 : 1;
+    const uint16_t *from = static_cast<const uint16_t *>(w.codes) + row / PANEL * w.k * PANEL + row % PANEL * pair;
+    for (int64_t i = 0; i < w.k; i++) {
+        const uint16_t bits = from[i / pair * PANEL * pair + i % pair];
+        to[i] = w.format == BRAIN ? widened(bf16{bits}) : widened(half{bits});
+    }
+}
+
 // One row of dense weights, as it was before it was packed.
 inline void unpack_row(const Weights &w, int64_t row, void *to) {
     if (w.format == SHORT) return unpack_short_row(w, row, static_cast<uint16_t *>(to));
+    if (w.format == BRAIN || w.format == HALF) return widen_row(w, row, static_cast<float *>(to));
     const int64_t words = w.format == FLOAT32 ? w.k : w.k / 2; // of four bytes
     const uint32_t *from = static_cast<const uint32_t *>(w.codes) + row / PANEL * words * PANEL + row % PANEL;
     for (int64_t i = 0; i < words; i++) std::memcpy(static_cast<uint32_t *>(to) + i, from + i * PANEL, sizeof *from);

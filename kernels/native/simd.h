@@ -1,6 +1,7 @@
 // Vectors as wide as the machine's registers: of wider ones a compiler keeps the parts in memory, whatever is done with them.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -34,6 +35,26 @@ struct bf16 {
     uint16_t bits;
 };
 
+struct half { // float16
+    uint16_t bits;
+};
+
+inline float widened(bf16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline float widened(half x) {
+    const uint32_t sign = (x.bits & 0x8000u) << 16, exponent = (x.bits >> 10) & 31u, fraction = x.bits & 0x3ffu;
+    if (exponent == 0) return std::ldexp(sign ? -float(fraction) : float(fraction), -24);
+    const uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112u) << 23) | (fraction << 13);
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 inline f32s splat(float x) { return x - f32s{}; } // a number beside a vector is every lane's; less zero it stays what it is
 
 inline i32s iota() {
@@ -52,12 +73,33 @@ inline f32s load(const bf16 *p) {
 #if defined(__AVX512F__)
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
     return (f32s)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+#elif defined(__AVX2__)
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+    return (f32s)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
 #else
     u16s h;
     std::memcpy(&h, p, sizeof h);
     const u32s w = __builtin_convertvector(h, u32s) << 16;
     f32s v;
     std::memcpy(&v, &w, sizeof v);
+    return v;
+#endif
+}
+
+#if defined(__AVX512F__) || defined(__aarch64__) || (defined(__AVX2__) && defined(__F16C__))
+#define DIPTYCH_HALVES 1
+#endif
+
+inline f32s load(const half *p) {
+#if defined(__AVX512F__)
+    return (f32s)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+#elif defined(DIPTYCH_HALVES) && defined(__AVX2__)
+    return (f32s)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+#elif defined(DIPTYCH_HALVES)
+    return (f32s)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)));
+#else
+    f32s v;
+    for (int i = 0; i < LANES; i++) v[i] = widened(p[i]);
     return v;
 #endif
 }

@@ -23,7 +23,9 @@ def running_instead(stack: Stack, worker: StackProcess, script: str, *argv: str)
     worker.kill()
     run_instead(worker, script, *argv)
     stack.restart(worker)
-    yield
-    worker.kill()
-    worker.command = command
-    stack.restart(worker)
+    try:
+        yield
+    finally:
+        worker.kill()
+        worker.command = command
+        stack.restart(worker)

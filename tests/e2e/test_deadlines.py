@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ import pytest
 
 from diptych.benchmarks.stack import Stack
 
-from .asking import MODEL, PROBE_TIMEOUT_S, owned, wait_until
+from .asking import MODEL, PROBE_TIMEOUT_S, complete, owned, wait_until
 from .conftest import samples
 from .other_program import running_instead
 
@@ -105,7 +107,7 @@ def hanging(system_of: Any, tmp_path: Path) -> Iterator[tuple[Any, Any, Path]]:
     timeouts = ("--prefill-timeout-s", str(TIMEOUT_S), "--token-timeout-s", str(TIMEOUT_S))
     system, flag = system_of(0, 2, router_flags=timeouts, worker_flags=NEVER_STUCK), tmp_path / "hang"
     victim = system.stack.workers("decode")[1]
-    with running_instead(system.stack, victim, "hanging_worker.py", str(flag)):
+    with running_instead(system.stack, victim, "hanging_worker.py", "decode", str(flag)):
         wait_until_all_ready(system.stack)
         yield system, victim, flag
     wait_until_all_ready(system.stack)
@@ -157,3 +159,70 @@ def test_a_router_that_ends_cuts_what_takes_too_long(system_of: Any) -> None:
     assert stream_error == error and "shutting down" in error["message"]
     assert (stack.router.returncode, stack.router.forced) == (0, False)
     wait_until(lambda: not any(owned(stack).values()), "the workers dropped its requests", PATIENCE_S)
+
+
+# ---------------------------------------------------------------- a prefill worker
+
+
+def test_a_prefill_worker_that_sends_no_token_loses_its_requests(
+    system_of: Any, random_prompts: Any, tmp_path: Path
+) -> None:
+    timeouts = ("--prefill-timeout-s", str(TIMEOUT_S))
+    system, flag = system_of(2, 1, router_flags=(*timeouts, *BLIND), worker_flags=NEVER_STUCK), tmp_path / "hang"
+    victim = system.stack.workers("prefill")[1]
+    prompts = random_prompts((30, 90, 200) * 2, vocab_size=256, seed=32)
+    with running_instead(system.stack, victim, "hanging_worker.py", "prefill", str(flag)):
+        wait_until_all_ready(system.stack)
+        expected = system.generate(prompts, max_tokens=20)
+        flag.touch()
+        assert system.generate(prompts, max_tokens=20, cache_salt="hangs") == expected
+        why = rf"prefill worker {victim.name} sent no token for [\d.]+ s in the prefill phase"
+        assert re.search(why, system.stack.router.log.read_text())
+    wait_until_all_ready(system.stack)
+
+
+# ---------------------------------------------------------------- room
+
+
+def test_a_request_that_gets_no_room_goes_elsewhere(system_of: Any, random_prompts: Any, tmp_path: Path) -> None:
+    """Two prompts do not fit on one decode worker: the second waits for the first, on one of two for long."""
+    limits = ("--num-blocks", "256", "--block-size", "16", "--grant-timeout-s", str(TIMEOUT_S))
+    system = system_of(1, 2, router_flags=BLIND, worker_flags=NEVER_STUCK, decode_flags=limits)
+    victim, flag = system.stack.workers("decode")[1], tmp_path / "slow"
+    prompts = random_prompts((3000,) * 4, vocab_size=256, seed=33)
+    with running_instead(system.stack, victim, "hanging_worker.py", "decode", str(flag)):
+        wait_until_all_ready(system.stack)
+        expected = system.generate(prompts, max_tokens=30)
+        flag.write_text("0.2")
+        assert system.generate(prompts, max_tokens=30, cache_salt="slow") == expected
+        assert f"no room for 3000 tokens within {TIMEOUT_S:g} s" in system.stack.router.log.read_text()
+    wait_until_all_ready(system.stack)
+
+
+# ---------------------------------------------------------------- a client that does not read
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_read_is_left(system_of: Any) -> None:
+    stack = system_of(router_flags=("--request-timeout-s", str(REQUEST_TIMEOUT_S))).stack
+    fields = {"prompt": "x" * 40, "max_tokens": 3500, "n": 4, "logprobs": 20, "ignore_eos": True, "stream": True}
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # little fits on the way
+        client.settimeout(PATIENCE_S)
+        client.connect(("127.0.0.1", stack.port))
+        body = json.dumps({"model": MODEL, **fields}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        client.sendall(f"{head}\r\n\r\n".encode() + body)
+        wait_until(lambda: any(owned(stack).values()), "it runs")
+        wait_until(lambda: not any(owned(stack).values()), "the workers are rid of it", PATIENCE_S)
+        with httpx.Client(base_url=stack.url, timeout=PATIENCE_S, trust_env=False) as other:
+            complete(other, prompt="x", max_tokens=5)  # nobody else waits for that
+        said = "the client took too long to read its answer"
+        wait_until(lambda: said in stack.router.log.read_text(), "the router gave up", PATIENCE_S)
+        received = bytearray()
+        with contextlib.suppress(ConnectionResetError):
+            while part := client.recv(1 << 16):
+                received += part
+    assert received.startswith(b"HTTP/1.1 200") and b"[DONE]" not in received

@@ -73,7 +73,7 @@ def hanging(system_of: Any, tmp_path: Path) -> Iterator[tuple[Any, Any, Path]]:
     """A system with two decode workers, the second of which hangs from the moment that the file is made."""
     system, flag = system_of(1, 2, router_flags=FLAGS), tmp_path / "hang"
     victim = system.stack.workers("decode")[1]
-    with running_instead(system.stack, victim, "hanging_worker.py", str(flag)):
+    with running_instead(system.stack, victim, "hanging_worker.py", "decode", str(flag)):
         wait_until(lambda: state_of(system, victim) == "ready", "the worker is not ready")
         yield system, victim, flag
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from diptych.kernels import Embedding, GatedLinear, Linear, QuantisedWeight, quantise, reference, stack
 from diptych.kernels.native_backend import NativeBackend, native_backend
-from diptych.kernels.packed import BFLOAT16, SHORT
+from diptych.kernels.packed import BFLOAT16, BRAIN, FLOAT32, HALF, SHORT
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 0.01, "atol": 0.1}}
@@ -136,6 +136,65 @@ def test_pairs_that_are_no_quads_stay_as_they_are(pairs: NativeBackend) -> None:
     linear = Linear(torch.randn(64, 62).bfloat16())
     assert linear.native is not None
     assert linear.native.format == BFLOAT16
+
+
+def narrow_weights(dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+    """float32 that is `dtype` in truth: huge, tiny and below its normal ones too, and zeros of both signs."""
+    weight, finfo = torch.randn(rows, columns), torch.finfo(dtype)
+    flat, steps = weight.view(-1), torch.arange(rows * columns)
+    for value, every in ((finfo.max, 97), (-finfo.tiny, 89), (finfo.tiny / 4, 83), (0.0, 79), (-0.0, 73)):
+        flat[steps % every == every // 2] = value
+    return weight.to(dtype).float()
+
+
+@pytest.mark.parametrize("cls", [Linear, GatedLinear])
+@pytest.mark.parametrize("kind", [BRAIN, HALF])
+@pytest.mark.parametrize("columns", [2, 62, 640])
+def test_narrow_weights_are_held_as_such(native: NativeBackend, cls: type[Linear], kind: int, columns: int) -> None:
+    if kind == HALF and not native.widens_float16:
+        pytest.skip("this CPU does not widen float16")
+    weight = narrow_weights({BRAIN: torch.bfloat16, HALF: torch.float16}[kind], 320, columns)
+    linear, rows = cls(weight), torch.tensor([0, 5, 33, 319, 5])
+    assert linear.native is not None
+    assert linear.native.format == kind
+    assert linear.native.num_bytes == 2 * weight.numel()
+    assert torch.equal(linear.weight.view(torch.int32), weight.view(torch.int32))
+    assert torch.equal(Embedding.tied(weight, Linear(weight))(rows).view(torch.int32), weight[rows].view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_give_the_same_product(
+    native: NativeBackend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = torch.randn(960, 576).to(dtype).float(), torch.randn(960)
+    gated, x = torch.randn(320, 576).to(dtype).float(), torch.randn(131, 576)
+    narrow, narrow_gated = Linear(weight, bias), GatedLinear(gated)
+    monkeypatch.setattr("diptych.kernels.linear.pack_widened", lambda *_, **__: None)
+    wide, wide_gated = Linear(weight, bias), GatedLinear(gated)
+    assert wide.native is not None
+    assert wide.native.format == FLOAT32
+    for count in (1, 2, 4, 5, 12, 13, 131):
+        part = x[:count].contiguous()
+        assert torch.equal(narrow(part), wide(part)), count
+        assert torch.equal(narrow_gated.activated(part, "silu"), wide_gated.activated(part, "silu")), count
+
+
+def test_inputs_without_pairs_keep_all_wide(native: NativeBackend) -> None:
+    weight = torch.randn(64, 63).bfloat16().float()
+    linear = Linear(weight)
+    assert linear.native is not None
+    assert linear.native.format == FLOAT32
+    assert torch.equal(linear.weight, weight)
+
+
+@pytest.mark.parametrize("value", [1.0 + 2**-12, 1e30 * (1 + 2**-9), float("nan")])
+def test_one_wide_weight_keeps_all_wide(native: NativeBackend, value: float) -> None:
+    weight = torch.zeros(70, 64)
+    weight[69, 63] = value
+    linear = Linear(weight)
+    assert linear.native is not None
+    assert linear.native.format == FLOAT32
+    assert torch.equal(linear.weight.view(torch.int32), weight.view(torch.int32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

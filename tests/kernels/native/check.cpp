@@ -13,7 +13,11 @@ int failures = 0;
 double uniform(double from, double to) { return std::uniform_real_distribution<double>(from, to)(random_bits); }
 int whole(int from, int to) { return std::uniform_int_distribution<int>(from, to)(random_bits); }
 
-double half_value(uint16_t h) { return std::ldexp(1.0 + (h & 0x3ff) / 1024.0, (h >> 10 & 31) - 15) * (h >> 15 ? -1 : 1); }
+double half_value(uint16_t h) { // of a finite one
+    const int exponent = h >> 10 & 31, fraction = h & 0x3ff;
+    const double size = exponent ? std::ldexp(1.0 + fraction / 1024.0, exponent - 15) : std::ldexp(double(fraction), -24);
+    return h >> 15 ? -size : size;
+}
 uint16_t random_half() { return uint16_t(whole(8, 12) << 10 | whole(0, 1023)); }
 
 bf16 rounded(double x) {
@@ -40,7 +44,7 @@ struct Matrix {
 
     Matrix(Format format, int64_t n, int64_t k, int64_t group) : values(n * k) {
         const int64_t panels = (n + PANEL - 1) / PANEL, groups = k / group;
-        static const int64_t bits[] = {32, 16, 12, 8, 4};
+        static const int64_t bits[] = {32, 16, 16, 16, 12, 8, 4};
         codes.assign(panels * PANEL * k * bits[format] / 8, 0);
         if (format >= INT8) scale.assign(panels * groups * PANEL, 0);
         if (format == INT8) offset32.assign(panels * groups * PANEL, 0);
@@ -52,6 +56,15 @@ struct Matrix {
         const void *offsets = format == SHORT ? (const void *)odd.data()
                               : format == INT8 ? (const void *)offset32.data() : offset16.data();
         weights = {codes.data(), scales, offsets, nullptr, n, k, group, format};
+        if (format == FLOAT32 || format == BRAIN || format == HALF) unpack(n, k);
+    }
+
+    void unpack(int64_t n, int64_t k) {
+        for (int64_t row = 0; row < n; row++) {
+            std::vector<float> back(k);
+            diptych_unpack_rows(&weights, &row, 1, k * 4, (char *)back.data(), 1);
+            for (int64_t i = 0; i < k; i++) expect("weight", back[i], values[row * k + i], 0, 0);
+        }
     }
 
     void fill_group(Format format, int64_t row, int64_t g, int64_t k, int64_t group) {
@@ -66,6 +79,14 @@ struct Matrix {
                 const float f = float(value);
                 value = f;
                 std::memcpy(&codes[((panel * k + i) * PANEL + output) * 4], &f, 4);
+            } else if (format == BRAIN) {
+                const bf16 b = rounded(value);
+                value = widened(b);
+                std::memcpy(&codes[(((panel * k / 2 + i / 2) * PANEL + output) * 2 + i % 2) * 2], &b, 2);
+            } else if (format == HALF) {
+                const half h = {uint16_t(i % 5 ? random_half() : whole(0, 1) << 15 | whole(0, 1023))};
+                value = half_value(h.bits);
+                std::memcpy(&codes[((panel * k + i) * PANEL + output) * 2], &h, 2);
             } else if (format == BFLOAT16) {
                 const bf16 b = rounded(value);
                 value = widened(b);
@@ -185,7 +206,7 @@ template <typename T> void check_attention(int type, int64_t dim, int64_t window
 
 int main() {
     const bool pairs = diptych_features() & 2;
-    for (const Format format : {FLOAT32, BFLOAT16, SHORT, INT8, INT4})
+    for (const Format format : {FLOAT32, BRAIN, HALF, BFLOAT16, SHORT, INT8, INT4})
         for (const int64_t n : {int64_t(PANEL), int64_t(2 * PANEL + 3)})
             for (const int64_t rows : {1, 2, 3, 5, 7, 12, 13, 100})
                 if (pairs || (format != BFLOAT16 && format != SHORT)) check_product(format, n, 192, rows);
