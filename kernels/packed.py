@@ -98,7 +98,7 @@ def pack_widened(weight: Tensor, bias: Tensor | None, *, gated: bool, halves: bo
     `halves`: whether this CPU widens float16.
     """
     for dtype in (torch.bfloat16, torch.float16) if halves else (torch.bfloat16,):
-        if all(torch.equal(part.to(dtype).float(), part) for part in weight.split(PART_ROWS)):
+        if all(torch.equal(part.to(dtype).float(), part) for part in torch.split(weight, PART_ROWS)):
             return _pack(weight.to(dtype), WIDENED[dtype], bias, gated)
     return None
 
