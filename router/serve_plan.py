@@ -75,6 +75,7 @@ class ServePlan:
     router: RouterConfig
     prefill: tuple[PrefillWorkerConfig, ...]
     decode: tuple[DecodeWorkerConfig, ...]
+    start_timeout_s: float
     liveness_s: float
 
 
@@ -131,6 +132,7 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
         router=_hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S),
         prefill=tuple(_worker(prefill, f"prefill-{i}", cores) for i in range(serve.prefill)),
         decode=tuple(_worker(decode, f"decode-{i}", cores) for i in range(serve.decode)),
+        start_timeout_s=serve.start_timeout_s,
         liveness_s=serve.liveness_s,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import signal
 import time
 from collections.abc import Coroutine, Iterable, Sequence
@@ -33,7 +34,7 @@ HEALTHY_AFTER_S = 60.0
 
 
 class StartFailed(DiptychError):
-    """A process ended before the service was ready: restarting it would only repeat what it said."""
+    """A process ended, or hung, before the service was ready: starting it again would only repeat that."""
 
 
 def describe_exit(status: int) -> str:
@@ -67,6 +68,7 @@ class Supervisor:
         self.router = RouterChild(plan.router)
         self.stopping = asyncio.Event()
         self._stopped_at = 0.0
+        self._awaited, self._next_report = "", 0.0
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -84,9 +86,15 @@ class Supervisor:
     async def start(self) -> float:
         """Starts every process and returns the seconds until requests are served. Raises StartFailed."""
         began = time.monotonic()
+        self._next_report = began + REPORT_EVERY_S
         for worker in (*self.prefill, *self.decode):
             await worker.start()
-        await self._unless_stopped(self._start_router())
+        limit_s = self.plan.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s or None):
+                await self._unless_stopped(self._start_router())
+        except TimeoutError:
+            raise StartFailed(f"not ready within {limit_s:g} s (--start-timeout-s): {self._awaited}") from None
         return time.monotonic() - began
 
     async def run(self) -> None:
@@ -135,32 +143,38 @@ class Supervisor:
 
     async def _start_router(self) -> None:
         workers = (*self.prefill, *self.decode)
-        while not all(worker.read_address() for worker in workers):  # noqa: ASYNC110 (files of another process)
-            await asyncio.sleep(POLL_S)
+        while silent := [worker.name for worker in workers if not worker.read_address()]:
+            self._awaited = f"{', '.join(silent)} told no address yet"
+            await self._wait_on()
         self.router.config = dataclasses.replace(
             self.plan.router,
             prefill=tuple(worker.read_address() for worker in self.prefill),
             decode=tuple(worker.read_address() for worker in self.decode),
         )
         await self.router.start()
-        next_report = time.monotonic() + REPORT_EVERY_S
         router = self.plan.router
         while reason := await ready_reason(router.host, router.port, tls=bool(router.tls_cert)):
             if not self.router.alive:
                 raise StartFailed(f"router ended while starting ({describe_exit(await self.router.wait())})")
-            if time.monotonic() >= next_report:
-                log.info("still starting", extra={"reason": reason})
-                next_report += REPORT_EVERY_S
-            await asyncio.sleep(POLL_S)
+            self._awaited = reason
+            await self._wait_on()
+
+    async def _wait_on(self) -> None:
+        """For what is awaited, which is told now and then."""
+        now = time.monotonic()
+        if now >= self._next_report:
+            log.info("still starting", extra={"reason": self._awaited})
+            self._next_report = now + REPORT_EVERY_S
+        await asyncio.sleep(POLL_S)
 
     def _watchers(self) -> list[asyncio.Task[None]]:
         """None of them when hanging processes are to be left alone."""
         if not self.plan.liveness_s:
             return []
-        period_s = self.plan.liveness_s / WORKER_ROUNDS
+        period_s, start_s = self.plan.liveness_s / WORKER_ROUNDS, self.plan.start_timeout_s or math.inf
         limits = {child: ROUTER_ROUNDS if child is self.router else WORKER_ROUNDS for child in self.children}
         return [
-            asyncio.create_task(watch(child, limit, period_s, STOP_GRACE_S), name=f"watch {child.name}")
+            asyncio.create_task(watch(child, limit, period_s, STOP_GRACE_S, start_s), name=f"watch {child.name}")
             for child, limit in limits.items()
         ]
 

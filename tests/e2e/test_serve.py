@@ -30,14 +30,16 @@ NUM_TOKENS = 600
 class Served:
     """One `diptych serve` in a process group of its own."""
 
-    def __init__(self, log: Path, *flags: str, program: Sequence[str] = ("-m", "diptych.router.serve")) -> None:
+    def __init__(
+        self, log: Path, *flags: str, program: Sequence[str] = ("-m", "diptych.router.serve"), wait: bool = True
+    ) -> None:
         self.log = log
         command = [sys.executable, "-P", *program, "--model", "tiny-random", "--port", "0", *flags]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
-        self.url = self._wait_for_url()
+        self.url = self._wait_for_url() if wait else ""
 
     def _wait_for_url(self) -> str:
         deadline = time.monotonic() + START_S
@@ -132,6 +134,20 @@ def test_sigterm_to_the_parent_alone_ends_everything(served: list[Served], tmp_p
 def test_killing_the_parent_ends_everything(served: list[Served], tmp_path: Path) -> None:
     served.append(Served(tmp_path / "d.log"))
     assert served[0].end(signal.SIGKILL, whole_group=False) == set()
+
+
+def test_a_worker_that_freezes_while_it_starts_is_not_waited_for_without_end(
+    served: list[Served], tmp_path: Path
+) -> None:
+    served.append(Served(tmp_path / "e.log", "--start-timeout-s", "4", wait=False))
+    wait_until(lambda: served[0].pid_of("decode-0") != 0, "it was spawned")
+    frozen = served[0].pid_of("decode-0")
+    os.kill(frozen, signal.SIGSTOP)
+    members = served[0].members()
+    assert frozen in members
+    assert served[0].process.wait(PATIENCE_S) == 1
+    assert served[0].said("the service did not start", "not ready within 4 s (--start-timeout-s)", "decode-0")
+    wait_until(lambda: not any(map(is_alive, members)), "all of it is gone")
 
 
 def stream(url: str, salt: object) -> str:

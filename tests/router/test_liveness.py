@@ -68,12 +68,25 @@ def test_the_next_life_begins_with_a_start() -> None:
     assert not any(pulse.is_over(2.0, SILENT, on_time=True) for _ in range(9))
 
 
+def test_a_start_may_take_its_time_but_not_any() -> None:
+    pulse = Pulse(limit=2, start_s=10.0)
+    for health in (AWAY, SILENT, LOADING):
+        assert not pulse.is_over(1.0, health, on_time=True, age_s=10.0)
+        assert not pulse.is_over(1.0, health, on_time=False, age_s=11.0)
+        assert pulse.is_over(1.0, health, on_time=True, age_s=11.0)
+    assert not pulse.is_over(1.0, GOOD, on_time=True, age_s=12.0)
+    assert not pulse.is_over(1.0, SILENT, on_time=True, age_s=13.0)
+    assert not pulse.is_over(2.0, SILENT, on_time=True, age_s=1.0)
+
+
 def test_one_machine_is_as_patient_as_the_chart() -> None:
     objects = [each for each in yaml.safe_load_all(GOLDEN.read_text()) if each and each["kind"] == "Deployment"]
     containers = [each for found in objects for each in found["spec"]["template"]["spec"]["containers"]]
     probes = {each["command"][1]: each["livenessProbe"] for each in containers}
     rounds = {"router": ROUTER_ROUNDS, "prefill-worker": WORKER_ROUNDS, "decode-worker": WORKER_ROUNDS}
     assert {name: probe["failureThreshold"] for name, probe in probes.items()} == rounds
+    starts = [each["startupProbe"] for name, each in zip(probes, containers, strict=True) if name != "router"]
+    assert {probe["failureThreshold"] * probe["periodSeconds"] for probe in starts} == {ServeConfig().start_timeout_s}
     period_s = ServeConfig().liveness_s / WORKER_ROUNDS
     assert {(probe["periodSeconds"], probe["timeoutSeconds"]) for probe in probes.values()} == {(period_s, period_s)}
 
@@ -135,9 +148,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def watched(child: Child, limit: int, period_s: float) -> AsyncIterator[None]:
+async def watched(child: Child, limit: int, period_s: float, start_s: float = 60.0) -> AsyncIterator[None]:
     await child.start()
-    watching = asyncio.create_task(watch(child, limit, period_s, grace_s=0.3))
+    watching = asyncio.create_task(watch(child, limit, period_s, grace_s=0.3, start_s=start_s))
     try:
         yield
         assert not watching.done()
@@ -177,6 +190,22 @@ async def test_a_frozen_process_is_killed_and_one_frozen_while_it_starts_is_not(
         child.freeze()
         assert await child.wait() == -signal.SIGKILL
         assert starting.alive
+
+
+@pytest.mark.parametrize("hangs", ["while it loads", "before it tells where it is"])
+async def test_a_process_that_does_not_start_is_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hangs: str
+) -> None:
+    child = Probed(tmp_path / "decode-1", "loading")
+    if hangs != "while it loads":
+        child.http_address = lambda: None  # type: ignore[method-assign]
+    async with watched(child, 2, 0.1, start_s=1.0), asyncio.timeout(30):
+        if hangs == "while it loads":
+            await child.was_heard()
+        child.freeze()
+        assert await child.wait() == -signal.SIGKILL
+    (record,) = (vars(each) for each in caplog.records if each.getMessage() == "a process does not start, ending it")
+    assert record["child"] == "decode-1" and record["for_s"] > 1.0
 
 
 async def test_nobody_is_ended_while_the_supervisor_itself_does_not_run(
