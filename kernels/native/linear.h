@@ -63,6 +63,19 @@ inline i32s dot_bytes(i32s acc, i32s u, i32s s) {
 #endif
 }
 
+// The same of nibbles, u <= 15, twice: sums of four products fit 16 bits.
+inline i32s dot_nibbles(i32s acc, i32s u, i32s s, i32s u2, i32s s2) {
+#if !defined(DIPTYCH_BYTES) && defined(__AVX512BW__)
+    const __m512i first = _mm512_maddubs_epi16((__m512i)u, (__m512i)s), second = _mm512_maddubs_epi16((__m512i)u2, (__m512i)s2);
+    return acc + (i32s)_mm512_madd_epi16(_mm512_add_epi16(first, second), _mm512_set1_epi16(1));
+#elif !defined(DIPTYCH_BYTES) && defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i first = _mm256_maddubs_epi16((__m256i)u, (__m256i)s), second = _mm256_maddubs_epi16((__m256i)u2, (__m256i)s2);
+    return acc + (i32s)_mm256_madd_epi16(_mm256_add_epi16(first, second), _mm256_set1_epi16(1));
+#else
+    return dot_bytes(dot_bytes(acc, u, s), u2, s2);
+#endif
+}
+
 inline i32s splat_word(const void *p) { // four bytes into every lane
     int32_t w;
     std::memcpy(&w, p, 4);
@@ -261,8 +274,8 @@ inline void multiply_int4(const Weights &w, int64_t panel, const Inputs &x, int6
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
                 const i32s a = splat_word(rows + r * w.k), b = splat_word(rows + r * w.k + 4);
-                acc[r][0] = dot_bytes(dot_bytes(acc[r][0], low, a), low2, b);
-                acc[r][1] = dot_bytes(dot_bytes(acc[r][1], high, a), high2, b);
+                acc[r][0] = dot_nibbles(acc[r][0], low, a, low2, b);
+                acc[r][1] = dot_nibbles(acc[r][1], high, a, high2, b);
             }
         }
         const f32s slow = load_half(scale), shigh = load_half(scale + LANES);
