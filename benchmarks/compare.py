@@ -49,7 +49,7 @@ from diptych.common.model.files import ModelFiles, resolve_model
 
 PROGRAM = "python -m diptych.benchmarks.compare"
 PEERS: dict[str, Peer] = {peer.name: peer for peer in (Vllm(), Vllm1P1D(), OpenVino(), LlamaCpp(), Transformers())}
-DEFAULT_VARIANT = "bf16=--dtype bfloat16"
+DEFAULT_VARIANT = "bf16=--dtype bfloat16 --quantization none"
 WARMUP_INDEX = 10**6
 WARMUP_OUTPUT_LEN = 8
 CONTEXT_STEP = 256

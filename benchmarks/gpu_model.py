@@ -20,6 +20,7 @@ class RandomWeights:
 
     label = "random weights"
     norm_offset = 0.0
+    has_quantised = False
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config, self._dtype, self._device = config, dtype, device

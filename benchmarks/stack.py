@@ -161,6 +161,7 @@ class Stack:
         routers: int = 1,
         model: str = "smollm2-135m",
         dtype: str = "float32",
+        quantization: str = "none",
         worker_flags: Sequence[str] = (),
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
@@ -179,7 +180,7 @@ class Stack:
         self.model, self.ready_timeout_s = model, ready_timeout_s
         self._env = {**os.environ, **(env or {})}
         self._places, self._via = places or {}, via or _own_address
-        shared = ("--model", model, "--dtype", dtype, *worker_flags)
+        shared = ("--model", model, "--dtype", dtype, "--quantization", quantization, *worker_flags)
         self.processes = [
             *(self._worker("prefill", i, (*shared, *prefill_flags), prefill_cores) for i in range(prefill)),
             *(self._worker("decode", i, (*shared, *decode_flags), decode_cores) for i in range(decode)),

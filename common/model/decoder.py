@@ -56,6 +56,11 @@ class Decoder(ABC):
         return self._capped(self.weights.lm_head(self.layers(hidden, step), wide=True))
 
     @property
+    def quantization(self) -> str:
+        """What the weights were made with."""
+        return self.weights.quantization.value
+
+    @property
     def program(self) -> Program | None:
         """What steps run as, once the first has been run; None where they run operation by operation."""
         return self._program or None

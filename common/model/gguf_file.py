@@ -65,6 +65,11 @@ class GGUFFile:
         packed, size = GGML_QUANT_SIZES[GGMLQuantizationType(self._tensor(name).type)]
         return size < 2 * packed
 
+    @property
+    def has_quantised(self) -> bool:
+        """Whether any tensor has."""
+        return any(map(self.is_quantised, self._tensors))
+
     def _raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of each row."""
         tensor = self._tensor(name)

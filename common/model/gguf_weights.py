@@ -67,6 +67,10 @@ class GGUFWeights:
     def is_quantised(self, name: str) -> bool:
         return self.file.is_quantised(self._stored(name))
 
+    @property
+    def has_quantised(self) -> bool:
+        return self.file.has_quantised
+
     def _interleaved_heads(self, name: str) -> int:
         """How many heads llama.cpp has reordered the rows of; 0 for none."""
         if self.config.model_type != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):

@@ -37,9 +37,11 @@ def load_model(
     """
     kind, place = torch_dtype(dtype), torch_device(device)
     config, source = open_model(files)
-    if place.type != "cpu" and quantization != "none":
-        raise ModelError(f"quantization {quantization!r} runs on the CPU only: use none on {device}")
-    assembler = Assembler(config, source, kind, place, Quantization(quantization))
+    on_cpu = place.type == "cpu"
+    wanted = Quantization(quantization).effective(on_cpu=on_cpu, quantised_file=source.has_quantised)
+    if not on_cpu and wanted is not Quantization.NONE:
+        raise ModelError(f"quantization {quantization!r} runs on the CPU only: use auto or none on {device}")
+    assembler = Assembler(config, source, kind, place, wanted)
     return FAMILIES[config.family](config, assembler.assemble())
 
 

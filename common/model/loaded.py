@@ -81,7 +81,7 @@ class LoadedModel:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             dtype=dtype,
-            quantization=config.quantization,
+            quantization=model.quantization,
             block_size=config.block_size,
             protocol_version=PROTOCOL_VERSION,
         )

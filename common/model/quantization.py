@@ -11,13 +11,18 @@ class Quantization(StrEnum):
     none   every weight in the model's dtype
     int8   8 bits, in groups of 64 (or as the file holds them)
     int4   4 bits, in groups of 32 (or as the file holds them)
-    auto   what a GGUF file holds in 4 or 8 bits stays so, its other quantised tensors get 8; float weights stay
+    auto   what a GGUF file holds in 4 or 8 bits stays so, its other quantised tensors get 8; float weights stay.
+           Without any such tensor, and on a GPU, it means none
     """
 
     NONE = "none"
     INT8 = "int8"
     INT4 = "int4"
     AUTO = "auto"
+
+    def effective(self, *, on_cpu: bool, quantised_file: bool) -> Quantization:
+        """What it comes to for a device and a file."""
+        return Quantization.NONE if self is Quantization.AUTO and not (on_cpu and quantised_file) else self
 
     @property
     def head(self) -> Quantization:

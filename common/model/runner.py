@@ -30,6 +30,10 @@ class Model(Protocol):
     def device(self) -> torch.device:
         """Where the weights are."""
 
+    @property
+    def quantization(self) -> str:
+        """What the weights were made with, one of `Quantization`."""
+
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Write the batch's KV into `kv` and return logits float32 [num sampled rows, vocab_size]."""
 

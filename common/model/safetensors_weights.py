@@ -49,6 +49,10 @@ class SafetensorsWeights:
     def is_quantised(self, name: str) -> bool:
         return False
 
+    @property
+    def has_quantised(self) -> bool:
+        return False
+
     def read(self, name: str) -> Tensor:
         if name not in self._files:
             raise ModelError(

@@ -32,6 +32,10 @@ class WeightSource(Protocol):
         """Whether the file holds the tensor in fewer bits than 16."""
 
     @property
+    def has_quantised(self) -> bool:
+        """Whether the file holds any tensor so."""
+
+    @property
     def label(self) -> str:
         """What to call the source in an error."""
 
@@ -61,13 +65,17 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embedding [vocab, hidden]; lm_head multiplies by the same when they are tied. rope_factors: see `rope`."""
+    """embedding [vocab, hidden]; lm_head multiplies by the same when they are tied. rope_factors: see `rope`.
+
+    quantization: what the matrices were made with.
+    """
 
     embedding: Embedding
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     lm_head: Linear
     rope_factors: Tensor | None = None
+    quantization: Quantization = Quantization.NONE
 
 
 class Assembler:
@@ -97,7 +105,7 @@ class Assembler:
         norm = self.norm("model.norm.weight", config.hidden_size)
         layers = tuple(self.layer(f"model.layers.{i}.") for i in range(config.num_layers))
         factors = self.source.read("rope_factors").float() if self.source.has("rope_factors") else None
-        return ModelWeights(embedding, layers, norm, head, factors)
+        return ModelWeights(embedding, layers, norm, head, factors, self.quantization)
 
     def layer(self, prefix: str) -> LayerWeights:
         config, hidden = self.config, self.config.hidden_size

@@ -87,8 +87,9 @@ class WorkerConfig(CommonConfig, PodSettings):
         choices=("auto", "float32", "bfloat16"),
     )
     quantization: str = setting(
-        "none",
-        "how weights are kept in memory on a CPU: none (the dtype), int8, int4, or auto (as a GGUF file holds them)",
+        "auto",
+        "how weights are kept in memory on a CPU: none (the dtype), int8, int4, or auto (as a GGUF file holds them; of "
+        "other files, and on a GPU, none)",
         group="Model",
         choices=("none", "int8", "int4", "auto"),
     )

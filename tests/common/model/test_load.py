@@ -21,6 +21,7 @@ from diptych.common.model.files import ModelFiles
 from diptych.common.model.gguf_file import GGUFFile
 from diptych.common.model.load import load_model, open_model
 from diptych.common.model.oracle import Oracle
+from diptych.common.model.quantization import Quantization
 
 from .generation import Pool, files_of, load, prompt
 
@@ -200,6 +201,27 @@ def test_gguf_values_equal_the_gguf_package(gguf_path: Path) -> None:
     for tensor in reader.tensors:
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         assert np.array_equal(file.read(tensor.name), expected.reshape(file.shape(tensor.name)))
+
+
+@pytest.mark.parametrize(
+    ("gguf_path", "expected"),
+    [(gguf.GGMLQuantizationType.F16, "none"), (gguf.GGMLQuantizationType.Q8_0, "auto")],
+    indirect=["gguf_path"],
+    ids=["F16", "Q8_0"],
+)
+def test_auto_is_none_without_codes_to_keep(gguf_path: Path, expected: str) -> None:
+    model = load_model(gguf_files(gguf_path), quantization="auto")
+    assert model.quantization == expected
+    packed = model.weights.layers[0].down.native
+    assert packed is None or packed.coded == (expected == "auto")  # None: no compiler here
+
+
+def test_auto_is_none_for_a_folder_and_on_a_gpu(tiny_folder: Path) -> None:
+    assert load_model(files_of(tiny_folder), quantization="auto").quantization == "none"
+    auto = Quantization.AUTO
+    assert auto.effective(on_cpu=False, quantised_file=True) is Quantization.NONE
+    assert auto.effective(on_cpu=True, quantised_file=True) is auto
+    assert Quantization.INT8.effective(on_cpu=False, quantised_file=False) is Quantization.INT8
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.999])
