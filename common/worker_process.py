@@ -197,7 +197,7 @@ class WorkerProcess:
         log.info(
             "ready: %s in %s, %d KV blocks of %d tokens (%.2f GiB), %d threads, loaded in %.1f s",
             files.model_id,
-            loaded.dtype,
+            loaded.precision,
             loaded.kv.num_blocks,
             self.config.block_size,
             loaded.kv.num_blocks * loaded.kv.block_bytes / 2**30,

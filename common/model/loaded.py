@@ -34,9 +34,16 @@ class LoadedModel:
     runner: ModelRunner
     kv: KVCache
     dtype: str
+    quantization: str
     fingerprint: str
     max_model_len: int
     num_threads: int
+
+    @property
+    def precision(self) -> str:
+        """What it computes in and multiplies by, for people."""
+        kept = {"auto": "the file's own codes", "int8": "weights of 8 bits", "int4": "weights of 4 bits"}
+        return f"{self.dtype} with {kept[self.quantization]}" if self.quantization in kept else self.dtype
 
     @staticmethod
     def set_num_threads(num_threads: int) -> None:
@@ -92,6 +99,7 @@ class LoadedModel:
             runner,
             kv,
             dtype,
+            model.quantization,
             fingerprint,
             config.max_model_len or longest,
             num_threads,
