@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -88,14 +89,23 @@ def _turn(folder: Path) -> Iterator[None]:
         os.close(held)
 
 
+def _attempts() -> Iterator[tuple[Sequence[str], Sequence[str]]]:
+    """Flags to compile and to link with: threads come from the OpenMP runtime that torch has loaded; else from the
+    compiler's; else there is one.
+    """
+    if sys.platform == "darwin":  # whose compiler hides OpenMP, and whose linker wants to be told of what comes later
+        yield ("-Xpreprocessor", "-fopenmp"), ("-undefined", "dynamic_lookup")
+    yield ("-fopenmp",), ()
+    yield ("-fopenmp",), ("-fopenmp",)
+    yield (), ()
+
+
 def _build(compiler: str, scratch: Path, target: Path) -> ctypes.CDLL:
-    """Threads come from the OpenMP runtime that torch has loaded; else from the compiler's; else there is one."""
-    attempts: tuple[tuple[Sequence[str], Sequence[str]], ...] = ((("-fopenmp",), ()), (("-fopenmp",),) * 2, ((), ()))
     failure: OSError | subprocess.SubprocessError = OSError("nothing was tried")
-    for compile_flags, link_flags in attempts:
+    for compile_flags, link_flags in _attempts():
         objects, library = scratch / "kernels.o", scratch / "kernels.so"
         try:
-            flags = (f"-march={_march()}", *FLAGS, *compile_flags)
+            flags = (_kind(), *FLAGS, *compile_flags)
             _run(compiler, *flags, "-c", str(SOURCES / "native.cpp"), "-o", str(objects))
             _run(compiler, "-shared", *link_flags, str(objects), "-o", str(library))
             ctypes.CDLL(str(library))  # unresolved symbols show here, before other processes see the file
@@ -116,13 +126,16 @@ def _key(compiler: str) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    digest.update("\0".join((_march(), *FLAGS, compiler, platform.machine(), _cpu(), torch.__version__)).encode())
+    digest.update("\0".join((_kind(), *FLAGS, compiler, platform.machine(), _cpu(), torch.__version__)).encode())
     return digest.hexdigest()
 
 
-def _march() -> str:
-    """What for: this machine, unless another kind is named, older than it."""
-    return os.environ.get("DIPTYCH_MARCH") or "native"
+def _kind() -> str:
+    """What to compile for: this machine, unless another kind is named, older than it."""
+    named = os.environ.get("DIPTYCH_MARCH")
+    if sys.platform == "darwin" and platform.machine() == "arm64" and not named:
+        return "-mcpu=native"  # Apple's compiler knows no native -march there
+    return f"-march={named or 'native'}"
 
 
 def _cpu() -> str:

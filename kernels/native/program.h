@@ -8,8 +8,10 @@
 #include "team.h"
 
 #include <chrono>
-#ifdef _OPENMP
+#if defined(_OPENMP) && __has_include(<omp.h>)
 #include <omp.h>
+#elif defined(_OPENMP) // Apple's compiler has OpenMP without its header
+extern "C" int omp_get_thread_num();
 #endif
 
 namespace diptych {

@@ -32,6 +32,37 @@ def test_a_broken_compiler_is_a_reason_too(monkeypatch: pytest.MonkeyPatch, capl
     assert "/bin/false" in caplog.text
 
 
+def test_apples_compiler_is_asked_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, calls = tmp_path / "compiler", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\ncase "$1" in -shared) exit 1;; esac\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.delenv("DIPTYCH_MARCH", raising=False)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(native_build.platform, "machine", lambda: "arm64")
+    assert native_build.load_native.__wrapped__() is None
+    compiled, linked, *_ = calls.read_text().splitlines()
+    assert compiled.startswith("-mcpu=native ") and "-Xpreprocessor -fopenmp" in compiled
+    assert linked.startswith("-shared -undefined dynamic_lookup")
+
+
+@pytest.mark.parametrize("kind", ["clang", "one without OpenMP"])
+def test_other_compilers_serve_as_well(tmp_path: Path, repository: Path, kind: str) -> None:
+    name = "clang++" if kind == "clang" else "c++"
+    compiler = shutil.which(name) or pytest.skip(f"no {name} here")
+    if kind != "clang":
+        script = tmp_path / "compiler"
+        script.write_text(f'#!/bin/sh\ncase " $* " in *" -fopenmp "*) exit 1;; esac\nexec {compiler} "$@"\n')
+        script.chmod(0o755)
+        compiler = str(script)
+    tests = [f"tests/kernels/test_{name}.py" for name in ("attention", "linear", "program")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", *tests]
+    env = {**os.environ, "CXX": compiler, "DIPTYCH_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, cwd=repository, env=env, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert len(list((tmp_path / "cache" / "native").glob("*.so"))) == 1
+
+
 def test_the_library_is_built_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     if native_build.load_native.__wrapped__() is None:
