@@ -283,8 +283,11 @@ inline void multiply_int4(const Weights &w, int64_t panel, const Inputs &x, int6
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             const f32s f = splat(factor[r * groups + g]), s = splat(sum[r * groups + g]);
-            total[r][0] += __builtin_convertvector(acc[r][0], f32s) * f * slow + s * olow;
-            total[r][1] += __builtin_convertvector(acc[r][1], f32s) * f * shigh + s * ohigh;
+            // One at a time: a sum of two products may be fused in either way, and clang chose by the number of rows.
+            total[r][0] += __builtin_convertvector(acc[r][0], f32s) * f * slow;
+            total[r][1] += __builtin_convertvector(acc[r][1], f32s) * f * shigh;
+            total[r][0] += s * olow;
+            total[r][1] += s * ohigh;
         }
     }
 #pragma GCC unroll 16

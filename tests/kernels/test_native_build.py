@@ -46,6 +46,7 @@ def test_apples_compiler_is_asked_in_its_own_words(tmp_path: Path, monkeypatch: 
     assert linked.startswith("-shared -undefined dynamic_lookup")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["clang", "one without OpenMP"])
 def test_other_compilers_serve_as_well(tmp_path: Path, repository: Path, kind: str) -> None:
     name = "clang++" if kind == "clang" else "c++"
