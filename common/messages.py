@@ -30,7 +30,7 @@ from diptych.common.message_fields import (
 )
 from diptych.common.sampling_params import SamplingParams, TokenLogprobs
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_BLOCKS_PER_FRAME = 256
 MAX_OUTPUTS = 16_384
 """More than any batch has sequences."""
@@ -227,7 +227,8 @@ class TokenOutput(Message, frozen=True, tag=22):
 class RequestFailed(Message, frozen=True, tag=23):
     """The worker gave this request up and owns nothing of it any more. `retryable`: another worker may succeed.
 
-    `phase` is one of queue, grant, prefill, transfer, decode, handover.
+    `phase` is one of queue, grant, prefill, transfer, decode, handover, grammar (which the answer must match, and is
+    at fault).
     """
 
     worker_id: Name

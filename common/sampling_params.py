@@ -10,6 +10,7 @@ from msgspec import Meta
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_GRAMMAR_CHARS = 128 * 1024
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Logprob = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
@@ -21,6 +22,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     worker continues with the same noise: noise is a function of (seed, position) only.
     `logprobs` is -1 for none, else the number of alternatives (0 to 20) to report beside the sampled token.
     `stop_token_ids` excludes the model's own end tokens, which apply unless `ignore_eos`.
+    `grammar` is what the answer must match, in the form that `common.model.grammar` takes, or "".
     """
 
     max_tokens: Annotated[int, Meta(ge=1)]
@@ -37,6 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logprobs: Annotated[int, Meta(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
 
     @property
     def greedy(self) -> bool:

@@ -18,6 +18,7 @@ from diptych.common.messages import (
     Message,
     ResetPrefixCache,
 )
+from diptych.common.model.grammar import Grammars, unsampled
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
 from diptych.common.outgoing_transfer import TransferAdvanced, TransferEnded
@@ -60,14 +61,18 @@ class DecodeEngine(Engine):
         transfer_timeout_s: float,
         handover_timeout_s: float,
         launcher: Launcher | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """With a `launcher`, steps that it takes are launched before the tokens of the step before are known."""
+        """With a `launcher`, steps that it takes are launched before the tokens of the step before are known.
+
+        Without `grammars`, requests with a grammar are refused.
+        """
         super().__init__(send)
         self.scheduler, self._runner, self._sampler, self._transfers = scheduler, runner, sampler, transfers
         self._recorder, self._reports = recorder, Reports(identity, self.emit)
         self._departures = Departures(sender, scheduler, self._reports, recorder, timeout_s=handover_timeout_s)
         longest = min(max_model_len, scheduler.pool.num_blocks * scheduler.block_size)
-        self._rules = DecodeRules(eos_token_ids, vocab_size=sampler.vocab_size, max_model_len=longest)
+        self._rules = DecodeRules(eos_token_ids, grammars, vocab_size=sampler.vocab_size, max_model_len=longest)
         self._arrivals = Arrivals(
             transfers,
             scheduler,
@@ -77,7 +82,7 @@ class DecodeEngine(Engine):
             grant_timeout_s=grant_timeout_s,
             transfer_timeout_s=transfer_timeout_s,
         )
-        self._ahead = StepsInFlight(scheduler, launcher)
+        self._ahead, self._grammars = StepsInFlight(scheduler, launcher), grammars
         self._landed_at = 0.0
         self._max_waiting = max_waiting
         self._in_step: Sequence[DecodeChunk] = ()
@@ -231,6 +236,8 @@ class DecodeEngine(Engine):
         finally:  # whatever a step in flight came to: threads left behind would keep the process from ending
             self._transfers.stop()
             self._departures.stop()
+            if self._grammars is not None:
+                self._grammars.close()
 
     def _accept(self, router: bytes, request: DecodeRequest) -> None:
         known = self.scheduler.find(request.request_id)
@@ -253,6 +260,8 @@ class DecodeEngine(Engine):
         if len(self.scheduler) >= self._max_waiting + self.scheduler.max_num_seqs:
             self._refuse(router, request, f"{len(self.scheduler)} requests are here already", retryable=True)
             return
+        if self._grammars is not None and request.params.grammar:
+            self._grammars.prepare(request.params.grammar)
         now = time.monotonic()
         status = RequestStatus.EXPECTING if request.prefill_worker else RequestStatus.WAITING
         hasher = BlockHasher(self.scheduler.block_size, request.cache_salt)
@@ -285,7 +294,7 @@ class DecodeEngine(Engine):
 
     def _on_token(self, sequence: DecodeSequence, sampled: SampledToken, now: float) -> None:
         if sampled.token_id >= self._rules.vocab_size:  # its next step would fail the whole batch
-            self._fail(sequence, "decode", "its logits are not finite numbers: nothing can be sampled", retryable=False)
+            self._fail(sequence, *unsampled(sequence.constraint, "decode"), retryable=False)
             return
         if not sequence.first_token_at:
             sequence.joined_at = sequence.first_token_at = now

@@ -7,6 +7,7 @@ from diptych.common.engine import Engine
 from diptych.common.errors import ConfigError
 from diptych.common.kv_sender import KVSender
 from diptych.common.model.files import ModelFiles
+from diptych.common.model.grammar import Grammars
 from diptych.common.model.loaded import LoadedModel
 from diptych.common.model.quantised_staging import quantised_incoming
 from diptych.common.model.runner import ModelRunner
@@ -89,6 +90,7 @@ class DecodeWorker(WorkerProcess):
             transfer_timeout_s=settings.transfer_timeout_s,
             handover_timeout_s=settings.handover_timeout_s,
             launcher=step_launcher(loaded.runner, sampler),
+            grammars=Grammars(files, loaded.vocab_size),
         )
         self._engine = engine
         receiver.start()

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from diptych.common.errors import WireError
 from diptych.common.message_fields import unpack_tokens
 from diptych.common.messages import DecodeRequest, KVDone
+from diptych.common.model.grammar import Grammars
 from diptych.common.model.sampler import SamplingRow
 from diptych.common.sampling_params import SampledToken
 from diptych.common.stop import banned_tokens, finish_reason
@@ -18,8 +19,10 @@ NO_TOKEN = -1
 class DecodeRules:
     """`max_model_len` is what model and cache take together."""
 
-    def __init__(self, eos_token_ids: Collection[int], *, vocab_size: int, max_model_len: int) -> None:
-        self._eos = tuple(eos_token_ids)
+    def __init__(
+        self, eos_token_ids: Collection[int], grammars: Grammars | None, *, vocab_size: int, max_model_len: int
+    ) -> None:
+        self._eos, self._grammars = tuple(eos_token_ids), grammars
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
 
     def prompt(self, request: DecodeRequest) -> list[int]:
@@ -35,19 +38,24 @@ class DecodeRules:
             raise WireError(f"token id {max(token_ids)} is outside of the vocabulary of {self.vocab_size}")
         if request.num_output_tokens >= len(token_ids):
             raise WireError(f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output")
+        if request.params.grammar and self._grammars is None:
+            raise WireError("this worker knows no grammars")
         return token_ids
 
     def row(self, sequence: DecodeSequence) -> SamplingRow:
         """How to sample the sequence's next token, the one behind those that are being sampled now."""
         num_prompt, params = sequence.num_prompt_tokens, sequence.params
         repeats = params.repetition_penalty != 1.0
-        counts = repeats or params.presence_penalty or params.frequency_penalty
+        if params.grammar and self._grammars is not None and sequence.constraint is None:
+            sequence.constraint = self._grammars.constraint(params.grammar)
+        counts = repeats or params.presence_penalty or params.frequency_penalty or params.grammar
         return SamplingRow(
             params,
             position=sequence.num_planned,
             output_token_ids=sequence.token_ids[num_prompt:] if counts else (),
             prompt_token_ids=sequence.token_ids[:num_prompt] if repeats else (),
             banned=banned_tokens(params, self._eos, sequence.num_output_tokens + sequence.num_pending),
+            constraint=sequence.constraint,
         )
 
     def landed(self, sequence: DecodeSequence, done: KVDone, *, num_blocks: int, block_size: int) -> list[SampledToken]:

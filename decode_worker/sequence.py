@@ -7,6 +7,7 @@ from enum import Enum
 
 from diptych.common.block_hash import BlockHasher
 from diptych.common.messages import DecodeRequest, KVOpen
+from diptych.common.model.grammar import Constraint
 from diptych.common.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 from diptych.common.shared_memory import PeerMemory
 
@@ -70,6 +71,7 @@ class DecodeSequence:
     transfer_s: float = 0.0
     exposed_transfer_s: float = 0.0
     clock_offset_s: float = 0.0
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         self.num_request_tokens = len(self.token_ids)

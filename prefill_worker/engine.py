@@ -24,6 +24,7 @@ from diptych.common.messages import (
 )
 from diptych.common.metrics import WorkerMetrics
 from diptych.common.model.batch import SequenceChunk
+from diptych.common.model.grammar import Grammars, unsampled
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler, SamplingRow
 from diptych.common.outgoing_transfer import TransferEnded
@@ -51,8 +52,11 @@ class PrefillEngine(Engine):
         eos_token_ids: Collection[int],
         max_model_len: int,
         max_waiting: int,
+        grammars: Grammars | None = None,
     ) -> None:
+        """Without `grammars`, requests with a grammar are refused."""
         super().__init__(send)
+        self._grammars = grammars
         self._worker_id, self._epoch = identity
         self.scheduler, self._runner, self._sampler, self._sender = scheduler, runner, sampler, sender
         self._eos = tuple(eos_token_ids)
@@ -145,6 +149,8 @@ class PrefillEngine(Engine):
 
     def close(self) -> None:
         self._sender.stop()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _accept(self, router: bytes, request: PrefillRequest) -> None:
         known = self.scheduler.find(request.request_id)
@@ -167,6 +173,8 @@ class PrefillEngine(Engine):
             self._refuse(router, request, f"{self._max_waiting} prompts wait already", retryable=True)
         else:
             now = time.monotonic()
+            if self._grammars is not None and request.params.grammar:
+                self._grammars.prepare(request.params.grammar)
             hasher = BlockHasher(self.scheduler.block_size, request.cache_salt)
             self.scheduler.add(PrefillSequence(router, request, token_ids, hasher, now, now + request.deadline_s))
 
@@ -181,6 +189,8 @@ class PrefillEngine(Engine):
             return f"token id {max(token_ids)} is outside of the vocabulary of {vocab_size}"
         if request.num_output_tokens >= len(token_ids):
             return f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output"
+        if request.params.grammar and self._grammars is None:
+            return "this worker knows no grammars"
         return ""
 
     def _on_admitted(self, sequence: PrefillSequence, now: float) -> None:
@@ -205,9 +215,7 @@ class PrefillEngine(Engine):
                 self._sender.progress(sequence.request_id, sequence.attempt, num_ready)
             return
         if sampled.token_id >= self._sampler.vocab_size:
-            self._fail(
-                sequence, "prefill", "its logits are not finite numbers: nothing can be sampled", retryable=False
-            )
+            self._fail(sequence, *unsampled(sequence.constraint, "prefill"), retryable=False)
             return
         reason = self._finish_reason(sequence, sampled)
         self.emit(sequence.router, self._first_token(sequence, sampled, reason))
@@ -269,12 +277,15 @@ class PrefillEngine(Engine):
     def _row(self, sequence: PrefillSequence) -> SamplingRow:
         request = sequence.request
         num_prompt = sequence.num_tokens - request.num_output_tokens
+        if request.params.grammar and self._grammars is not None:
+            sequence.constraint = self._grammars.constraint(request.params.grammar)
         return SamplingRow(
             request.params,
             position=sequence.num_tokens,
             output_token_ids=sequence.token_ids[num_prompt:],
             prompt_token_ids=sequence.token_ids[:num_prompt],
             banned=banned_tokens(request.params, self._eos, request.num_output_tokens),
+            constraint=sequence.constraint,
         )
 
     def _finish_reason(self, sequence: PrefillSequence, sampled: SampledToken) -> str:

@@ -7,6 +7,7 @@ from diptych.common.engine import Engine
 from diptych.common.errors import ConfigError
 from diptych.common.kv_sender import KVSender
 from diptych.common.model.files import ModelFiles
+from diptych.common.model.grammar import Grammars
 from diptych.common.model.loaded import LoadedModel
 from diptych.common.model.quantised_staging import quantised_outgoing
 from diptych.common.model.sampler import Sampler
@@ -65,6 +66,7 @@ class PrefillWorker(WorkerProcess):
             eos_token_ids=files.eos_token_ids,
             max_model_len=loaded.max_model_len,
             max_waiting=settings.max_waiting,
+            grammars=Grammars(files, loaded.vocab_size),
         )
         engine.metrics = self.metrics
         sender.start()

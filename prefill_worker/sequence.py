@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from diptych.common.block_hash import BlockHasher
 from diptych.common.messages import PrefillRequest
+from diptych.common.model.grammar import Constraint
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,7 @@ class PrefillSequence:
     num_published: int = 0
     admitted_at: float = 0.0
     computed_at: float = 0.0
+    constraint: Constraint | None = None
 
     @property
     def request_id(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from diptych.common.engine import RequestReceived
 from diptych.common.messages import Message, RequestFailed, TokenDelta, TokenOutput
 from diptych.common.model.decoder import Decoder
+from diptych.common.model.grammar import Grammars
 from diptych.common.model.oracle import generate
 from diptych.common.sampling_params import SamplingParams
 
@@ -52,6 +53,7 @@ class RouterSide:
     model: Decoder
     eos: tuple[int, ...]
     sent: list[tuple[bytes, Message]]
+    grammars: Grammars | None = None
 
     def tell(self, message: Message, router: bytes = ROUTER) -> None:
         self.engine.submit(RequestReceived(router, message))
@@ -93,7 +95,9 @@ class RouterSide:
 
     def oracle(self, tokens: list[int], count: int = 8, **params: object) -> list[int]:
         values = {"max_tokens": count, "temperature": 0.0} | params
-        return generate(self.model, tokens, SamplingParams(**values), self.eos)  # type: ignore[arg-type]
+        known = SamplingParams(**values)  # type: ignore[arg-type]
+        constraint = self.grammars.constraint(known.grammar) if self.grammars and known.grammar else None
+        return generate(self.model, tokens, known, self.eos, constraint)
 
     def stop_engine(self) -> None:
         """Ends the engine's thread, or the engine itself where it has none."""

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from diptych.common.model.config import ModelConfig
 from diptych.common.model.decoder import Decoder
+from diptych.common.model.grammar import Constraint
 from diptych.common.model.rope import inverse_frequencies
 from diptych.common.model.sampler import Sampler, SamplingRow
 from diptych.common.model.weights import LayerWeights
@@ -22,7 +23,11 @@ from diptych.common.stop import banned_tokens, finish_reason
 
 
 def generate(
-    model: Decoder, prompt_ids: Sequence[int], params: SamplingParams, eos_token_ids: Collection[int] = ()
+    model: Decoder,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    eos_token_ids: Collection[int] = (),
+    constraint: Constraint | None = None,
 ) -> list[int]:
     """Output tokens, the end token included, of one request."""
     oracle, sampler = _oracle(model), Sampler(model.config.vocab_size)
@@ -31,7 +36,7 @@ def generate(
     logits = oracle.forward(prompt, cache)
     while True:
         banned = banned_tokens(params, eos_token_ids, len(output))
-        row = SamplingRow(params, len(prompt) + len(output), output, prompt, banned)
+        row = SamplingRow(params, len(prompt) + len(output), output, prompt, banned, constraint)
         token_id = sampler.sample(logits[-1:], [row])[0].token_id
         output.append(token_id)
         reason = finish_reason(

@@ -1,9 +1,9 @@
 """From logits to tokens. A row's token depends on its own logits, parameters, seed and position, and on nothing else.
 
-Order of operations on a row (vLLM's): logit bias; repetition, frequency and presence penalties; banned tokens;
-temperature; then the filters min_p, top_k, top_p, each a threshold on probability, so that tokens of equal probability
-stay or go together and no sort order matters. The token is then the inverse of the cumulative distribution in token id
-order at one uniform number, which is a counter-based function of (seed, position).
+Order of operations on a row (vLLM's): logit bias; repetition, frequency and presence penalties; banned tokens; what a
+grammar forbids; temperature; then the filters min_p, top_k, top_p, each a threshold on probability, so that tokens of
+equal probability stay or go together and no sort order matters. The token is then the inverse of the cumulative
+distribution in token id order at one uniform number, which is a counter-based function of (seed, position).
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diptych.common.model.grammar import Constraint
 from diptych.common.model.runner import on_device
 from diptych.common.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 from diptych.kernels import Draw, SamplingTensors, argmax, sample
 
 LOGPROB_FLOOR = -9999.0
+BANNED = -1e30
+"""Below every logit, and above what a grammar forbids."""
 FEW = 128  # best tokens that top_p looks at before it sorts
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -28,7 +31,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class SamplingRow:
     """One sequence to sample for. `position` is the absolute position of the new token: the number of tokens before it.
 
-    `banned` are token ids that must not come now, such as end tokens while `min_tokens` is not reached.
+    `banned` are token ids that must not come now, such as end tokens while `min_tokens` is not reached, unless they are
+    all that `constraint` allows. With one, `output_token_ids` are all of the answer so far.
     """
 
     params: SamplingParams
@@ -36,6 +40,7 @@ class SamplingRow:
     output_token_ids: Sequence[int] = ()
     prompt_token_ids: Sequence[int] = ()
     banned: tuple[int, ...] = ()
+    constraint: Constraint | None = None
 
 
 class Sampler:
@@ -45,7 +50,10 @@ class Sampler:
         self.vocab_size = vocab_size
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """One token per row of `logits`, float32 [n, vocab_size], which is not modified."""
+        """One token per row of `logits`, float32 [n, vocab_size], which is not modified.
+
+        The token of a row without finite logits, or whose grammar allows nothing, is `vocab_size` or more.
+        """
         if logits.shape != (len(rows), self.vocab_size):
             raise ValueError(f"logits are {list(logits.shape)}, expected [{len(rows)}, {self.vocab_size}]")
         if not rows:
@@ -91,6 +99,8 @@ class Sampler:
 
     def _choose(self, logits: Tensor, row: SamplingRow) -> int:
         adjusted = _adjust(logits, row) if _adjusts(row) else logits
+        if not bool(torch.isfinite(adjusted.max())):
+            return self.vocab_size
         if row.params.greedy:
             return int(torch.argmax(adjusted))
         return _draw(_filtered(adjusted, row.params), uniform(row.params.seed, row.position))
@@ -122,6 +132,7 @@ def _adjusts(row: SamplingRow) -> bool:
     params = row.params
     return bool(
         row.banned
+        or row.constraint is not None
         or params.logit_bias
         or params.presence_penalty
         or params.frequency_penalty
@@ -148,7 +159,10 @@ def _adjust(logits: Tensor, row: SamplingRow) -> Tensor:
         logits[index] -= params.frequency_penalty * count + params.presence_penalty
     banned = [token for token in row.banned if 0 <= token < vocab]
     if banned:
-        logits[torch.tensor(banned, device=logits.device)] = -torch.inf
+        logits[torch.tensor(banned, device=logits.device)] = BANNED
+    if row.constraint is not None:
+        allowed = row.constraint.allowed(row.output_token_ids).to(logits.device)
+        logits = logits.masked_fill_(~allowed, -torch.inf)
     return logits
 
 

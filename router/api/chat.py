@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 
 from diptych.common.errors import InvalidRequest
@@ -12,6 +13,8 @@ from diptych.router.api.logprobs import LogprobShapes
 from diptych.router.api.plan import Plan, Prompt, check_num_sequences, fit, make_plan
 from diptych.router.api.service import Service
 from diptych.router.api.shape import Object
+from diptych.router.api.structure import answer_grammar, tool_calling
+from diptych.router.text.tools import CallPart, CallScanner, Function
 
 
 async def plan_chat(service: Service, fields: ChatRequest, key: ApiKey, traceparent: str) -> Plan:
@@ -22,7 +25,9 @@ async def plan_chat(service: Service, fields: ChatRequest, key: ApiKey, tracepar
         raise InvalidRequest("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
     check_num_sequences(service, 1, fields.n or 1)
     limit = service.max_model_len
-    token_ids = await conversation_tokens(service, fields, limit=limit)
+    calling = tool_calling(fields)
+    grammar = await answer_grammar(service, fields, calling)
+    token_ids = await conversation_tokens(service, fields, calling.functions if calling else (), limit=limit)
     if not token_ids:
         raise InvalidRequest("messages: the conversation makes an empty prompt", param="messages")
     wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
@@ -35,16 +40,23 @@ async def plan_chat(service: Service, fields: ChatRequest, key: ApiKey, tracepar
         prefix="chatcmpl",
         num_logprobs=(fields.top_logprobs or 0) if fields.logprobs else -1,
         traceparent=traceparent,
+        grammar=grammar,
     )
 
 
-async def conversation_tokens(service: Service, fields: ChatRequest | TokenizeRequest, *, limit: int = 0) -> list[int]:
-    """The messages rendered by the model's template, in tokens; `limit` is that of `TextPipeline.encode`."""
+async def conversation_tokens(
+    service: Service, fields: ChatRequest | TokenizeRequest, functions: Sequence[Function] = (), *, limit: int = 0
+) -> list[int]:
+    """The messages rendered by the model's template, in tokens; `limit` is that of `TextPipeline.encode`.
+
+    The model is told of `functions` that it may call.
+    """
     continued = bool(fields.continue_final_message)
     generation_prompt = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
     try:
         return await service.text.encode_chat(
             [message.as_dict() for message in fields.messages or ()],
+            functions=functions,
             add_generation_prompt=generation_prompt,
             continue_final_message=continued,
             extra=fields.chat_template_kwargs,
@@ -67,17 +79,24 @@ class ChatShape:
             else None
         )
         self._token_ids = bool(fields.return_token_ids)
+        self._calls = tool_calling(fields) is not None
+        self._scanners: dict[int, CallScanner] = {}
+        self._id = uuid.uuid4().hex
 
     def opening(self, choice: Choice, prompt_token_ids: list[int] | None) -> Object | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(self, choice: Choice, piece: Piece) -> Object:
+        text, calls = self._taken_apart(choice, piece)
+        delta: Object = {"content": text} if text or not (piece.finish_reason or calls) else {}
+        if calls:
+            delta["tool_calls"] = [self._call_delta(choice, part) for part in calls]
         chunk: Object = {
             "index": choice.index,
-            "delta": {"content": piece.text} if piece.text or not piece.finish_reason else {},
+            "delta": delta,
             "logprobs": self._logprobs.chat(piece.scored) if self._logprobs is not None and piece.scored else None,
-            "finish_reason": piece.finish_reason or None,
+            "finish_reason": self._finish_reason(choice, piece.finish_reason) or None,
         }
         if self._token_ids:
             chunk["token_ids"] = piece.token_ids
@@ -85,16 +104,49 @@ class ChatShape:
 
     def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
         scored = [token for piece in pieces for token in piece.scored]
-        content = "".join([piece.text for piece in pieces])
+        apart = [self._taken_apart(choice, piece) for piece in pieces]
+        content = "".join([text for text, _ in apart])
+        message: Object = {"role": "assistant", "content": content, "refusal": None}
+        if calls := self._whole_calls(choice, [part for _, parts in apart for part in parts]):
+            message |= {"content": content or None, "tool_calls": calls}
         whole: Object = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": content, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs.chat(scored) if self._logprobs is not None else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice, choice.finish_reason),
         }
         if self._token_ids:
             whole["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
         return whole
+
+    def _taken_apart(self, choice: Choice, piece: Piece) -> tuple[str, list[CallPart]]:
+        """The text that a piece adds to the content, and to calls."""
+        if not self._calls:
+            return piece.text, []
+        scanner = self._scanners.setdefault(choice.index, CallScanner())
+        text, parts = scanner.push(piece.text)
+        return (text + scanner.flush() if piece.finish_reason else text), parts
+
+    def _finish_reason(self, choice: Choice, reason: str) -> str:
+        scanner = self._scanners.get(choice.index)
+        return "tool_calls" if reason == "stop" and scanner is not None and scanner.num_calls else reason
+
+    def _call_id(self, choice: Choice, index: int) -> str:
+        return f"call_{self._id}_{choice.index}_{index}"
+
+    def _call_delta(self, choice: Choice, part: CallPart) -> Object:
+        if not part.name:
+            return {"index": part.index, "function": {"arguments": part.arguments}}
+        function = {"name": part.name, "arguments": part.arguments}
+        return {"index": part.index, "id": self._call_id(choice, part.index), "type": "function", "function": function}
+
+    def _whole_calls(self, choice: Choice, parts: Sequence[CallPart]) -> list[Object]:
+        names = [part.name for part in parts if part.name]
+        arguments = ["".join([part.arguments for part in parts if part.index == i]) for i in range(len(names))]
+        return [
+            {"id": self._call_id(choice, i), "type": "function", "function": {"name": name, "arguments": text}}
+            for i, (name, text) in enumerate(zip(names, arguments, strict=True))
+        ]
 
     def envelope(self, prompt_token_ids: list[int] | None) -> Object:
         return {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}

@@ -12,6 +12,7 @@ from diptych.router.api.logprobs import LogprobShapes
 from diptych.router.api.plan import Plan, Prompt, check_num_sequences, fit, make_plan
 from diptych.router.api.service import Service
 from diptych.router.api.shape import Object
+from diptych.router.api.structure import answer_grammar
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -22,6 +23,7 @@ async def plan_completion(service: Service, fields: CompletionRequest, key: ApiK
     fields.refuse_unsupported()
     sources = _sources(fields.prompt)
     check_num_sequences(service, len(sources), fields.n or 1)
+    grammar = await answer_grammar(service, fields)
     prompts = [await _prompt(service, fields, source, param) for source, param in sources]
     return make_plan(
         service,
@@ -32,6 +34,7 @@ async def plan_completion(service: Service, fields: CompletionRequest, key: ApiK
         num_logprobs=-1 if fields.logprobs is None else fields.logprobs,
         traceparent=traceparent,
         echo=bool(fields.echo),
+        grammar=grammar,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
 from diptych.common.errors import InvalidRequest
-from diptych.common.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from diptych.common.sampling_params import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from diptych.router.api.errors import unsupported
 
 MAX_STOPS = 4
@@ -24,6 +24,8 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
 MAX_TOOLS = 1024
+MAX_STRUCTURED_CHOICES = 4096
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 MAX_PARTS = 10_000
 """Of the contents of all messages together, tool calls included."""
 INT64 = 2**63
@@ -52,6 +54,36 @@ class Fields(BaseModel):
 class StreamOptions(Fields):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+JsonSchema = dict[str, Any] | bool
+GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+Choices = Annotated[list[GrammarText], Field(min_length=1, max_length=MAX_STRUCTURED_CHOICES, fail_fast=True)]
+
+
+class NamedSchema(Fields):
+    """A schema as OpenAI wraps it. The answer is held to it, `strict` or not."""
+
+    name: Annotated[str, Field(max_length=256)] | None = None
+    description: str | None = None
+    json_schema: JsonSchema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = Field(None, description='with type "json_schema"')
+
+
+class StructuredOutputs(Fields):
+    """One of these, which the whole answer must match."""
+
+    json_schema: JsonSchema | GrammarText | None = Field(None, alias="json", description="a JSON schema, or its text")
+    json_object: bool | None = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = Field(None, description="rules in the form of Lark or GBNF")
+    structural_tag: Any = None
 
 
 class SamplingFields(Fields):
@@ -84,6 +116,13 @@ class SamplingFields(Fields):
     )
     user: Annotated[str, Field(max_length=4096)] | None = None
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: what the answer must match")
+    guided_json: JsonSchema | Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+
     # Known, not here: refused unless null or the value that changes nothing.
     best_of: Int | None = None
     use_beam_search: bool | None = None
@@ -91,16 +130,9 @@ class SamplingFields(Fields):
     truncate_prompt_tokens: Int | None = None
     bad_words: Any = None
     allowed_token_ids: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    response_format: Any = Field(None, description='only {"type": "text"}')
 
     UNSUPPORTED: ClassVar[tuple[str, ...]] = (
-        *("prompt_logprobs", "truncate_prompt_tokens", "bad_words", "allowed_token_ids", "structured_outputs"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search"),
+        *("prompt_logprobs", "truncate_prompt_tokens", "bad_words", "allowed_token_ids", "use_beam_search"),
     )
 
     def refuse_unsupported(self) -> None:
@@ -111,11 +143,8 @@ class SamplingFields(Fields):
                 raise unsupported(name, "this field")
         if self.best_of is not None and self.best_of > 1:
             raise unsupported("best_of", f"a value above 1 (got {self.best_of})")
-        form = self.response_format
-        if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
-            kind = form.get("type") if isinstance(form, dict) else None
-            shown = repr(kind[:80]) if isinstance(kind, str) else "this"
-            raise unsupported("response_format", f"type {shown} (only 'text')")
+        if self.structured_outputs is not None and self.structured_outputs.structural_tag is not None:
+            raise unsupported("structured_outputs.structural_tag", "this field")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: only allowed with stream: true", param="stream_options")
 
@@ -187,6 +216,29 @@ Messages = Annotated[
 ]
 
 
+class FunctionDefinition(Fields):
+    name: Annotated[str, StringConstraints(pattern=FUNCTION_NAME)]
+    description: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments; null: it has none")
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Fields):
+    name: str
+
+
+class NamedTool(Fields):
+    """A tool choice: this one, once."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`."""
 
@@ -200,11 +252,9 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
-        None, description='only with tool_choice "none"'
-    )
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(None, description='default "auto"')
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call an answer")
     functions: Any = None
     function_call: Any = None
     modalities: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
@@ -226,10 +276,6 @@ class ChatRequest(SamplingFields):
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
-        if self.tools and self.tool_choice != "none":
-            raise unsupported("tools", "calling tools (tool_choice other than 'none')")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise unsupported("tool_choice", "a value other than 'none'")
         if self.function_call not in (None, "none", "auto"):
             raise unsupported("function_call", "a value other than 'none'")
         for i, kind in enumerate(self.modalities or ()):

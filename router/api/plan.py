@@ -104,10 +104,12 @@ def make_plan(
     num_logprobs: int,
     traceparent: str = "",
     echo: bool = False,
+    grammar: str = "",
 ) -> Plan:
     """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest.
 
-    What `key` computed is found again in the prefix caches by the same key, or group of keys, only.
+    `grammar` is what every answer must match, or "". What `key` computed is found again in the prefix caches by the
+    same key, or group of keys, only.
     """
     answer_id = f"{prefix}-{uuid.uuid4().hex}"
     choices: list[Choice] = []
@@ -115,7 +117,9 @@ def make_plan(
     for number, prompt in enumerate(prompts):
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
         for k in range(fields.n or 1):
-            params = sampling_params(service, fields, prompt.max_tokens, num_logprobs, derive_seed(seed, k))
+            params = sampling_params(
+                service, fields, prompt.max_tokens, num_logprobs, derive_seed(seed, k), grammar=grammar
+            )
             index = len(choices)
             request = GenerationRequest(
                 request_id=f"{answer_id}-{index}",
@@ -146,7 +150,7 @@ def _choice(
 
 
 def sampling_params(
-    service: Service, fields: SamplingFields, max_tokens: int, num_logprobs: int, seed: int
+    service: Service, fields: SamplingFields, max_tokens: int, num_logprobs: int, seed: int, *, grammar: str = ""
 ) -> SamplingParams:
     """What the workers obey. `num_logprobs` is -1 for none. Raises InvalidRequest."""
     min_tokens = fields.min_tokens or 0
@@ -171,6 +175,7 @@ def sampling_params(
         logprobs=num_logprobs,
         ignore_eos=bool(fields.ignore_eos),
         stop_token_ids=stop_token_ids,
+        grammar=grammar,
     )
 
 

@@ -412,4 +412,4 @@ def _refusal(failed: RequestFailed, reason: str, remaining_s: float) -> RequestE
     """
     if remaining_s < DEADLINE_SLACK_S:
         return DeadlineExceeded(reason)
-    return InvalidRequest(failed.message) if failed.phase == "queue" else InternalError(reason)
+    return InvalidRequest(failed.message) if failed.phase in ("queue", "grammar") else InternalError(reason)

@@ -8,6 +8,7 @@ from typing import Any
 from diptych.common.errors import InvalidRequest
 from diptych.common.model.template import ChatTemplate
 from diptych.router.text.messages import template_messages
+from diptych.router.text.tools import Function, knows_tools, speaks_of_tools, told
 
 OPEN_END = "\ue0f1OPEN-END\ue0f1"  # private use characters: in no template
 
@@ -16,7 +17,7 @@ def chat_prompt(
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    functions: Sequence[Function] = (),
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     extra: Mapping[str, Any] | None = None,
@@ -25,6 +26,9 @@ def chat_prompt(
     if not messages:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
     plain = template_messages(messages, knows_developer="developer" in (template.source or ""))
+    tools = [function.as_tool() for function in functions] or None
+    if not knows_tools(template.source) and (functions or any(map(speaks_of_tools, plain))):
+        plain, tools = told(plain, functions), None
     if not continue_final_message:
         return template.render(plain, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra)
     if add_generation_prompt:

@@ -15,6 +15,7 @@ from diptych.common.model.tokenizer import Tokenizer
 from diptych.router.text.chat_prompt import chat_prompt
 from diptych.router.text.token_floor import TokenFloor, token_floor
 from diptych.router.text.token_table import TokenText, token_table
+from diptych.router.text.tools import Function
 
 Result = TypeVar("Result")
 
@@ -97,7 +98,7 @@ class TextPipeline:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        functions: Sequence[Function] = (),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
@@ -106,14 +107,15 @@ class TextPipeline:
         """Token ids of a conversation, rendered by the model's chat template.
 
         `continue_final_message` leaves the last message open for the model to go on with; it excludes
-        `add_generation_prompt`. `extra` holds further template variables. Raises as `encode` does.
+        `add_generation_prompt`. `extra` holds further template variables. The model is told of `functions`, by its
+        template or in words. Raises as `encode` does.
         """
 
         def job() -> list[int]:
             text = chat_prompt(
                 self._template,
                 messages,
-                tools=tools,
+                functions=functions,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 extra=extra,

@@ -33,6 +33,8 @@ from diptych.common.messages import (
 from diptych.common.metrics import WorkerMetrics
 from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.decoder import Decoder
+from diptych.common.model.files import resolve_model
+from diptych.common.model.grammar import Grammars
 from diptych.common.model.kv_cache import KVCache
 from diptych.common.model.quantised_staging import quantised_incoming
 from diptych.common.model.runner import ModelRunner
@@ -198,8 +200,10 @@ class EngineRig(RouterSide):
         worker_id: str = "d",
         shared: bool = False,
         quantised: bool = False,
+        grammars: bool = False,
     ) -> None:
         self.model, self.eos = model, eos
+        self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.kv = KVCache(model.config, num_blocks, 16, "float32", share=shared)
         self.receiver = KVReceiver(self.context, "127.0.0.1", 0, self.kv.block, lambda event: self.engine.notify(event))
@@ -242,6 +246,7 @@ class EngineRig(RouterSide):
             transfer_timeout_s=30.0,
             handover_timeout_s=30.0,
             launcher=None if launcher is None else launcher(runner, sampler),
+            grammars=self.grammars,
         )
         self.receiver.start()
         self.sender.start()

@@ -27,6 +27,8 @@ from diptych.common.messages import (
 )
 from diptych.common.metrics import WorkerMetrics
 from diptych.common.model.decoder import Decoder
+from diptych.common.model.files import resolve_model
+from diptych.common.model.grammar import Grammars
 from diptych.common.model.kv_cache import KVCache
 from diptych.common.model.quantised_staging import quantised_outgoing
 from diptych.common.model.runner import ModelRunner
@@ -163,9 +165,11 @@ class EngineRig(DecodeSide, RouterSide):
         lease_s: float = 30.0,
         max_waiting: int = 64,
         quantise: bool = False,
+        grammars: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.eos = model, eos
+        self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
         self.kv = KVCache(model.config, num_blocks, 16, "float32")
         scheduler = PrefillScheduler(
             BlockPool(num_blocks), block_size=16, max_num_batched_tokens=budget, max_num_seqs=4
@@ -185,6 +189,7 @@ class EngineRig(DecodeSide, RouterSide):
             eos_token_ids=eos,
             max_model_len=1024,
             max_waiting=max_waiting,
+            grammars=self.grammars,
         )
         self.engine.metrics = WorkerMetrics("m", "p", lambda: self.engine.status)
         sender.start()

@@ -62,7 +62,7 @@ def test_softcap_and_sinks(make_case: Any, device: torch.device) -> None:
     case.q *= 20
     sinks = torch.tensor([-3.0, 0.0, 4.0, 60.0])
     for options in ({"softcap": 5.0}, {"sinks": sinks}, {"softcap": 5.0, "sinks": sinks, "window": 17}):
-        assert error(case, attend(case, device, **options), **options) < 5e-6
+        assert error(case, attend(case, device, **options), **options) < 2e-5  # scores are in the hundreds
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -129,16 +129,9 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("completions", {"echo": True, "logprobs": 0}),
     ("completions", {"prompt_logprobs": 0}),
     ("completions", {"truncate_prompt_tokens": 5}),
-    ("completions", {"response_format": {"type": "json_object"}}),
     ("completions", {"allowed_token_ids": [1]}),
-    ("chat", {"response_format": {"type": "json_schema", "json_schema": {}}}),
-    ("chat", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-    ("chat", {"tools": [{}], "tool_choice": "auto"}),
-    ("chat", {"tool_choice": "required"}),
-    ("chat", {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
     ("chat", {"functions": [{"name": "f"}]}),
     ("chat", {"function_call": {"name": "f"}}),
-    ("chat", {"structured_outputs": {"regex": "a"}}),
     ("chat", {"bad_words": ["a"]}),
     ("chat", {"chat_template": "{{ messages }}"}),
 ]
@@ -251,7 +244,8 @@ values = st.recursive(
 names = st.sampled_from(
     ["prompt", "messages", "stop", "n", "logit_bias", "logprobs", "stream", "stream_options", "tools", "tool_choice",
      "response_format", "seed", "max_tokens", "chat_template_kwargs", "stop_token_ids", "model", "top_logprobs", "echo",
-     "suffix", "best_of", "cache_salt", "temperature", "modalities", "function_call"]
+     "suffix", "best_of", "cache_salt", "temperature", "modalities", "function_call", "structured_outputs",
+     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "parallel_tool_calls"]
 )  # fmt: skip
 bodies = st.dictionaries(names, values, max_size=4)
 

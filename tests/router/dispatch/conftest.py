@@ -214,10 +214,12 @@ class FakeWorker:
         )  # fmt: skip
         self.send(router, TokenOutput(worker_id=self.worker_id, epoch=self.epoch, outputs=(delta,)))
 
-    def fail(self, router: bytes, message: Message, *, retryable: bool = True, text: str = "scripted") -> bool:
+    def fail(
+        self, router: bytes, message: Message, *, retryable: bool = True, text: str = "scripted", phase: str = "queue"
+    ) -> bool:
         assert isinstance(message, PrefillRequest | DecodeRequest)
         failed = RequestFailed(
-            worker_id=self.worker_id, request_id=message.request_id, attempt=message.attempt, phase="queue",
+            worker_id=self.worker_id, request_id=message.request_id, attempt=message.attempt, phase=phase,
             message=text, retryable=retryable,
         )  # fmt: skip
         self.send(router, failed)

@@ -195,11 +195,13 @@ async def test_retries_are_bounded(cluster, tools):
     assert sum(len(worker.of(DecodeRequest)) for worker in cluster.decode) == 3
 
 
-async def test_a_refusal_for_good_is_not_retried(cluster, tools):
+@pytest.mark.parametrize("phase", ["queue", "grammar"])
+async def test_a_refusal_for_good_is_not_retried(cluster, tools, phase):
+    """It is the request's fault: a 5xx would have its client try again."""
     dispatcher = await cluster.start()
     bad = cluster.prefill[0]
     bad.on_request = lambda router, message: bad.fail(
-        router, message, retryable=False, text="prompt has 9 tokens too many"
+        router, message, retryable=False, text="prompt has 9 tokens too many", phase=phase
     )
     with pytest.raises(InvalidRequest, match="9 tokens too many"):
         await tools.collect(dispatcher, tools.request(PROMPT))

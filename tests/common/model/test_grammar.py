@@ -1,0 +1,186 @@
+"""What a grammar allows next, over the tiny model's vocabulary of bytes: token 65 is "A", 257 and 259 end an answer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from diptych.common.model import grammar as grammar_module
+from diptych.common.model.files import resolve_model
+from diptych.common.model.grammar import COMPILED_KEPT, Constraint, Grammars, unsampled
+from diptych.common.model.sampler import Sampler, SamplingRow
+from diptych.common.model.tiny import EOS, IM_END, VOCAB_SIZE
+from diptych.common.model.tokenizer import Tokenizer
+from diptych.common.sampling_params import SamplingParams
+
+ENDS = {EOS, IM_END}
+PADDED = VOCAB_SIZE + 11  # rows of the model beyond its tokenizer's tokens
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
+JSON = f"start: %json {json.dumps({**SCHEMA, 'x-guidance': {'whitespace_flexible': False}})}"
+
+
+@pytest.fixture
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(resolve_model("tiny-random"), PADDED)
+    yield made
+    made.close()
+
+
+def allowed(constraint: Constraint, text: str) -> set[int]:
+    mask = constraint.allowed(list(text.encode()))
+    assert mask.shape == (PADDED,) and mask.dtype == torch.bool
+    return set(torch.nonzero(mask).flatten().tolist())
+
+
+def test_each_prefix_allows_what_the_grammar_does(grammars: Grammars) -> None:
+    constraint = grammars.constraint('start: "ab" ("c" | "d")*')
+    assert allowed(constraint, "") == {ord("a")}
+    assert allowed(constraint, "a") == {ord("b")}
+    assert allowed(constraint, "ab") == {ord("c"), ord("d")} | ENDS
+    assert allowed(constraint, "abdc") == {ord("c"), ord("d")} | ENDS  # two tokens since the last question
+    assert constraint.problem == ""
+
+
+def test_only_an_end_may_follow_a_whole_answer(grammars: Grammars) -> None:
+    constraint = grammars.constraint(JSON)
+    text = '{"a":22}'
+    for end in range(len(text)):
+        assert ord(text[end]) in allowed(constraint, text[:end]), text[:end]
+    assert allowed(constraint, text) == ENDS
+
+
+def test_what_follows_an_end_that_does_not_end_the_answer_is_another_end(grammars: Grammars) -> None:
+    """As `ignore_eos` and `min_tokens` ask for."""
+    constraint = grammars.constraint('start: "a"')
+    tokens = [ord("a")]
+    for _ in range(3):
+        mask = constraint.allowed(tokens)
+        assert set(torch.nonzero(mask).flatten().tolist()) == ENDS
+        tokens.append(EOS)
+    assert constraint.problem == ""
+
+
+def test_an_answer_goes_on_elsewhere_as_it_would_have_here(grammars: Grammars) -> None:
+    """The place in the grammar is a function of the tokens alone."""
+    here = grammars.constraint(JSON)
+    text = '{"a":2'
+    step_by_step = [allowed(here, text[:end]) for end in range(len(text) + 1)]
+    for end, expected in enumerate(step_by_step):
+        assert allowed(grammars.constraint(JSON), text[:end]) == expected
+
+
+def test_tokens_outside_of_the_grammar_are_its_problem(grammars: Grammars) -> None:
+    constraint = grammars.constraint('start: "ab"')
+    assert allowed(constraint, "ax") == set()
+    assert "grammar" in constraint.problem and "\n" not in constraint.problem
+    assert allowed(constraint, "ax") == set()
+    assert unsampled(constraint, "decode") == ("grammar", constraint.problem)
+    assert unsampled(None, "decode")[0] == unsampled(grammars.constraint('start: "a"'), "decode")[0] == "decode"
+
+
+@pytest.mark.parametrize("wrong", ["start: nothing", "%%%", "start: /(/"])
+def test_a_grammar_that_cannot_be_compiled_allows_nothing(grammars: Grammars, wrong: str) -> None:
+    constraint = grammars.constraint(wrong)
+    assert allowed(constraint, "") == set()
+    assert constraint.problem
+
+
+def test_answers_of_one_grammar_do_not_share_their_place(grammars: Grammars) -> None:
+    first, second = grammars.constraint('start: "ab"'), grammars.constraint('start: "ab"')
+    assert allowed(first, "a") == {ord("b")}
+    assert allowed(second, "") == {ord("a")}
+
+
+def test_a_bounded_number_of_compiled_grammars_is_kept(grammars: Grammars) -> None:
+    for i in range(2 * COMPILED_KEPT):
+        grammars.prepare(f'start: "{i}"')
+        assert len(grammars._compiled) <= COMPILED_KEPT
+    assert allowed(grammars.constraint('start: "0"'), "") == {ord("0")}  # compiled anew
+
+
+def test_a_model_without_an_end_token_has_no_grammars() -> None:
+    files = resolve_model("tiny-random")
+    grammars = Grammars(msgspec.structs.replace(files, eos_token_ids=()), 300)
+    try:
+        assert "no end token" in grammars.constraint('start: "a"').problem
+    finally:
+        grammars.close()
+
+
+def test_one_that_takes_too_long_to_compile_fails_its_request(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.01)
+    grammars._thread.submit(time.sleep, 0.5)
+    assert "was not compiled within" in grammars.constraint('start: "late"').problem
+
+
+def row(constraint: Constraint, output: str = "", *, banned: tuple[int, ...] = (), **fields: object) -> SamplingRow:
+    params = SamplingParams(**{"max_tokens": 9, **fields})  # type: ignore[arg-type]
+    return SamplingRow(params, len(output), list(output.encode()), (), banned, constraint)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 1.5}, {"temperature": 1.0, "top_k": 1}])
+def test_only_what_is_allowed_is_sampled(grammars: Grammars, fields: dict[str, object]) -> None:
+    logits = torch.zeros(1, PADDED)
+    logits[0, ord("x")] = 50.0
+    logits[0, PADDED - 1] = 60.0  # no token of the tokenizer
+    sampler = Sampler(PADDED)
+    assert sampler.sample(logits, [row(grammars.constraint('start: "a" /[b-d]/'), **fields)])[0].token_id == ord("a")
+    (second,) = sampler.sample(logits, [row(grammars.constraint('start: "a" /[b-d]/'), "a", **fields)])
+    assert second.token_id in range(ord("b"), ord("e"))
+    assert not sampler.can_launch([row(grammars.constraint('start: "a"'), **fields)])
+
+
+def test_a_banned_end_comes_where_nothing_else_may(grammars: Grammars) -> None:
+    """`min_tokens` cannot lengthen an answer that is whole."""
+    logits, ends = torch.zeros(1, PADDED), tuple(ENDS)
+    for temperature in (0.0, 1.0, 0.0001):
+        whole = row(grammars.constraint('start: "a"'), "a", banned=ends, temperature=temperature)
+        assert Sampler(PADDED).sample(logits, [whole])[0].token_id in ENDS
+        open_ended = row(grammars.constraint('start: "a" "b"?'), "a", banned=ends, temperature=temperature)
+        assert Sampler(PADDED).sample(logits, [open_ended])[0].token_id == ord("b")
+
+
+def test_where_nothing_is_allowed_no_token_is_sampled_and_others_are(grammars: Grammars) -> None:
+    logits = torch.zeros(2, PADDED)
+    logits[1, 7] = 1.0
+    plain = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
+    lost, good = Sampler(PADDED).sample(logits, [row(grammars.constraint("start: nothing")), plain])
+    assert lost.token_id >= PADDED and good.token_id == 7
+
+
+def test_of_logits_that_are_not_numbers_no_token_is_sampled(grammars: Grammars) -> None:
+    logits = torch.full((1, PADDED), float("nan"))
+    (token,) = Sampler(PADDED).sample(logits, [row(grammars.constraint('start: "a"'), temperature=0.0)])
+    assert token.token_id >= PADDED
+
+
+def test_the_vocabulary_of_a_real_model() -> None:
+    """Tokens of many bytes, whose beginnings and ends are parts of different members."""
+    files = resolve_model("smollm2-135m")
+    tokenizer, grammars = Tokenizer.from_file(files.tokenizer), Grammars(files, files.vocab_size)
+    try:
+        constraint = grammars.constraint(JSON)
+        ids = tokenizer.encode('{"a":22}', add_special_tokens=False)
+        for end, token_id in enumerate(ids):
+            assert bool(constraint.allowed(ids[:end])[token_id]), tokenizer.decode(ids[: end + 1])
+        mask = constraint.allowed(ids)
+        assert set(torch.nonzero(mask).flatten().tolist()) == set(files.eos_token_ids)
+    finally:
+        grammars.close()
+
+
+def test_a_damaged_tokenizer_is_a_problem_of_the_requests_that_need_it(tmp_path: Path) -> None:
+    files = msgspec.structs.replace(resolve_model("tiny-random"), tokenizer=tmp_path / "none.json")
+    grammars = Grammars(files, PADDED)
+    try:
+        assert "none.json" in grammars.constraint('start: "a"').problem
+    finally:
+        grammars.close()

@@ -1,0 +1,130 @@
+"""What a request may say of its answer's form: the grammar that workers get, and what is refused before any does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diptych.common.model.files import resolve_model
+from diptych.common.model.grammar import Grammars
+from diptych.common.sampling_params import MAX_GRAMMAR_CHARS
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+END = 257
+
+ASKED: list[tuple[dict[str, Any], str, str]] = [  # fields, an answer, no answer
+    ({"response_format": {"type": "json_object"}}, '{"b": []}', "[]"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}, '{"a": 1}', "{}"),
+    ({"structured_outputs": {"json": SCHEMA}}, '{"a": 1}', '{"a": "1"}'),
+    ({"structured_outputs": {"json": '{"type": "null"}'}}, "null", "nul"),
+    ({"structured_outputs": {"json_object": True}}, "{}", "1"),
+    ({"structured_outputs": {"regex": "a+"}}, "aaa", "aab"),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, "no", "maybe"),
+    ({"structured_outputs": {"grammar": 'root ::= "x" | "y"'}}, "y", "z"),
+    ({"guided_json": SCHEMA}, '{"a": 1}', "{}"),
+    ({"guided_regex": "a+"}, "a", ""),
+    ({"guided_choice": ["yes"]}, "yes", "y"),
+    ({"guided_grammar": 'start: "x"'}, "x", "xx"),
+]
+CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [TOOL]}, "Any text.", CALL.replace("1", '"1"')),
+    ({"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": False}, CALL, f"{CALL}\n{CALL}"),
+    ({"tools": [TOOL], "tool_choice": "required"}, f"{CALL}\n{CALL}", "text"),
+    ({"tools": [TOOL], "tool_choice": NAMED}, CALL, f"{CALL}\n{CALL}"),
+    ({"tools": [TOOL], "tool_choice": NAMED, "guided_regex": "a"}, CALL, "a"),
+    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "{}", "text"),
+    ({"tools": [TOOL], "tool_choice": "none", "guided_regex": "a"}, "a", CALL),
+]
+
+
+def is_answer(grammar: str, text: str) -> bool:
+    grammars = Grammars(resolve_model("tiny-random"), 261)
+    try:
+        constraint = grammars.constraint(grammar)
+        tokens = [*text.encode(), END]
+        return all(bool(constraint.allowed(tokens[:i])[token_id]) for i, token_id in enumerate(tokens))
+    finally:
+        grammars.close()
+
+
+@pytest.mark.parametrize("endpoint", ["completion", "chat"])
+@pytest.mark.parametrize(("fields", "good", "bad"), ASKED)
+async def test_workers_get_the_grammar(
+    running: Any, endpoint: str, fields: dict[str, Any], good: str, bad: str
+) -> None:
+    reply = await getattr(running, endpoint)(max_tokens=1, n=2, **fields)
+    assert reply.status_code == 200, reply.text
+    first, second = (request.params.grammar for request in running.engine.requests)
+    assert first == second
+    assert is_answer(first, good) and not is_answer(first, bad)
+
+
+@pytest.mark.parametrize(("fields", "good", "bad"), CHATS)
+async def test_workers_get_the_grammar_of_calls(running: Any, fields: dict[str, Any], good: str, bad: str) -> None:
+    reply = await running.chat(max_tokens=1, **fields)
+    assert reply.status_code == 200, reply.text
+    (request,) = running.engine.requests
+    assert is_answer(request.params.grammar, good) and not is_answer(request.params.grammar, bad)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"structured_outputs": {"regex": None}},
+     {"response_format": None, "guided_json": None}],
+)  # fmt: skip
+async def test_what_asks_for_nothing_leaves_the_answer_free(running: Any, fields: dict[str, Any]) -> None:
+    assert (await running.completion(max_tokens=1, **fields)).status_code == 200
+    assert running.engine.requests[0].params.grammar == ""
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [  # fields, param, part of the message
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'json_schema'"),
+    ({"response_format": {}}, "response_format.type", "is required"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "is required"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format", "is required"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strng"}}}},
+        "response_format.json_schema.schema",
+        "strng",
+    ),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is not JSON"),
+    ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "must be a JSON schema"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+    ({"structured_outputs": {"grammar": "start: none"}}, "structured_outputs.grammar", "none"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "only one"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "only one"),
+    ({"guided_regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "guided_regex", f"{MAX_GRAMMAR_CHARS}"),
+    ({"guided_choice": ["x" * 70_000, "y" * 70_000]}, "guided_choice", f"{MAX_GRAMMAR_CHARS:,}"),
+]
+REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "a b"),
+    ({"tools": [{}]}, "tools[0]", "is required"),
+    ({"tools": [TOOL, TOOL]}, "tools", "two functions f"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/x"}}}]}, "tools", "exist"),
+    ({"tool_choice": "required"}, "tool_choice", "no tools"),
+    ({"tool_choice": "always"}, "tool_choice", "'required'"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
+    ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex", "with tools only JSON"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), REFUSED + REFUSED_CHATS)
+async def test_what_cannot_be_is_refused(running: Any, fields: dict[str, Any], param: str, message: str) -> None:
+    reply = await running.chat(**fields)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["param"].startswith(param) and message in error["message"], error
+    assert running.engine.requests == []
+
+
+async def test_the_log_tells_nothing_of_a_schema(running: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert (await running.chat(guided_json={"type": "secret"})).status_code == 400
+    (record,) = [record for record in caplog.records if record.msg == "request"]
+    assert vars(record)["reason"] == "guided_json: cannot be used"

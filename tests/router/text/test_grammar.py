@@ -1,0 +1,136 @@
+"""Grammars as the library takes them, over the tiny model's bytes: what they accept, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from diptych.common.model.files import resolve_model
+from diptych.common.model.grammar import Constraint, Grammars
+from diptych.common.sampling_params import MAX_GRAMMAR_CHARS
+from diptych.router.text.grammar import (
+    checked,
+    choice_grammar,
+    free_grammar,
+    json_grammar,
+    regex_grammar,
+)
+
+END = 257
+Accepts = Callable[[str, str], bool]
+
+
+@pytest.fixture(scope="module")
+def accepts() -> Iterator[Accepts]:
+    """Whether a text is an answer of a grammar, whole and nothing but it, as workers see it."""
+    grammars = Grammars(resolve_model("tiny-random"), 261)
+
+    def accept(grammar: str, text: str) -> bool:
+        constraint: Constraint = grammars.constraint(checked(grammar))
+        tokens = [*text.encode(), END]
+        return all(bool(constraint.allowed(tokens[:i])[token_id]) for i, token_id in enumerate(tokens))
+
+    yield accept
+    grammars.close()
+
+
+PERSON = {
+    "$defs": {"age": {"type": "integer", "minimum": 0}},
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": r"^[A-Z][a-z]*$"}, "age": {"$ref": "#/$defs/age"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"name": "Bo", "age": 7}', True),
+        ('{"name":"Bo","age":7}', True),
+        ('{\n    "name": "Bo",\n    "age": 7\n}', True),
+        ('{"name": "bo", "age": 7}', False),
+        ('{"name": "Bo", "age": -7}', False),
+        ('{"name": "Bo"}', False),
+        ('{"name": "Bo", "age": 7} ', False),
+        ('{\n\n\n\n"name": "Bo", "age": 7}', False),  # a model that may write blanks writes nothing else
+    ],
+)
+def test_json_of_a_schema(accepts: Accepts, text: str, expected: bool) -> None:
+    assert accepts(json_grammar(PERSON), text) is expected
+
+
+@pytest.mark.parametrize("text", ['{"a": [1, null, {"b": "\\né"}], "": 1.5e3}', "{}", '{"a":true}'])
+def test_any_object(accepts: Accepts, text: str) -> None:
+    assert accepts(json_grammar({"type": "object"}), text)
+    assert not accepts(json_grammar({"type": "object"}), f"[{text}]")
+
+
+def test_a_client_does_not_set_the_librarys_own_options(accepts: Accepts) -> None:
+    schema = {"type": "object", "x-guidance": {"whitespace_pattern": "[ ]+", "lenient": True}}
+    assert not accepts(json_grammar(schema), "{         }")
+
+
+@pytest.mark.parametrize("choice", ["yes", 'say "hi"', "back\\slash", "two\nlines", "été", "/.*/", "%json {}", "a|b"])
+def test_a_choice_is_taken_as_it_is(accepts: Accepts, choice: str) -> None:
+    grammar = choice_grammar(["no", choice])
+    assert accepts(grammar, choice) and accepts(grammar, "no")
+    assert not accepts(grammar, choice + "x") and not accepts(grammar, "a")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "expected"),
+    [
+        (r"\d{4}-\d\d", "2026-11", True),
+        (r"\d{4}", "٢٠٢٦", False),  # digits, but not those that anybody means
+        (r"[\d.]+", "1.5", True),
+        (r"[^\s]{3}", "a b", False),
+        (r"\w+\\d", r"ab\d", True),
+        (r"\w+", "é", False),
+        (r"a/b", "a/b", True),
+        (r"(yes|no)!?", "no!", True),
+        (r"(yes|no)!?", "no!!", False),
+    ],
+)
+def test_a_regular_expression_matches_the_whole_answer(
+    accepts: Accepts, pattern: str, text: str, expected: bool
+) -> None:
+    assert accepts(regex_grammar(pattern), text) is expected
+
+
+@pytest.mark.parametrize("grammar", ['start: "ab" N+\nN: /[0-9]/', 'root ::= "ab" n\nn ::= [0-9] | [0-9] n'])
+def test_rules_of_lark_and_of_gbnf(accepts: Accepts, grammar: str) -> None:
+    assert accepts(free_grammar(grammar), "ab12") and not accepts(free_grammar(grammar), "ab")
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: json_grammar({"type": "strng"}), "Invalid type: strng"),
+        (lambda: json_grammar({"$ref": "#/$defs/none"}), "does not exist"),
+        (lambda: json_grammar({"$ref": "http://127.0.0.1:1/schema"}), "does not fetch"),
+        (lambda: json_grammar({"not": {"type": "null"}}), "not"),
+        (lambda: json_grammar(False), "Unsatisfiable"),
+        (lambda: regex_grammar("(a"), "unclosed group"),
+        (lambda: free_grammar("start: nothing"), 'unknown name: "nothing"'),
+        (lambda: free_grammar("root ::= nothing"), "nothing"),
+        (lambda: free_grammar("::= ((("), "Expected name"),
+        (lambda: choice_grammar(["x" * MAX_GRAMMAR_CHARS]), f"at most {MAX_GRAMMAR_CHARS:,}"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_the_reason(make: Callable[[], str], problem: str) -> None:
+    with pytest.raises(ValueError) as error:
+        checked(make())
+    assert problem in str(error.value)
+    assert not str(error.value).startswith("at 1(8): failed"), "that is where it stands in our rules"
+
+
+def test_a_schema_nested_deeply_is_refused_and_not_a_crash() -> None:
+    deep: dict[str, Any] = {"type": "object"}
+    for _ in range(240):
+        deep = {"type": "object", "properties": {"a": deep}}
+    with pytest.raises(ValueError, match="recursion"):
+        checked(json_grammar(json.loads(json.dumps(deep))))
