@@ -40,7 +40,7 @@ from diptych.kernels.native_backend import NativePlan, record, share_cores
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
 from diptych.kernels.program import Program, Recorder
 from diptych.kernels.quantised import QuantisedWeight, quantise, stack
-from diptych.kernels.sampling import Draw, SamplingTensors, argmax, sample
+from diptych.kernels.sampling import Draw, SamplingTensors, bits_allowed, sample
 
 __all__ = [
     "AttentionPlan",
@@ -58,8 +58,8 @@ __all__ = [
     "SamplingTensors",
     "Weight",
     "add_rms_norm",
-    "argmax",
     "backend",
+    "bits_allowed",
     "gated",
     "gather_blocks",
     "paged_attention",

@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from diptych.kernels.native_build import load_native
 from diptych.kernels.packed import INT8, PackedWeight, panel_size, room
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
 from diptych.kernels.program import EPILOGUES, NotRecordable, OpStruct, Program, Recorder, StepStruct
+
+if TYPE_CHECKING:
+    from diptych.kernels.sampling import SamplingTensors
 
 log = logging.getLogger("diptych.kernels")
 INT8_DOTS, BFLOAT16_PAIRS, HALVES = 1, 2, 4
@@ -69,15 +72,15 @@ class NativeBackend:
         self._shorten.argtypes = [pointer, integer, integer, pointer, pointer, pointer, number]
         self._unpack_rows = library.diptych_unpack_rows
         self._unpack_rows.argtypes = [pointer, pointer, integer, integer, pointer, number]
-        self._argmax = library.diptych_argmax
-        self._argmax.argtypes = [pointer, integer, integer, pointer, number]
+        self._sample = library.diptych_sample
+        self._sample.argtypes = [pointer, pointer, integer, integer, *(pointer,) * 7, number]
         self._read = library.diptych_read
         self._read.argtypes, self._read.restype = [pointer, integer, number], integer
         self._run = library.diptych_run
         self._run.argtypes = [number, pointer, integer, pointer, number]
         for function in (
             *(self._attend, self._norm, self._rotate, self._gated),
-            *(self._quantise, self._linear, self._argmax, self._run),
+            *(self._quantise, self._linear, self._sample, self._run),
             *(self._choose_exponents, self._shorten, self._unpack_rows),
         ):
             function.restype = None
@@ -87,11 +90,25 @@ class NativeBackend:
         self.multiplies_bfloat16, self.multiplies_int8 = bool(features & BFLOAT16_PAIRS), bool(features & INT8_DOTS)
         self.widens_float16 = bool(features & HALVES)
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """The first of the largest in each row of float32 [n, width]: int64 [n]."""
-        logits = logits.contiguous()
-        out = torch.empty(logits.shape[0], dtype=torch.int64)
-        self._argmax(logits.data_ptr(), *logits.shape, out.data_ptr(), torch.get_num_threads())
+    def sample(
+        self, logits: Tensor | Sequence[Tensor], draws: SamplingTensors, allowed: Sequence[Tensor | None]
+    ) -> Tensor:
+        """As `kernels.sample`; one `allowed` for each row."""
+        count, width = len(allowed), logits[0].shape[0] if len(logits) else 0
+        if isinstance(logits, Tensor):
+            logits = logits.contiguous()
+            addresses = range(logits.data_ptr(), logits.data_ptr() + 4 * width * count, 4 * width)
+            places = (ctypes.c_void_p * count)(*addresses)
+        else:
+            logits = [row.contiguous() for row in logits]
+            places = (ctypes.c_void_p * count)(*(row.data_ptr() for row in logits))
+        out = torch.empty(count, dtype=torch.int64)
+        masks = (ctypes.c_void_p * count)(*(None if mask is None else mask.data_ptr() for mask in allowed))
+        columns = (draws.temperature, draws.min_p, draws.top_k, draws.top_p, draws.seed, draws.position)
+        self._sample(
+            *(ctypes.addressof(places), ctypes.addressof(masks), count, width),
+            *(*(column.data_ptr() for column in columns), out.data_ptr(), torch.get_num_threads()),
+        )
         return out
 
     def read(self, memory: Tensor) -> int:

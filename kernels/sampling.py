@@ -1,4 +1,4 @@
-"""From logits to tokens without leaving the device: what to draw with, and the draw itself in plain torch."""
+"""From logits to tokens: what to draw with, and the draw, by the device's kernel or in plain torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,6 @@ from diptych.kernels.device import triton_backend
 from diptych.kernels.native_backend import native_backend
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """The first of the largest in each row of float32 [n, width]: int64 [n]."""
-    if logits.device.type == "cpu" and (native := native_backend()) is not None:
-        return native.argmax(logits)
-    return torch.argmax(logits, dim=-1)
 
 
 class Draw(NamedTuple):
@@ -88,36 +81,61 @@ def _columns(memory: Tensor, count: int, draws: Sequence[Draw]) -> None:
     narrow.view(np.int32).reshape(3, count)[2] = [min(k, 2**31 - 1) for k in top_k]  # as good as any larger one
 
 
-def sample(logits: Tensor, rows: SamplingTensors) -> Tensor:
-    """Token ids int64 [n] of logits float32 [n, vocab], on their device; on a GPU nothing waits for them.
+def sample(
+    logits: Tensor | Sequence[Tensor], rows: SamplingTensors, allowed: Sequence[Tensor | None] | None = None
+) -> Tensor:
+    """Token ids int64 [n] of logits float32 [n, vocab], or of n rows [vocab]; on a GPU nothing waits for them.
 
     A row is divided by its temperature, then min_p, top_k and top_p drop tokens, in this order, by a threshold on
     probability: tokens of equal probability stay or go together. The token is the inverse of what is left of the
     cumulative distribution, in the order of ids, at the row's noise. A row depends on nothing but itself.
+
+    `allowed`, one for each row, has the bits of 32 tokens in each int32 [ceil(vocab / 32)], on the host; None: every
+    token may come. A row without one that may, or with a NaN among these, gets an id that is no token.
     """
-    if (backend := triton_backend(logits.device.type)) is not None:
-        tokens: Tensor = backend.sample(logits, rows)
+    if not len(rows):
+        return torch.empty(0, dtype=torch.int64, device=rows.seed.device)
+    masks = allowed if allowed is not None else [None] * len(rows)
+    device = logits[0].device
+    if device.type == "cpu" and (native := native_backend()) is not None:
+        return native.sample(logits, rows, masks)
+    whole = logits if isinstance(logits, Tensor) else torch.stack(list(logits))
+    if any(mask is not None for mask in masks):
+        wanted = [bits_allowed(mask, whole.shape[1]) for mask in masks]
+        whole = whole.masked_fill(~torch.stack(wanted).to(device), -torch.inf)
+    if (backend := triton_backend(device.type)) is not None:
+        tokens: Tensor = backend.sample(whole, rows)
         return tokens
-    return sample_by_sorting(logits, rows)
+    return sample_by_sorting(whole, rows)
+
+
+def bits_allowed(mask: Tensor | None, vocab: int) -> Tensor:
+    """bool [vocab] of the bits in int32 [ceil(vocab / 32)]; all True for None."""
+    if mask is None:
+        return torch.ones(vocab, dtype=torch.bool)
+    bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little", count=vocab)
+    return torch.from_numpy(bits).view(torch.bool)
 
 
 def sample_by_sorting(logits: Tensor, rows: SamplingTensors) -> Tensor:
     """As `sample`, on any device, in float64."""
-    tokens = torch.argmax(logits, dim=-1)
-    drawn = torch.nonzero(rows.temperature > 0).flatten()
+    largest, tokens = logits.max(dim=-1)
+    tokens = torch.where(largest > -torch.inf, tokens, logits.shape[1])
+    drawn = torch.nonzero((rows.temperature > 0) & (largest > -torch.inf)).flatten()
     if not len(drawn):
         return tokens
     rows, logits = rows.select(drawn), logits[drawn]
     vocab = logits.shape[1]
     probs = torch.softmax((logits / rows.temperature[:, None]).double(), dim=-1)
     probs = _keep(probs, probs.amax(-1) * rows.min_p)
-    ordered = probs.sort(dim=-1, descending=True).values
-    last = torch.where((rows.top_k > 0) & (rows.top_k < vocab), rows.top_k, vocab).long() - 1
-    probs = _keep(probs, ordered.gather(1, last[:, None])[:, 0])
-    ordered = probs.sort(dim=-1, descending=True).values
-    mass = ordered.cumsum(-1)
-    last = torch.searchsorted(mass, (rows.top_p * mass[:, -1])[:, None]).clamp(max=vocab - 1)
-    probs = torch.where(rows.top_p[:, None] < 1.0, _keep(probs, ordered.gather(1, last)[:, 0]), probs)
+    if rows.searches:
+        ordered = probs.sort(dim=-1, descending=True).values
+        last = torch.where((rows.top_k > 0) & (rows.top_k < vocab), rows.top_k, vocab).long() - 1
+        least = ordered.gather(1, last[:, None])[:, 0]
+        probs, ordered = _keep(probs, least), _keep(ordered, least)
+        mass = ordered.cumsum(-1)
+        last = torch.searchsorted(mass, (rows.top_p * mass[:, -1])[:, None]).clamp(max=vocab - 1)
+        probs = torch.where(rows.top_p[:, None] < 1.0, _keep(probs, ordered.gather(1, last)[:, 0]), probs)
     mass = probs.cumsum(-1)
     noise = torch.from_numpy(uniform(rows.seed.cpu().numpy(), rows.position.cpu().numpy())).to(mass.device)
     tokens[drawn] = torch.searchsorted(mass, (mass[:, -1] * noise)[:, None], right=True)[:, 0]

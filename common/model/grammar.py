@@ -38,7 +38,7 @@ class Constraint:
         """Why nothing more can come, or ""."""
 
     def allowed(self, output_token_ids: Sequence[int]) -> Tensor:
-        """bool [vocab_size]: what may follow these tokens, which begin with those of the call before.
+        """What may follow these tokens, which begin with those of the call before: a bit a token, 32 in each int32.
 
         An end token may come where the grammar is satisfied, and only such where nothing can be added. None may
         where there is a `problem`: tokens outside of the grammar, or a grammar beyond the library's bounds.
@@ -50,8 +50,7 @@ class Constraint:
             if self._matcher.is_error():
                 self.problem = _first_line(self._matcher.get_error())
                 mask[:] = 0
-        bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=self._vocab_size)
-        return torch.from_numpy(bits).view(torch.bool)
+        return torch.from_numpy(mask)
 
     def _follow(self, matcher: llguidance.LLMatcher, output_token_ids: Sequence[int]) -> None:
         for token_id in output_token_ids[self._num_taken :]:

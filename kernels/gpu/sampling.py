@@ -69,7 +69,7 @@ def load_weights(p, o, size, maximum, temperature, COPIED: tl.constexpr):
 
 @triton.jit
 def best_token(p_logits, vocab, BLOCK: tl.constexpr):
-    """The largest logit and the lowest id that has it; NONE for a row with a logit that is not a number."""
+    """The largest logit and the lowest id that has it; NONE where one is not a number, or all are minus infinity."""
     b_best = tl.full([BLOCK], float("-inf"), tl.float32)
     b_id = tl.arange(0, BLOCK)
     for start in range(0, vocab, BLOCK):
@@ -80,7 +80,7 @@ def best_token(p_logits, vocab, BLOCK: tl.constexpr):
     wrong = tl.max((b_best != b_best).to(tl.int32), 0)
     maximum = tl.max(b_best, 0)
     token = tl.min(tl.where(b_best == maximum, b_id, NONE), 0)
-    return maximum, tl.where(wrong > 0, NONE, token)
+    return maximum, tl.where((wrong > 0) | (maximum == float("-inf")), NONE, token)
 
 
 @triton.jit

@@ -8,6 +8,7 @@
 #include "elementwise.h"
 #include "linear.h"
 #include "program.h"
+#include "sampling.h"
 
 using namespace diptych;
 
@@ -88,9 +89,23 @@ int64_t diptych_read(const void *memory, int64_t bytes, int threads) {
     return total;
 }
 
-void diptych_argmax(const float *x, int64_t rows, int64_t width, int64_t *out, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > 65536)
-    for (int64_t row = 0; row < rows; row++) out[row] = largest_index(x + row * width, width);
+// Row i of logits float32 [count][width] is at rows[i], each with numbers of its own; allowed[i] is null where every token is.
+void diptych_sample(const float *const *rows, const uint32_t *const *allowed, int64_t count, int64_t width,
+                    const float *temperature, const float *min_p, const int32_t *top_k, const double *top_p, const int64_t *seed,
+                    const int64_t *position, int64_t *out, int threads) {
+    const int64_t room = width + LANES;
+#pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
+    {
+        std::vector<float> memory; // of a thread
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < count; i++) {
+            const bool masked = allowed[i] != nullptr;
+            if (masked || temperature[i] > 0) memory.resize(2 * room);
+            if (masked) mask_logits(rows[i], width, allowed[i], memory.data() + room);
+            const Draw draw{temperature[i], min_p[i], top_k[i], top_p[i], noise_of(seed[i], position[i])};
+            out[i] = draw_token(masked ? memory.data() + room : rows[i], width, draw, memory.data());
+        }
+    }
 }
 
 void diptych_quantise(int type, const void *x, int64_t rows, int64_t k, int64_t group, int offset, void *codes, float *scale,

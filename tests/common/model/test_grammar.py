@@ -18,6 +18,7 @@ from diptych.common.model.sampler import Sampler, SamplingRow
 from diptych.common.model.tiny import EOS, IM_END, VOCAB_SIZE
 from diptych.common.model.tokenizer import Tokenizer
 from diptych.common.sampling_params import SamplingParams
+from diptych.kernels import bits_allowed
 
 ENDS = {EOS, IM_END}
 PADDED = VOCAB_SIZE + 11  # rows of the model beyond its tokenizer's tokens
@@ -33,7 +34,7 @@ def grammars() -> Iterator[Grammars]:
 
 
 def allowed(constraint: Constraint, text: str) -> set[int]:
-    mask = constraint.allowed(list(text.encode()))
+    mask = bits_allowed(constraint.allowed(list(text.encode())), PADDED)
     assert mask.shape == (PADDED,) and mask.dtype == torch.bool
     return set(torch.nonzero(mask).flatten().tolist())
 
@@ -60,7 +61,7 @@ def test_what_follows_an_end_that_does_not_end_the_answer_is_another_end(grammar
     constraint = grammars.constraint('start: "a"')
     tokens = [ord("a")]
     for _ in range(3):
-        mask = constraint.allowed(tokens)
+        mask = bits_allowed(constraint.allowed(tokens), PADDED)
         assert set(torch.nonzero(mask).flatten().tolist()) == ENDS
         tokens.append(EOS)
     assert constraint.problem == ""
@@ -170,8 +171,10 @@ def test_the_vocabulary_of_a_real_model() -> None:
         constraint = grammars.constraint(JSON)
         ids = tokenizer.encode('{"a":22}', add_special_tokens=False)
         for end, token_id in enumerate(ids):
-            assert bool(constraint.allowed(ids[:end])[token_id]), tokenizer.decode(ids[: end + 1])
-        mask = constraint.allowed(ids)
+            assert bool(bits_allowed(constraint.allowed(ids[:end]), files.vocab_size)[token_id]), tokenizer.decode(
+                ids[: end + 1]
+            )
+        mask = bits_allowed(constraint.allowed(ids), files.vocab_size)
         assert set(torch.nonzero(mask).flatten().tolist()) == set(files.eos_token_ids)
     finally:
         grammars.close()

@@ -4,13 +4,22 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from diptych.common.model.sampler import LOGPROB_FLOOR, Sampler, SamplingRow, uniform
+from diptych.common.model.sampler import LOGPROB_FLOOR, Sampler, SamplingRow
 from diptych.common.sampling_params import SamplingParams
+from diptych.kernels.sampling import uniform as noise_of
 
 VOCAB = 200
+
+
+def uniform(seed: int, position: int) -> float:
+    (noise,) = noise_of(np.array([seed], dtype=np.int64), np.array([position], dtype=np.int64))
+    return float(noise)
+
+
 NOISE = [0.6524484863740322, 0.7012121095215252, 0.36818951565166946, 0.15403342580516755, 0.32491307998290764]
 
 

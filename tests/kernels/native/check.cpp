@@ -202,6 +202,77 @@ template <typename T> void check_attention(int type, int64_t dim, int64_t window
             }
 }
 
+// The token that a sorted list of weights gives, in float64; -1 where the noise is too near to a border to tell.
+int64_t plain_draw(const std::vector<float> &x, const std::vector<uint32_t> &allowed, const Draw &draw) {
+    const int64_t width = int64_t(x.size());
+    std::vector<double> weight(width, 0.0);
+    double top = -INFINITY, total = 0, before = 0;
+    const auto may = [&](int64_t i) { return allowed.empty() || (allowed[i / 32] >> i % 32 & 1); };
+    for (int64_t i = 0; i < width; i++)
+        if (may(i)) top = std::max(top, double(x[i]));
+    if (top == -INFINITY) return width;
+    for (int64_t i = 0; i < width; i++) weight[i] = may(i) ? std::exp((x[i] - top) / draw.temperature) : 0;
+    for (double &w : weight)
+        if (w < draw.min_p) w = 0;
+    std::vector<double> sorted(weight);
+    std::sort(sorted.begin(), sorted.end(), std::greater<>());
+    const auto keep = [&](double least) {
+        for (double &w : weight)
+            if (w < least * (1 - 1e-6)) w = 0;
+        for (double &w : sorted)
+            if (w < least * (1 - 1e-6)) w = 0;
+    };
+    if (draw.top_k > 0 && draw.top_k < width) keep(sorted[draw.top_k - 1]);
+    for (const double w : sorted) total += w;
+    if (draw.top_p < 1) {
+        double sum = 0;
+        int64_t last = 0;
+        while (last + 1 < width && (sum += sorted[last]) < draw.top_p * total) last++;
+        if (std::fabs(sum - draw.top_p * total) < 1e-5 * total) return -1;
+        keep(sorted[last]);
+        total = 0;
+        for (const double w : weight) total += w;
+    }
+    for (int64_t i = 0; i < width; i++) {
+        before += weight[i];
+        if (std::fabs(before - draw.noise * total) < 1e-5 * total) return -1;
+        if (before > draw.noise * total) return i;
+    }
+    return -1;
+}
+
+void check_sampling(int64_t width) {
+    constexpr int64_t rows = 40;
+    std::vector<std::vector<float>> logits(rows);
+    std::vector<std::vector<uint32_t>> masks(rows);
+    std::vector<const float *> places;
+    std::vector<const uint32_t *> allowed;
+    std::vector<float> temperature, min_p;
+    std::vector<int32_t> top_k;
+    std::vector<double> top_p;
+    std::vector<int64_t> seed, position, out(rows);
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t j = 0; j < width; j++) logits[i].push_back(float(uniform(-6, 6)));
+        if (i % 3 == 2)
+            for (int64_t j = 0; j < (width + 31) / 32; j++) masks[i].push_back(j % 3 ? random_bits() & random_bits() : j ? 0 : ~0u);
+        places.push_back(logits[i].data());
+        allowed.push_back(masks[i].empty() ? nullptr : masks[i].data());
+        temperature.push_back(float(uniform(0.3, 1.5)));
+        min_p.push_back(i % 4 == 1 ? 0.05f : 0.f);
+        top_k.push_back(i % 4 == 2 ? 7 : 0);
+        top_p.push_back(i % 4 >= 2 ? 0.8 : 1.0);
+        seed.push_back(whole(-1000, 1000));
+        position.push_back(whole(0, 1 << 20));
+    }
+    diptych_sample(places.data(), allowed.data(), rows, width, temperature.data(), min_p.data(), top_k.data(), top_p.data(),
+                   seed.data(), position.data(), out.data(), 2);
+    for (int64_t i = 0; i < rows; i++) {
+        const Draw draw{temperature[i], min_p[i], top_k[i], top_p[i], noise_of(seed[i], position[i])};
+        const int64_t expected = plain_draw(logits[i], masks[i], draw);
+        if (expected >= 0) expect("token", double(out[i]), double(expected), 1, 0);
+    }
+}
+
 } // namespace
 
 int main() {
@@ -216,6 +287,7 @@ int main() {
                 check_attention<float>(0, dim, window, softcap, 2e-6);
                 check_attention<bf16>(1, dim, window, softcap, 2e-2);
             }
+    for (const int64_t width : {1, 3, 16, 31, 64, 257, 5000}) check_sampling(width);
     std::printf("%d outputs to a panel, features %d, %d failures\n", PANEL, diptych_features(), failures);
     return failures ? 1 : 0;
 }

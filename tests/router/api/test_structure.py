@@ -9,6 +9,7 @@ import pytest
 from diptych.common.model.files import resolve_model
 from diptych.common.model.grammar import Grammars
 from diptych.common.sampling_params import MAX_GRAMMAR_CHARS
+from diptych.kernels import bits_allowed
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -46,7 +47,9 @@ def is_answer(grammar: str, text: str) -> bool:
     try:
         constraint = grammars.constraint(grammar)
         tokens = [*text.encode(), END]
-        return all(bool(constraint.allowed(tokens[:i])[token_id]) for i, token_id in enumerate(tokens))
+        return all(
+            bool(bits_allowed(constraint.allowed(tokens[:i]), 261)[token_id]) for i, token_id in enumerate(tokens)
+        )
     finally:
         grammars.close()
 

@@ -11,6 +11,7 @@ import pytest
 from diptych.common.model.files import resolve_model
 from diptych.common.model.grammar import Constraint, Grammars
 from diptych.common.sampling_params import MAX_GRAMMAR_CHARS
+from diptych.kernels import bits_allowed
 from diptych.router.text.grammar import (
     checked,
     choice_grammar,
@@ -31,7 +32,9 @@ def accepts() -> Iterator[Accepts]:
     def accept(grammar: str, text: str) -> bool:
         constraint: Constraint = grammars.constraint(checked(grammar))
         tokens = [*text.encode(), END]
-        return all(bool(constraint.allowed(tokens[:i])[token_id]) for i, token_id in enumerate(tokens))
+        return all(
+            bool(bits_allowed(constraint.allowed(tokens[:i]), 261)[token_id]) for i, token_id in enumerate(tokens)
+        )
 
     yield accept
     grammars.close()

@@ -11,6 +11,7 @@ import pytest
 from diptych.common.model.files import resolve_model
 from diptych.common.model.grammar import Grammars
 from diptych.common.model.template import ChatTemplate
+from diptych.kernels import bits_allowed
 from diptych.router.text.chat_prompt import chat_prompt
 from diptych.router.text.grammar import checked
 from diptych.router.text.tools import CallPart, CallScanner, Function, call_grammar, knows_tools
@@ -38,7 +39,9 @@ def accepts() -> Iterator[Callable[[str, str], bool]]:
     def accept(grammar: str, text: str) -> bool:
         constraint = grammars.constraint(checked(grammar))
         tokens = [*text.encode(), END]
-        return all(bool(constraint.allowed(tokens[:i])[token_id]) for i, token_id in enumerate(tokens))
+        return all(
+            bool(bits_allowed(constraint.allowed(tokens[:i]), 261)[token_id]) for i, token_id in enumerate(tokens)
+        )
 
     yield accept
     grammars.close()
