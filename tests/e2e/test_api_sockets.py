@@ -62,7 +62,7 @@ BAD_BODIES: dict[str, tuple[bytes, int, str | None]] = {
     "bias of no token": (posted(logit_bias={"x": 1}), 400, "logit_bias"),
     "suffix": (posted(suffix="y"), 400, "suffix"),
     "echo with logprobs": (posted(echo=True, logprobs=1), 400, "echo"),
-    "schema": (posted(response_format={"type": "json_object"}), 400, "response_format"),
+    "schema": (posted(response_format={"type": "json_schema"}), 400, "response_format"),
     "prompt and answer too long": (posted(prompt=[65] * 4000, max_tokens=97), 400, "max_tokens"),
     "megabytes": (posted(prompt="x" * 3_000_000), 400, "prompt"),
     "unknown model": (posted(model="gpt-5"), 404, "model"),

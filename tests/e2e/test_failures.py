@@ -62,9 +62,14 @@ def num_moves(system: Any) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith("diptych_retries_total"))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])
+SAMPLED = {"temperature": 1.0, "seed": 5}
+QUICKLY = [("prefill", "shm", SAMPLED), ("prefill", "tcp", {}), ("decode", "shm", {}), ("decode", "tcp", SAMPLED)]
+SLOWLY = [("prefill", "shm", {}), ("prefill", "tcp", SAMPLED), ("decode", "shm", SAMPLED), ("decode", "tcp", {})]
+
+
+@pytest.mark.parametrize(
+    ("role", "transport", "params"), [*QUICKLY, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY)]
+)
 def test_a_killed_worker_costs_no_token(
     system_of: Any, random_prompts: Any, role: str, params: dict[str, Any], transport: str
 ) -> None:

@@ -40,7 +40,13 @@ async def _load(url: str, prompts: list[list[int]]) -> tuple[int, int]:
     return counts["finished"], counts["aborted"]
 
 
-@pytest.mark.parametrize(("shape", "transport"), [((1, 1), "shm"), ((2, 2), "shm"), ((2, 2), "tcp"), ((0, 1), "auto")])
+MORE = [((2, 2), "shm"), ((0, 1), "auto")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "transport"),
+    [((1, 1), "shm"), ((2, 2), "tcp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+)
 def test_nothing_leaks_when_a_third_is_aborted(
     system_of: Any, random_prompts: Any, shape: tuple[int, int], transport: str
 ) -> None:

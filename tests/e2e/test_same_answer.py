@@ -42,8 +42,14 @@ def tiny_case(tiny_oracle: Any, random_prompts: Callable[..., list[list[int]]]) 
     return Case(prompts, [tiny_oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts])
 
 
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize("chunk", [16, 64, 512])
+def slowly(*values: Any) -> Any:
+    """A case of which the quick run has a sibling."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "block_size"), [(16, 64), (64, 16), (512, 64), slowly(16, 16), slowly(64, 64), slowly(512, 16)]
+)
 def test_every_chunk_and_block_size(system_of: Any, tiny_case: Case, chunk: int, block_size: int) -> None:
     system = system_of(
         worker_flags=("--block-size", str(block_size)),
@@ -150,7 +156,7 @@ def test_first_token_ends_it(system_of: Any, tiny_oracle: Any, random_prompts: A
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("model", "shape"), [("smollm2-135m", (1, 1)), ("smollm2-135m", (0, 1)), ("gemma3-270m", (1, 1))]
+    ("model", "shape"), [("smollm2-135m", (1, 1)), slowly("smollm2-135m", (0, 1)), slowly("gemma3-270m", (1, 1))]
 )
 def test_real_models(system_of: Any, real_oracle: Any, random_prompts: Any, model: str, shape: tuple[int, int]) -> None:
     system = system_of(*shape, model=model, router_flags=ALL_REMOTE, worker_flags=("--kv-memory-gib", "0.5"))

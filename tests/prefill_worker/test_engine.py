@@ -297,7 +297,7 @@ def test_poison_fails_alone(engine: Rig, tokens: list[int], options: dict[str, A
 
 def test_logits_that_are_no_numbers_fail_alone(engine: Rig) -> None:
     engine.ask(prompt(20), "good", temperature=1.0)
-    engine.ask(prompt(20), "bad", temperature=1.0, logit_bias=((7, float("inf")),))
+    engine.ask(prompt(20), "bad", temperature=1.0, logit_bias=((7, float("nan")),))
     engine.until(lambda: engine.is_clean)
     assert engine.deltas("good") and not engine.deltas("bad")
     assert "not finite" in engine.failures("bad")[0].message

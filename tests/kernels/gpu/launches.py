@@ -74,7 +74,7 @@ def main(architecture: Literal["llama", "gemma3"], folder: Path) -> None:
     knobs.runtime.jit_cache_hook = note
     dispatch.backend = cast(Any, lambda kind: triton_backend)
     sampling.triton_backend = cast(Any, lambda kind: triton_backend)
-    linear.native_backend = cast(Any, lambda: None)
+    sampling.native_backend = linear.native_backend = cast(Any, lambda: None)
     model = load_model(resolve_model(str(make_tiny_model(folder / "model", architecture=architecture))))
     kv = KVCache(model.config, NUM_BLOCKS, SIZE, model.dtype)
     sampler, found = Sampler(model.config.vocab_size), {}
