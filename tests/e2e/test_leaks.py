@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 pytestmark = pytest.mark.e2e
+MORE = [((2, 2), "shm"), ((0, 1), "auto")]
 
 NUM_REQUESTS = 300
 
@@ -38,9 +39,6 @@ async def _load(url: str, prompts: list[list[int]]) -> tuple[int, int]:
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
         await asyncio.gather(*(one(client, index, prompt) for index, prompt in enumerate(prompts)))
     return counts["finished"], counts["aborted"]
-
-
-MORE = [((2, 2), "shm"), ((0, 1), "auto")]
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 
-from diptych.common.model.files import resolve_model
-from diptych.common.model.grammar import Grammars
 from diptych.common.sampling_params import MAX_GRAMMAR_CHARS
-from diptych.kernels import bits_allowed
+
+from ..answers import is_answer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "f"}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-END = 257
 
 ASKED: list[tuple[dict[str, Any], str, str]] = [  # fields, an answer, no answer
     ({"response_format": {"type": "json_object"}}, '{"b": []}', "[]"),
@@ -40,18 +38,6 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "{}", "text"),
     ({"tools": [TOOL], "tool_choice": "none", "guided_regex": "a"}, "a", CALL),
 ]
-
-
-def is_answer(grammar: str, text: str) -> bool:
-    grammars = Grammars(resolve_model("tiny-random"), 261)
-    try:
-        constraint = grammars.constraint(grammar)
-        tokens = [*text.encode(), END]
-        return all(
-            bool(bits_allowed(constraint.allowed(tokens[:i]), 261)[token_id]) for i, token_id in enumerate(tokens)
-        )
-    finally:
-        grammars.close()
 
 
 @pytest.mark.parametrize("endpoint", ["completion", "chat"])
