@@ -37,7 +37,7 @@ $(BIN)/python:
 	echo "creating $(VENV) with $$("$$found" --version)"; "$$found" -m venv "$(VENV)"
 
 $(VENV)/.serve: $(NEWER) | $(BIN)/python
-	@echo "installing Diptych into $(VENV) (a minute or two, once)"
+	@echo "installing Diptych into $(VENV): torch and some thirty packages, two or three minutes, once"
 	@$(PIP) -c constraints.txt -e ".[router,worker]"
 	@touch $@
 

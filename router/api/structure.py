@@ -46,10 +46,11 @@ def tool_calling(fields: ChatRequest) -> ToolCalling | None:
     functions = tuple(
         Function(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools
     )
-    names = [function.name for function in functions]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise InvalidRequest(f"tools[{i}].function.name: there are two functions {name}", param="tools")
+    known: set[str] = set()
+    for i, function in enumerate(functions):
+        if function.name in known:
+            raise InvalidRequest(f"tools[{i}].function.name: there are two functions {function.name}", param="tools")
+        known.add(function.name)
     if isinstance(choice, NamedTool):
         named = tuple(function for function in functions if function.name == choice.function.name)
         if not named:
