@@ -30,7 +30,7 @@ from diptych.common.message_fields import (
 )
 from diptych.common.sampling_params import SamplingParams, TokenLogprobs
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_BLOCKS_PER_FRAME = 256
 MAX_OUTPUTS = 16_384
 """More than any batch has sequences."""
@@ -224,6 +224,21 @@ class TokenOutput(Message, frozen=True, tag=22):
     outputs: Annotated[tuple[TokenDelta, ...], Meta(max_length=MAX_OUTPUTS)]
 
 
+class PromptScores(Message, frozen=True, tag=24):
+    """Log-probabilities of the prompt's tokens from position `start` on, each given the tokens before it.
+
+    In order, and all of them before the first token: a request with `params.prompt_logprobs` has one worker that
+    computes its prompt and samples. Position 0 has none. A new attempt begins anew.
+    """
+
+    worker_id: Name
+    epoch: Count
+    request_id: Name
+    attempt: Count
+    start: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(min_length=1, max_length=MAX_OUTPUTS)]
+
+
 class RequestFailed(Message, frozen=True, tag=23):
     """The worker gave this request up and owns nothing of it any more. `retryable`: another worker may succeed.
 
@@ -360,7 +375,7 @@ class KVFailed(Message, frozen=True, tag=46):
 
 
 ToWorker = RouterHello | RouterHeartbeat | PrefillRequest | DecodeRequest | AbortRequest | ResetPrefixCache | HandOver
-ToRouter = WorkerHello | WorkerHeartbeat | TokenOutput | RequestFailed
+ToRouter = WorkerHello | WorkerHeartbeat | TokenOutput | PromptScores | RequestFailed
 ToDecode = KVOpen | KVBlocks | KVDone | KVFailed
 ToPrefill = KVGrant | KVWait | KVAck | KVFailed
 AnyMessage = ToWorker | ToRouter | ToDecode | ToPrefill

@@ -23,6 +23,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     `logprobs` is -1 for none, else the number of alternatives (0 to 20) to report beside the sampled token.
     `stop_token_ids` excludes the model's own end tokens, which apply unless `ignore_eos`.
     `grammar` is what the answer must match, in the form that `common.model.grammar` takes, or "".
+    `prompt_logprobs` is the same as `logprobs` for the prompt's own tokens: whoever computes the prompt reports them.
     """
 
     max_tokens: Annotated[int, Meta(ge=1)]
@@ -40,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
 
     @property
     def greedy(self) -> bool:
@@ -47,7 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of one sampled position: the token's own, and (token id, logprob) alternatives, best first."""
+    """Log-probabilities of one position: its token's own, and (token id, logprob) alternatives, best first."""
 
     logprob: Logprob
     top: Annotated[tuple[tuple[int, Logprob], ...], Meta(max_length=MAX_TOP_LOGPROBS)] = ()

@@ -6,6 +6,8 @@ import functools
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from torch import Tensor
+
 from diptych.common.block_hash import BlockHasher
 from diptych.common.block_pool import BlockCounts
 from diptych.common.engine import Engine, EngineStatus, RequestReceived, RouterLost
@@ -21,6 +23,7 @@ from diptych.common.messages import (
 from diptych.common.model.grammar import Grammars, unsampled
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
+from diptych.common.model.scores import prompt_scores, separate
 from diptych.common.outgoing_transfer import TransferAdvanced, TransferEnded
 from diptych.common.sampling_params import SampledToken
 from diptych.common.step_times import work_of
@@ -159,7 +162,11 @@ class DecodeEngine(Engine):
         """A step from begin to end."""
         if not chunks:
             return
-        logits = self._runner.forward([model_chunk(chunk) for chunk in chunks])
+        prepared = [model_chunk(chunk) for chunk in chunks]
+        logits, scored = separate(self._runner.forward(prepared), prepared)
+        for chunk, rows in zip(chunks, scored, strict=True):
+            if rows is not None:
+                self._on_scored(chunk, rows)
         ending = [chunk.sequence for chunk in chunks if chunk.sample]
         sampled = self._sampler.sample(logits, [self._rules.row(sequence) for sequence in ending]) if ending else []
         self._runner.wait()  # whoever ends now gives its blocks to others
@@ -170,6 +177,14 @@ class DecodeEngine(Engine):
             self._on_token(sequence, token, done_at)
         self._reports.flush()
         self._recorder.stepped(chunks, len(ending), done_at - now)
+
+    def _on_scored(self, chunk: DecodeChunk, logits: Tensor) -> None:
+        """Tell log-probabilities of the prompt's tokens that follow the chunk's, by the logits of each of its rows."""
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        prompt = sequence.token_ids[: sequence.num_request_tokens]
+        logprobs = prompt_scores(logits, prompt, chunk.start, sequence.params.prompt_logprobs)
+        sequence.num_scored = max(sequence.num_scored, end)
+        self._reports.scores(sequence, chunk.start + 1, logprobs)
 
     def _land(self, flight: Flight) -> None:
         """Take in the tokens of a step in flight, waiting for it if need be."""

@@ -108,4 +108,4 @@ def model_chunk(chunk: DecodeChunk) -> SequenceChunk:
     """What the model is to run. A token that is still being sampled is unknown here: 0 stands for it."""
     sequence = chunk.sequence
     tokens = sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-    return SequenceChunk(tokens or (0,), chunk.start, sequence.blocks, chunk.sample)
+    return SequenceChunk(tokens or (0,), chunk.start, sequence.blocks, chunk.sample, chunk.score)

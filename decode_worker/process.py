@@ -12,6 +12,7 @@ from diptych.common.model.loaded import LoadedModel
 from diptych.common.model.quantised_staging import quantised_incoming
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
+from diptych.common.model.scores import max_scored_tokens
 from diptych.common.model.staging import IncomingBlocks, incoming_blocks, outgoing_blocks
 from diptych.common.model.step_thread import StepThread
 from diptych.common.outgoing_transfer import TransferAdvanced, TransferEnded
@@ -72,6 +73,7 @@ class DecodeWorker(WorkerProcess):
                 max_num_seqs=settings.max_num_seqs,
                 local_prefill_chunk=settings.local_prefill_chunk,
                 watermark=settings.watermark,
+                max_scored_tokens=max_scored_tokens(loaded.vocab_size),
             ),
             loaded.runner,
             sampler,

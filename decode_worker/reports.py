@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from diptych.common.messages import Message, RequestFailed, Timeline, TokenDelta, TokenOutput
+from diptych.common.messages import Message, PromptScores, RequestFailed, Timeline, TokenDelta, TokenOutput
+from diptych.common.sampling_params import TokenLogprobs
 from diptych.decode_worker.sequence import DecodeSequence
 
 
@@ -34,6 +35,18 @@ class Reports:
             )
         )
         sequence.num_reported += len(new)
+
+    def scores(self, sequence: DecodeSequence, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """Queue log-probabilities of its prompt's tokens from `start` on: at once, before any token that follows."""
+        scores = PromptScores(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            request_id=sequence.request_id,
+            attempt=sequence.attempt,
+            start=start,
+            logprobs=logprobs,
+        )
+        self._emit(sequence.router, scores)
 
     def finish(self, sequence: DecodeSequence, reason: str, now: float) -> None:
         """Gather its last tokens, and where its time went."""

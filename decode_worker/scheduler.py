@@ -17,7 +17,10 @@ from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
 
 @dataclass(frozen=True, slots=True)
 class DecodeChunk:
-    """Compute `num_tokens` tokens of `sequence` from `start` on; sample if that reaches its last token."""
+    """Compute `num_tokens` tokens of `sequence` from `start` on; sample if that reaches its last token.
+
+    With `score`, tokens of the prompt follow some of them whose log-probabilities are wanted.
+    """
 
     sequence: DecodeSequence
     start: int
@@ -26,6 +29,10 @@ class DecodeChunk:
     @property
     def sample(self) -> bool:
         return self.start + self.num_tokens == self.sequence.num_planned
+
+    @property
+    def score(self) -> bool:
+        return self.sequence.scores and self.start + 1 < self.sequence.num_request_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +59,11 @@ class DecodeScheduler:
         max_num_seqs: int,
         local_prefill_chunk: int,
         watermark: float,
+        max_scored_tokens: int = 1024,
     ) -> None:
         self.pool, self.block_size = pool, block_size
         self.max_num_seqs, self.local_prefill_chunk = max_num_seqs, local_prefill_chunk
+        self.max_scored_tokens = max_scored_tokens
         self.num_watermark_blocks = int(watermark * pool.num_blocks)
         self.running: list[DecodeSequence] = []
         self.queue: list[DecodeSequence] = []
@@ -140,12 +149,15 @@ class DecodeScheduler:
         preempted = self._make_room()
         granted = self._admit(now)
         chunks = [DecodeChunk(s, s.num_computed, 1) for s in self.running if s.num_remaining == 1]
-        budget = self.local_prefill_chunk
+        budget, to_score = self.local_prefill_chunk, self.max_scored_tokens
         for sequence in self.running:
-            if sequence.num_remaining > 1 and budget > 0:
-                num_tokens = min(budget, sequence.num_remaining)
+            if sequence.num_remaining == 1:
+                continue
+            num_tokens = min(budget, sequence.num_remaining, to_score if sequence.scores else budget)
+            if num_tokens:
                 chunks.append(DecodeChunk(sequence, sequence.num_computed, num_tokens))
                 budget -= num_tokens
+                to_score -= num_tokens if sequence.scores else 0
         return SchedulerOutput(chunks, granted, preempted)
 
     def advance(self, chunk: DecodeChunk) -> None:
@@ -247,10 +259,7 @@ class DecodeScheduler:
         if num_active >= self.max_num_seqs:
             return None
         hashes = sequence.hasher.extend(sequence.token_ids)
-        local = sequence.status is not RequestStatus.OPENED
-        # A local prefill computes at least the last token; a transfer may be spared entirely.
-        limit = (sequence.num_tokens - (1 if local else 0)) // self.block_size
-        hits = self.pool.match(hashes[:limit])
+        hits = self.pool.match(hashes[: sequence.num_cacheable // self.block_size])
         num_new = -(-sequence.num_room_tokens // self.block_size) - len(hits)
         available = self.pool.num_available - self.pool.num_reclaimed(hits)
         # Headroom for those already here; an idle worker takes whatever fits.

@@ -36,6 +36,8 @@ class DecodeSequence:
     `num_pending` more tokens are being sampled by steps in flight, whose KV counts as computed: nobody but a later step
     reads it.
 
+    The router has the log-probabilities of what follows the first `num_scored` tokens, if it wants any of the prompt.
+
     Output token i (from `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those reported
     under the present attempt. Times are engine clock, in seconds.
     """
@@ -53,6 +55,7 @@ class DecodeSequence:
     num_pending: int = 0
     num_published: int = 0
     num_cached: int = 0
+    num_scored: int = 0
     num_landed_blocks: int = 0
     num_reported: int = 0
     num_prompt_tokens: int = 0
@@ -119,6 +122,22 @@ class DecodeSequence:
         return self.num_planned - self.num_computed
 
     @property
+    def scores(self) -> bool:
+        """Whether its router wants the prompt's log-probabilities, and has not all of them yet."""
+        return (
+            self.params.prompt_logprobs >= 0
+            and not self.request.num_output_tokens
+            and self.num_scored + 1 < self.num_request_tokens
+        )
+
+    @property
+    def num_cacheable(self) -> int:
+        """Leading tokens whose KV may come from a cache. A prefill here computes one at least, and all to be scored."""
+        if self.scores:
+            return self.num_scored
+        return self.num_tokens - (self.status is not RequestStatus.OPENED)
+
+    @property
     def is_incoming(self) -> bool:
         """Whether its KV is to come from another worker, and is not all here."""
         return self.status in (RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING)
@@ -129,8 +148,10 @@ class DecodeSequence:
         return self.num_tokens > self.num_request_tokens
 
     def is_continued_by(self, request: DecodeRequest) -> bool:
-        """Whether `request` is another attempt at the very same work."""
+        """Whether `request` is another attempt at the very same work, of which nothing has to be told again."""
         mine = self.request
+        if mine.params.prompt_logprobs >= 0:
+            return False
         return (mine.prompt, mine.params, mine.num_output_tokens, mine.cache_salt, mine.num_reserved_tokens) == (
             request.prompt,
             request.params,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from torch import Tensor
+
 from diptych.common.block_hash import BlockHasher
 from diptych.common.block_pool import BlockCounts
 from diptych.common.engine import Engine, EngineStatus, RequestReceived, RouterLost
@@ -16,6 +18,7 @@ from diptych.common.messages import (
     KVDone,
     Message,
     PrefillRequest,
+    PromptScores,
     RequestFailed,
     ResetPrefixCache,
     Timeline,
@@ -27,6 +30,7 @@ from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.grammar import Grammars, unsampled
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler, SamplingRow
+from diptych.common.model.scores import prompt_scores, separate
 from diptych.common.outgoing_transfer import TransferEnded
 from diptych.common.sampling_params import SampledToken
 from diptych.common.step_times import work_of
@@ -101,14 +105,11 @@ class PrefillEngine(Engine):
         self._in_step = output.chunks
         num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
         self.planned(num_tokens, sum(work_of(c.num_tokens, c.start + c.num_tokens) for c in output.chunks))
-        logits = self._runner.forward(
-            [
-                SequenceChunk(
-                    c.sequence.token_ids[c.start : c.start + c.num_tokens], c.start, c.sequence.blocks, c.sample
-                )
-                for c in output.chunks
-            ]
-        )
+        chunks = [_model_chunk(chunk) for chunk in output.chunks]
+        logits, scored = separate(self._runner.forward(chunks), chunks)
+        for chunk, rows in zip(output.chunks, scored, strict=True):
+            if rows is not None:
+                self._emit_scores(chunk, rows)
         finished = [chunk.sequence for chunk in output.chunks if chunk.sample]
         sampled = self._sampler.sample(logits, [self._row(sequence) for sequence in finished]) if finished else []
         self._runner.wait()  # the sender may read the blocks once it hears of them
@@ -258,6 +259,20 @@ class PrefillEngine(Engine):
             self.metrics.count_finished("transferred")
         self._drop(sequence, "acknowledged")  # even if it was still computing: the decode worker needs nothing more
 
+    def _emit_scores(self, chunk: PrefillChunk, logits: Tensor) -> None:
+        """Log-probabilities of the prompt's tokens that follow the chunk's, by the logits of each of its rows."""
+        sequence = chunk.sequence
+        params = sequence.request.params
+        scores = PromptScores(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            request_id=sequence.request_id,
+            attempt=sequence.attempt,
+            start=chunk.start + 1,
+            logprobs=prompt_scores(logits, sequence.token_ids, chunk.start, params.prompt_logprobs),
+        )
+        self.emit(sequence.router, scores)
+
     def _first_token(self, sequence: PrefillSequence, sampled: SampledToken, reason: str) -> TokenOutput:
         delta = TokenDelta(
             sequence.request_id,
@@ -337,3 +352,9 @@ class PrefillEngine(Engine):
         if self.metrics is not None:
             self.metrics.steps.inc()
             self.metrics.step_seconds.observe(step_s)
+
+
+def _model_chunk(chunk: PrefillChunk) -> SequenceChunk:
+    sequence = chunk.sequence
+    tokens = sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    return SequenceChunk(tokens, chunk.start, sequence.blocks, chunk.sample, chunk.score)

@@ -11,6 +11,7 @@ from diptych.common.model.grammar import Grammars
 from diptych.common.model.loaded import LoadedModel
 from diptych.common.model.quantised_staging import quantised_outgoing
 from diptych.common.model.sampler import Sampler
+from diptych.common.model.scores import max_scored_tokens
 from diptych.common.model.staging import outgoing_blocks
 from diptych.common.outgoing_transfer import TransferEnded
 from diptych.common.settings import PrefillWorkerConfig
@@ -38,6 +39,7 @@ class PrefillWorker(WorkerProcess):
             block_size=settings.block_size,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
+            max_scored_tokens=max_scored_tokens(loaded.vocab_size),
         )
 
         def on_ended(event: TransferEnded) -> None:

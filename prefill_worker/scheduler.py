@@ -16,7 +16,10 @@ from diptych.prefill_worker.sequence import PrefillSequence
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Compute `num_tokens` tokens of `sequence` from `start` on; the chunk that ends the prompt samples."""
+    """Compute `num_tokens` tokens of `sequence` from `start` on; the chunk that ends the prompt samples.
+
+    With `score`, tokens of the prompt follow some of them whose log-probabilities are wanted.
+    """
 
     sequence: PrefillSequence
     start: int
@@ -25,6 +28,10 @@ class PrefillChunk:
     @property
     def sample(self) -> bool:
         return self.start + self.num_tokens == self.sequence.num_tokens
+
+    @property
+    def score(self) -> bool:
+        return self.sequence.scores and self.start + 1 < self.sequence.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +45,18 @@ class SchedulerOutput:
 class PrefillScheduler:
     """Owns the block pool and every prompt of the worker: waiting, computing, or held until its KV is acknowledged."""
 
-    def __init__(self, pool: BlockPool, *, block_size: int, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_scored_tokens: int = 1024,
+    ) -> None:
         self.pool, self.block_size = pool, block_size
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
+        self.max_scored_tokens = max_scored_tokens
         self.waiting: deque[PrefillSequence] = deque()
         self.running: list[PrefillSequence] = []
         self.held: dict[str, PrefillSequence] = {}
@@ -72,14 +88,14 @@ class PrefillScheduler:
     def schedule(self, now: float) -> SchedulerOutput:
         """The next step. Admitted prompts own their blocks from here on."""
         admitted = self._admit(now)
-        budget = self.max_num_batched_tokens
+        budget, to_score = self.max_num_batched_tokens, self.max_scored_tokens
         chunks: list[PrefillChunk] = []
         for sequence in self.running:
-            if budget == 0:
-                break
-            num_tokens = min(budget, sequence.num_remaining)
-            chunks.append(PrefillChunk(sequence, sequence.num_computed, num_tokens))
-            budget -= num_tokens
+            num_tokens = min(budget, sequence.num_remaining, to_score if sequence.scores else budget)
+            if num_tokens:
+                chunks.append(PrefillChunk(sequence, sequence.num_computed, num_tokens))
+                budget -= num_tokens
+                to_score -= num_tokens if sequence.scores else 0
         return SchedulerOutput(chunks, admitted)
 
     def advance(self, chunk: PrefillChunk, now: float) -> int:
@@ -125,11 +141,11 @@ class PrefillScheduler:
         return admitted
 
     def _plan(self, sequence: PrefillSequence) -> list[int] | None:
-        """The cached blocks that `sequence` starts from, or None if it must wait. One token at least is computed."""
+        """The cached blocks that `sequence` starts from, or None if it must wait."""
         if len(self.running) >= self.max_num_seqs:
             return None
         hashes = sequence.hasher.extend(sequence.token_ids)
-        hits = self.pool.match(hashes[: (sequence.num_tokens - 1) // self.block_size])
+        hits = self.pool.match(hashes[: sequence.num_cacheable // self.block_size])
         available = self.pool.num_available - self.pool.num_reclaimed(hits)
         return hits if self._num_blocks(sequence) - len(hits) <= available else None
 

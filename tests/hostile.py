@@ -23,6 +23,7 @@ from diptych.common.messages import (
     KVWait,
     Message,
     PrefillRequest,
+    PromptScores,
     RequestFailed,
     ResetPrefixCache,
     RouterHeartbeat,
@@ -33,7 +34,7 @@ from diptych.common.messages import (
     encode,
     seal,
 )
-from diptych.common.sampling_params import SamplingParams
+from diptych.common.sampling_params import SamplingParams, TokenLogprobs
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
 TARGET = KVTarget("mallory", 1, "tcp://127.0.0.1:1")
@@ -62,6 +63,7 @@ def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epo
         ),
         TokenOutput(worker_id=worker_id, epoch=epoch, outputs=(TokenDelta(request_id, attempt, 0, (7,), "stop"),)),
         TokenOutput(worker_id=worker_id, epoch=epoch, outputs=(TokenDelta(request_id, attempt, 0, (-1, 2**62), ""),)),
+        PromptScores(worker_id=worker_id, epoch=epoch, **name, start=1, logprobs=(TokenLogprobs(1e15, ((-1, 0.0),)),)),
         RequestFailed(worker_id=worker_id, **name, phase="queue", message="forged", retryable=False),
         KVOpen(
             **name, worker_id=worker_id, epoch=epoch, decode_epoch=7, fingerprint="layout", num_blocks=3,

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from diptych.common.model.grammar import Constraint
 from diptych.common.model.runner import on_device
-from diptych.common.sampling_params import SampledToken, SamplingParams, TokenLogprobs
+from diptych.common.model.scores import token_scores
+from diptych.common.sampling_params import SampledToken, SamplingParams
 from diptych.kernels import Draw, SamplingTensors, sample
 
-LOGPROB_FLOOR = -9999.0
 BANNED = -1e30
 """Below every logit, and above what a grammar forbids."""
 
@@ -87,7 +87,7 @@ class Sampler:
     def _finish(self, logits: Tensor, row: SamplingRow, token_id: int) -> SampledToken:
         if row.params.logprobs < 0 or token_id >= self.vocab_size:  # logits that are not numbers have no such
             return SampledToken(token_id)
-        return SampledToken(token_id, _logprobs(logits, token_id, row.params.logprobs))
+        return SampledToken(token_id, token_scores(logits[None], [token_id], row.params.logprobs)[0])
 
 
 def _draw_of(row: SamplingRow) -> Draw:
@@ -128,16 +128,3 @@ def _adjusted(logits: Tensor, row: SamplingRow) -> Tensor:
     if banned:
         logits[torch.tensor(banned, device=device)] = BANNED
     return logits
-
-
-def _logprobs(logits: Tensor, token_id: int, count: int) -> TokenLogprobs:
-    """Log-softmax of the raw logits at the token, and of the `count` best tokens, ties by lowest id."""
-    logprobs = torch.log_softmax(logits, dim=-1).nan_to_num_(nan=LOGPROB_FLOOR).clamp_(min=LOGPROB_FLOOR)
-    own = float(logprobs[token_id])
-    if count == 0:
-        return TokenLogprobs(own)
-    count = min(count, logprobs.shape[0])
-    floor = torch.topk(logprobs, count).values[-1]
-    index = torch.nonzero(logprobs >= floor).flatten().tolist()
-    best = sorted(zip(index, logprobs[index].tolist(), strict=True), key=lambda item: (-item[1], item[0]))
-    return TokenLogprobs(own, tuple(best[:count]))

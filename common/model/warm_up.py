@@ -11,7 +11,8 @@ from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.kv_cache import KVCache
 from diptych.common.model.runner import ModelRunner, on_device
 from diptych.common.model.sampler import Sampler, SamplingRow
-from diptych.common.sampling_params import SamplingParams
+from diptych.common.model.scores import max_scored_tokens, token_scores
+from diptych.common.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from diptych.common.settings import DecodeWorkerConfig, WorkerConfig
 
 SAMPLED = (
@@ -49,10 +50,14 @@ def step_tokens(config: WorkerConfig) -> int:
 
 
 def run_every_kind(runner: ModelRunner, num_tokens: int) -> None:
-    """The largest step, a row alone at the end of the longest sequence, and each way of sampling after them."""
+    """The largest step, one that scores, a row alone at the longest sequence's end, each way of sampling after them."""
     longest = min(runner.model.config.max_model_len, runner.kv.num_blocks * runner.kv.block_size)
     table = range(-(-longest // runner.kv.block_size))
     runner.forward(largest_step(num_tokens, longest, runner.kv))
+    num_scored = min(num_tokens, longest, max_scored_tokens(runner.model.config.vocab_size))
+    scored = runner.forward([SequenceChunk((0,) * num_scored, 0, table, score=True)])
+    token_scores(scored, (0,) * num_scored, MAX_TOP_LOGPROBS)
+    del scored
     logits = runner.forward([SequenceChunk((0,), longest - 1, table)])
     sampler = Sampler(runner.model.config.vocab_size)
     with on_device(logits.device):

@@ -39,6 +39,7 @@ async def plan_chat(service: Service, fields: ChatRequest, key: ApiKey, tracepar
         [prompt],
         prefix="chatcmpl",
         num_logprobs=(fields.top_logprobs or 0) if fields.logprobs else -1,
+        num_prompt_logprobs=-1 if fields.prompt_logprobs is None else fields.prompt_logprobs,
         traceparent=traceparent,
         grammar=grammar,
     )
@@ -78,6 +79,8 @@ class ChatShape:
             if fields.logprobs
             else None
         )
+        wanted = fields.prompt_logprobs
+        self._prompt_logprobs = LogprobShapes(service.text, wanted) if wanted is not None else None
         self._token_ids = bool(fields.return_token_ids)
         self._calls = tool_calling(fields) is not None
         self._scanners: dict[int, CallScanner] = {}
@@ -148,5 +151,10 @@ class ChatShape:
             for i, (name, text) in enumerate(zip(names, arguments, strict=True))
         ]
 
-    def envelope(self, prompt_token_ids: list[int] | None) -> Object:
-        return {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
+    def envelope(self, first: Choice, prompt_token_ids: list[int] | None) -> Object:
+        members: Object = {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
+        if self._prompt_logprobs is not None:
+            members["prompt_logprobs"] = self._prompt_logprobs.prompt(
+                first.request.prompt_token_ids, first.prompt_logprobs
+            )
+        return members

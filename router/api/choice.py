@@ -23,19 +23,22 @@ class ScoredToken:
 
 @dataclass(slots=True)
 class Piece:
-    """What one event adds to the answer. `finish_reason` is "" while the choice goes on."""
+    """What one event adds to the answer. `finish_reason` is "" while the choice goes on; `first` is the first piece."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     finish_reason: str = ""
+    first: bool = False
 
 
 class Choice:
     """Choice `index` of an answer.
 
     `prompt` says which of the request's prompts it answers; `echo` is text that precedes what is generated. A stop
-    string may not end inside the first `params.min_tokens` tokens.
+    string may not end inside the first `params.min_tokens` tokens. With `silent` nothing of what is generated is in the
+    answer: what was asked for is about the prompt. `prompt_logprobs`, with the first piece, are of the prompt's tokens
+    from the second on.
     """
 
     def __init__(
@@ -48,12 +51,16 @@ class Choice:
         *,
         include_stop: bool = False,
         echo: str = "",
+        silent: bool = False,
     ) -> None:
         self.index, self.prompt, self.request, self.echo = index, prompt, request, echo
         self._detokenizer, self._scanner, self._include_stop = detokenizer, scanner, include_stop
         self._held: deque[ScoredToken] = deque()
         self._decoded = self._given = 0  # characters made by the detokenizer, and those that passed the scanner
         self.num_tokens = self.num_cached_tokens = 0
+        self._silent = silent
+        self._num_pieces = 0
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.finish_reason = ""
         self.timeline: RequestTimeline | None = None
         self.first_at = self.last_at = 0.0
@@ -62,7 +69,12 @@ class Choice:
         """Take the next event. Tokens behind a completed stop string are neither counted nor returned."""
         self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
         self.timeline = event.timeline or self.timeline
-        piece = Piece()
+        self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
+        piece = Piece(first=not self._num_pieces)
+        self._num_pieces += 1
+        if self._silent:
+            self.finish_reason = piece.finish_reason = "length" if event.finish_reason else ""
+            return piece
         ends_by_token = event.finish_reason == "stop" and not self._include_stop
         num_text_tokens = len(event.token_ids) - ends_by_token
         stopped = False

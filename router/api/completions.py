@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from diptych.common.errors import InvalidRequest
 from diptych.router.access.keys import ApiKey
-from diptych.router.api.choice import Choice, Piece
+from diptych.router.api.choice import Choice, Piece, ScoredToken
 from diptych.router.api.fields import CompletionRequest
 from diptych.router.api.logprobs import LogprobShapes
 from diptych.router.api.plan import Plan, Prompt, check_num_sequences, fit, make_plan
@@ -32,6 +32,7 @@ async def plan_completion(service: Service, fields: CompletionRequest, key: ApiK
         prompts,
         prefix="cmpl",
         num_logprobs=-1 if fields.logprobs is None else fields.logprobs,
+        num_prompt_logprobs=max(-1 if k is None else k for k in (fields.prompt_logprobs, fields.echo_logprobs)),
         traceparent=traceparent,
         echo=bool(fields.echo),
         grammar=grammar,
@@ -86,23 +87,29 @@ class CompletionShape:
             if fields.logprobs is not None
             else None
         )
+        wanted = fields.prompt_logprobs
+        self._prompt_logprobs = LogprobShapes(service.text, wanted) if wanted is not None else None
+        self._scored_echo = fields.echo_logprobs is not None
+        self._skip_special = fields.skip_special_tokens is not False
         self._token_ids = bool(fields.return_token_ids)
 
     def opening(self, choice: Choice, prompt_token_ids: list[int] | None) -> Object | None:
-        """The echo; and the prompt's tokens, for those who want them."""
-        if not choice.echo and prompt_token_ids is None:
+        """The echo, unless it comes with log-probabilities; and the prompt's tokens, for those who want them."""
+        text = "" if self._scored_echo else choice.echo
+        if not text and prompt_token_ids is None:
             return None
-        chunk: Object = {"index": choice.index, "text": choice.echo, "logprobs": None, "finish_reason": None}
+        chunk: Object = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": None}
         if prompt_token_ids is not None:
             chunk |= {"prompt_token_ids": prompt_token_ids, "token_ids": []}
         return chunk
 
     def chunk(self, choice: Choice, piece: Piece) -> Object:
         scores = piece.scored if self._logprobs is not None else []
+        echoes = piece.first and self._scored_echo
         chunk: Object = {
             "index": choice.index,
-            "text": piece.text,
-            "logprobs": self._logprobs.completion(scores, len(choice.echo)) if self._logprobs and scores else None,
+            "text": choice.echo + piece.text if echoes else piece.text,
+            "logprobs": self._scores(choice, scores, echoes=echoes) if scores or echoes else None,
             "finish_reason": piece.finish_reason or None,
         }
         if self._token_ids:
@@ -114,13 +121,26 @@ class CompletionShape:
         whole: Object = {
             "index": choice.index,
             "text": choice.echo + "".join([piece.text for piece in pieces]),
-            "logprobs": self._logprobs.completion(scored, len(choice.echo)) if self._logprobs else None,
+            "logprobs": self._scores(choice, scored, echoes=self._scored_echo),
             "finish_reason": choice.finish_reason,
         }
+        if self._prompt_logprobs is not None:
+            prompt = choice.request.prompt_token_ids
+            whole["prompt_logprobs"] = self._prompt_logprobs.prompt(prompt, choice.prompt_logprobs)
         if self._token_ids:
             whole["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
             whole["prompt_token_ids"] = prompt_token_ids
         return whole
 
-    def envelope(self, prompt_token_ids: list[int] | None) -> Object:
+    def envelope(self, first: Choice, prompt_token_ids: list[int] | None) -> Object:
         return {}
+
+    def _scores(self, choice: Choice, scored: Sequence[ScoredToken], *, echoes: bool) -> Object | None:
+        """Log-probabilities of generated tokens, with `echoes` behind those of the prompt's."""
+        if self._logprobs is None:
+            return None
+        generated = self._logprobs.completion(scored, len(choice.echo))
+        if not echoes:
+            return {**generated}
+        prompt = self._logprobs.echo(choice, skip_special_tokens=self._skip_special)
+        return {key: prompt[key] + generated[key] for key in generated}

@@ -205,7 +205,7 @@ class Exchange(Response):
         return all(choice.finish_reason for choice in self._plan.choices)
 
     def _envelope(self) -> Object:
-        return self._shape.envelope(self._prompt_token_ids[0])
+        return self._shape.envelope(self._plan.choices[0], self._prompt_token_ids[0])
 
     def _usage(self) -> Object:
         num_prompt_tokens, num_output_tokens = self._plan.num_prompt_tokens, self._log.num_output_tokens

@@ -111,6 +111,7 @@ class SamplingFields(Fields):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = Field(None, description="add prompt_token_ids and token_ids to the answer")
     return_tokens_as_token_ids: bool | None = Field(None, description='log-probabilities name tokens "token_id:ID"')
+    prompt_logprobs: NumAlternatives | None = Field(None, description="of the prompt's tokens; not with stream: true")
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = Field(
         None, description="requests share cached prefixes only with requests of the same salt"
     )
@@ -126,13 +127,12 @@ class SamplingFields(Fields):
     # Known, not here: refused unless null or the value that changes nothing.
     best_of: Int | None = None
     use_beam_search: bool | None = None
-    prompt_logprobs: Int | None = None
     truncate_prompt_tokens: Int | None = None
     bad_words: Any = None
     allowed_token_ids: Any = None
 
     UNSUPPORTED: ClassVar[tuple[str, ...]] = (
-        *("prompt_logprobs", "truncate_prompt_tokens", "bad_words", "allowed_token_ids", "use_beam_search"),
+        *("truncate_prompt_tokens", "bad_words", "allowed_token_ids", "use_beam_search"),
     )
 
     def refuse_unsupported(self) -> None:
@@ -147,6 +147,8 @@ class SamplingFields(Fields):
             raise unsupported("structured_outputs.structural_tag", "this field")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: only allowed with stream: true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs: not allowed with stream: true", param="prompt_logprobs")
 
     @abstractmethod
     def longest_text(self) -> str | list[int]:
@@ -305,6 +307,9 @@ class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
 
     prompt: Prompt = Field(description="text, texts, token ids or lists of token ids")
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="default 16; 0 only with echo or prompt_logprobs"
+    )
     echo: bool | None = None
     logprobs: NumAlternatives | None = None
     suffix: str | None = None
@@ -320,8 +325,13 @@ class CompletionRequest(SamplingFields):
         super().refuse_unsupported()
         if self.suffix:
             raise unsupported("suffix", "inserting text")
-        if self.echo and self.logprobs is not None:
-            raise unsupported("echo", "echo together with logprobs: log-probabilities of the prompt")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise InvalidRequest("max_tokens: 0 is only allowed with echo or prompt_logprobs", param="max_tokens")
+
+    @property
+    def echo_logprobs(self) -> int | None:
+        """How many alternatives to show beside the log-probability of each token of an echo; None: no such."""
+        return self.logprobs if self.echo else None
 
 
 class TokenizeRequest(Fields):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diptych.router.api.choice import ScoredToken
+from diptych.common.sampling_params import TokenLogprobs
+from diptych.router.api.choice import Choice, ScoredToken
+from diptych.router.text.detokenizer import Detokenizer
 from diptych.router.text.pipeline import TextPipeline
 
 FLOOR = -9999.0
@@ -29,19 +31,51 @@ class LogprobShapes:
             content.append({**self._chat_token(token.token_id, token.logprobs.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def completion(self, scored: Sequence[ScoredToken], offset: int) -> dict[str, object]:
+    def completion(self, scored: Sequence[ScoredToken], offset: int) -> dict[str, list[object]]:
         """`logprobs` of a completion choice or chunk; `offset` is where generated text begins (after an echo)."""
-        tops: list[dict[str, float] | None] = []
-        for token in scored:
-            top = {self._name(i): floored(p) for i, p in token.logprobs.top[: self._num_alternatives]}
-            top.setdefault(self._name(token.token_id), floored(token.logprobs.logprob))
-            tops.append(top if self._num_alternatives else None)
         return {
             "tokens": [self._name(token.token_id) for token in scored],
             "token_logprobs": [floored(token.logprobs.logprob) for token in scored],
-            "top_logprobs": tops,
+            "top_logprobs": [self._alternatives(token.token_id, token.logprobs) for token in scored],
             "text_offset": [offset + token.start for token in scored],
         }
+
+    def echo(self, choice: Choice, *, skip_special_tokens: bool) -> dict[str, list[object]]:
+        """`logprobs` of a completion's echo, or what precedes the generated ones. The first token has none."""
+        token_ids, logprobs = choice.request.prompt_token_ids, choice.prompt_logprobs
+        detokenizer = Detokenizer(self._text.tokenizer, skip_special_tokens=skip_special_tokens)
+        offsets: list[object] = []
+        for token_id in token_ids:
+            offsets.append(min(detokenizer.position, len(choice.echo)))
+            detokenizer.push((token_id,))
+        return {
+            "tokens": [self._name(token_id) for token_id in token_ids],
+            "token_logprobs": [None, *(floored(token.logprob) for token in logprobs)],
+            "top_logprobs": [None, *map(self._alternatives, token_ids[1:], logprobs)],
+            "text_offset": offsets,
+        }
+
+    def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[dict[str, object] | None]:
+        """`prompt_logprobs` of either endpoint, by token id; a rank is known of the best tokens only."""
+        shown: list[dict[str, object] | None] = [None]
+        for token_id, scores in zip(token_ids[1:], logprobs, strict=True):
+            top = scores.top[: self._num_alternatives]
+            ranks: dict[int, tuple[float, int | None]] = {i: (p, rank) for rank, (i, p) in enumerate(top, start=1)}
+            ranks.setdefault(token_id, (scores.logprob, None))
+            shown.append(
+                {
+                    str(i): {"logprob": floored(p), "rank": rank, "decoded_token": self._text.token_text(i).token}
+                    for i, (p, rank) in ranks.items()
+                }
+            )
+        return shown
+
+    def _alternatives(self, token_id: int, scores: TokenLogprobs) -> dict[str, float] | None:
+        if not self._num_alternatives:
+            return None
+        top = {self._name(i): floored(p) for i, p in scores.top[: self._num_alternatives]}
+        top.setdefault(self._name(token_id), floored(scores.logprob))
+        return top
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, object]:
         shown = self._text.token_text(token_id)

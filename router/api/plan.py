@@ -23,11 +23,15 @@ from diptych.router.text.stop import StopScanner
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MASK64 = 2**64 - 1
 MAX_SEQUENCES = 1024
+MAX_SCORES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. `text` is what an echo shows; `max_tokens` what its answer may have."""
+    """One prompt. `text` is what an echo shows; `max_tokens` what its answer may have.
+
+    With 0 one token is generated all the same, and not shown.
+    """
 
     token_ids: list[int]
     max_tokens: int
@@ -102,15 +106,17 @@ def make_plan(
     *,
     prefix: str,
     num_logprobs: int,
+    num_prompt_logprobs: int = -1,
     traceparent: str = "",
     echo: bool = False,
     grammar: str = "",
 ) -> Plan:
     """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest.
 
-    `grammar` is what every answer must match, or "". What `key` computed is found again in the prefix caches by the
-    same key, or group of keys, only.
+    `num_logprobs` and `num_prompt_logprobs` are -1 for none. `grammar` is what every answer must match, or "". What
+    `key` computed is found again in the prefix caches by the same key, or group of keys, only.
     """
+    _check_num_scores(fields, prompts, num_prompt_logprobs)
     answer_id = f"{prefix}-{uuid.uuid4().hex}"
     choices: list[Choice] = []
     salt = key.salt(fields.cache_salt or "")
@@ -118,7 +124,13 @@ def make_plan(
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
         for k in range(fields.n or 1):
             params = sampling_params(
-                service, fields, prompt.max_tokens, num_logprobs, derive_seed(seed, k), grammar=grammar
+                service,
+                fields,
+                prompt.max_tokens,
+                num_logprobs,
+                derive_seed(seed, k),
+                grammar=grammar,
+                num_prompt_logprobs=num_prompt_logprobs,
             )
             index = len(choices)
             request = GenerationRequest(
@@ -129,12 +141,29 @@ def make_plan(
                 deadline_s=service.config.request_timeout_s,
                 traceparent=traceparent if TRACEPARENT.fullmatch(traceparent) else "",
             )
-            choices.append(_choice(service, fields, index, number, request, prompt.text if echo else ""))
+            choices.append(
+                _choice(
+                    service,
+                    fields,
+                    index,
+                    number,
+                    request,
+                    echo=prompt.text if echo else "",
+                    silent=not prompt.max_tokens,
+                )
+            )
     return Plan(answer_id, int(time.time()), service.check_model(fields.model), fields, list(prompts), choices)
 
 
 def _choice(
-    service: Service, fields: SamplingFields, index: int, prompt: int, request: GenerationRequest, echo: str
+    service: Service,
+    fields: SamplingFields,
+    index: int,
+    prompt: int,
+    request: GenerationRequest,
+    *,
+    echo: str,
+    silent: bool,
 ) -> Choice:
     include_stop = bool(fields.include_stop_str_in_output)
     skip_special = fields.skip_special_tokens is not False
@@ -146,13 +175,21 @@ def _choice(
         StopScanner(fields.stops, include_stop=include_stop) if fields.stops else None,
         include_stop=include_stop,
         echo=echo,
+        silent=silent,
     )
 
 
 def sampling_params(
-    service: Service, fields: SamplingFields, max_tokens: int, num_logprobs: int, seed: int, *, grammar: str = ""
+    service: Service,
+    fields: SamplingFields,
+    max_tokens: int,
+    num_logprobs: int,
+    seed: int,
+    *,
+    grammar: str = "",
+    num_prompt_logprobs: int = -1,
 ) -> SamplingParams:
-    """What the workers obey. `num_logprobs` is -1 for none. Raises InvalidRequest."""
+    """What the workers obey. Raises InvalidRequest."""
     min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidRequest(
@@ -161,7 +198,7 @@ def sampling_params(
     stop_token_ids = tuple(dict.fromkeys(fields.stop_token_ids or ()))
     service.text.check_ids(stop_token_ids, param="stop_token_ids")
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=max(1, max_tokens),
         min_tokens=min_tokens,
         temperature=1.0 if fields.temperature is None else float(fields.temperature),
         top_p=1.0 if fields.top_p is None else float(fields.top_p),
@@ -176,7 +213,19 @@ def sampling_params(
         ignore_eos=bool(fields.ignore_eos),
         stop_token_ids=stop_token_ids,
         grammar=grammar,
+        prompt_logprobs=num_prompt_logprobs,
     )
+
+
+def _check_num_scores(fields: SamplingFields, prompts: Sequence[Prompt], num_alternatives: int) -> None:
+    """Raises InvalidRequest for an answer that would have more log-probabilities of prompts than fit into memory."""
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * (fields.n or 1)
+    if num_alternatives >= 0 and num_tokens * (1 + num_alternatives) > MAX_SCORES:
+        raise InvalidRequest(
+            f"log-probabilities of {num_tokens:,} tokens of prompts, with {num_alternatives} alternatives each, are "
+            f"more than the {MAX_SCORES:,} that one answer may have",
+            param="logprobs" if fields.prompt_logprobs is None else "prompt_logprobs",
+        )
 
 
 def _logit_bias(service: Service, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:

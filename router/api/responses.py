@@ -70,6 +70,17 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None
 
 
+class PromptToken(BaseModel):
+    """A token of a prompt, or one that might have been there."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptToken] | None]
+
+
 class ChatCompletion(BaseModel):
     id: str
     object: Literal["chat.completion"]
@@ -79,11 +90,12 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
@@ -95,6 +107,7 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(BaseModel):

@@ -28,6 +28,6 @@ class Shape(Protocol):
         """A complete choice."""
         ...
 
-    def envelope(self, prompt_token_ids: list[int] | None) -> Object:
+    def envelope(self, first: Choice, prompt_token_ids: list[int] | None) -> Object:
         """Members of the answer, or of a stream's first chunk, beside its choices."""
         ...

@@ -62,6 +62,7 @@ class TokenEvent:
     event, then "stop" or "length"; a "stop" event's last token is the end token itself and is not text.
     `num_cached_tokens` counts prompt tokens served from a prefix cache. `timeline` is what is known
     so far: a consumer that stops early has the workers and the prefill, the last event has everything.
+    `prompt_logprobs`, in the first event, are those of the prompt's tokens but the first, if any were asked for.
     """
 
     token_ids: tuple[int, ...]
@@ -69,6 +70,7 @@ class TokenEvent:
     finish_reason: str = ""
     num_cached_tokens: int = 0
     timeline: RequestTimeline | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class GenerationClient(Protocol):

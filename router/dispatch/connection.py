@@ -22,11 +22,7 @@ from diptych.common.message_fields import MAX_MESSAGE_BYTES
 from diptych.common.messages import (
     AbortRequest,
     Message,
-    RequestFailed,
-    TokenOutput,
     ToRouter,
-    WorkerHeartbeat,
-    WorkerHello,
     decode,
     encode,
 )
@@ -185,7 +181,7 @@ class Connection:
             if len(parts) != 1:
                 raise WireError(f"{len(parts)} parts instead of 1")
             message = decode(parts[0])
-            if not isinstance(message, WorkerHello | WorkerHeartbeat | TokenOutput | RequestFailed):
+            if not isinstance(message, ToRouter):
                 raise WireError(f"a {type(message).__name__} is not for routers")
         except WireError as error:
             self.drops.add(str(error), time.monotonic())

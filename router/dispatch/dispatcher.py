@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
 from diptych.common.errors import DeadlineExceeded, InternalError, InvalidRequest, RequestError, Unavailable
-from diptych.common.messages import RequestFailed, ResetPrefixCache, TokenDelta, TokenOutput
+from diptych.common.messages import PromptScores, RequestFailed, ResetPrefixCache, TokenDelta, TokenOutput
 from diptych.common.settings import RouterConfig
 from diptych.router.dispatch.admission import Admission
 from diptych.router.dispatch.client import GenerationRequest, TokenEvent
@@ -134,7 +134,7 @@ class Dispatcher:
         counters = self._counters
         return DispatchLoad(
             stages,
-            tuple(self._worker_load(address) for address in self.fleet.connections),
+            tuple(WorkerLoad.of(self.fleet.registry.workers[a], link) for a, link in self.fleet.connections.items()),
             dict(counters.num_retries),
             dict(counters.num_failures),
             dict(counters.num_choices),
@@ -151,20 +151,21 @@ class Dispatcher:
     # ------------------------------------------------------------ for the fleet
 
     def on_output(self, address: str, output: TokenOutput) -> None:
-        worker = self.fleet.registry.workers[address]
-        current = worker.hello is not None and worker.epoch == output.epoch
         for delta in output.outputs:
-            flight = self._flights.get(delta.request_id)
-            assignment = flight.assignment(address, delta.attempt) if flight and current and not flight.done else None
-            if flight is None or assignment is None or assignment.epoch != output.epoch:
-                self._counters.num_stale_deltas += 1
-                if current:  # whoever was to be told that this is over has not heard it
-                    self.fleet.abort(address, delta.request_id, delta.attempt)
-            else:
-                self._on_delta(flight, assignment, delta)
-        if worker.state is WorkerState.DRAINING:  # sooner than at the next tick
+            if (told := self._told(address, output.epoch, delta)) is not None:
+                self._on_delta(*told, delta)
+        if self.fleet.registry.workers[address].state is WorkerState.DRAINING:  # sooner than at the next tick
             known = (self._flights.get(delta.request_id) for delta in output.outputs)
             self._handovers.leave((flight for flight in known if flight is not None), self._clock())
+
+    def on_scores(self, address: str, scores: PromptScores) -> None:
+        if (told := self._told(address, scores.epoch, scores)) is None:
+            return
+        flight, assignment = told
+        try:
+            flight.scored(scores, self._clock())
+        except StreamConflict as conflict:
+            self._recover(flight, assignment, f"{assignment.role} worker {assignment.worker_id} sent {conflict}")
 
     def on_failed(self, address: str, failed: RequestFailed) -> None:
         flight = self._flights.get(failed.request_id)
@@ -269,6 +270,19 @@ class Dispatcher:
         kind = "prefill" if flight.decode is None else "remote" if flight.prefill else "local"
         self._counters.num_choices[kind] += 1
         return True
+
+    def _told(self, address: str, epoch: int, said: TokenDelta | PromptScores) -> tuple[Flight, Assignment] | None:
+        """Whose request a worker speaks of; None, and the worker is told to stop, if it is not to be listened to."""
+        worker = self.fleet.registry.workers[address]
+        current = worker.hello is not None and worker.epoch == epoch
+        flight = self._flights.get(said.request_id)
+        assignment = flight.assignment(address, said.attempt) if flight and current and not flight.done else None
+        if flight is not None and assignment is not None and assignment.epoch == epoch:
+            return flight, assignment
+        self._counters.num_stale_deltas += 1
+        if current:  # whoever was to be told that this is over has not heard it
+            self.fleet.abort(address, said.request_id, said.attempt)
+        return None
 
     def _on_delta(self, flight: Flight, assignment: Assignment, delta: TokenDelta) -> None:
         first = not assignment.delivered
@@ -383,26 +397,6 @@ class Dispatcher:
 
     def _remaining_s(self, flight: Flight) -> float:
         return max(0.0, flight.deadline - self._clock())
-
-    def _worker_load(self, address: str) -> WorkerLoad:
-        worker, connection = self.fleet.registry.workers[address], self.fleet.connections[address]
-        return WorkerLoad(
-            address=address,
-            role=worker.role,
-            worker_id=worker.worker_id,
-            state=worker.shown_state,
-            num_requests=worker.num_requests,
-            num_queued_tokens=worker.num_queued_tokens,
-            num_available_blocks=worker.num_available_blocks,
-            num_blocks=worker.hello.num_blocks if worker.hello else 0,
-            num_booked_requests=worker.booked.num_requests,
-            tokens_per_s=worker.beat.tokens_per_s if worker.beat else 0.0,
-            step_time_s=worker.beat.step_time_s if worker.beat else 0.0,
-            num_dropped_frames=connection.drops.num_dropped,
-            num_unsent=connection.counters.num_unsent,
-            num_cuts=connection.counters.num_cuts,
-            reason=worker.withheld or worker.reason,
-        )
 
 
 def _refusal(failed: RequestFailed, reason: str, remaining_s: float) -> RequestError:

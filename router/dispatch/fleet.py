@@ -14,6 +14,7 @@ import zmq.asyncio
 from diptych.common.curve import Curve, warn_of_readers
 from diptych.common.messages import (
     Message,
+    PromptScores,
     RequestFailed,
     RouterHeartbeat,
     RouterHello,
@@ -46,6 +47,7 @@ class FleetListener(Protocol):
     """Who is told what workers send and what becomes of them. All calls come from the fleet's event loop."""
 
     def on_output(self, address: str, output: TokenOutput) -> None: ...
+    def on_scores(self, address: str, scores: PromptScores) -> None: ...
     def on_failed(self, address: str, failed: RequestFailed) -> None: ...
     def on_lost(self, address: str, reason: str) -> None:
         """The worker's life ended: everything in flight there has failed."""
@@ -254,6 +256,8 @@ class WorkerFleet:
         match message:
             case TokenOutput():
                 self._listener.on_output(address, message)
+            case PromptScores():
+                self._listener.on_scores(address, message)
             case RequestFailed():
                 self._listener.on_failed(address, message)
             case WorkerHeartbeat():

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from diptych.common.block_hash import BlockHasher
 from diptych.common.errors import RequestError
 from diptych.common.message_fields import pack_tokens
-from diptych.common.messages import Timeline, TokenDelta
+from diptych.common.messages import PromptScores, Timeline, TokenDelta
 from diptych.router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
 from diptych.router.dispatch.stream import TokenStream
 from diptych.router.dispatch.worker import Booking, Role
@@ -60,7 +60,12 @@ class Flight:
     def __init__(self, request: GenerationRequest, now: float) -> None:
         self.request = request
         self._packed = pack_tokens(request.prompt_token_ids)
-        self.stream = TokenStream(request.params.max_tokens, with_logprobs=request.params.logprobs >= 0)
+        params = request.params
+        self.stream = TokenStream(
+            params.max_tokens,
+            with_logprobs=params.logprobs >= 0,
+            num_scored=len(request.prompt_token_ids) - 1 if params.prompt_logprobs >= 0 else 0,
+        )
         self.attempt = 0
         self.num_failures = self.num_fruitless = 0
         self._deaths: set[tuple[str, int]] = set()
@@ -104,6 +109,11 @@ class Flight:
     def num_remaining(self) -> int:
         """Output tokens still allowed."""
         return self.request.params.max_tokens - len(self.stream.token_ids)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the prompt's log-probabilities are wanted, of which a worker alone has to compute all."""
+        return self.request.params.prompt_logprobs >= 0 and not self.num_base_tokens
 
     @property
     def got_further(self) -> bool:
@@ -224,6 +234,11 @@ class Flight:
             self._wake.set()
         return grew
 
+    def scored(self, scores: PromptScores, now: float) -> None:
+        """Merge what a worker computed of the prompt. Raises StreamConflict."""
+        self.stream.score(scores.start, scores.logprobs)
+        self.progress_at = now
+
     def fail(self, error: RequestError) -> None:
         """End the stream with an error, after what was received already."""
         self._error, self.done = error, True
@@ -246,7 +261,14 @@ class Flight:
 
     def _take(self) -> TokenEvent:
         token_ids, logprobs = self.stream.take()
-        return TokenEvent(token_ids, logprobs, self.stream.finish_reason, self.num_cached_tokens, self.timeline())
+        return TokenEvent(
+            token_ids,
+            logprobs,
+            self.stream.finish_reason,
+            self.num_cached_tokens,
+            self.timeline(),
+            self.stream.take_scores(),
+        )
 
     def timeline(self) -> RequestTimeline:
         """Router's own wait plus what the last workers reported; decoding time is summed over all of them."""

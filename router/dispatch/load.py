@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from diptych.router.dispatch.connection import Connection
+from diptych.router.dispatch.worker import Worker
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
@@ -26,6 +29,26 @@ class WorkerLoad:
     num_unsent: int
     num_cuts: int
     reason: str = ""
+
+    @classmethod
+    def of(cls, worker: Worker, connection: Connection) -> WorkerLoad:
+        return cls(
+            address=worker.address,
+            role=worker.role,
+            worker_id=worker.worker_id,
+            state=worker.shown_state,
+            num_requests=worker.num_requests,
+            num_queued_tokens=worker.num_queued_tokens,
+            num_available_blocks=worker.num_available_blocks,
+            num_blocks=worker.hello.num_blocks if worker.hello else 0,
+            num_booked_requests=worker.booked.num_requests,
+            tokens_per_s=worker.beat.tokens_per_s if worker.beat else 0.0,
+            step_time_s=worker.beat.step_time_s if worker.beat else 0.0,
+            num_dropped_frames=connection.drops.num_dropped,
+            num_unsent=connection.counters.num_unsent,
+            num_cuts=connection.counters.num_cuts,
+            reason=worker.withheld or worker.reason,
+        )
 
 
 @dataclass(frozen=True, slots=True)

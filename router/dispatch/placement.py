@@ -171,6 +171,9 @@ class Placement:
 
     def _shape(self, flight: Flight, workers: Sequence[Worker]) -> RequestShape:
         num_tokens = len(flight.request.prompt_token_ids) + flight.num_base_tokens
+        num_remaining = flight.request.params.max_tokens - flight.num_base_tokens
+        if flight.is_scored:  # what is cached has no logits
+            return RequestShape(num_tokens, num_remaining, {}, alone=True)
         known = [worker for worker in workers if self._index.size(worker.address)]
         hashes = {size: flight.hashes(size) for size in {worker.identity.block_size for worker in known}}
         hits = {
@@ -178,7 +181,6 @@ class Placement:
             for worker in known
             if (size := worker.identity.block_size)
         }
-        num_remaining = flight.request.params.max_tokens - flight.num_base_tokens
         return RequestShape(num_tokens, num_remaining, hits)
 
     def _dispatch(self, flight: Flight, choice: Choice, shape: RequestShape, now: float) -> str | None:

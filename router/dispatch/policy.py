@@ -18,11 +18,15 @@ OUTPUT_RESERVE = 256
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What the policy needs to know of a request. `hits` maps a worker's address to prompt tokens it has cached."""
+    """What the policy needs to know of a request. `hits` maps a worker's address to prompt tokens it has cached.
+
+    `alone`: the worker that computes the prompt also makes all of the answer.
+    """
 
     num_tokens: int
     num_remaining: int
     hits: Mapping[str, int]
+    alone: bool = False
 
     def uncached(self, worker: Worker) -> int:
         """Prompt tokens the worker would have to compute: at least one, the last, whose logits are needed."""
@@ -65,6 +69,8 @@ class RoutingPolicy:
 
     def choose_prefill(self, prefill: Sequence[Worker], decode: Worker, shape: RequestShape) -> Worker | None:
         """The prefill worker for a request on `decode`; None when `decode` should do it itself."""
+        if shape.alone:
+            return None
         partners = by_fingerprint(prefill).get(decode.identity.fingerprint)
         if not partners or shape.uncached(decode) <= self.local_prefill_threshold:
             return None

@@ -76,7 +76,8 @@ class Heard:
             self.token_ids += fresh
             self.tokens_at += [at] * len(fresh)
             if choice.get("logprobs"):
-                self.logprobs += choice["logprobs"]["token_logprobs"]
+                scores = choice["logprobs"]["token_logprobs"]
+                self.logprobs += [score for score in scores if score is not None]  # the first token of an echo has none
             self.finish_reason = choice["finish_reason"] or self.finish_reason
 
 
@@ -98,7 +99,7 @@ def plan(seed: int, count: int, *, prompt_len: tuple[int, int] = (10, 1500), num
         if source.random() < 0.2:
             body["presence_penalty"] = 0.5
         if source.random() < 0.25:
-            body["logprobs"] = 2
+            body |= {"logprobs": 2, "echo": source.random() < 0.5}
         if source.random() < 0.2:
             body["stop"] = ["".join(source.choices("etaoinsh", k=2)) for _ in range(3)]
         leaves = source.random() < 0.1

@@ -28,6 +28,7 @@ from diptych.common.messages import (
     KVOpen,
     KVWait,
     Message,
+    PromptScores,
     RequestFailed,
     ResetPrefixCache,
     RouterHeartbeat,
@@ -150,7 +151,7 @@ async def test_a_restarted_peer_on_the_same_address(rig: Rig) -> None:
 
 @only_tcp
 @pytest.mark.parametrize(
-    "kind", [DecodeRequest, TokenOutput, RouterHello, WorkerHello, RouterHeartbeat, WorkerHeartbeat]
+    "kind", [DecodeRequest, TokenOutput, PromptScores, RouterHello, WorkerHello, RouterHeartbeat, WorkerHeartbeat]
 )
 async def test_lost(rig: Rig, kind: type[Message]) -> None:
     await suffer(rig, kind, Fault.DROP)
@@ -221,6 +222,12 @@ async def reconnecting(rig: Rig, salt: str) -> None:
     await rig.same_answers(salt)
 
 
+async def scoring(rig: Rig, salt: str) -> None:
+    """Prompts whose log-probabilities are wanted."""
+    asks = [Ask({**ask.body, "logprobs": 1, "echo": True}) for ask in some_asks()]
+    await rig.same_answers(salt, name="scored", asks=asks)
+
+
 async def forgetting(rig: Rig, salt: str) -> None:
     async with httpx.AsyncClient(base_url=rig.stack.url, trust_env=False, timeout=30) as http:
         await http.post("/reset_prefix_cache")
@@ -233,6 +240,7 @@ SCENARIOS: dict[str, Callable[[Rig, str], Awaitable[None]]] = {
     AbortRequest.__name__: left_alone,
     HandOver.__name__: handing_over,
     ResetPrefixCache.__name__: forgetting,
+    PromptScores.__name__: scoring,
     RequestFailed.__name__: failing,
     KVFailed.__name__: failing,
     KVWait.__name__: crowded,

@@ -30,6 +30,7 @@ from diptych.common.messages import (
     KVWait,
     Message,
     PrefillRequest,
+    PromptScores,
     RequestFailed,
     ResetPrefixCache,
     RouterHeartbeat,
@@ -47,8 +48,9 @@ from diptych.common.messages import (
 from diptych.common.sampling_params import SamplingParams, TokenLogprobs
 
 PARAMS = SamplingParams(
-    max_tokens=9, min_tokens=2, temperature=0.5, seed=-(2**63), logit_bias=((3, -1.5),), logprobs=2, stop_token_ids=(7,)
-)
+    max_tokens=9, min_tokens=2, temperature=0.5, seed=-(2**63), logit_bias=((3, -1.5),), logprobs=2,
+    stop_token_ids=(7,), prompt_logprobs=20,
+)  # fmt: skip
 UNBIASED = (1, 0, 1.0, 1.0, 0, 0.0, 0, 0.0, 0.0, 1.0)  # the fields of SamplingParams before logit_bias
 LOGPROBS = TokenLogprobs(-0.25, ((5, -0.25), (6, -9999.0)))
 MESSAGES: list[Message] = [
@@ -77,6 +79,7 @@ MESSAGES: list[Message] = [
         worker_id="w", epoch=1,
         outputs=(TokenDelta("a", 0, 0, (1, 2), "stop", 16, (LOGPROBS, LOGPROBS), Timeline(queue_s=0.5)),),
     ),
+    PromptScores(worker_id="w", epoch=1, request_id="a", attempt=2, start=4_194_304, logprobs=(LOGPROBS,) * 3),
     RequestFailed(worker_id="w", request_id="a", attempt=0, phase="grant", message="why", retryable=True),
     KVOpen(request_id="a", attempt=0, worker_id="p", epoch=1, decode_epoch=2, fingerprint="f", num_blocks=1),
     KVOpen(

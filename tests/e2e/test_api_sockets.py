@@ -61,7 +61,6 @@ BAD_BODIES: dict[str, tuple[bytes, int, str | None]] = {
     "bias out of vocabulary": (posted(logit_bias={"900": 1}), 400, "logit_bias"),
     "bias of no token": (posted(logit_bias={"x": 1}), 400, "logit_bias"),
     "suffix": (posted(suffix="y"), 400, "suffix"),
-    "echo with logprobs": (posted(echo=True, logprobs=1), 400, "echo"),
     "schema": (posted(response_format={"type": "json_schema"}), 400, "response_format"),
     "prompt and answer too long": (posted(prompt=[65] * 4000, max_tokens=97), 400, "max_tokens"),
     "megabytes": (posted(prompt="x" * 3_000_000), 400, "prompt"),

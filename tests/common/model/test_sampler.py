@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.common.model.sampler import LOGPROB_FLOOR, Sampler, SamplingRow
+from diptych.common.model.sampler import Sampler, SamplingRow
+from diptych.common.model.scores import LOGPROB_FLOOR
 from diptych.common.sampling_params import SamplingParams
 from diptych.kernels.sampling import uniform as noise_of
 

@@ -126,8 +126,6 @@ async def test_messages_of_the_wrong_form(running: Any, messages: Any, param: st
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("completions", {"suffix": "end"}),
     ("completions", {"best_of": 2}),
-    ("completions", {"echo": True, "logprobs": 0}),
-    ("completions", {"prompt_logprobs": 0}),
     ("completions", {"truncate_prompt_tokens": 5}),
     ("completions", {"allowed_token_ids": [1]}),
     ("chat", {"functions": [{"name": "f"}]}),

@@ -19,6 +19,7 @@ from diptych.common.messages import (
     HandOver,
     Message,
     PrefillRequest,
+    PromptScores,
     RequestFailed,
     RouterHello,
     Timeline,
@@ -29,7 +30,7 @@ from diptych.common.messages import (
     decode,
     encode,
 )
-from diptych.common.sampling_params import SamplingParams
+from diptych.common.sampling_params import SamplingParams, TokenLogprobs
 from diptych.common.settings import RouterConfig
 from diptych.router.dispatch.client import GenerationRequest, TokenEvent
 from diptych.router.dispatch.dispatcher import Dispatcher
@@ -74,6 +75,7 @@ class FakeWorker:
         self.beating = self.serving = True
         self.token_s = 0.0
         self.stop_at: int | None = None
+        self.scores_per_message = 5
         self.on_request: Callable[[bytes, Message], bool] = lambda router, message: False
         self.on_handover: Callable[[bytes, HandOver], bool] = lambda router, order: False
         self.kv: dict[tuple[str, int], asyncio.Future[list[int]]] = {}
@@ -153,6 +155,7 @@ class FakeWorker:
     async def prefill(self, router: bytes, message: PrefillRequest) -> None:
         await asyncio.sleep(self.token_s)
         tokens = unpack_tokens(message.prompt)
+        self.score(router, message, tokens)
         token = next_token(tokens)
         reason = self.reason(message.params, message.num_output_tokens + 1)
         self.output(router, message, message.num_output_tokens, [token], reason)
@@ -169,6 +172,7 @@ class FakeWorker:
                 tokens += landed
                 self.output(router, message, index, landed)
                 index += len(landed)
+        self.score(router, message, tokens)
         reason = ""
         while not reason:
             tokens.append(next_token(tokens))
@@ -213,6 +217,19 @@ class FakeWorker:
             timeline=Timeline(prefill_s=0.5) if self.role == "prefill" else Timeline(decode_s=0.25),
         )  # fmt: skip
         self.send(router, TokenOutput(worker_id=self.worker_id, epoch=self.epoch, outputs=(delta,)))
+
+    def score(self, router: bytes, message: PrefillRequest | DecodeRequest, tokens: list[int]) -> None:
+        """Log-probabilities of the prompt, `scores_per_message` at a time, if wanted."""
+        if message.params.prompt_logprobs < 0 or message.num_output_tokens:
+            return
+        scores = [TokenLogprobs(-float(token)) for token in tokens[1:]]
+        for first in range(0, len(scores), self.scores_per_message):
+            part = tuple(scores[first : first + self.scores_per_message])
+            told = PromptScores(
+                worker_id=self.worker_id, epoch=self.epoch, request_id=message.request_id, attempt=message.attempt,
+                start=first + 1, logprobs=part,
+            )  # fmt: skip
+            self.send(router, told)
 
     def fail(
         self, router: bytes, message: Message, *, retryable: bool = True, text: str = "scripted", phase: str = "queue"

@@ -44,6 +44,13 @@ def test_a_short_uncached_tail_is_local():
     assert names(choose(pool(), hits={"d1": 480})) == (None, "d1")
 
 
+def test_one_worker_alone_computes_a_prompt_that_is_scored_and_its_answer():
+    shape, registry = RequestShape(500, 100, {}, alone=True), pool()
+    assert names(POLICY.choose(registry.ready("prefill"), registry.ready("decode"), shape)) == (None, "d0")
+    shape = RequestShape(500, 1, {}, alone=True)
+    assert names(POLICY.choose(registry.ready("prefill"), registry.ready("decode"), shape)) == ("p0", None)
+
+
 def test_one_token_needs_prefill_only():
     assert names(choose(pool(), num_remaining=1)) == ("p0", None)
     assert names(choose(pool(prefill=0), num_remaining=1)) == (None, "d0")

@@ -1,0 +1,38 @@
+"""What a prompt's log-probabilities must be: a plain forward pass, in one piece, and torch's log-softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from diptych.common.messages import PromptScores
+from diptych.common.model.decoder import Decoder
+from diptych.common.model.oracle import Oracle
+from diptych.common.sampling_params import TokenLogprobs
+
+
+def true_scores(model: Decoder, token_ids: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Log-probabilities [len(token_ids) - 1, vocab_size] of what follows each token but the last."""
+    oracle = Oracle(model, dtype)
+    return torch.log_softmax(oracle.forward(token_ids, oracle.empty_cache())[:-1], dim=-1)
+
+
+def check_scores(found: Sequence[TokenLogprobs], model: Decoder, token_ids: Sequence[int], count: int) -> None:
+    """All tokens but the first are scored, as by the oracle, and the alternatives are the best ones."""
+    exact = true_scores(model, token_ids)
+    assert len(found) == len(exact)
+    for row, token_id, scores in zip(exact, token_ids[1:], found, strict=True):
+        assert scores.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
+        assert [p for _, p in scores.top] == pytest.approx(torch.topk(row, count).values.tolist(), abs=1e-4)
+        assert [p for _, p in scores.top] == pytest.approx([row[i].item() for i, _ in scores.top], abs=1e-4)
+
+
+def joined(messages: Sequence[PromptScores]) -> list[TokenLogprobs]:
+    """Parts of one attempt, which follow each other without gap or repetition."""
+    scores: list[TokenLogprobs] = []
+    for message in messages:
+        assert message.start == 1 + len(scores)
+        scores.extend(message.logprobs)
+    return scores
