@@ -40,7 +40,7 @@ FROM base AS router
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
     WHEEL="$(echo /wheels/diptych-*.whl)" \
-    && python -m pip install --compile -c /etc/diptych/constraints.txt "diptych[router,hub] @ file://${WHEEL}"
+    && python -m pip install --compile -c /etc/diptych/constraints.txt "diptych[router,tracing,hub] @ file://${WHEEL}"
 USER 10001:10001
 WORKDIR /var/cache/diptych
 VOLUME /var/cache/diptych

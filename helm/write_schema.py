@@ -234,6 +234,8 @@ def network() -> Schema:
             "clients": peers,
             "monitoring": peers,
             "keda": peers,
+            "collectors": peers,
+            "collectorPorts": many(whole(1, 65535)) | {"minItems": 1},
             "dnsPorts": many(whole(1, 65535)) | {"minItems": 1},
             "apiServerCIDRs": many(TEXT),
             "apiServerPorts": many(whole(1, 65535)) | {"minItems": 1},

@@ -49,6 +49,7 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
     from diptych.router.pool_metrics import PoolCollector
     from diptych.router.slo import SLOWindow
     from diptych.router.text.pipeline import TextPipeline
+    from diptych.router.tracing import Tracing
 
     stop = stop_on_signals()
     files = resolve_model(config.model, progress=False, weights=False)
@@ -61,7 +62,8 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
     )
     metrics.registry.register(PoolCollector(dispatcher, window, {"model_name": name, "engine": ENGINE}))
     client = MeasuredClient(dispatcher, window) if window.has_goals else dispatcher
-    app = build_app(client, text, files, config, metrics, lambda: dispatcher.fleet.failure)
+    tracing = Tracing.of(config)
+    app = build_app(client, text, files, config, metrics, lambda: dispatcher.fleet.failure, tracing)
     gc.collect()
     gc.freeze()  # what is here now stays: later collections need not look at it
     try:
@@ -72,6 +74,8 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
     finally:
         await dispatcher.close()
         text.close()
+        if tracing is not None:
+            tracing.close()
 
 
 if __name__ == "__main__":

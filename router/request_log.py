@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from diptych.common.errors import RequestError
 from diptych.router.access.visit import Visit
@@ -21,9 +22,17 @@ from diptych.router.metrics import RouterMetrics
 log = logging.getLogger(__name__)
 
 
+class Trace(Protocol):
+    """What else is told of a request's end."""
+
+    def end(self, log: RequestLog, ended: float) -> None:
+        """The request ended at `ended` (perf_counter seconds); `log` has all that is known of it."""
+        ...
+
+
 @dataclass
 class RequestLog:
-    """What is known of one request to a generation endpoint. `end` counts it and writes its line, once.
+    """What is known of one request to a generation endpoint. `end` counts it, writes its line and its trace, once.
 
     `began` is perf_counter seconds; what is known in the end is noted in `visit`, too.
     """
@@ -31,6 +40,7 @@ class RequestLog:
     metrics: RouterMetrics
     path: str
     visit: Visit
+    trace: Trace | None = None
     id: str = ""
     model: str = ""
     stream: bool = False
@@ -73,6 +83,8 @@ class RequestLog:
                 times = (self.began, choice.first_at, choice.last_at)
                 metrics.observe_end(times, choice.num_tokens, choice.timeline)
         log.info("request", extra=self._fields())
+        if self.trace is not None:
+            self.trace.end(self, time.perf_counter())
 
     @property
     def began(self) -> float:

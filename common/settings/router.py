@@ -45,6 +45,15 @@ class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings):
     keepalive_s: float = setting(
         15.0, "seconds of silence after which a stream gets a keep-alive comment", group="HTTP", ge=0.01, le=300
     )
+    otlp_traces_endpoint: str = setting(
+        "",
+        "URL that a trace of each request is sent to, as OTLP over HTTP; empty: none. Needs the extra `tracing`; "
+        "OpenTelemetry's own OTEL_* variables say the rest",
+        group="HTTP",
+        pattern=r"(|https?://[^\s/]+(/\S*)?)",
+        expects="a URL such as http://collector:4318/v1/traces",
+        metavar="URL",
+    )
     served_model_name: str = setting(
         "", "name that clients use for the model; empty: the model's own name", group="Model", metavar="NAME"
     )

@@ -24,6 +24,7 @@ from diptych.router.api.openapi import install_openapi
 from diptych.router.api.service import Service, ServingClient
 from diptych.router.metrics import RouterMetrics
 from diptych.router.text.pipeline import TextPipeline
+from diptych.router.tracing import Tracing
 
 MAX_SHOWN_PATH = 200
 
@@ -35,6 +36,7 @@ def build_app(
     config: RouterConfig,
     metrics: RouterMetrics,
     failure: Callable[[], str] = str,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The application over a client of the pools. `app.state.service` is its `Service`, for whoever drains it.
 
@@ -42,7 +44,7 @@ def build_app(
     configuration names cannot be used.
     """
     gate = Gate(config, metrics)
-    service = Service(client, text, files, config, metrics, gate, failure)
+    service = Service(client, text, files, config, metrics, gate, failure, tracing)
     app = FastAPI(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     routers = [routes(service) for routes in (generate_routes, model_routes, token_routes, probe_routes)]

@@ -13,7 +13,6 @@ from diptych.common.errors import RequestError
 from diptych.router.access.visit import Visit
 from diptych.router.api.body import discard
 from diptych.router.api.service import Service
-from diptych.router.request_log import RequestLog
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
@@ -36,7 +35,7 @@ def check_entrance(service: Service, visit: Visit, headers: Headers) -> None:
         service.client.check_room(lambda num_tokens: num_bytes > MAX_OTHER_BYTES + MAX_TOKEN_BYTES * num_tokens)
     except RequestError as error:
         service.hint(error)
-        log = RequestLog(service.metrics, visit.path, visit)
+        log, _ = service.begin(visit, headers)
         log.fail(error)
         log.end()
         raise

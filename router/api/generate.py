@@ -24,7 +24,6 @@ from diptych.router.api.openapi import documented
 from diptych.router.api.plan import Plan
 from diptych.router.api.service import Service
 from diptych.router.api.shape import Shape
-from diptych.router.request_log import RequestLog
 
 F = TypeVar("F", bound=SamplingFields)
 
@@ -54,12 +53,12 @@ async def _serve(
     shape: Callable[[Service, F], Shape],
 ) -> Response:
     visit: Visit = request.state.visit
-    log = RequestLog(service.metrics, request.url.path, visit)
+    log, traceparent = service.begin(visit, request.headers)
     try:
         with service.bodies.lease() as lease:
             fields = await service.read(request, model, lease)
             service.client.check_room(partial(service.text.exceeds, fields.longest_text()))
-            planned = await plan(service, fields, visit.key, request.headers.get("traceparent", ""))
+            planned = await plan(service, fields, visit.key, traceparent)
         service.gate.take_prompt(visit, planned.num_prompt_tokens)
         return Exchange(service, planned, shape(service, fields), log)
     except RequestError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -15,12 +15,15 @@ from diptych.common.model.files import ModelFiles
 from diptych.common.settings import RouterConfig
 from diptych.router.access.gate import Gate
 from diptych.router.access.pace import Pace
+from diptych.router.access.visit import Visit
 from diptych.router.api.body import BodyBudget, BodyLease, parse, read_body
 from diptych.router.api.large_body import LARGE_BYTES, LargeBodies
 from diptych.router.dispatch.client import GenerationClient
 from diptych.router.dispatch.load import DispatchLoad
 from diptych.router.metrics import RouterMetrics
+from diptych.router.request_log import RequestLog
 from diptych.router.text.pipeline import TextPipeline
+from diptych.router.tracing import Tracing
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -56,6 +59,7 @@ class Service:
     metrics: RouterMetrics
     gate: Gate
     failure: Callable[[], str] = str
+    tracing: Tracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_active: int = 0
@@ -100,6 +104,14 @@ class Service:
         """Raises Unavailable while the process is about to end."""
         if self.draining:
             raise Unavailable("this router is shutting down", retry_after_s=DRAIN_RETRY_AFTER_S)
+
+    def begin(self, visit: Visit, headers: Mapping[str, str]) -> tuple[RequestLog, str]:
+        """The log of a request to a generation endpoint, and the `traceparent` that its workers are given."""
+        log = RequestLog(self.metrics, visit.path, visit)
+        if self.tracing is None:
+            return log, headers.get("traceparent", "")
+        trace = log.trace = self.tracing.begin(visit.path, headers, visit.began)
+        return log, trace.traceparent
 
     def hint(self, error: RequestError) -> None:
         """Has a refusal for lack of room say when there will be some, where whoever refused did not know."""

@@ -75,7 +75,9 @@ def test_the_build_sees_all_code_and_nothing_else(repository: Path) -> None:
 
 def test_every_dependency_is_pinned_within_its_range(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [line for name in ("router", "worker", "hub") for line in project["optional-dependencies"][name]]
+    extras = [
+        line for name in ("router", "worker", "tracing", "hub") for line in project["optional-dependencies"][name]
+    ]
     held = pins(repository)
     for line in (*project["dependencies"], *extras):
         requirement = Requirement(line)

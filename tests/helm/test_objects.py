@@ -378,6 +378,20 @@ def test_network_policies_know_the_cluster_s_ports(helm4: Path) -> None:
     ]
 
 
+def test_routers_may_send_traces_where_they_are_told_to(helm4: Path) -> None:
+    """And nobody may where no router is told so."""
+
+    def rules(over: dict[str, Any], role: str) -> list[Any]:
+        policy = render(helm4, over=over).named("NetworkPolicy", f"demo-diptych-{role}")
+        return [rule for rule in policy["spec"]["egress"] if {"port": 4318, "protocol": "TCP"} in rule["ports"]]
+
+    told = {"router": {"settings": {"otlp_traces_endpoint": "http://collector:4318/v1/traces"}}}
+    peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "tracing"}}}]
+    assert rules(told, "router") == [{"ports": [{"port": 4318, "protocol": "TCP"}]}]
+    assert rules(told | {"networkPolicy": {"collectors": peers}}, "router")[0]["to"] == peers
+    assert not rules(told, "prefill") and not rules({}, "router")
+
+
 def test_the_test_s_pod_is_there_for_its_log(rendered: Rendered) -> None:
     """`helm test --logs` asks for it after the test has succeeded."""
     for pod in rendered.of("Pod"):

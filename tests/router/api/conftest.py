@@ -26,6 +26,7 @@ from diptych.router.dispatch.client import GenerationRequest, RequestTimeline, T
 from diptych.router.dispatch.load import DispatchLoad, WorkerLoad
 from diptych.router.metrics import RouterMetrics
 from diptych.router.text.pipeline import TextPipeline
+from diptych.router.tracing import Tracing
 
 MODEL = "tiny-random"
 EOS = 259
@@ -168,27 +169,30 @@ Start = Callable[..., Awaitable[Running]]
 @pytest.fixture
 async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
     """Starts the application with settings of a test's own."""
-    started: list[tuple[Server, httpx.AsyncClient]] = []
+    started: list[tuple[Server, httpx.AsyncClient, Tracing | None]] = []
 
     async def run(engine: Engine | None = None, headers: dict[str, str] | None = None, **settings: Any) -> Running:
         engine = engine or Engine()
         config = RouterConfig(model=MODEL, **settings)
         name = config.served_model_name or files.model_id
-        app = build_app(engine, text, files, config, RouterMetrics(name, engine.load))
+        tracing = Tracing.of(config)
+        app = build_app(engine, text, files, config, RouterMetrics(name, engine.load), tracing=tracing)
         listener = listen("127.0.0.1", 0)
         server = await listening(app, listener)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         client = httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, verify=False, timeout=60)
-        started.append((server, client))
+        started.append((server, client, tracing))
         return Running(app, engine, url, client, server)
 
     yield run
-    for server, client in started:
+    for server, client, tracing in started:
         await client.aclose()
         for sockets in server.servers:
             sockets.close()
         await until(lambda server=server: not server.server_state.connections and not server.server_state.tasks)
         server.config.app.state.service.gate.close()
+        if tracing is not None:
+            tracing.close()
 
 
 async def listening(app: FastAPI, listener: socket.socket) -> Server:
