@@ -15,6 +15,7 @@ from diptych.common.errors import RequestError
 from diptych.common.model.files import ModelFiles
 from diptych.common.settings import RouterConfig
 from diptych.router.access.gate import Gate
+from diptych.router.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from diptych.router.api.errors import CLIENT_CLOSED, MethodNotAllowed, UnknownPath, error_response
 from diptych.router.api.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from diptych.router.api.front import Front
@@ -55,7 +56,8 @@ def build_app(
     app.add_exception_handler(HTTPException, refusals.of_framework)
     app.add_exception_handler(ClientDisconnect, refusals.of_leaving)
     app.add_middleware(Front, service=service)
-    install_openapi(app, (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest))
+    bodies = (ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
+    install_openapi(app, bodies)
     return app
 
 

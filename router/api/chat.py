@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 
 from diptych.common.errors import InvalidRequest
 from diptych.router.access.keys import ApiKey
+from diptych.router.api.calls import AnswerCalls, Call
 from diptych.router.api.choice import Choice, Piece
 from diptych.router.api.fields import ChatRequest, TokenizeRequest
 from diptych.router.api.logprobs import LogprobShapes
@@ -14,10 +14,12 @@ from diptych.router.api.plan import Plan, Prompt, check_num_sequences, fit, make
 from diptych.router.api.service import Service
 from diptych.router.api.shape import Object
 from diptych.router.api.structure import answer_grammar, tool_calling
-from diptych.router.text.tools import CallPart, CallScanner, Function
+from diptych.router.text.tools import CallPart, Function
 
 
-async def plan_chat(service: Service, fields: ChatRequest, key: ApiKey, traceparent: str) -> Plan:
+async def plan_chat(
+    service: Service, fields: ChatRequest, key: ApiKey, traceparent: str, *, prefix: str = "chatcmpl"
+) -> Plan:
     """Renders and tokenises the conversation. Raises RequestError."""
     service.check_model(fields.model)
     fields.refuse_unsupported()
@@ -37,7 +39,7 @@ async def plan_chat(service: Service, fields: ChatRequest, key: ApiKey, tracepar
         fields,
         key,
         [prompt],
-        prefix="chatcmpl",
+        prefix=prefix,
         num_logprobs=(fields.top_logprobs or 0) if fields.logprobs else -1,
         num_prompt_logprobs=-1 if fields.prompt_logprobs is None else fields.prompt_logprobs,
         traceparent=traceparent,
@@ -82,16 +84,14 @@ class ChatShape:
         wanted = fields.prompt_logprobs
         self._prompt_logprobs = LogprobShapes(service.text, wanted) if wanted is not None else None
         self._token_ids = bool(fields.return_token_ids)
-        self._calls = tool_calling(fields) is not None
-        self._scanners: dict[int, CallScanner] = {}
-        self._id = uuid.uuid4().hex
+        self._calls = AnswerCalls(possible=tool_calling(fields) is not None)
 
     def opening(self, choice: Choice, prompt_token_ids: list[int] | None) -> Object | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(self, choice: Choice, piece: Piece) -> Object:
-        text, calls = self._taken_apart(choice, piece)
+        text, calls = self._calls.taken_apart(choice, piece)
         delta: Object = {"content": text} if text or not (piece.finish_reason or calls) else {}
         if calls:
             delta["tool_calls"] = [self._call_delta(choice, part) for part in calls]
@@ -99,7 +99,7 @@ class ChatShape:
             "index": choice.index,
             "delta": delta,
             "logprobs": self._logprobs.chat(piece.scored) if self._logprobs is not None and piece.scored else None,
-            "finish_reason": self._finish_reason(choice, piece.finish_reason) or None,
+            "finish_reason": self._calls.finish_reason(choice, piece.finish_reason) or None,
         }
         if self._token_ids:
             chunk["token_ids"] = piece.token_ids
@@ -107,49 +107,31 @@ class ChatShape:
 
     def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
         scored = [token for piece in pieces for token in piece.scored]
-        apart = [self._taken_apart(choice, piece) for piece in pieces]
+        apart = [self._calls.taken_apart(choice, piece) for piece in pieces]
         content = "".join([text for text, _ in apart])
         message: Object = {"role": "assistant", "content": content, "refusal": None}
-        if calls := self._whole_calls(choice, [part for _, parts in apart for part in parts]):
-            message |= {"content": content or None, "tool_calls": calls}
+        if calls := self._calls.whole(choice, [part for _, parts in apart for part in parts]):
+            message |= {"content": content or None, "tool_calls": [_tool_call(call) for call in calls]}
         whole: Object = {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs.chat(scored) if self._logprobs is not None else None,
-            "finish_reason": self._finish_reason(choice, choice.finish_reason),
+            "finish_reason": self._calls.finish_reason(choice, choice.finish_reason),
         }
         if self._token_ids:
             whole["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
         return whole
 
-    def _taken_apart(self, choice: Choice, piece: Piece) -> tuple[str, list[CallPart]]:
-        """The text that a piece adds to the content, and to calls."""
-        if not self._calls:
-            return piece.text, []
-        scanner = self._scanners.setdefault(choice.index, CallScanner())
-        text, parts = scanner.push(piece.text)
-        return (text + scanner.flush() if piece.finish_reason else text), parts
-
-    def _finish_reason(self, choice: Choice, reason: str) -> str:
-        scanner = self._scanners.get(choice.index)
-        return "tool_calls" if reason == "stop" and scanner is not None and scanner.num_calls else reason
-
-    def _call_id(self, choice: Choice, index: int) -> str:
-        return f"call_{self._id}_{choice.index}_{index}"
-
     def _call_delta(self, choice: Choice, part: CallPart) -> Object:
         if not part.name:
             return {"index": part.index, "function": {"arguments": part.arguments}}
         function = {"name": part.name, "arguments": part.arguments}
-        return {"index": part.index, "id": self._call_id(choice, part.index), "type": "function", "function": function}
-
-    def _whole_calls(self, choice: Choice, parts: Sequence[CallPart]) -> list[Object]:
-        names = [part.name for part in parts if part.name]
-        arguments = ["".join([part.arguments for part in parts if part.index == i]) for i in range(len(names))]
-        return [
-            {"id": self._call_id(choice, i), "type": "function", "function": {"name": name, "arguments": text}}
-            for i, (name, text) in enumerate(zip(names, arguments, strict=True))
-        ]
+        return {
+            "index": part.index,
+            "id": self._calls.id_of(choice, part.index),
+            "type": "function",
+            "function": function,
+        }
 
     def envelope(self, first: Choice, prompt_token_ids: list[int] | None) -> Object:
         members: Object = {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
@@ -158,3 +140,7 @@ class ChatShape:
                 first.request.prompt_token_ids, first.prompt_logprobs
             )
         return members
+
+
+def _tool_call(call: Call) -> Object:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

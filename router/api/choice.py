@@ -65,6 +65,11 @@ class Choice:
         self.timeline: RequestTimeline | None = None
         self.first_at = self.last_at = 0.0
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended it."""
+        return self._scanner.stop if self._scanner is not None else None
+
     def push(self, event: TokenEvent) -> Piece:
         """Take the next event. Tokens behind a completed stop string are neither counted nor returned."""
         self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)

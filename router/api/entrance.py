@@ -12,11 +12,12 @@ from starlette.types import Receive, Scope
 from diptych.common.errors import RequestError
 from diptych.router.access.visit import Visit
 from diptych.router.api.body import discard
+from diptych.router.api.errors import MESSAGES_PATH
 from diptych.router.api.service import Service
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
-GENERATING = frozenset((CHAT_PATH, COMPLETION_PATH))
+GENERATING = frozenset((CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH))
 MAX_OTHER_BYTES, MAX_TOKEN_BYTES = 64 * 1024, 128
 """A conversation's body holds at most so many bytes beside its messages, and these so many for each token."""
 
@@ -31,7 +32,9 @@ def check_entrance(service: Service, visit: Visit, headers: Headers) -> None:
     try:
         service.check_open()
         service.gate.check_tokens(visit)
-        num_bytes = declared_bytes(headers) if visit.path == CHAT_PATH else 0  # others may hold many short prompts
+        num_bytes = (
+            declared_bytes(headers) if visit.path != COMPLETION_PATH else 0
+        )  # others may hold many short prompts
         service.client.check_room(lambda num_tokens: num_bytes > MAX_OTHER_BYTES + MAX_TOKEN_BYTES * num_tokens)
     except RequestError as error:
         service.hint(error)

@@ -1,4 +1,4 @@
-"""Errors as clients see them: one JSON shape for everything, whoever raised it.
+"""Errors as clients see them: one JSON shape for everything, whoever raised it; Anthropic's where their clients ask.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
@@ -14,11 +14,23 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from diptych.common.errors import InternalError, InvalidRequest, ModelNotFound, RequestError
 
 MAX_SHOWN_CHARS = 80
 DEFAULT_RETRY_AFTER_S = 1.0
+MESSAGES_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 CLIENT_CLOSED = 499
 """nginx's status for a client that went away: in logs and metrics only."""
 
@@ -88,6 +100,28 @@ def error_object(error: RequestError) -> dict[str, object]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
+def anthropic_error(error: RequestError) -> dict[str, object]:
+    """The same for clients of Anthropic's API, whose types go by the status."""
+    kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class ErrorResponse(Response):
+    """An error's body depends on whose API was asked, which is known when it is sent."""
+
+    media_type = "application/json"
+
+    def __init__(self, error: RequestError, headers: Mapping[str, str]) -> None:
+        super().__init__(orjson.dumps(error_object(error)), error.status, headers=headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path", "").startswith(MESSAGES_PATH):
+            self.body = orjson.dumps(anthropic_error(self._error))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
     """The answer to a request that failed before its answer began."""
     all_headers = dict(headers or {})
@@ -98,7 +132,7 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
         all_headers["www-authenticate"] = "Bearer"
     if error.status in (408, 413):  # the rest of the body was not read: this connection cannot be used again
         all_headers["connection"] = "close"
-    return Response(orjson.dumps(error_object(error)), error.status, headers=all_headers, media_type="application/json")
+    return ErrorResponse(error, all_headers)
 
 
 def loggable(error: RequestError) -> str:

@@ -18,11 +18,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from diptych.common.errors import DeadlineExceeded, RequestError
 from diptych.router.api.choice import Choice, Piece
-from diptych.router.api.errors import CLIENT_CLOSED, error_object, error_response
+from diptych.router.api.errors import CLIENT_CLOSED, error_response
+from diptych.router.api.frames import Frames
 from diptych.router.api.generations import Arrival, ClientGone, Generations
 from diptych.router.api.plan import Plan
 from diptych.router.api.service import Service
-from diptych.router.api.shape import Object, Shape
 from diptych.router.request_log import RequestLog
 
 SEND_GRACE_S = 30.0
@@ -33,30 +33,15 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
 
 
 class Exchange(Response):
     """The answer to one generation request. It owns the generations from its call to its end."""
 
-    def __init__(self, service: Service, plan: Plan, shape: Shape, log: RequestLog) -> None:
+    def __init__(self, service: Service, plan: Plan, frames: Frames, log: RequestLog) -> None:
         super().__init__()
-        self._service, self._plan, self._shape, self._log = service, plan, shape, log
-        fields = plan.fields
-        options = fields.stream_options
-        self._stream = bool(fields.stream)
-        self._usage_at_end = self._stream and options is not None and bool(options.include_usage)
-        self._usage_always = self._stream and options is not None and bool(options.continuous_usage_stats)
-        self._prompt_token_ids = [
-            prompt.token_ids if fields.return_token_ids else None for prompt in plan.prompts
-        ]  # None where the client does not want them
-        self._head: Object = {
-            "id": plan.id,
-            "object": shape.chunk_object if self._stream else shape.object,
-            "created": plan.created,
-            "model": plan.model,
-            "system_fingerprint": service.fingerprint,
-        }
+        self._service, self._plan, self._frames, self._log = service, plan, frames, log
+        self._stream = bool(plan.fields.stream)
         log.id, log.model, log.stream, log.choices = plan.id, plan.model, self._stream, plan.choices
         log.num_prompt_tokens = plan.num_prompt_tokens
 
@@ -96,18 +81,13 @@ class Exchange(Response):
             self._log.fail(error)
             await error_response(error)(scope, receive, send)
             return
-        choices = [
-            self._shape.whole(choice, pieces[choice.index], self._prompt_token_ids[choice.prompt])
-            for choice in self._plan.choices
-        ]
-        body = self._head | {"choices": choices, "usage": self._usage()} | self._envelope()
-        response = Response(orjson.dumps(body), media_type="application/json")
+        response = Response(orjson.dumps(self._frames.whole(pieces)), media_type="application/json")
         await response(scope, receive, send)
 
     # ------------------------------------------------------------ streamed
 
     async def _answer_stream(self, generations: Generations, scope: Scope, receive: Receive, send: Send) -> None:
-        keepalive_s = self._service.config.keepalive_s
+        keepalive_s, frames = self._service.config.keepalive_s, self._frames
         arrivals = await generations.next(keepalive_s)
         refused = next((arrival.error for arrival in arrivals if arrival.error is not None), None)
         if refused is not None:
@@ -120,46 +100,19 @@ class Exchange(Response):
         while not self._finished:
             chunks: list[bytes] = []
             if arrivals and not opened:
-                chunks, opened = self._opening(), True
+                chunks, opened = [frames.opening()], True
             try:
-                chunks += [self._chunk(choice, piece) for choice, piece in self._take(generations, arrivals)]
+                chunks += [frames.chunk(choice, piece) for choice, piece in self._take(generations, arrivals)]
             except RequestError as error:
                 self._log.fail(error)
-                chunks.append(_event(error_object(error)))
+                chunks.append(frames.error(error))
                 await send(_body(b"".join(chunks), more=False))
                 return
             if self._finished:
-                await send(_body(b"".join((*chunks, self._ending())), more=False))
+                await send(_body(b"".join((*chunks, frames.ending())), more=False))
                 return
             await send(_body(b"".join(chunks) or KEEP_ALIVE, more=True))
             arrivals = await generations.next(keepalive_s)
-
-    def _opening(self) -> list[bytes]:
-        """The first chunk of every choice, where the endpoint has such."""
-        ids = self._prompt_token_ids
-        openings = [self._shape.opening(choice, ids[choice.prompt]) for choice in self._plan.choices]
-        events: list[bytes] = []
-        extra = self._envelope()
-        for opening in filter(None, openings):
-            events.append(self._data([opening], extra))
-            extra = {}
-        return events
-
-    def _chunk(self, choice: Choice, piece: Piece) -> bytes:
-        return self._data([self._shape.chunk(choice, piece)])
-
-    def _ending(self) -> bytes:
-        return (self._data([], {"usage": self._usage()}) if self._usage_at_end else b"") + DONE
-
-    def _data(self, choices: list[Object], extra: Object | None = None) -> bytes:
-        chunk = {**self._head, "choices": choices}
-        if self._usage_always:
-            chunk["usage"] = self._usage()
-        elif self._usage_at_end:
-            chunk["usage"] = None
-        if extra:
-            chunk |= extra
-        return _event(chunk)
 
     # ------------------------------------------------------------ both
 
@@ -204,28 +157,12 @@ class Exchange(Response):
     def _finished(self) -> bool:
         return all(choice.finish_reason for choice in self._plan.choices)
 
-    def _envelope(self) -> Object:
-        return self._shape.envelope(self._plan.choices[0], self._prompt_token_ids[0])
-
-    def _usage(self) -> Object:
-        num_prompt_tokens, num_output_tokens = self._plan.num_prompt_tokens, self._log.num_output_tokens
-        return {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_output_tokens,
-            "total_tokens": num_prompt_tokens + num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._log.num_cached_tokens},
-        }
-
 
 async def _watch(receive: Receive, generations: Generations) -> None:
     """The body is read, so the next thing a client can do is to leave."""
     while (await receive())["type"] != "http.disconnect":
         continue
     generations.leave()
-
-
-def _event(data: object) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
 def _body(data: bytes, *, more: bool) -> Message:

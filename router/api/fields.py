@@ -201,7 +201,7 @@ class Message(Fields):
         return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
-def _not_too_many_parts(messages: object) -> object:
+def not_too_many_parts(messages: object) -> object:
     if isinstance(messages, list):  # before each of a million parts is looked at
         found = (message.get(name) for message in messages if isinstance(message, dict) for name in _PARTS)
         num_parts = sum(len(parts) for parts in found if isinstance(parts, list))
@@ -214,7 +214,7 @@ _PARTS = ("content", "tool_calls")
 Messages = Annotated[
     list[Message],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-    BeforeValidator(_not_too_many_parts),
+    BeforeValidator(not_too_many_parts),
 ]
 
 

@@ -16,8 +16,10 @@ from starlette.responses import HTMLResponse, Response
 from diptych.common import __version__
 from diptych.common.errors import InvalidRequest, Unavailable
 from diptych.router.api import responses
+from diptych.router.api.anthropic import count_tokens
+from diptych.router.api.anthropic_fields import CountTokensRequest
 from diptych.router.api.chat import conversation_tokens
-from diptych.router.api.errors import error_response
+from diptych.router.api.errors import MESSAGES_PATH, error_response
 from diptych.router.api.fields import DetokenizeRequest, TokenizeRequest
 from diptych.router.api.openapi import documented
 from diptych.router.api.service import Service
@@ -138,6 +140,15 @@ def token_routes(service: Service) -> APIRouter:
             service.check_model(fields.model)
             shown = await text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
         return _json({"prompt": shown})
+
+    wrong = responses.AnthropicErrorBody
+
+    @router.post(f"{MESSAGES_PATH}/count_tokens", **documented(CountTokensRequest, responses.TokenCount, error=wrong))
+    async def message_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a conversation has, in the shape of Anthropic's API."""
+        with service.bodies.lease() as lease:
+            fields = await service.read(request, CountTokensRequest, lease)
+            return _json({"input_tokens": await count_tokens(service, fields)})
 
     @router.get("/tokenizer_info", **documented(None, responses.TokenizerInfo))
     async def tokenizer_info() -> Response:

@@ -30,14 +30,20 @@ STATUSES = {
 }
 
 
-def documented(request: type[BaseModel] | None, response: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
-    """Arguments of a route that takes `request` as its body and answers with `response`."""
+def documented(
+    request: type[BaseModel] | None,
+    response: type[BaseModel],
+    *,
+    streams: bool = False,
+    error: type[BaseModel] = ErrorBody,
+) -> dict[str, Any]:
+    """Arguments of a route that takes `request` as its body and answers with `response`, or an `error`."""
     answers: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorBody, "description": text} for status, text in STATUSES.items()
+        status: {"model": error, "description": text} for status, text in STATUSES.items()
     }
     if streams:
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-        events = {"text/event-stream": {"schema": {**event, "description": "one event: a chunk, in the end [DONE]"}}}
+        events = {"text/event-stream": {"schema": {**event, "description": "one event of the answer"}}}
         answers[200] = {"content": events, "description": "the answer; with stream: true as server-sent events"}
     extra: dict[str, Any] = {}
     if request is not None:

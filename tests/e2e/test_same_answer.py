@@ -19,6 +19,7 @@ LENGTHS = (
 NUM_TOKENS = 12
 VOCAB = {"tiny-random": 256, "smollm2-135m": 49_000, "gemma3-270m": 200_000}
 ALL_REMOTE = ("--local-prefill-threshold", "0")
+CONTENT_TO_WAIT = (*ALL_REMOTE, "--max-wait-s", "900", "--overload-wait-s", "900", "--queue-timeout-s", "900")
 
 
 class Case:
@@ -173,19 +174,19 @@ def test_real_models_whole_matrix(system_of: Any, real_oracle: Any, random_promp
     case = Case(prompts, [real_oracle(model).greedy(prompt, NUM_TOKENS) for prompt in prompts])
     memory = ("--kv-memory-gib", "1.5")
     for shape in ((1, 1), (2, 2), (0, 1)):
-        system = system_of(*shape, model=model, router_flags=ALL_REMOTE, worker_flags=memory)
+        system = system_of(*shape, model=model, router_flags=CONTENT_TO_WAIT, worker_flags=memory)
         case.check(system.generate(prompts, max_tokens=NUM_TOKENS, at_once=32))
         case.check(system.generate(prompts, max_tokens=NUM_TOKENS, at_once=32))
     order = random.Random(10)
     for chunk, block_size in ((16, 64), (64, 16), (512, 64)):
         system = system_of(
             model=model,
-            router_flags=ALL_REMOTE,
+            router_flags=CONTENT_TO_WAIT,
             worker_flags=(*memory, "--block-size", str(block_size)),
             prefill_flags=("--max-num-batched-tokens", str(chunk)),
         )
         some = sorted(order.sample(range(len(prompts)), 24))
         part = Case([prompts[i] for i in some], [case.answers[i] for i in some])
         part.check(system.generate(part.prompts, max_tokens=NUM_TOKENS, at_once=32))
-    system = system_of(model=model, router_flags=ALL_REMOTE, worker_flags=memory)
+    system = system_of(model=model, router_flags=CONTENT_TO_WAIT, worker_flags=memory)
     case.check(system.generate(prompts, max_tokens=NUM_TOKENS, at_once=1))

@@ -1,0 +1,139 @@
+"""`POST /v1/messages`: conversations in the shape of Anthropic's API, answered by the same means as our own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import orjson
+
+from diptych.common.errors import RequestError
+from diptych.router.access.keys import ApiKey
+from diptych.router.api.anthropic_fields import CountTokensRequest, MessagesRequest
+from diptych.router.api.calls import AnswerCalls
+from diptych.router.api.chat import conversation_tokens, plan_chat
+from diptych.router.api.choice import Choice, Piece
+from diptych.router.api.errors import anthropic_error
+from diptych.router.api.plan import Plan
+from diptych.router.api.service import Service
+from diptych.router.api.shape import Object
+from diptych.router.api.structure import tool_calling
+from diptych.router.request_log import RequestLog
+
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+
+
+async def plan_messages(service: Service, fields: MessagesRequest, key: ApiKey, traceparent: str) -> Plan:
+    """Renders and tokenises the conversation. Raises RequestError."""
+    return await plan_chat(service, fields.as_chat(), key, traceparent, prefix="msg")
+
+
+async def count_tokens(service: Service, fields: CountTokensRequest) -> int:
+    """How many tokens the prompt of these messages has. Raises RequestError."""
+    service.check_model(fields.model)
+    chat = fields.as_chat()
+    calling = tool_calling(chat)
+    return len(await conversation_tokens(service, chat, calling.functions if calling else ()))
+
+
+class MessagesFrames:
+    """A message of blocks: text, and calls of tools. A stream opens, fills and closes them one after the other."""
+
+    def __init__(self, service: Service, fields: MessagesRequest, plan: Plan, log: RequestLog) -> None:
+        self._plan, self._log = plan, log
+        self._calls = AnswerCalls(possible=tool_calling(fields.as_chat()) is not None)
+        self._num_blocks = 0
+        self._open = ""  # the type of the last block while more may be added to it
+
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
+        (choice,) = self._plan.choices
+        apart = [self._calls.taken_apart(choice, piece) for piece in pieces[0]]
+        text = "".join([said for said, _ in apart])
+        calls = self._calls.whole(choice, [part for _, parts in apart for part in parts])
+        content: list[Object] = [{"type": "text", "text": text}] if text or not calls else []
+        for call in calls:
+            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
+        return self._message(content) | self._stop(choice) | {"usage": self._usage()}
+
+    def opening(self) -> bytes:
+        message = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        return _event("message_start", {"message": message})
+
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+        text, parts = self._calls.taken_apart(choice, piece)
+        events: list[bytes] = []
+        if text:
+            if self._open != "text":
+                events.append(self._begin("text", {"type": "text", "text": ""}))
+            events.append(self._delta({"type": "text_delta", "text": text}))
+        for part in parts:
+            if part.name:
+                call: Object = {
+                    "type": "tool_use",
+                    "id": self._calls.id_of(choice, part.index),
+                    "name": part.name,
+                    "input": {},
+                }
+                events.append(self._begin("tool_use", call))
+            if part.arguments:
+                events.append(self._delta({"type": "input_json_delta", "partial_json": part.arguments}))
+        if piece.finish_reason:
+            if not self._num_blocks:
+                events.append(self._begin("text", {"type": "text", "text": ""}))
+            events.append(self._end_block())
+            events.append(_event("message_delta", {"delta": self._stop(choice), "usage": self._usage()}))
+        return b"".join(events)
+
+    def ending(self) -> bytes:
+        return _event("message_stop", {})
+
+    def error(self, error: RequestError) -> bytes:
+        return _event("error", anthropic_error(error))
+
+    # ------------------------------------------------------------ inside
+
+    def _message(self, content: list[Object]) -> Object:
+        head = {"id": self._plan.id, "type": "message", "role": "assistant", "model": self._plan.model}
+        return {**head, "content": content}
+
+    def _begin(self, kind: str, block: Object) -> bytes:
+        """A new block, behind the one before."""
+        ended = self._end_block()
+        self._open = kind
+        self._num_blocks += 1
+        return ended + _event("content_block_start", {"index": self._num_blocks - 1, "content_block": block})
+
+    def _delta(self, delta: Object) -> bytes:
+        return _event("content_block_delta", {"index": self._num_blocks - 1, "delta": delta})
+
+    def _end_block(self) -> bytes:
+        if not self._open:
+            return b""
+        self._open = ""
+        return _event("content_block_stop", {"index": self._num_blocks - 1})
+
+    def _stop(self, choice: Choice) -> Object:
+        reason = self._calls.finish_reason(choice, choice.finish_reason)
+        if reason == "stop" and choice.stop is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop}
+        return {"stop_reason": STOP_REASONS[reason], "stop_sequence": None}
+
+    def _usage(self) -> Object:
+        cached = self._log.num_cached_tokens
+        return {
+            "input_tokens": self._plan.num_prompt_tokens - cached,
+            "output_tokens": self._log.num_output_tokens,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+        }
+
+
+def _input(arguments: str) -> object:
+    """Of a call that `max_tokens` cut off, nothing can be read."""
+    try:
+        return orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return {}
+
+
+def _event(kind: str, members: Object) -> bytes:
+    return f"event: {kind}\ndata: ".encode() + orjson.dumps({"type": kind} | members) + b"\n\n"
