@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2-135m", help="built-in name, folder or GGUF file")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="dtype, +quantization, +fp8-wire, with commas")
     parser.add_argument("--tokens", type=int, default=96, help="length of each greedy answer")
-    parser.add_argument("--json", type=Path, help="file to write the results to")
+    parser.add_argument("--output", type=Path, help="JSON file to write the results to")
     options = parser.parse_args(arguments)
     files, names, console = resolve_model(options.model), options.variants.split(","), open_console()
     with Progress(console=console, transient=True) as progress:
@@ -180,9 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in results:
         table.add_row(row.name, f"{row.perplexity:.3f}", f"{row.agreement:.2%}", f"{row.divergence:.5f}")
     console.print(table)
-    if options.json:
+    if options.output:
         rows = [{name: getattr(row, name) for name in Accuracy.__slots__} for row in results]
-        write_json(options.json, {"conditions": conditions(PROGRAM, arguments, model=files.model_id), "results": rows})
+        write_json(options.output, {"conditions": conditions(PROGRAM, arguments, model=files.model_id), "results": rows})
     return 0
 
 

@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantization", default="none", choices=tuple(BITS))
     parser.add_argument("--threads", type=int, default=0, help="0: one a core")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="file to write the results to")
+    parser.add_argument("--output", type=Path, help="JSON file to write the results to")
     options, console = parser.parse_args(arguments), open_console()
     native = native_backend()
     if native is None:
@@ -206,9 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             ]
             report(console, load, step_s, parts)
             results.append({"load": asdict(load), "step_ms": step_s * 1e3, "parts": [asdict(part) for part in parts]})
-    if options.json:
+    if options.output:
         about = conditions(PROGRAM, arguments, model=files.model_id, threads=torch.get_num_threads())
-        write_json(options.json, {"conditions": about, "rates": asdict(rates), "results": results})
+        write_json(options.output, {"conditions": about, "rates": asdict(rates), "results": results})
     return 0
 
 

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=0, help="0: one a core")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="file to write the results to")
+    parser.add_argument("--output", type=Path, help="JSON file to write the results to")
     options, console = parser.parse_args(arguments), open_console()
     native = native_backend()
     if native is None:
@@ -110,10 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         plain = (f"{result.plain_ms:.2f}", f"{result.ms / result.plain_ms:.2f}") if result.plain_ms else ("", "")
         table.add_row(result.kind, f"{result.ms:.2f}", f"{result.ms / floor_ms:.1f}", *plain)
     console.print(table)
-    if options.json:
+    if options.output:
         about = conditions(PROGRAM, arguments, model=files.model_id, threads=torch.get_num_threads())
         rows = [asdict(result) for result in results]
-        write_json(options.json, {"conditions": about, "floor_ms": floor_ms, "results": rows})
+        write_json(options.output, {"conditions": about, "floor_ms": floor_ms, "results": rows})
     return 0
 
 

@@ -31,7 +31,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_tiny_model(tmp_path / "model")
     out = tmp_path / "accuracy.json"
     names = "float32,bfloat16,float32+int8,float32+int4,float32+fp8-wire"
-    assert accuracy.main(["--model", str(folder), "--tokens", "8", "--variants", names, "--json", str(out)]) == 0
+    assert accuracy.main(["--model", str(folder), "--tokens", "8", "--variants", names, "--output", str(out)]) == 0
     rows = {row["name"]: row for row in json.loads(out.read_text())["results"]}
     assert rows["float32"]["agreement"] == 1.0
     assert rows["float32"]["divergence"] == pytest.approx(0.0, abs=1e-6)

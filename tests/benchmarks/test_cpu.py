@@ -18,7 +18,7 @@ def test_every_operation_has_its_time(
         pytest.skip("no C++ compiler here")
     monkeypatch.setattr(cpu, "LOADS", (cpu.Load("decode", 3, 1, 20), cpu.Load("prefill", 1, 24, 0)))
     folder, out = make_tiny_model(tmp_path / "model"), tmp_path / "cpu.json"
-    arguments = ["--model", str(folder), "--rounds", "3", "--quantization", quantization, "--json", str(out)]
+    arguments = ["--model", str(folder), "--rounds", "3", "--quantization", quantization, "--output", str(out)]
     assert cpu.main([*arguments, "--dtype", "float32"]) == 0
     result = json.loads(out.read_text())
     assert min(result["rates"].values()) > 0
