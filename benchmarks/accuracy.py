@@ -182,7 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(table)
     if options.output:
         rows = [{name: getattr(row, name) for name in Accuracy.__slots__} for row in results]
-        write_json(options.output, {"conditions": conditions(PROGRAM, arguments, model=files.model_id), "results": rows})
+        write_json(
+            options.output, {"conditions": conditions(PROGRAM, arguments, model=files.model_id), "results": rows}
+        )
     return 0
 
 
