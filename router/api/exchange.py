@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from diptych.common.errors import DeadlineExceeded, RequestError
+from diptych.common.errors import DeadlineExceeded, RequestError, Unavailable
 from diptych.router.api.choice import Choice, Piece
 from diptych.router.api.errors import CLIENT_CLOSED, error_response
 from diptych.router.api.frames import Frames
@@ -46,6 +47,17 @@ class Exchange(Response):
         log.num_prompt_tokens = plan.num_prompt_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._service.scores.lease(self._plan.num_scores))
+            except Unavailable as error:
+                await self._refuse(error, scope, receive, send)
+                self._settle()
+                self._log.end()
+                return
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         generations = Generations(self._service.client)
         watcher = asyncio.create_task(_watch(receive, generations), name=f"{self._plan.id}-watch")
         try:
@@ -77,9 +89,7 @@ class Exchange(Response):
                 for choice, piece in self._take(generations, await generations.next(keepalive_s)):
                     pieces[choice.index].append(piece)
         except RequestError as error:
-            self._service.hint(error)
-            self._log.fail(error)
-            await error_response(error)(scope, receive, send)
+            await self._refuse(error, scope, receive, send)
             return
         response = Response(orjson.dumps(self._frames.whole(pieces)), media_type="application/json")
         await response(scope, receive, send)
@@ -91,9 +101,7 @@ class Exchange(Response):
         arrivals = await generations.next(keepalive_s)
         refused = next((arrival.error for arrival in arrivals if arrival.error is not None), None)
         if refused is not None:
-            self._service.hint(refused)
-            self._log.fail(refused)
-            await error_response(refused)(scope, receive, send)
+            await self._refuse(refused, scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         opened = False
@@ -115,6 +123,12 @@ class Exchange(Response):
             arrivals = await generations.next(keepalive_s)
 
     # ------------------------------------------------------------ both
+
+    async def _refuse(self, error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with an error instead."""
+        self._service.hint(error)
+        self._log.fail(error)
+        await error_response(error)(scope, receive, send)
 
     def _take(self, generations: Generations, arrivals: Sequence[Arrival]) -> list[tuple[Choice, Piece]]:
         """Hands arrivals to their choices. Raises the error that ended one of them."""

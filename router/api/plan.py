@@ -15,6 +15,7 @@ from diptych.router.access.keys import ApiKey
 from diptych.router.api.choice import Choice
 from diptych.router.api.errors import InvalidField
 from diptych.router.api.fields import SamplingFields
+from diptych.router.api.score_budget import MAX_SCORES
 from diptych.router.api.service import Service
 from diptych.router.dispatch.client import GenerationRequest
 from diptych.router.text.detokenizer import Detokenizer
@@ -23,7 +24,6 @@ from diptych.router.text.stop import StopScanner
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MASK64 = 2**64 - 1
 MAX_SEQUENCES = 1024
-MAX_SCORES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One answer to make: prompts, and for each prompt its `n` choices, prompt-major."""
+    """One answer to make: prompts, and for each prompt its `n` choices, prompt-major.
+
+    `num_scores` log-probabilities of prompts will be part of it, alternatives included.
+    """
 
     id: str
     created: int
@@ -48,6 +51,7 @@ class Plan:
     fields: SamplingFields
     prompts: list[Prompt]
     choices: list[Choice]
+    num_scores: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -116,7 +120,7 @@ def make_plan(
     `num_logprobs` and `num_prompt_logprobs` are -1 for none. `grammar` is what every answer must match, or "". What
     `key` computed is found again in the prefix caches by the same key, or group of keys, only.
     """
-    _check_num_scores(fields, prompts, num_prompt_logprobs)
+    num_scores = _num_scores(fields, prompts, num_prompt_logprobs)
     answer_id = f"{prefix}-{uuid.uuid4().hex}"
     choices: list[Choice] = []
     salt = key.salt(fields.cache_salt or "")
@@ -152,7 +156,8 @@ def make_plan(
                     silent=not prompt.max_tokens,
                 )
             )
-    return Plan(answer_id, int(time.time()), service.check_model(fields.model), fields, list(prompts), choices)
+    name, created = service.check_model(fields.model), int(time.time())
+    return Plan(answer_id, created, name, fields, list(prompts), choices, num_scores)
 
 
 def _choice(
@@ -217,15 +222,16 @@ def sampling_params(
     )
 
 
-def _check_num_scores(fields: SamplingFields, prompts: Sequence[Prompt], num_alternatives: int) -> None:
-    """Raises InvalidRequest for an answer that would have more log-probabilities of prompts than fit into memory."""
+def _num_scores(fields: SamplingFields, prompts: Sequence[Prompt], num_alternatives: int) -> int:
+    """How many log-probabilities of prompts the answer will have; -1 alternatives: none. Raises InvalidRequest."""
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * (fields.n or 1)
-    if num_alternatives >= 0 and num_tokens * (1 + num_alternatives) > MAX_SCORES:
+    if num_tokens * (1 + num_alternatives) > MAX_SCORES:
         raise InvalidRequest(
             f"log-probabilities of {num_tokens:,} tokens of prompts, with {num_alternatives} alternatives each, are "
             f"more than the {MAX_SCORES:,} that one answer may have",
             param="logprobs" if fields.prompt_logprobs is None else "prompt_logprobs",
         )
+    return num_tokens * (1 + num_alternatives)
 
 
 def _logit_bias(service: Service, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:

@@ -18,6 +18,7 @@ from diptych.router.access.pace import Pace
 from diptych.router.access.visit import Visit
 from diptych.router.api.body import BodyBudget, BodyLease, parse, read_body
 from diptych.router.api.large_body import LARGE_BYTES, LargeBodies
+from diptych.router.api.score_budget import ScoreBudget
 from diptych.router.dispatch.client import GenerationClient
 from diptych.router.dispatch.load import DispatchLoad
 from diptych.router.metrics import RouterMetrics
@@ -66,6 +67,7 @@ class Service:
     pace: Pace = field(default_factory=Pace)
     bodies: BodyBudget = field(init=False)
     large: LargeBodies = field(init=False)
+    scores: ScoreBudget = field(default_factory=ScoreBudget)
 
     def __post_init__(self) -> None:
         self.bodies = BodyBudget(self.config.max_body_bytes)

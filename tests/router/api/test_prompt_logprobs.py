@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -123,14 +124,28 @@ async def test_both_kinds_at_once_show_as_many_alternatives_as_each_wants(runnin
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
-        ({"prompt_logprobs": 20, "prompt": ["x" * 1000] * 48}, "prompt_logprobs"),
-        ({"echo": True, "logprobs": 20, "prompt": ["x" * 1000] * 24, "n": 2}, "logprobs"),
+        ({"prompt_logprobs": 20, "prompt": ["x" * 1000] * 24}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 20, "prompt": ["x" * 1000] * 12, "n": 2}, "logprobs"),
     ],
 )
 async def test_what_makes_no_sense_or_too_much_is_refused(running: Any, fields: dict[str, Any], param: str) -> None:
     reply = await running.completion(**({"prompt": "hi"} | fields))
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     assert running.engine.requests == []
+
+
+async def test_all_that_are_under_way_together_are_bounded(start: Any, tools: Any) -> None:
+    running = await start(tools.Engine(hold_after=0))
+    large = {"prompt": ["x" * 1000] * 200, "echo": True, "logprobs": 1, "max_tokens": 0}
+    asked = [asyncio.create_task(running.completion(**large)) for _ in range(5)]
+    await tools.until(lambda: len(running.engine.requests) == 1000)
+    refused = await running.completion(**large)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
+    assert "2,000,000" in refused.json()["error"]["message"] and refused.headers["retry-after"]
+    running.engine.go.set()
+    assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200}
+    assert running.app.state.service.scores._held == 0
+    assert (await running.completion(**large)).status_code == 200
 
 
 async def test_a_chat_has_at_least_one_token(running: Any) -> None:
