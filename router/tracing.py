@@ -33,7 +33,12 @@ if TYPE_CHECKING:  # an extra: a router without tracing does without the library
 EXPORT_TIMEOUT_S = 5.0
 FLUSH_S = 1.0
 """How long a router that ends waits for its last spans to leave."""
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/messages": "chat", "/v1/completions": "text_completion"}
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+}
 Value = str | int | float | tuple[str, ...]
 
 

@@ -22,6 +22,7 @@ from diptych.router.api.front import Front
 from diptych.router.api.generate import generate_routes
 from diptych.router.api.info import model_routes, probe_routes, token_routes
 from diptych.router.api.openapi import install_openapi
+from diptych.router.api.responses_fields import ResponsesRequest
 from diptych.router.api.service import Service, ServingClient
 from diptych.router.metrics import RouterMetrics
 from diptych.router.text.pipeline import TextPipeline
@@ -56,8 +57,8 @@ def build_app(
     app.add_exception_handler(HTTPException, refusals.of_framework)
     app.add_exception_handler(ClientDisconnect, refusals.of_leaving)
     app.add_middleware(Front, service=service)
-    bodies = (ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
-    install_openapi(app, bodies)
+    generating = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+    install_openapi(app, (*generating, CountTokensRequest, TokenizeRequest, DetokenizeRequest))
     return app
 
 

@@ -17,7 +17,8 @@ from diptych.router.api.service import Service
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
-GENERATING = frozenset((CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH))
+RESPONSES_PATH = "/v1/responses"
+GENERATING = frozenset((CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH))
 MAX_OTHER_BYTES, MAX_TOKEN_BYTES = 64 * 1024, 128
 """A conversation's body holds at most so many bytes beside its messages, and these so many for each token."""
 

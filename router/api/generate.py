@@ -18,22 +18,24 @@ from diptych.router.api.anthropic import MessagesFrames, plan_messages
 from diptych.router.api.anthropic_fields import MessagesRequest
 from diptych.router.api.chat import ChatShape, plan_chat
 from diptych.router.api.completions import CompletionShape, plan_completion
-from diptych.router.api.entrance import CHAT_PATH, COMPLETION_PATH
+from diptych.router.api.entrance import CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH
 from diptych.router.api.errors import CLIENT_CLOSED, MESSAGES_PATH, error_response
 from diptych.router.api.exchange import Exchange
 from diptych.router.api.fields import ChatRequest, CompletionRequest
 from diptych.router.api.frames import Frames, OpenAIFrames
 from diptych.router.api.openapi import documented
 from diptych.router.api.plan import Plan
+from diptych.router.api.responses_api import ResponsesFrames, plan_response
+from diptych.router.api.responses_fields import ResponsesRequest
 from diptych.router.api.service import Service
 from diptych.router.api.shape import Shape
 from diptych.router.request_log import RequestLog
 
-F = TypeVar("F", ChatRequest, CompletionRequest, MessagesRequest)
+F = TypeVar("F", ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
 
 
 def generate_routes(service: Service) -> APIRouter:
-    """`/v1/chat/completions`, `/v1/completions` and `/v1/messages`."""
+    """`/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`."""
     router = APIRouter(tags=["generate"])
 
     @router.post(CHAT_PATH, **documented(ChatRequest, responses.ChatCompletion, streams=True))
@@ -45,6 +47,11 @@ def generate_routes(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue a text."""
         return await _serve(service, request, CompletionRequest, plan_completion, _openai(CompletionShape))
+
+    @router.post(RESPONSES_PATH, **documented(ResponsesRequest, responses.ResponseBody, streams=True))
+    async def respond(request: Request) -> Response:
+        """Answer a conversation, in the shape of OpenAI's Responses API."""
+        return await _serve(service, request, ResponsesRequest, plan_response, ResponsesFrames)
 
     wrong = responses.AnthropicErrorBody
 

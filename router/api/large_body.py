@@ -24,7 +24,7 @@ LARGE_BYTES = 256 * 1024
 """Smaller bodies take a few milliseconds at worst: less than the way to a thread and back is worth."""
 MAX_FIELD_BYTES = 1024 * 1024
 """Of one field that is no part of the prompt, in a large body."""
-PROMPT_FIELDS = frozenset(("prompt", "messages", "tokens"))
+PROMPT_FIELDS = frozenset(("prompt", "messages", "input", "tokens"))
 Pieces = dict[str, msgspec.Raw]
 
 

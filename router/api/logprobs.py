@@ -25,11 +25,15 @@ class LogprobShapes:
 
     def chat(self, scored: Sequence[ScoredToken]) -> dict[str, object]:
         """`logprobs` of a chat choice or chunk."""
+        return {"content": self.tokens(scored), "refusal": None}
+
+    def tokens(self, scored: Sequence[ScoredToken]) -> list[dict[str, object]]:
+        """Tokens with their bytes and alternatives."""
         content: list[dict[str, object]] = []
         for token in scored:
             top = [self._chat_token(i, p) for i, p in token.logprobs.top[: self._num_alternatives]]
             content.append({**self._chat_token(token.token_id, token.logprobs.logprob), "top_logprobs": top})
-        return {"content": content, "refusal": None}
+        return content
 
     def completion(self, scored: Sequence[ScoredToken], offset: int) -> dict[str, list[object]]:
         """`logprobs` of a completion choice or chunk; `offset` is where generated text begins (after an echo)."""

@@ -120,6 +120,73 @@ class Completion(BaseModel):
     usage: Usage
 
 
+class OutputText(BaseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[dict[str, Any]]
+    logprobs: list[ContentToken]
+
+
+class OutputItem(BaseModel):
+    """A message has `role` and `content`; a call `call_id`, `name` and `arguments`."""
+
+    type: Literal["message", "function_call"]
+    id: str
+    status: Literal["completed", "incomplete", "in_progress"]
+    role: Literal["assistant"] | None = None
+    content: list[OutputText] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+
+
+class InputTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class OutputTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(BaseModel):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseBody(BaseModel):
+    """Of `/v1/responses`, with the request's own settings."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage
+    user: str | None
+    metadata: dict[str, str]
+
+
 class AnthropicBlock(BaseModel):
     type: Literal["text", "tool_use"]
     text: str | None = None

@@ -1,0 +1,187 @@
+"""`POST /v1/responses`: OpenAI's Responses API without its memory, answered by the same means as conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import orjson
+
+from diptych.common.errors import RequestError
+from diptych.router.access.keys import ApiKey
+from diptych.router.api.calls import AnswerCalls
+from diptych.router.api.chat import plan_chat
+from diptych.router.api.choice import Choice, Piece, ScoredToken
+from diptych.router.api.logprobs import LogprobShapes
+from diptych.router.api.plan import Plan
+from diptych.router.api.responses_fields import ResponsesRequest
+from diptych.router.api.service import Service
+from diptych.router.api.shape import Object
+from diptych.router.api.structure import tool_calling
+from diptych.router.request_log import RequestLog
+from diptych.router.text.tools import CallPart
+
+
+async def plan_response(service: Service, fields: ResponsesRequest, key: ApiKey, traceparent: str) -> Plan:
+    """Renders and tokenises the conversation. Raises RequestError."""
+    return await plan_chat(service, fields.as_chat(), key, traceparent, prefix="resp")
+
+
+class ResponsesFrames:
+    """A response of items: a message of text, and calls of functions. Events open, fill and close them in turn."""
+
+    def __init__(self, service: Service, fields: ResponsesRequest, plan: Plan, log: RequestLog) -> None:
+        self._fields, self._plan, self._log = fields, plan, log
+        chat = fields.as_chat()
+        self._calls = AnswerCalls(possible=tool_calling(chat) is not None)
+        self._logprobs = LogprobShapes(service.text, fields.top_logprobs or 0) if fields.wants_logprobs else None
+        self._items: list[Object] = []
+        self._text: list[str] = []
+        self._arguments: list[str] = []
+        self._scores: list[object] = []
+        self._is_open = False
+        self._num_events = 0
+
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
+        (choice,) = self._plan.choices
+        for piece in pieces[0]:
+            self.chunk(choice, piece)
+        return self._response(choice)
+
+    def opening(self) -> bytes:
+        begun = self._response(None)
+        return self._event("response.created", {"response": begun}) + self._event(
+            "response.in_progress", {"response": begun}
+        )
+
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+        text, parts = self._calls.taken_apart(choice, piece)
+        events = [self._say(text, piece.scored)] if text else []
+        events += [self._add_call(choice, part) for part in parts]
+        if piece.finish_reason:
+            if not self._items:
+                events.append(self._begin_message())
+            events.append(self._end_item())
+        return b"".join(events)
+
+    def ending(self) -> bytes:
+        response = self._response(self._plan.choices[0])
+        return self._event(f"response.{response['status']}", {"response": response})
+
+    def error(self, error: RequestError) -> bytes:
+        failed = {"status": "failed", "error": {"code": error.code or error.type, "message": error.message}}
+        return self._event("response.failed", {"response": self._response(None) | failed})
+
+    # ------------------------------------------------------------ items
+
+    def _say(self, text: str, scored: Sequence[ScoredToken]) -> bytes:
+        begun = b"" if self._is_open and self._items[-1]["type"] == "message" else self._begin_message()
+        scores = self._shown(scored)
+        self._text.append(text)
+        self._scores += scores
+        return begun + self._event("response.output_text.delta", self._part() | {"delta": text, "logprobs": scores})
+
+    def _begin_message(self) -> bytes:
+        self._text, self._scores = [], []
+        name = f"msg_{self._plan.id}_{len(self._items)}"
+        begun = self._begin({"type": "message", "id": name, "role": "assistant", "content": []})
+        return begun + self._event("response.content_part.added", self._part() | {"part": self._output_text()})
+
+    def _add_call(self, choice: Choice, part: CallPart) -> bytes:
+        begun = b""
+        if part.name:
+            call_id = self._calls.id_of(choice, part.index)
+            call = {"type": "function_call", "id": f"fc_{call_id}", "call_id": call_id, "name": part.name}
+            begun = self._begin({**call, "arguments": ""})
+            self._arguments = []
+        if not part.arguments:
+            return begun
+        self._arguments.append(part.arguments)
+        where = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return begun + self._event("response.function_call_arguments.delta", {**where, "delta": part.arguments})
+
+    def _begin(self, item: Object) -> bytes:
+        """A new item, behind the one before."""
+        ended = self._end_item()
+        self._items.append(item | {"status": "in_progress"})
+        self._is_open = True
+        where = {"output_index": len(self._items) - 1}
+        return ended + self._event("response.output_item.added", {**where, "item": self._items[-1]})
+
+    def _end_item(self) -> bytes:
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        item, where = self._items[-1], {"output_index": len(self._items) - 1}
+        if item["type"] == "message":
+            part = self._output_text()
+            item |= {"content": [part]}
+            said = {"text": part["text"], "logprobs": part["logprobs"]}
+            ended = self._event("response.output_text.done", self._part() | said)
+            ended += self._event("response.content_part.done", self._part() | {"part": part})
+        else:
+            item |= {"arguments": "".join(self._arguments)}
+            called = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
+            ended = self._event("response.function_call_arguments.done", {**where, **called})
+        item["status"] = "incomplete" if self._plan.choices[0].finish_reason == "length" else "completed"
+        return ended + self._event("response.output_item.done", {**where, "item": item})
+
+    # ------------------------------------------------------------ inside
+
+    def _part(self) -> Object:
+        """Where text is added."""
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+
+    def _output_text(self) -> Object:
+        return {"type": "output_text", "text": "".join(self._text), "annotations": [], "logprobs": [*self._scores]}
+
+    def _shown(self, scored: Sequence[ScoredToken]) -> list[object]:
+        return [*self._logprobs.tokens(scored)] if self._logprobs is not None else []
+
+    def _response(self, choice: Choice | None) -> Object:
+        """The response; of a `choice` that is finished, or as it begins."""
+        fields, cut = self._fields, choice is not None and choice.finish_reason == "length"
+        wanted = fields.text.format if fields.text is not None else None
+        return {
+            "id": self._plan.id,
+            "object": "response",
+            "created_at": self._plan.created,
+            "status": "in_progress" if choice is None else "incomplete" if cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": fields.instructions,
+            "max_output_tokens": fields.max_output_tokens,
+            "model": self._plan.model,
+            "output": [] if choice is None else self._items,
+            "parallel_tool_calls": fields.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": 1.0 if fields.temperature is None else fields.temperature,
+            "text": {"format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True)},
+            "tool_choice": _shown_choice(fields),
+            "tools": [tool.model_dump() for tool in fields.tools or ()],
+            "top_p": 1.0 if fields.top_p is None else fields.top_p,
+            "truncation": "disabled",
+            "usage": None if choice is None else self._usage(),
+            "user": fields.user,
+            "metadata": fields.metadata or {},
+        }
+
+    def _usage(self) -> Object:
+        num_input, num_output = self._plan.num_prompt_tokens, self._log.num_output_tokens
+        return {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": self._log.num_cached_tokens},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": num_input + num_output,
+        }
+
+    def _event(self, kind: str, members: Object) -> bytes:
+        self._num_events += 1
+        data = {"type": kind, "sequence_number": self._num_events - 1} | members
+        return f"event: {kind}\ndata: ".encode() + orjson.dumps(data) + b"\n\n"
+
+
+def _shown_choice(fields: ResponsesRequest) -> object:
+    choice = fields.tool_choice
+    return "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump()

@@ -1,0 +1,216 @@
+"""What clients of OpenAI's Responses API send, and the conversation of our own API that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from diptych.common.errors import InvalidRequest
+from diptych.common.sampling_params import MAX_GRAMMAR_CHARS
+from diptych.router.api import fields as ours
+from diptych.router.api.errors import unsupported
+from diptych.router.api.fields import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Fields
+
+TEXT_PARTS = frozenset(("input_text", "output_text", "text"))
+WITH_LOGPROBS = "message.output_text.logprobs"
+SAME = ("model", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls", "user")
+"""Members that mean the same in our own API."""
+
+
+class Part(Fields):
+    """One part of a message; only text is understood here."""
+
+    type: Annotated[str, Field(max_length=64)]
+    text: str | None = None
+
+
+Content = str | Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class Item(Fields):
+    """A message, a call, or what came of a call. Which members it has depends on its type."""
+
+    type: Annotated[str, Field(max_length=64)] | None = Field(None, description='null: "message"')
+    role: Literal["user", "assistant", "system", "developer"] | None = Field(None, description='with type "message"')
+    content: Content | None = None
+    call_id: Annotated[str, Field(max_length=256)] | None = Field(None, description="of a call and of its output")
+    name: Annotated[str, Field(max_length=64)] | None = None
+    arguments: str | None = Field(None, description="JSON")
+    output: Content | None = Field(None, description='with type "function_call_output"')
+
+
+class ResponseTool(Fields):
+    type: Annotated[str, Field(max_length=64)] = Field(description='"function"')
+    name: Annotated[str, Field(pattern=ours.FUNCTION_NAME)] | None = None
+    description: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenTool(Fields):
+    type: Literal["function"]
+    name: Annotated[str, Field(max_length=64)]
+
+
+class TextFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(max_length=256)] | None = None
+    description: str | None = None
+    json_schema: ours.JsonSchema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Fields):
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Fields):
+    """`POST /v1/responses`. Nothing is stored here: a conversation is sent whole each time."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
+    input: Annotated[
+        str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)],
+        BeforeValidator(ours.not_too_many_parts),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="default 1; 0 is greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_logprobs: ours.NumAlternatives | None = None
+    include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
+    stream: bool | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = Field(None, description="nothing is stored, whatever it says")
+    metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = None
+    user: Annotated[str, Field(max_length=4096)] | None = None
+
+    # Known, not here: refused unless null or the value that changes nothing.
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    def longest_text(self) -> str | list[int]:
+        """Of the last item: templates leave others out."""
+        if isinstance(self.input, str):
+            return self.input
+        content = self.input[-1].content
+        return content if isinstance(content, str) else ""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.top_logprobs is not None or WITH_LOGPROBS in (self.include or ())
+
+    def as_chat(self) -> ChatRequest:
+        """The same of our own API. Raises InvalidRequest."""
+        for name in ("previous_response_id", "conversation", "prompt", "background"):
+            if getattr(self, name):
+                raise unsupported(name, "what needs a memory of earlier responses")
+        if self.truncation == "auto":
+            raise unsupported("truncation", "'auto'")
+        members: dict[str, Any] = {name: getattr(self, name) for name in SAME}
+        members |= {
+            "messages": list(self._messages()),
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.wants_logprobs or None,
+            "response_format": _response_format(self.text),
+            "tools": [_tool(tool, i) for i, tool in enumerate(self.tools)] if self.tools else None,
+            "tool_choice": _tool_choice(self.tool_choice),
+        }
+        return ChatRequest(**members)
+
+    def _messages(self) -> Iterator[ours.Message]:
+        if self.instructions:
+            yield ours.Message(role="system", content=self.instructions)
+        if isinstance(self.input, str):
+            yield ours.Message(role="user", content=self.input)
+            return
+        said: str | None = None  # by the assistant, in the item before: calls that follow are of the same message
+        calls: list[ours.ToolCall] = []
+        for i, item in enumerate(self.input):
+            where = f"input[{i}]"
+            if item.type == "function_call":
+                calls.append(_call(item, where))
+                continue
+            message = _message(item, where)
+            if message is None:
+                continue
+            if said is not None or calls:
+                yield _answer(said, calls)
+                said, calls = None, []
+            if message.role == "assistant":
+                said = str(message.content)
+            else:
+                yield message
+        if said is not None or calls:
+            yield _answer(said, calls)
+
+
+def _answer(text: str | None, calls: Sequence[ours.ToolCall]) -> ours.Message:
+    return ours.Message(role="assistant", content=(text or None) if calls else text, tool_calls=list(calls) or None)
+
+
+def _message(item: Item, where: str) -> ours.Message | None:
+    """What an item is in our API; None for what models are not shown. Raises InvalidRequest."""
+    match item.type:
+        case None | "message":
+            if item.role is None or item.content is None:
+                raise InvalidRequest(f"{where}: a message has a role and content", param="input")
+            return ours.Message(role=item.role, content=_text(item.content, f"{where}.content"))
+        case "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise InvalidRequest(f"{where}: the output of a call has a call_id and an output", param="input")
+            text = _text(item.output, f"{where}.output")
+            return ours.Message(role="tool", content=text, tool_call_id=item.call_id)
+        case "reasoning":
+            return None
+    raise unsupported(f"{where}.type", f"{item.type!r}")
+
+
+def _text(content: Content, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for j, part in enumerate(content):
+        if part.type not in TEXT_PARTS:
+            raise unsupported(f"{where}[{j}].type", f"{part.type!r}")
+        if part.text is None:
+            raise InvalidRequest(f"{where}[{j}].text: is required", param="input")
+    return "".join([part.text or "" for part in content])
+
+
+def _call(item: Item, where: str) -> ours.ToolCall:
+    if item.call_id is None or item.name is None:
+        raise InvalidRequest(f"{where}: a call has a call_id and a name", param="input")
+    function = ours.FunctionCall(name=item.name, arguments=item.arguments or "{}")
+    return ours.ToolCall(id=item.call_id, function=function)
+
+
+def _tool(tool: ResponseTool, index: int) -> ours.Tool:
+    if tool.type != "function":
+        raise unsupported(f"tools[{index}].type", f"{tool.type!r}, a tool of the server's,")
+    if tool.name is None:
+        raise InvalidRequest(f"tools[{index}].name: is required", param="tools")
+    function = ours.FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.parameters)
+    return ours.Tool(type="function", function=function)
+
+
+def _tool_choice(choice: str | ChosenTool | None) -> str | ours.NamedTool | None:
+    if not isinstance(choice, ChosenTool):
+        return choice
+    return ours.NamedTool(type="function", function=ours.FunctionName(name=choice.name))
+
+
+def _response_format(text: TextOptions | None) -> ours.ResponseFormat | None:
+    wanted = text.format if text is not None else None
+    if wanted is None:
+        return None
+    if wanted.type == "json_schema" and wanted.json_schema is None:
+        raise InvalidRequest("text.format.schema: is required with type 'json_schema'", param="text")
+    schema = ours.NamedSchema(name=wanted.name, schema=wanted.json_schema) if wanted.type == "json_schema" else None
+    return ours.ResponseFormat(type=wanted.type, json_schema=schema)

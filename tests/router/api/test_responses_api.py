@@ -1,0 +1,284 @@
+"""OpenAI's Responses API, by its official client and by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from diptych.common.errors import InternalError
+from diptych.router.api.responses_fields import ResponsesRequest
+
+ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+TOOLS: Any = [
+    {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": False},
+    {"type": "function", "name": "now", "description": "the time", "parameters": None, "strict": None},
+]
+
+
+def client_of(running: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+async def sdk(running: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with client_of(running) as client:
+        yield client
+
+
+async def post(running: Any, **fields: Any) -> Any:
+    return await running.http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 9, **fields})
+
+
+async def events_of(running: Any, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a stream, each with the name that it also bears outside of its data."""
+    reply = await post(running, stream=True, **fields)
+    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+    events = []
+    for event in filter(None, reply.text.split("\n\n")):
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+def chat_of(**fields: Any) -> list[dict[str, Any]]:
+    """The messages of our own API that a request means."""
+    request = ResponsesRequest.model_validate({"max_output_tokens": 1, **fields}, strict=True)
+    return [message.as_dict() for message in request.as_chat().messages]
+
+
+async def test_a_response(sdk: openai.AsyncOpenAI) -> None:
+    response = await sdk.responses.create(model="tiny-random", input="hi", max_output_tokens=9, metadata={"a": "b"})
+    assert response.output_text == "The quick"
+    assert response.status == "incomplete" and response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage is not None and response.usage.output_tokens == 9
+    assert response.usage.total_tokens == response.usage.input_tokens + 9
+    assert response.id.startswith("resp") and response.metadata == {"a": "b"} and response.error is None
+
+
+async def test_an_end_by_itself(start: Any, tools: Any) -> None:
+    running = await start(tools.Engine(eos_after=5, cached=2))
+    response = (await post(running)).json()
+    assert (response["status"], response["incomplete_details"]) == ("completed", None)
+    (message,) = response["output"]
+    assert (message["type"], message["role"], message["status"]) == ("message", "assistant", "completed")
+    assert message["content"] == [{"type": "output_text", "text": "The q", "annotations": [], "logprobs": []}]
+    assert response["usage"]["input_tokens_details"] == {"cached_tokens": 2}
+
+
+async def test_a_stream_by_the_official_client(start: Any, tools: Any) -> None:
+    running = await start(tools.Engine(eos_after=9))
+    async with client_of(running) as sdk, sdk.responses.stream(model="tiny-random", input="hi") as stream:
+        deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        final = await stream.get_final_response()
+    assert len(deltas) > 1 and "".join(deltas) == final.output_text == "The quick"
+    assert final.usage is not None and final.usage.output_tokens == 10
+
+
+async def test_the_events_of_a_stream(running: Any) -> None:
+    events = await events_of(running, max_output_tokens=2)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    deltas = ["output_text.delta"] * kinds.count("output_text.delta")
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", *deltas,
+        "output_text.done", "content_part.done", "output_item.done", "incomplete",
+    ]  # fmt: skip
+    whole = (await post(running, max_output_tokens=2)).json()
+    streamed = events[-1]["response"]
+    for response in (whole, streamed):
+        response["output"][0].pop("id")
+        for name in ("id", "created_at"):
+            response.pop(name)
+    assert streamed == whole
+
+
+async def test_an_answer_without_text_is_an_empty_message(start: Any, tools: Any) -> None:
+    running = await start(tools.Engine(eos_after=0))
+    assert (await post(running)).json()["output"][0]["content"][0]["text"] == ""
+    assert (await events_of(running))[-1]["response"]["output"][0]["content"][0]["text"] == ""
+
+
+async def test_calls(start: Any, tools: Any) -> None:
+    text = f"I look. {CALL}\n{OTHER}"
+    running = await start(tools.Engine(text=text, eos_after=len(text.encode()), per_event=3))
+    asked: Any = {"model": "tiny-random", "input": "hi", "tools": TOOLS, "max_output_tokens": 900}
+    async with client_of(running) as sdk:
+        whole = await sdk.responses.create(**asked)
+        async with sdk.responses.stream(**asked) as stream:
+            done = [event async for event in stream if event.type == "response.function_call_arguments.done"]
+            streamed = await stream.get_final_response()
+    for response in (whole, streamed):
+        assert response.status == "completed" and response.output_text == "I look. "
+        said, first, second = response.output
+        assert (said.type, first.type, second.type) == ("message", "function_call", "function_call")
+        assert (first.name, json.loads(first.arguments)) == ("get_weather", json.loads(ARGUMENTS))  # type: ignore[union-attr]
+        assert (second.name, second.arguments) == ("now", "{}")  # type: ignore[union-attr]
+        assert first.call_id != second.call_id  # type: ignore[union-attr]
+    assert [event.arguments for event in done] == [ARGUMENTS, "{}"]
+
+
+async def test_a_call_that_is_cut_off_is_incomplete(start: Any, tools: Any) -> None:
+    running = await start(tools.Engine(text=CALL))
+    response = (await post(running, tools=TOOLS, max_output_tokens=CALL.index('"Paris"'))).json()
+    (call,) = response["output"]
+    assert (response["status"], call["status"], call["arguments"]) == ("incomplete", "incomplete", '{"city": ')
+
+
+async def test_log_probabilities(running: Any) -> None:
+    for fields in ({"include": ["message.output_text.logprobs"], "top_logprobs": 1}, {"top_logprobs": 1}):
+        whole = (await post(running, max_output_tokens=2, **fields)).json()["output"][0]["content"][0]["logprobs"]
+        assert [(token["token"], token["logprob"]) for token in whole] == [("T", -0.5), ("h", -0.5)]
+        assert whole[0]["top_logprobs"] == [{"token": "a", "logprob": -1.0, "bytes": [97]}]
+        events = await events_of(running, max_output_tokens=2, **fields)
+        deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+        assert [token for event in deltas for token in event["logprobs"]] == whole
+
+
+async def test_fields_reach_the_workers_and_come_back(running: Any) -> None:
+    fields = {
+        "temperature": 0.5, "top_p": 0.9, "max_output_tokens": 20, "instructions": "Be brief.", "store": True,
+        "user": "me", "tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False, "truncation": "disabled",
+        "reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"],
+    }  # fmt: skip
+    response = (await post(running, **fields)).json()
+    params = running.engine.requests[0].params
+    assert (params.temperature, params.top_p, params.max_tokens) == (0.5, 0.9, 20)
+    same = ("temperature", "top_p", "max_output_tokens", "instructions", "user", "tool_choice", "parallel_tool_calls")
+    assert {name: response[name] for name in same} == {name: fields[name] for name in same}
+    assert response["store"] is False and [tool["name"] for tool in response["tools"]] == ["get_weather", "now"]
+
+
+async def test_its_prompt_is_that_of_the_same_conversation(running: Any) -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "c"}]},
+        {"role": "user", "content": "hi"},
+    ]
+    await post(running, input=items, instructions="s")
+    same = [("system", "s"), ("user", "ab"), ("assistant", "c"), ("user", "hi")]
+    await running.chat(messages=[{"role": role, "content": content} for role, content in same])
+    first, second = running.engine.requests
+    assert first.prompt_token_ids == second.prompt_token_ids
+
+
+def test_calls_and_their_outputs_become_messages() -> None:
+    items = [
+        {"role": "user", "content": "weather?"},
+        {"type": "reasoning", "id": "r", "summary": []},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city":"Paris"}'},
+        {"type": "function_call", "call_id": "c2", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "21 C"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "noon"}]},
+        {"type": "function_call", "call_id": "c3", "name": "now", "arguments": "{}"},
+    ]
+    calls = [
+        {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Paris"}'}},
+        {"id": "c2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+    ]
+    again = {"id": "c3", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    assert chat_of(input=items, instructions="Be brief.") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": calls},
+        {"role": "tool", "content": "21 C", "tool_call_id": "c1"},
+        {"role": "tool", "content": "noon", "tool_call_id": "c2"},
+        {"role": "assistant", "content": None, "tool_calls": [again]},
+    ]
+
+
+@pytest.mark.parametrize("said", ["", "x"])
+def test_what_the_assistant_said_twice_stays_two_messages(said: str) -> None:
+    items = [
+        {"role": "assistant", "content": said},
+        {"role": "assistant", "content": "y"},
+        {"role": "user", "content": "z"},
+    ]
+    assert [message["content"] for message in chat_of(input=items)] == [said, "y", "z"]
+
+
+def test_the_form_of_the_text() -> None:
+    wanted = {"type": "json_schema", "name": "thing", "schema": {"type": "object"}, "strict": True}
+    chat = ResponsesRequest.model_validate({"input": "hi", "text": {"format": wanted}}).as_chat()
+    assert chat.response_format is not None and chat.response_format.json_schema is not None
+    assert chat.response_format.json_schema.json_schema == {"type": "object"}
+    for kind in ("text", "json_object"):
+        plain = ResponsesRequest.model_validate({"input": "hi", "text": {"format": {"type": kind}}}).as_chat()
+        assert plain.response_format is not None and plain.response_format.type == kind
+
+
+async def test_the_form_comes_back(running: Any) -> None:
+    wanted = {"type": "json_schema", "name": "thing", "schema": {"type": "object"}, "strict": True}
+    shown = (await post(running, text={"format": wanted})).json()["text"]["format"]
+    assert wanted.items() <= shown.items()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user"}]}, r"input\[0\]: a message has"),
+        ({"input": [{"role": "tool", "content": "x"}]}, r"input\[0\].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"content\[0\].type: 'input_image'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, r"content\[0\].text: is required"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\].type: 'item_reference'"),
+        ({"input": [{"type": "function_call", "name": "now"}]}, "a call has a call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "has a call_id and an output"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10**6}, "1,000,000"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}},
+            "response_format|text",
+        ),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\].name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "none of the tools"),
+        ({"tool_choice": "required"}, "there are no tools"),
+    ],
+)
+async def test_what_is_wrong_is_said(running: Any, fields: dict[str, Any], said: str) -> None:
+    reply = await post(running, **fields)
+    assert reply.status_code == 400, reply.text
+    assert re.search(said, reply.json()["error"]["message"]), reply.text
+    assert running.engine.requests == []
+
+
+@pytest.mark.parametrize("nothing", ["previous_response_id", "conversation", "prompt", "background"])
+async def test_nulls_change_nothing(running: Any, nothing: str) -> None:
+    assert (await post(running, **{nothing: None})).status_code == 200
+
+
+async def test_a_stream_that_breaks_says_so(start: Any, tools: Any) -> None:
+    running = await start(tools.Engine(error=InternalError("broken"), error_after=3))
+    events = await events_of(running)
+    assert events[-1]["type"] == "response.failed"
+    response = events[-1]["response"]
+    assert (response["status"], response["error"]["message"]) == ("failed", "broken")
+
+
+async def test_errors_are_openais(sdk: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        await sdk.responses.create(model="gpt", input="hi")
+
+
+async def test_a_long_input_is_taken_and_a_longer_one_told_its_length(running: Any) -> None:
+    assert (await post(running, input="x" * 500)).status_code == 200
+    reply = await post(running, input="x" * 2_000_000)
+    assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
