@@ -344,6 +344,9 @@ class TokenizeRequest(Fields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="that a conversation's prompt tells of"
+    )
     return_token_strs: bool | None = None
 
 

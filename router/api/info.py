@@ -23,6 +23,7 @@ from diptych.router.api.errors import MESSAGES_PATH, error_response
 from diptych.router.api.fields import DetokenizeRequest, TokenizeRequest
 from diptych.router.api.openapi import documented
 from diptych.router.api.service import Service
+from diptych.router.api.structure import functions_of
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -167,7 +168,7 @@ async def _tokens(service: Service, fields: TokenizeRequest) -> list[int]:
         raise InvalidRequest("prompt: send either prompt or messages", param="prompt")
     if fields.prompt is not None:
         return await service.text.encode(fields.prompt, add_special_tokens=fields.add_special_tokens is not False)
-    return await conversation_tokens(service, fields)
+    return await conversation_tokens(service, fields, functions_of(fields.tools or ()))
 
 
 def _json(body: object) -> Response:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from diptych.common.errors import InvalidRequest
 from diptych.router.api.errors import InvalidField
-from diptych.router.api.fields import ChatRequest, JsonSchema, NamedTool, SamplingFields
+from diptych.router.api.fields import ChatRequest, JsonSchema, NamedTool, SamplingFields, Tool
 from diptych.router.api.service import Service
 from diptych.router.text.grammar import (
     ANY_OBJECT,
@@ -42,15 +42,7 @@ class Form:
 
 def tool_calling(fields: ChatRequest) -> ToolCalling | None:
     """None where nothing may be called. Raises InvalidRequest for a choice of what there is not."""
-    tools, choice = fields.tools or (), fields.tool_choice or "auto"
-    functions = tuple(
-        Function(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools
-    )
-    known: set[str] = set()
-    for i, function in enumerate(functions):
-        if function.name in known:
-            raise InvalidRequest(f"tools[{i}].function.name: there are two functions {function.name}", param="tools")
-        known.add(function.name)
+    choice, functions = fields.tool_choice or "auto", functions_of(fields.tools or ())
     if isinstance(choice, NamedTool):
         named = tuple(function for function in functions if function.name == choice.function.name)
         if not named:
@@ -62,6 +54,17 @@ def tool_calling(fields: ChatRequest) -> ToolCalling | None:
     if choice == "none" or not functions:
         return None
     return ToolCalling(functions, required=choice == "required", several=fields.parallel_tool_calls is not False)
+
+
+def functions_of(tools: Sequence[Tool]) -> tuple[Function, ...]:
+    """What tools call. Raises InvalidRequest for two of one name."""
+    known: set[str] = set()
+    for i, tool in enumerate(tools):
+        name = tool.function.name
+        if name in known:
+            raise InvalidRequest(f"tools[{i}].function.name: there are two functions {name}", param="tools")
+        known.add(name)
+    return tuple(Function(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools)
 
 
 async def answer_grammar(service: Service, fields: SamplingFields, calling: ToolCalling | None = None) -> str:

@@ -55,11 +55,18 @@ async def test_a_text_into_tokens_and_back(running: Any) -> None:
     assert reply.json() == {"prompt": "<|bos|>hé"}
 
 
-async def test_a_conversation_into_tokens(running: Any) -> None:
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "now", "description": "time"}}]])
+async def test_a_conversation_into_tokens(running: Any, tools: Any) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    tokens = (await running.http.post("/tokenize", json={"messages": messages})).json()["tokens"]
-    await running.chat(messages=messages, max_tokens=1)
+    tokens = (await running.http.post("/tokenize", json={"messages": messages, "tools": tools})).json()["tokens"]
+    await running.chat(messages=messages, tools=tools, max_tokens=1)
     assert tokens == running.engine.requests[0].prompt_token_ids
+
+
+async def test_two_tools_of_one_name_are_a_mistake_in_tokenize_too(running: Any) -> None:
+    tool = {"type": "function", "function": {"name": "now"}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool, tool]}
+    assert (await running.http.post("/tokenize", json=body)).json()["error"]["param"] == "tools"
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, {"prompt": 5}])
