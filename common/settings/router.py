@@ -57,6 +57,13 @@ class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings):
     served_model_name: str = setting(
         "", "name that clients use for the model; empty: the model's own name", group="Model", metavar="NAME"
     )
+    reasoning: str = setting(
+        "auto",
+        "auto: what a chat answer has between <think> and </think> is told apart from its text, where the model's chat "
+        "template knows these marks; none: it is text like any other",
+        group="Model",
+        choices=("auto", "none"),
+    )
     tokenizer_threads: int = setting(
         2, "threads that tokenise prompts, beside the event loop", group="Model", ge=1, le=64
     )

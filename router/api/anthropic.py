@@ -9,10 +9,10 @@ import orjson
 from diptych.common.errors import RequestError
 from diptych.router.access.keys import ApiKey
 from diptych.router.api.anthropic_fields import CountTokensRequest, MessagesRequest
-from diptych.router.api.calls import AnswerCalls
 from diptych.router.api.chat import conversation_tokens, plan_chat
 from diptych.router.api.choice import Choice, Piece
 from diptych.router.api.errors import anthropic_error
+from diptych.router.api.parts import AnswerParts
 from diptych.router.api.plan import Plan
 from diptych.router.api.service import Service
 from diptych.router.api.shape import Object
@@ -40,16 +40,18 @@ class MessagesFrames:
 
     def __init__(self, service: Service, fields: MessagesRequest, plan: Plan, log: RequestLog) -> None:
         self._plan, self._log = plan, log
-        self._calls = AnswerCalls(possible=tool_calling(fields.as_chat()) is not None)
+        self._parts = AnswerParts(service, fields.as_chat())
         self._num_blocks = 0
         self._open = ""  # the type of the last block while more may be added to it
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         (choice,) = self._plan.choices
-        apart = [self._calls.taken_apart(choice, piece) for piece in pieces[0]]
-        text = "".join([said for said, _ in apart])
-        calls = self._calls.whole(choice, [part for _, parts in apart for part in parts])
-        content: list[Object] = [{"type": "text", "text": text}] if text or not calls else []
+        apart = [self._parts.taken_apart(choice, piece) for piece in pieces[0]]
+        thought, text = "".join([parts.thought for parts in apart]), "".join([parts.text for parts in apart])
+        calls = self._parts.whole(choice, [call for parts in apart for call in parts.calls])
+        content: list[Object] = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
+        if text or not calls:
+            content.append({"type": "text", "text": text})
         for call in calls:
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
         return self._message(content) | self._stop(choice) | {"usage": self._usage()}
@@ -59,8 +61,12 @@ class MessagesFrames:
         return _event("message_start", {"message": message})
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
-        text, parts = self._calls.taken_apart(choice, piece)
+        thought, text, parts = self._parts.taken_apart(choice, piece)
         events: list[bytes] = []
+        if thought:
+            if self._open != "thinking":
+                events.append(self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""}))
+            events.append(self._delta({"type": "thinking_delta", "thinking": thought}))
         if text:
             if self._open != "text":
                 events.append(self._begin("text", {"type": "text", "text": ""}))
@@ -69,7 +75,7 @@ class MessagesFrames:
             if part.name:
                 call: Object = {
                     "type": "tool_use",
-                    "id": self._calls.id_of(choice, part.index),
+                    "id": self._parts.id_of(choice, part.index),
                     "name": part.name,
                     "input": {},
                 }
@@ -77,7 +83,7 @@ class MessagesFrames:
             if part.arguments:
                 events.append(self._delta({"type": "input_json_delta", "partial_json": part.arguments}))
         if piece.finish_reason:
-            if not self._num_blocks:
+            if self._open in ("", "thinking"):
                 events.append(self._begin("text", {"type": "text", "text": ""}))
             events.append(self._end_block())
             events.append(_event("message_delta", {"delta": self._stop(choice), "usage": self._usage()}))
@@ -112,7 +118,7 @@ class MessagesFrames:
         return _event("content_block_stop", {"index": self._num_blocks - 1})
 
     def _stop(self, choice: Choice) -> Object:
-        reason = self._calls.finish_reason(choice, choice.finish_reason)
+        reason = self._parts.finish_reason(choice, choice.finish_reason)
         if reason == "stop" and choice.stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop}
         return {"stop_reason": STOP_REASONS[reason], "stop_sequence": None}

@@ -83,14 +83,14 @@ class Conversation(Fields):
         return content if isinstance(content, str) else ""
 
     def _members(self) -> dict[str, Any]:
-        if self.thinking is not None and self.thinking.type == "enabled":
-            raise unsupported("thinking", "a budget for it")
         messages = list(_system(self.system))
         for i, turn in enumerate(self.messages):
             messages += _messages(turn, f"messages[{i}].content")
         if not messages:
             raise InvalidRequest("messages: there is no text in them", param="messages")
-        members: dict[str, Any] = {"model": self.model, "messages": messages}
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
+        members: dict[str, Any] = {"model": self.model, "messages": messages, "include_reasoning": thinks}
+        members["chat_template_kwargs"] = {"enable_thinking": thinks}  # for templates that know of it
         if self.messages[-1].role == "assistant" and messages[-1].role == "assistant":
             members["continue_final_message"] = True
         if self.tools:

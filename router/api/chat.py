@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from diptych.common.errors import InvalidRequest
 from diptych.router.access.keys import ApiKey
-from diptych.router.api.calls import AnswerCalls, Call
 from diptych.router.api.choice import Choice, Piece
 from diptych.router.api.fields import ChatRequest, TokenizeRequest
 from diptych.router.api.logprobs import LogprobShapes
+from diptych.router.api.parts import AnswerParts, Call
 from diptych.router.api.plan import Plan, Prompt, check_num_sequences, fit, make_plan
 from diptych.router.api.service import Service
 from diptych.router.api.shape import Object
@@ -84,22 +84,24 @@ class ChatShape:
         wanted = fields.prompt_logprobs
         self._prompt_logprobs = LogprobShapes(service.text, wanted) if wanted is not None else None
         self._token_ids = bool(fields.return_token_ids)
-        self._calls = AnswerCalls(possible=tool_calling(fields) is not None)
+        self._parts = AnswerParts(service, fields)
 
     def opening(self, choice: Choice, prompt_token_ids: list[int] | None) -> Object | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(self, choice: Choice, piece: Piece) -> Object:
-        text, calls = self._calls.taken_apart(choice, piece)
-        delta: Object = {"content": text} if text or not (piece.finish_reason or calls) else {}
+        thought, text, calls = self._parts.taken_apart(choice, piece)
+        delta: Object = {"content": text} if text or not (piece.finish_reason or calls or thought) else {}
+        if thought:
+            delta["reasoning_content"] = thought
         if calls:
             delta["tool_calls"] = [self._call_delta(choice, part) for part in calls]
         chunk: Object = {
             "index": choice.index,
             "delta": delta,
             "logprobs": self._logprobs.chat(piece.scored) if self._logprobs is not None and piece.scored else None,
-            "finish_reason": self._calls.finish_reason(choice, piece.finish_reason) or None,
+            "finish_reason": self._parts.finish_reason(choice, piece.finish_reason) or None,
         }
         if self._token_ids:
             chunk["token_ids"] = piece.token_ids
@@ -107,16 +109,18 @@ class ChatShape:
 
     def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
         scored = [token for piece in pieces for token in piece.scored]
-        apart = [self._calls.taken_apart(choice, piece) for piece in pieces]
-        content = "".join([text for text, _ in apart])
+        apart = [self._parts.taken_apart(choice, piece) for piece in pieces]
+        content = "".join([parts.text for parts in apart])
         message: Object = {"role": "assistant", "content": content, "refusal": None}
-        if calls := self._calls.whole(choice, [part for _, parts in apart for part in parts]):
+        if thought := "".join([parts.thought for parts in apart]):
+            message["reasoning_content"] = thought
+        if calls := self._parts.whole(choice, [call for parts in apart for call in parts.calls]):
             message |= {"content": content or None, "tool_calls": [_tool_call(call) for call in calls]}
         whole: Object = {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs.chat(scored) if self._logprobs is not None else None,
-            "finish_reason": self._calls.finish_reason(choice, choice.finish_reason),
+            "finish_reason": self._parts.finish_reason(choice, choice.finish_reason),
         }
         if self._token_ids:
             whole["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
@@ -128,7 +132,7 @@ class ChatShape:
         function = {"name": part.name, "arguments": part.arguments}
         return {
             "index": part.index,
-            "id": self._calls.id_of(choice, part.index),
+            "id": self._parts.id_of(choice, part.index),
             "type": "function",
             "function": function,
         }

@@ -189,6 +189,7 @@ class Message(Fields):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """What was sent, nulls left out, for chat templates. Client data inside is not copied, however deep it is."""
@@ -197,7 +198,7 @@ class Message(Fields):
             message["content"] = [{"type": part.type, "text": part.text} for part in self.content]
         if self.tool_calls is not None:
             message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
-        message |= {"name": self.name, "tool_call_id": self.tool_call_id}
+        message |= {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
         return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
@@ -253,6 +254,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = Field(None, description="false: leave out what the model thinks first")
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(None, description='default "auto"')

@@ -59,6 +59,7 @@ class ChatMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -188,7 +189,9 @@ class ResponseBody(BaseModel):
 
 
 class AnthropicBlock(BaseModel):
-    type: Literal["text", "tool_use"]
+    type: Literal["text", "tool_use", "thinking"]
+    thinking: str | None = None
+    signature: str | None = None
     text: str | None = None
     id: str | None = None
     name: str | None = None

@@ -8,15 +8,14 @@ import orjson
 
 from diptych.common.errors import RequestError
 from diptych.router.access.keys import ApiKey
-from diptych.router.api.calls import AnswerCalls
 from diptych.router.api.chat import plan_chat
 from diptych.router.api.choice import Choice, Piece, ScoredToken
 from diptych.router.api.logprobs import LogprobShapes
+from diptych.router.api.parts import AnswerParts
 from diptych.router.api.plan import Plan
 from diptych.router.api.responses_fields import ResponsesRequest
 from diptych.router.api.service import Service
 from diptych.router.api.shape import Object
-from diptych.router.api.structure import tool_calling
 from diptych.router.request_log import RequestLog
 from diptych.router.text.tools import CallPart
 
@@ -31,8 +30,7 @@ class ResponsesFrames:
 
     def __init__(self, service: Service, fields: ResponsesRequest, plan: Plan, log: RequestLog) -> None:
         self._fields, self._plan, self._log = fields, plan, log
-        chat = fields.as_chat()
-        self._calls = AnswerCalls(possible=tool_calling(chat) is not None)
+        self._parts = AnswerParts(service, fields.as_chat())
         self._logprobs = LogprobShapes(service.text, fields.top_logprobs or 0) if fields.wants_logprobs else None
         self._items: list[Object] = []
         self._text: list[str] = []
@@ -54,7 +52,7 @@ class ResponsesFrames:
         )
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
-        text, parts = self._calls.taken_apart(choice, piece)
+        _, text, parts = self._parts.taken_apart(choice, piece)
         events = [self._say(text, piece.scored)] if text else []
         events += [self._add_call(choice, part) for part in parts]
         if piece.finish_reason:
@@ -89,7 +87,7 @@ class ResponsesFrames:
     def _add_call(self, choice: Choice, part: CallPart) -> bytes:
         begun = b""
         if part.name:
-            call_id = self._calls.id_of(choice, part.index)
+            call_id = self._parts.id_of(choice, part.index)
             call = {"type": "function_call", "id": f"fc_{call_id}", "call_id": call_id, "name": part.name}
             begun = self._begin({**call, "arguments": ""})
             self._arguments = []

@@ -24,6 +24,7 @@ from diptych.router.dispatch.load import DispatchLoad
 from diptych.router.metrics import RouterMetrics
 from diptych.router.request_log import RequestLog
 from diptych.router.text.pipeline import TextPipeline
+from diptych.router.text.thinking import thinks
 from diptych.router.tracing import Tracing
 
 M = TypeVar("M", bound=BaseModel)
@@ -82,6 +83,11 @@ class Service:
     def max_model_len(self) -> int:
         """Tokens of prompt and answer together: what the workers take, or, before they have said so, the model."""
         return self.client.max_model_len or self.files.max_model_len
+
+    @property
+    def thinks(self) -> bool:
+        """Whether answers may begin with a thought that is told apart from them."""
+        return self.config.reasoning == "auto" and thinks(self.text.chat_template)
 
     @property
     def fingerprint(self) -> str:

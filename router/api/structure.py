@@ -67,6 +67,11 @@ def functions_of(tools: Sequence[Tool]) -> tuple[Function, ...]:
     return tuple(Function(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools)
 
 
+def is_held(fields: ChatRequest, calling: ToolCalling | None) -> bool:
+    """Whether an answer's form leaves no room for free text before it."""
+    return bool(_forms(fields)) or (calling is not None and calling.required)
+
+
 async def answer_grammar(service: Service, fields: SamplingFields, calling: ToolCalling | None = None) -> str:
     """What the answer must match; "" where it is free. Raises InvalidRequest, Unavailable."""
     forms = _forms(fields)

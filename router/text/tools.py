@@ -175,7 +175,7 @@ class CallScanner:
             said.append(before)
             self._held, self._in_call = after, True
             return True
-        kept = _overlap(self._held, OPEN)
+        kept = overlap(self._held, OPEN)
         said.append(self._held[: len(self._held) - kept])
         self._held = self._held[len(self._held) - kept :]
         return False
@@ -232,6 +232,6 @@ class _Extent:
         return len(text)
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """How many characters at the end of `text` may begin `mark`."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

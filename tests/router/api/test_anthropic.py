@@ -238,7 +238,7 @@ BLOCK = {"type": "text", "text": "x"}
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id: is required"),
         ({"messages": [{"role": "user", "content": []}]}, "there is no text"),
         ({"system": [{"type": "image"}]}, r"system\[0\].type: 'image'"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: a budget"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type"),
         ({"temperature": 1.5}, "temperature"),
         ({"top_k": -1}, "top_k"),
         ({"stop_sequences": [""]}, r"stop_sequences\[0\]"),

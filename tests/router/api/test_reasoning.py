@@ -1,0 +1,164 @@
+"""Models that think before they answer: the thought is told apart, in every API's own way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from msgspec.structs import replace
+
+from diptych.common.model.files import ModelFiles
+from diptych.router.text.pipeline import TextPipeline
+
+THOUGHT = "The user greets. I greet."
+ANSWER = f"<think>\n{THOUGHT}\n</think>\n\nHello!"
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
+TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if opened %}<think>
+{% endif %}{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def files(files: ModelFiles) -> ModelFiles:
+    return replace(files, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def text(files: ModelFiles) -> Iterator[TextPipeline]:
+    pipeline = TextPipeline.from_files(files, threads=2)
+    yield pipeline
+    pipeline.close()
+
+
+async def answering(start: Any, tools: Any, text: str, per_event: int = 4, **settings: Any) -> Any:
+    return await start(tools.Engine(text=text, eos_after=len(text), per_event=per_event), **settings)
+
+
+@pytest.fixture
+async def thinking(start: Any, tools: Any) -> AsyncIterator[Any]:
+    yield await answering(start, tools, ANSWER)
+
+
+async def test_a_thought_is_apart_from_the_answer(thinking: Any) -> None:
+    choice = (await thinking.chat(max_tokens=900)).json()["choices"][0]
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("Hello!", THOUGHT)
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("per_event", [1, 7, 1000])
+async def test_streamed(start: Any, tools: Any, per_event: int) -> None:
+    running = await answering(start, tools, ANSWER, per_event)
+    *events, _ = await running.events("chat", max_tokens=900)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == THOUGHT
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Hello!"
+    assert "think" not in json.dumps(events)
+
+
+async def test_a_template_that_opens_the_thought(start: Any, tools: Any) -> None:
+    running = await answering(start, tools, ANSWER.removeprefix("<think>\n"))
+    message = (await running.chat(max_tokens=900, chat_template_kwargs={"opened": True})).json()["choices"][0][
+        "message"
+    ]
+    assert (message["content"], message["reasoning_content"]) == ("Hello!", THOUGHT)
+
+
+async def test_a_thought_that_is_cut_off_is_no_answer(thinking: Any) -> None:
+    choice = (await thinking.chat(max_tokens=20)).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+    assert THOUGHT.startswith(choice["message"]["reasoning_content"])
+
+
+async def test_an_answer_without_a_thought_is_as_ever(start: Any, tools: Any) -> None:
+    running = await answering(start, tools, "Hello <think>!")
+    message = (await running.chat(max_tokens=900)).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Hello <think>!", "refusal": None}
+
+
+async def test_it_may_be_left_out_or_left_in(start: Any, tools: Any, thinking: Any) -> None:
+    message = (await thinking.chat(max_tokens=900, include_reasoning=False)).json()["choices"][0]["message"]
+    assert message["content"] == "Hello!" and "reasoning_content" not in message
+    plain = await answering(start, tools, ANSWER, reasoning="none")
+    assert (await plain.chat(max_tokens=900)).json()["choices"][0]["message"]["content"] == ANSWER
+
+
+async def test_calls_follow_a_thought(start: Any, tools: Any) -> None:
+    running = await answering(start, tools, f"<think>hm</think>\n{CALL}")
+    choice = (await running.chat(max_tokens=900, tools=TOOLS)).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning_content"] == "hm"
+    assert choice["message"]["content"] is None and len(choice["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize(
+    "held", [{"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"}]
+)
+async def test_an_answer_that_is_held_to_a_form_cannot_begin_with_a_thought(
+    start: Any, tools: Any, held: dict[str, Any]
+) -> None:
+    """Where the template opens one, all of it would else be taken for the thought."""
+    text = CALL if "tools" in held else '{"a": 1}'
+    running = await answering(start, tools, text)
+    reply = await running.chat(max_tokens=900, chat_template_kwargs={"opened": True}, **held)
+    message = reply.json()["choices"][0]["message"]
+    assert "reasoning_content" not in message and (message["content"] == text or message["tool_calls"])
+
+
+async def test_thoughts_of_earlier_answers_reach_the_template(thinking: Any) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "c"}]
+    await thinking.chat(messages=[*turns, {"role": "user", "content": "d"}])
+    prompt = bytes(token for token in thinking.engine.requests[0].prompt_token_ids if token < 256).decode()
+    assert "<think>c</think>b" in prompt
+
+
+async def test_completions_are_raw(thinking: Any) -> None:
+    assert (await thinking.completion(prompt="hi", max_tokens=900)).json()["choices"][0]["text"] == ANSWER
+
+
+@pytest.mark.parametrize("wanted", [None, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}])
+async def test_anthropics_clients_get_blocks_of_thinking_if_they_want_them(thinking: Any, wanted: Any) -> None:
+    asked: Any = {"model": "tiny-random", "max_tokens": 900, "messages": [{"role": "user", "content": "hi"}]}
+    if wanted is not None:
+        asked["thinking"] = wanted
+    shows = wanted is not None and wanted["type"] == "enabled"
+    async with anthropic.AsyncAnthropic(base_url=thinking.url, api_key="none", max_retries=0) as sdk:
+        whole = await sdk.messages.create(**asked)
+        async with sdk.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+    for message in (whole, streamed):
+        assert [block.type for block in message.content] == (["thinking"] if shows else []) + ["text"]
+        assert message.content[-1].text == "Hello!"  # type: ignore[union-attr]
+        if shows:
+            assert message.content[0].thinking == THOUGHT  # type: ignore[union-attr]
+    prompt = bytes(token for token in thinking.engine.requests[0].prompt_token_ids if token < 256).decode()
+    assert prompt.endswith("<think>\n\n</think>\n\n") is not shows  # the template is told
+
+
+async def test_a_thought_alone_has_an_empty_text_behind_it(thinking: Any) -> None:
+    asked: Any = {"model": "tiny-random", "max_tokens": 20, "messages": [{"role": "user", "content": "hi"}]}
+    asked["thinking"] = {"type": "adaptive"}
+    async with anthropic.AsyncAnthropic(base_url=thinking.url, api_key="none", max_retries=0) as sdk:
+        whole = await sdk.messages.create(**asked)
+        async with sdk.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+    for message in (whole, streamed):
+        assert [block.type for block in message.content] == ["thinking", "text"]
+        assert message.content[1].text == "" and message.stop_reason == "max_tokens"  # type: ignore[union-attr]
+
+
+async def test_the_responses_api_leaves_thoughts_out(thinking: Any) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0) as sdk:
+        response = await sdk.responses.create(model="tiny-random", input="hi")
+        async with sdk.responses.stream(model="tiny-random", input="hi") as stream:
+            streamed = await stream.get_final_response()
+    assert response.output_text == streamed.output_text == "Hello!"

@@ -1,0 +1,69 @@
+"""Thoughts and answers, however their text is cut into pieces."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from diptych.router.text.thinking import ThinkingScanner, begins_inside, thinks
+
+CASES = [
+    ("<think>\nWell.\n\nHm.\n</think>\n\nYes.", False, ("Well.\n\nHm.", "Yes.")),
+    ("Well.\n</think>\n\nYes.\n", True, ("Well.", "Yes.\n")),
+    ("  <think></think>Yes.", False, ("", "Yes.")),
+    ("<think>\n\n</think>\n\n", False, ("", "")),
+    ("Yes <think>no</think>.", False, ("", "Yes <think>no</think>.")),
+    ("<thinking>", False, ("", "<thinking>")),
+    ("<thi", False, ("", "<thi")),
+    (" ", False, ("", " ")),
+    ("", False, ("", "")),
+    ("a </thin k> b </think>c</think>d", True, ("a </thin k> b", "c</think>d")),
+    ("cut off </thi", True, ("cut off </thi", "")),
+    ("cut off \n", True, ("cut off", "")),
+    ("<think>cut", False, ("cut", "")),
+    ("</think>x", True, ("", "x")),
+    ("</think> \n x \n y", True, ("", "x \n y")),
+]
+
+
+def taken_apart(pieces: list[str], *, inside: bool) -> tuple[str, str]:
+    scanner = ThinkingScanner(inside=inside)
+    parts = [scanner.push(piece) for piece in pieces] + [scanner.flush()]
+    return "".join([thought for thought, _ in parts]), "".join([said for _, said in parts])
+
+
+@pytest.mark.parametrize(("text", "inside", "expected"), CASES)
+def test_however_it_is_cut(text: str, inside: bool, expected: tuple[str, str]) -> None:
+    assert taken_apart([text], inside=inside) == expected
+    assert taken_apart(list(text), inside=inside) == expected
+    for first, second in itertools.combinations(range(len(text)), 2):
+        assert taken_apart([text[:first], text[first:second], text[second:]], inside=inside) == expected
+
+
+def test_a_thought_is_not_held_longer_than_it_must_be() -> None:
+    scanner = ThinkingScanner(inside=True)
+    assert scanner.push("I think") == ("I think", "")
+    assert scanner.push(" so") == (" so", "")
+    assert scanner.push(" </thi") == ("", "")
+    assert scanner.push("s>") == (" </this>", "")
+    assert scanner.push("</think>Yes") == ("", "Yes")
+    assert scanner.push(" <th") == ("", " <th")
+
+
+def test_an_answer_without_a_thought_is_held_for_no_longer_than_its_first_characters() -> None:
+    scanner = ThinkingScanner(inside=False)
+    assert scanner.push("<") == ("", "")
+    assert scanner.push("b> it is") == ("", "<b> it is")
+
+
+@pytest.mark.parametrize(
+    ("end", "inside"),
+    [("assistant\n<think>\n", True), ("<think>", True), ("<think>\n\n</think>\n\n", False), ("", False)],
+)
+def test_some_templates_open_the_thought(end: str, inside: bool) -> None:
+    assert begins_inside(end) is inside
+
+
+def test_a_template_that_knows_the_marks_is_of_a_model_that_thinks() -> None:
+    assert thinks("{{ m.content.split('</think>')[-1] }}") and not thinks("{{ m.content }}") and not thinks(None)
