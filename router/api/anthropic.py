@@ -8,10 +8,11 @@ import orjson
 
 from diptych.common.errors import RequestError
 from diptych.router.access.keys import ApiKey
-from diptych.router.api.anthropic_fields import CountTokensRequest, MessagesRequest
+from diptych.router.api.anthropic_fields import Conversation, CountTokensRequest, MessagesRequest
 from diptych.router.api.chat import conversation_tokens, plan_chat
 from diptych.router.api.choice import Choice, Piece
 from diptych.router.api.errors import anthropic_error
+from diptych.router.api.fields import ChatRequest
 from diptych.router.api.parts import AnswerParts
 from diptych.router.api.plan import Plan
 from diptych.router.api.service import Service
@@ -19,20 +20,27 @@ from diptych.router.api.shape import Object
 from diptych.router.api.structure import tool_calling
 from diptych.router.request_log import RequestLog
 
+MANY_TURNS = 1000
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
 async def plan_messages(service: Service, fields: MessagesRequest, key: ApiKey, traceparent: str) -> Plan:
     """Renders and tokenises the conversation. Raises RequestError."""
-    return await plan_chat(service, fields.as_chat(), key, traceparent, prefix="msg")
+    return await plan_chat(service, await _chat_of(service, fields), key, traceparent, prefix="msg")
 
 
 async def count_tokens(service: Service, fields: CountTokensRequest) -> int:
     """How many tokens the prompt of these messages has. Raises RequestError."""
     service.check_model(fields.model)
-    chat = fields.as_chat()
+    chat = await _chat_of(service, fields)
     calling = tool_calling(chat)
     return len(await conversation_tokens(service, chat, calling.functions if calling else ()))
+
+
+async def _chat_of(service: Service, fields: Conversation) -> ChatRequest:
+    """Apart from the event loop where it takes long."""
+    few = len(fields.messages) <= MANY_TURNS
+    return fields.as_chat() if few else await service.text.apart(fields.as_chat)
 
 
 class MessagesFrames:
@@ -40,7 +48,7 @@ class MessagesFrames:
 
     def __init__(self, service: Service, fields: MessagesRequest, plan: Plan, log: RequestLog) -> None:
         self._plan, self._log = plan, log
-        self._parts = AnswerParts(service, fields.as_chat())
+        self._parts = AnswerParts(service, plan.fields)
         self._num_blocks = 0
         self._open = ""  # the type of the last block while more may be added to it
 

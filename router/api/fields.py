@@ -211,7 +211,7 @@ def not_too_many_parts(messages: object) -> object:
     return messages
 
 
-_PARTS = ("content", "tool_calls")
+_PARTS = ("content", "tool_calls", "output")
 Messages = Annotated[
     list[Message],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from diptych.router.api.choice import Choice, Piece
-from diptych.router.api.fields import ChatRequest
+from diptych.router.api.fields import ChatRequest, SamplingFields
 from diptych.router.api.service import Service
 from diptych.router.api.structure import is_held, tool_calling
 from diptych.router.text.thinking import ThinkingScanner, begins_inside
@@ -41,7 +41,9 @@ class AnswerParts:
     A model whose answer is held to a form from its first token cannot think before it.
     """
 
-    def __init__(self, service: Service, fields: ChatRequest) -> None:
+    def __init__(self, service: Service, fields: SamplingFields) -> None:
+        """`fields` are a `ChatRequest`, or what another API's request means as one."""
+        assert isinstance(fields, ChatRequest)
         calling = tool_calling(fields)
         self._text, self._shows_thought = service.text, fields.include_reasoning is not False
         self._calls_possible = calling is not None

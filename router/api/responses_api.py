@@ -19,10 +19,14 @@ from diptych.router.api.shape import Object
 from diptych.router.request_log import RequestLog
 from diptych.router.text.tools import CallPart
 
+MANY_ITEMS = 1000
+
 
 async def plan_response(service: Service, fields: ResponsesRequest, key: ApiKey, traceparent: str) -> Plan:
     """Renders and tokenises the conversation. Raises RequestError."""
-    return await plan_chat(service, fields.as_chat(), key, traceparent, prefix="resp")
+    few = isinstance(fields.input, str) or len(fields.input) <= MANY_ITEMS
+    chat = fields.as_chat() if few else await service.text.apart(fields.as_chat)  # it takes long
+    return await plan_chat(service, chat, key, traceparent, prefix="resp")
 
 
 class ResponsesFrames:
@@ -30,7 +34,7 @@ class ResponsesFrames:
 
     def __init__(self, service: Service, fields: ResponsesRequest, plan: Plan, log: RequestLog) -> None:
         self._fields, self._plan, self._log = fields, plan, log
-        self._parts = AnswerParts(service, fields.as_chat())
+        self._parts = AnswerParts(service, plan.fields)
         self._logprobs = LogprobShapes(service.text, fields.top_logprobs or 0) if fields.wants_logprobs else None
         self._items: list[Object] = []
         self._text: list[str] = []

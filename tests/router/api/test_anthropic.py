@@ -301,6 +301,13 @@ async def test_a_large_conversation(running: Any) -> None:
     assert reply.status_code == 400 and "tokens" in reply.json()["error"]["message"]
 
 
+async def test_a_long_conversation_is_translated_apart(running: Any) -> None:
+    reply = await post(running, messages=[{"role": "user", "content": ""}] * 1500)
+    assert reply.status_code == 400 and "tokens" in reply.json()["error"]["message"]  # of the template's marks
+    reply = await post(running, messages=[{"role": "user", "content": [{"type": "image"}]}] * 1500)
+    assert reply.status_code == 400 and "messages[0].content[0].type" in reply.json()["error"]["message"]
+
+
 async def test_too_many_blocks_are_not_looked_at(running: Any) -> None:
     reply = await post(running, messages=[{"role": "user", "content": [BLOCK] * 9000}] * 3)
     assert reply.status_code == 400 and "at most 10000 parts" in reply.json()["error"]["message"]

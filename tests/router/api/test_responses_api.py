@@ -265,6 +265,19 @@ async def test_nulls_change_nothing(running: Any, nothing: str) -> None:
     assert (await post(running, **{nothing: None})).status_code == 200
 
 
+async def test_a_long_conversation_is_translated_apart(running: Any) -> None:
+    reply = await post(running, input=[{"role": "user", "content": ""}] * 1500)
+    assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
+    reply = await post(running, input=[{"type": "item_reference", "id": "x"}] * 1500)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "input[0].type"
+
+
+async def test_too_many_parts_are_not_looked_at(running: Any) -> None:
+    output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": ""}] * 9000}
+    reply = await post(running, input=[output] * 2)
+    assert reply.status_code == 400 and "at most 10000 parts" in reply.json()["error"]["message"]
+
+
 async def test_a_stream_that_breaks_says_so(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(error=InternalError("broken"), error_after=3))
     events = await events_of(running)
