@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -13,7 +13,9 @@ from diptych.common.sampling_params import MAX_GRAMMAR_CHARS
 from diptych.router.api import fields as ours
 from diptych.router.api.errors import unsupported
 from diptych.router.api.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Fields, StopText
+from diptych.router.api.translation import function_tool, joined_text, named_tool
 
+TEXT = frozenset(("text",))
 UNSEEN = frozenset(("thinking", "redacted_thinking"))
 """Blocks of earlier answers that models are not shown again."""
 
@@ -124,7 +126,7 @@ class CountTokensRequest(Conversation):
 
 
 def _system(content: Content | None) -> Iterator[ours.Message]:
-    text = content if isinstance(content, str) else _text(content or (), "system")
+    text = content if isinstance(content, str) else joined_text(content or (), TEXT, "system")
     if text:
         yield ours.Message(role="system", content=text)
 
@@ -134,32 +136,21 @@ def _messages(turn: Turn, where: str) -> Iterator[ours.Message]:
     if isinstance(turn.content, str):
         yield ours.Message(role=turn.role, content=turn.content)
         return
-    texts: list[Block] = []
+    texts: list[str] = []
     calls: list[ours.ToolCall] = []
     for j, block in enumerate(turn.content):
         if block.type == "tool_use" and turn.role == "assistant":
             calls.append(_call(block, f"{where}[{j}]"))
         elif block.type == "tool_result" and turn.role == "user":
             if texts:
-                yield ours.Message(role="user", content=_text(texts, where))
+                yield ours.Message(role="user", content="".join(texts))
                 texts = []
             yield _result(block, f"{where}[{j}]")
         elif block.type not in UNSEEN:
-            texts.append(block)
-            _text([block], where, j)
-    text = _text(texts, where)
+            texts.append(joined_text([block], TEXT, where, first=j))
+    text = "".join(texts)
     if texts or calls:
         yield ours.Message(role=turn.role, content=text or (None if calls else ""), tool_calls=calls or None)
-
-
-def _text(blocks: Sequence[Block], where: str, first: int = 0) -> str:
-    """The texts of blocks, which must have some, one after the other."""
-    for j, block in enumerate(blocks, start=first):
-        if block.type != "text":
-            raise unsupported(f"{where}[{j}].type", f"{block.type!r} here")
-        if block.text is None:
-            raise InvalidRequest(f"{where}[{j}].text: is required", param="messages")
-    return "".join([block.text or "" for block in blocks])
 
 
 def _call(block: Block, where: str) -> ours.ToolCall:
@@ -172,15 +163,16 @@ def _call(block: Block, where: str) -> ours.ToolCall:
 def _result(block: Block, where: str) -> ours.Message:
     if block.tool_use_id is None:
         raise InvalidRequest(f"{where}.tool_use_id: is required", param="messages")
-    text = block.content if isinstance(block.content, str) else _text(block.content or (), f"{where}.content")
+    text = (
+        block.content if isinstance(block.content, str) else joined_text(block.content or (), TEXT, f"{where}.content")
+    )
     return ours.Message(role="tool", content=text, tool_call_id=block.tool_use_id)
 
 
 def _tool(tool: MessageTool, index: int) -> ours.Tool:
     if tool.type not in (None, "custom"):
         raise unsupported(f"tools[{index}].type", f"{tool.type!r}, a tool of the server's,")
-    function = ours.FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema)
-    return ours.Tool(type="function", function=function)
+    return function_tool(tool.name, tool.description, tool.input_schema)
 
 
 def _tool_choice(choice: MessageToolChoice) -> str | ours.NamedTool:
@@ -188,4 +180,4 @@ def _tool_choice(choice: MessageToolChoice) -> str | ours.NamedTool:
         return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
     if choice.name is None:
         raise InvalidRequest("tool_choice.name: is required with type 'tool'", param="tool_choice")
-    return ours.NamedTool(type="function", function=ours.FunctionName(name=choice.name))
+    return named_tool(choice.name)

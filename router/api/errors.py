@@ -116,7 +116,8 @@ class ErrorResponse(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("path", "").startswith(MESSAGES_PATH):
+        path = scope.get("path", "")
+        if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
             self.body = orjson.dumps(anthropic_error(self._error))
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)

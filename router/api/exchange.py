@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import orjson
 from starlette.responses import Response
@@ -33,6 +34,8 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+MANY_SCORES = 2000
+"""Log-probabilities of prompts that take some milliseconds to write: an answer may have 500,000."""
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
@@ -88,10 +91,11 @@ class Exchange(Response):
             while not self._finished:
                 for choice, piece in self._take(generations, await generations.next(keepalive_s)):
                     pieces[choice.index].append(piece)
+            body = await self._made(lambda: orjson.dumps(self._frames.whole(pieces)))
         except RequestError as error:
             await self._refuse(error, scope, receive, send)
             return
-        response = Response(orjson.dumps(self._frames.whole(pieces)), media_type="application/json")
+        response = Response(body, media_type="application/json")
         await response(scope, receive, send)
 
     # ------------------------------------------------------------ streamed
@@ -110,7 +114,9 @@ class Exchange(Response):
             if arrivals and not opened:
                 chunks, opened = [frames.opening()], True
             try:
-                chunks += [frames.chunk(choice, piece) for choice, piece in self._take(generations, arrivals)]
+                for choice, piece in self._take(generations, arrivals):
+                    make = partial(frames.chunk, choice, piece)
+                    chunks.append(await self._made(make) if piece.first else make())
             except RequestError as error:
                 self._log.fail(error)
                 chunks.append(frames.error(error))
@@ -123,6 +129,11 @@ class Exchange(Response):
             arrivals = await generations.next(keepalive_s)
 
     # ------------------------------------------------------------ both
+
+    async def _made(self, write: Callable[[], bytes]) -> bytes:
+        """What `write` makes of an answer, beside the event loop if that is much. Raises Unavailable."""
+        many = self._plan.num_scores > MANY_SCORES
+        return await self._service.text.apart(write) if many else write()
 
     async def _refuse(self, error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with an error instead."""

@@ -45,8 +45,9 @@ class ResponsesFrames:
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         (choice,) = self._plan.choices
-        for piece in pieces[0]:
-            self.chunk(choice, piece)
+        parts = pieces[0]  # as one: its events are made for nobody
+        text, scored = "".join([part.text for part in parts]), [token for part in parts for token in part.scored]
+        self.chunk(choice, Piece(text, scored=scored, finish_reason=choice.finish_reason))
         return self._response(choice)
 
     def opening(self) -> bytes:
@@ -62,7 +63,7 @@ class ResponsesFrames:
         if piece.finish_reason:
             if not self._items:
                 events.append(self._begin_message())
-            events.append(self._end_item())
+            events.append(self._end_item("incomplete" if piece.finish_reason == "length" else "completed"))
         return b"".join(events)
 
     def ending(self) -> bytes:
@@ -109,7 +110,7 @@ class ResponsesFrames:
         where = {"output_index": len(self._items) - 1}
         return ended + self._event("response.output_item.added", {**where, "item": self._items[-1]})
 
-    def _end_item(self) -> bytes:
+    def _end_item(self, status: str = "completed") -> bytes:
         if not self._is_open:
             return b""
         self._is_open = False
@@ -124,7 +125,7 @@ class ResponsesFrames:
             item |= {"arguments": "".join(self._arguments)}
             called = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
             ended = self._event("response.function_call_arguments.done", {**where, **called})
-        item["status"] = "incomplete" if self._plan.choices[0].finish_reason == "length" else "completed"
+        item["status"] = status
         return ended + self._event("response.output_item.done", {**where, "item": item})
 
     # ------------------------------------------------------------ inside

@@ -12,6 +12,7 @@ from diptych.common.sampling_params import MAX_GRAMMAR_CHARS
 from diptych.router.api import fields as ours
 from diptych.router.api.errors import unsupported
 from diptych.router.api.fields import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Fields
+from diptych.router.api.translation import function_tool, joined_text, named_tool
 
 TEXT_PARTS = frozenset(("input_text", "output_text", "text"))
 WITH_LOGPROBS = "message.output_text.logprobs"
@@ -174,14 +175,7 @@ def _message(item: Item, where: str) -> ours.Message | None:
 
 
 def _text(content: Content, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    for j, part in enumerate(content):
-        if part.type not in TEXT_PARTS:
-            raise unsupported(f"{where}[{j}].type", f"{part.type!r}")
-        if part.text is None:
-            raise InvalidRequest(f"{where}[{j}].text: is required", param="input")
-    return "".join([part.text or "" for part in content])
+    return content if isinstance(content, str) else joined_text(content, TEXT_PARTS, where)
 
 
 def _call(item: Item, where: str) -> ours.ToolCall:
@@ -196,14 +190,11 @@ def _tool(tool: ResponseTool, index: int) -> ours.Tool:
         raise unsupported(f"tools[{index}].type", f"{tool.type!r}, a tool of the server's,")
     if tool.name is None:
         raise InvalidRequest(f"tools[{index}].name: is required", param="tools")
-    function = ours.FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.parameters)
-    return ours.Tool(type="function", function=function)
+    return function_tool(tool.name, tool.description, tool.parameters)
 
 
 def _tool_choice(choice: str | ChosenTool | None) -> str | ours.NamedTool | None:
-    if not isinstance(choice, ChosenTool):
-        return choice
-    return ours.NamedTool(type="function", function=ours.FunctionName(name=choice.name))
+    return named_tool(choice.name) if isinstance(choice, ChosenTool) else choice
 
 
 def _response_format(text: TextOptions | None) -> ours.ResponseFormat | None:

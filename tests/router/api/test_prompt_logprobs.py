@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
+
+from diptych.router.api.logprobs import LogprobShapes
 
 ECHO = {
     "tokens": ["h", "i", "T", "h"],
@@ -132,6 +135,26 @@ async def test_what_makes_no_sense_or_too_much_is_refused(running: Any, fields: 
     reply = await running.completion(**({"prompt": "hi"} | fields))
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     assert running.engine.requests == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_many_are_written_beside_the_event_loop(
+    running: Any, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[str] = []
+    plain = LogprobShapes.echo
+
+    def noting(self: LogprobShapes, *arguments: Any, **named: Any) -> Any:
+        places.append(threading.current_thread().name)
+        return plain(self, *arguments, **named)
+
+    monkeypatch.setattr(LogprobShapes, "echo", noting)
+    for length in (10, 3000):
+        fields = {"prompt": "x" * length, "echo": True, "logprobs": 1, "max_tokens": 0}
+        reply = await running.completion(**fields, stream=stream)
+        assert reply.status_code == 200 and reply.text.count("-120.0") >= length - 1
+    few, many = places
+    assert few == threading.main_thread().name != many
 
 
 async def test_all_that_are_under_way_together_are_bounded(start: Any, tools: Any) -> None:

@@ -133,6 +133,14 @@ async def test_a_call_that_is_cut_off_is_incomplete(start: Any, tools: Any) -> N
     assert (response["status"], call["status"], call["arguments"]) == ("incomplete", "incomplete", '{"city": ')
 
 
+async def test_only_what_was_cut_off_is_incomplete(start: Any, tools: Any) -> None:
+    text = f"I look. {OTHER}\n{CALL}"
+    running = await start(tools.Engine(text=text, per_event=1000))
+    fields = {"tools": TOOLS, "max_output_tokens": text.index('"Paris"')}
+    for response in ((await post(running, **fields)).json(), (await events_of(running, **fields))[-1]["response"]):
+        assert [item["status"] for item in response["output"]] == ["completed", "completed", "incomplete"]
+
+
 async def test_log_probabilities(running: Any) -> None:
     for fields in ({"include": ["message.output_text.logprobs"], "top_logprobs": 1}, {"top_logprobs": 1}):
         whole = (await post(running, max_output_tokens=2, **fields)).json()["output"][0]["content"][0]["logprobs"]
