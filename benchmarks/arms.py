@@ -37,7 +37,8 @@ class Arm:
             dtype=dtype,
             worker_flags=worker_flags,
             prefill_flags=("--threads", str(self.prefill_threads)),
-            decode_flags=("--threads", str(self.decode_threads), *self.decode_flags),
+            # Random prompts make answers that repeat themselves: guessed, they would hide what a step takes.
+            decode_flags=("--threads", str(self.decode_threads), "--max-draft-tokens", "0", *self.decode_flags),
             router_flags=("--local-prefill-threshold", "0"),
             prefill_cores=self.prefill_cores,
             decode_cores=self.decode_cores,

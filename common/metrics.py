@@ -29,16 +29,14 @@ class StepSeconds:
     def __init__(self, histogram: Histogram, clock: Callable[[], float] = time.monotonic) -> None:
         self._histogram, self._clock, self._recent = histogram, clock, RecentQuantile()
 
-    def observe(self, step_s: float) -> None:
+    def observe(self, step_s: float, tokens_each: float = 1.0) -> None:
+        """A step gave the running sequences so many tokens each: one, and those that they had guessed."""
         self._histogram.observe(step_s)
-        self._recent.observe(step_s, self._clock())
+        self._recent.observe(step_s / tokens_each, self._clock())
 
     @property
     def p95(self) -> float:
-        """Seconds that 95 % of the last minute's steps took at most, 0 without any.
-
-        Each step gives every running sequence a token: it is the time of a token, too.
-        """
+        """Seconds that 95 % of the last minute's steps took at most for a token of each sequence, 0 without any."""
         return self._recent.quantile(0.95, self._clock())
 
 
@@ -127,6 +125,9 @@ class WorkerMetrics:
         self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed or received")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
+        self.drafts = counter("vllm:spec_decode_num_drafts", "Times that an answer's next tokens were guessed")
+        self.draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens guessed and checked")
+        self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Tokens guessed that were right")
         self.preemptions = counter("vllm:num_preemptions", "Sequences that lost their blocks and were recomputed")
         self._finished = self._labelled(
             "vllm:request_success", "Requests finished on this worker, by reason", "finished_reason"

@@ -63,6 +63,10 @@ class Departures:
     def __len__(self) -> int:
         return len(self._by_key)
 
+    def __contains__(self, sequence: DecodeSequence) -> bool:
+        """Whether the sequence is being copied to another worker."""
+        return sequence.request_id in self._keys
+
     @property
     def failure(self) -> BaseException | None:
         """What the sender's thread died of."""
@@ -166,8 +170,8 @@ class Departures:
         sequence = departure.sequence
         if not departure.granted or sequence.status is not RequestStatus.RUNNING:
             return False
-        # A step in flight may end the last place: `num_planned` counts its token.
-        is_full = sequence.num_planned > departure.room * self._scheduler.block_size
+        # A step in flight may end the last place: its tokens count.
+        is_full = sequence.num_at_most > departure.room * self._scheduler.block_size
         return (departure.caught_up or is_full) and sequence.num_planned > departure.num_known_tokens
 
     def _pause(self, departure: Departure, now: float) -> None:
@@ -217,8 +221,8 @@ class Departures:
         self._sender.cancel(*departure.key, reason)
 
     def _outruns(self, departure: Departure) -> bool:
-        """Whether the target could not take the sequence with one more token."""
-        return departure.sequence.num_planned > departure.room * self._scheduler.block_size
+        """Whether the target could not take the sequence with the tokens that are on their way."""
+        return departure.sequence.num_at_most > departure.room * self._scheduler.block_size
 
     def _num_full(self, sequence: DecodeSequence) -> int:
         return (sequence.num_computed - sequence.num_pending) // self._scheduler.block_size

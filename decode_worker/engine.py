@@ -29,7 +29,8 @@ from diptych.common.sampling_params import SampledToken
 from diptych.common.step_times import work_of
 from diptych.decode_worker.arrivals import Arrivals
 from diptych.decode_worker.departures import Departures
-from diptych.decode_worker.flight import Flight, Launcher, StepsInFlight, model_chunk
+from diptych.decode_worker.drafter import Drafter
+from diptych.decode_worker.flight import Flight, Launcher, StepsInFlight, by_chunk, model_chunks
 from diptych.decode_worker.kv_receiver import TransferFailed, TransferLanded, TransferOpened
 from diptych.decode_worker.recorder import Recorder
 from diptych.decode_worker.reports import Reports
@@ -65,6 +66,7 @@ class DecodeEngine(Engine):
         handover_timeout_s: float,
         launcher: Launcher | None = None,
         grammars: Grammars | None = None,
+        max_draft_tokens: int = 0,
     ) -> None:
         """With a `launcher`, steps that it takes are launched before the tokens of the step before are known.
 
@@ -86,9 +88,11 @@ class DecodeEngine(Engine):
             transfer_timeout_s=transfer_timeout_s,
         )
         self._ahead, self._grammars = StepsInFlight(scheduler, launcher), grammars
+        self._drafter = Drafter(self._rules, max_tokens=max_draft_tokens, max_rows=scheduler.max_num_seqs)
         self._landed_at = 0.0
         self._max_waiting = max_waiting
         self._in_step: Sequence[DecodeChunk] = ()
+        self._num_rows = 0
         self._expire_at = 0.0
 
     @property
@@ -97,7 +101,9 @@ class DecodeEngine(Engine):
 
     @property
     def is_light(self) -> bool:
-        return len(self.scheduler.running) < FEW_SEQUENCES and not self.scheduler.num_waiting_tokens
+        return (
+            max(self._num_rows, len(self.scheduler.running)) < FEW_SEQUENCES and not self.scheduler.num_waiting_tokens
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -135,18 +141,23 @@ class DecodeEngine(Engine):
                 raise TypeError(f"unknown command {command!r}")
 
     def step(self, now: float) -> None:
-        if self._ahead.flight is not None and self.scheduler.lacks_blocks:
-            self._land(self._ahead.flight)  # whoever loses its blocks must not be in flight
+        flight = self._ahead.flight
+        if flight is not None and (flight.guesses or self.scheduler.lacks_blocks):
+            self._land(flight)  # whoever loses its blocks must not be in flight
         self._let_go(now)
         output = self.scheduler.schedule(now)
         self._arrivals.grant(output.granted, now)
         self._recorder.scheduled(output, now)
-        chunks = [chunk for chunk in output.chunks if not self._rules.ends_in_flight(chunk.sequence)]
+        certain = [chunk for chunk in output.chunks if not self._rules.ends_in_flight(chunk.sequence)]
+        chunks = self._drafter.extend(certain, self._room)
         self._in_step = chunks
         if chunks:
-            work = sum(work_of(chunk.num_tokens, chunk.start + chunk.num_tokens) for chunk in chunks)
-            self.planned(sum(chunk.num_tokens for chunk in chunks), work)
-        rows = [self._rules.row(chunk.sequence) for chunk in chunks if chunk.sample] if self._ahead.possible else []
+            work = sum(work_of(chunk.num_rows, chunk.start + chunk.num_rows) for chunk in chunks)
+            self._num_rows = sum(chunk.num_rows for chunk in chunks)
+            self.planned(self._num_rows, work)
+        rows = (
+            [row for chunk in chunks if chunk.sample for row in self._rules.rows(chunk)] if self._ahead.possible else []
+        )
         if prepared := self._ahead.prepare(chunks, rows):
             before = self._ahead.launch(chunks, prepared, rows, now)
             if before is not None:
@@ -162,21 +173,18 @@ class DecodeEngine(Engine):
         """A step from begin to end."""
         if not chunks:
             return
-        prepared = [model_chunk(chunk) for chunk in chunks]
+        prepared = model_chunks(chunks)
         logits, scored = separate(self._runner.forward(prepared), prepared)
-        for chunk, rows in zip(chunks, scored, strict=True):
-            if rows is not None:
-                self._on_scored(chunk, rows)
-        ending = [chunk.sequence for chunk in chunks if chunk.sample]
-        sampled = self._sampler.sample(logits, [self._rules.row(sequence) for sequence in ending]) if ending else []
+        for chunk, logits_of in zip(chunks, by_chunk(scored, [chunk.num_spans for chunk in chunks]), strict=True):
+            if logits_of[0] is not None:  # what is scored has no draft
+                self._on_scored(chunk, logits_of[0])
+        rows_of = [self._rules.rows(chunk) if chunk.sample else [] for chunk in chunks]
+        sampled = self._sampler.sample(logits, [row for rows in rows_of for row in rows])
         self._runner.wait()  # whoever ends now gives its blocks to others
         done_at = time.monotonic()
         for chunk in chunks:
             self.scheduler.advance(chunk)
-        for sequence, token in zip(ending, sampled, strict=True):
-            self._on_token(sequence, token, done_at)
-        self._reports.flush()
-        self._recorder.stepped(chunks, len(ending), done_at - now)
+        self._take_in(chunks, by_chunk(sampled, [len(rows) for rows in rows_of]), done_at, done_at - now)
 
     def _on_scored(self, chunk: DecodeChunk, logits: Tensor) -> None:
         """Tell log-probabilities of the prompt's tokens that follow the chunk's, by the logits of each of its rows."""
@@ -191,11 +199,27 @@ class DecodeEngine(Engine):
         self._in_step = (*flight.chunks, *self._in_step)
         landed = self._ahead.land(flight)
         done_at = time.monotonic()
-        for chunk, token_id in landed:
-            self._on_token(chunk.sequence, SampledToken(token_id), done_at)
+        step_s, self._landed_at = done_at - max(flight.launched_at, self._landed_at), done_at
+        sampled = [[SampledToken(token_id) for token_id in token_ids] for token_ids in landed]
+        self._take_in(flight.chunks, sampled, done_at, step_s)
+
+    def _take_in(
+        self, chunks: Sequence[DecodeChunk], sampled: Sequence[Sequence[SampledToken]], now: float, step_s: float
+    ) -> None:
+        """A step has ended that took so long: `sampled` are the tokens of each chunk's rows, if anybody wants them."""
+        num_tokens = num_right = 0
+        for chunk, tokens in zip(chunks, sampled, strict=True):
+            if tokens:
+                right = self._drafter.learn(chunk, [token.token_id for token in tokens])
+                num_right += right
+                num_tokens += self._on_tokens(chunk.sequence, tokens[: right + 1], now)
         self._reports.flush()
-        self._recorder.stepped(flight.chunks, len(landed), done_at - max(flight.launched_at, self._landed_at))
-        self._landed_at = done_at
+        self._drafter.stepped(chunks, step_s)
+        self._recorder.stepped(chunks, num_tokens, num_right, step_s)
+
+    def _room(self, sequence: DecodeSequence, num_tokens: int) -> int:
+        """For how many of `num_tokens` guesses a sequence has room. One that leaves grows within what was announced."""
+        return 0 if sequence in self._departures else self.scheduler.room_for(sequence, num_tokens)
 
     def _let_go(self, now: float) -> None:
         """Pause the sequences whose last blocks are to travel, once no step in flight writes to them."""
@@ -307,20 +331,24 @@ class DecodeEngine(Engine):
             self._reports.add(sequence)  # its router listens to the worker before until it hears from this one
         self._reports.flush()
 
-    def _on_token(self, sequence: DecodeSequence, sampled: SampledToken, now: float) -> None:
-        if sampled.token_id >= self._rules.vocab_size:  # its next step would fail the whole batch
-            self._fail(sequence, *unsampled(sequence.constraint, "decode"), retryable=False)
-            return
-        if not sequence.first_token_at:
-            sequence.joined_at = sequence.first_token_at = now
-            sequence.prefill_s = now - sequence.admitted_at
-            self._recorder.prefilled(sequence)
-        sequence.append(sampled)
-        reason = self._rules.finish_reason(sequence, sampled.token_id)
-        if reason:
-            self._finish(sequence, reason, now)
-        else:
-            self._reports.add(sequence)
+    def _on_tokens(self, sequence: DecodeSequence, sampled: Sequence[SampledToken], now: float) -> int:
+        """Its next tokens, each but the last guessed before it was sampled: how many it takes before it ends."""
+        for place, token in enumerate(sampled):
+            if token.token_id >= self._rules.vocab_size:  # its next step would fail the whole batch
+                self._fail(sequence, *unsampled(sequence.constraint, "decode"), retryable=False)
+                return place
+            if place:
+                self.scheduler.accept(sequence)
+            elif not sequence.first_token_at:
+                sequence.joined_at = sequence.first_token_at = now
+                sequence.prefill_s = now - sequence.admitted_at
+                self._recorder.prefilled(sequence)
+            sequence.append(token)
+            if reason := self._rules.finish_reason(sequence, token.token_id):
+                self._finish(sequence, reason, now)
+                return place + 1
+        self._reports.add(sequence)
+        return len(sampled)
 
     def _finish(self, sequence: DecodeSequence, reason: str, now: float) -> None:
         self._departures.cancel(sequence, f"it ended: {reason}")

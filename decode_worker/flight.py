@@ -2,6 +2,7 @@
 
     launch N ── launch N+1 ── tokens of N ── launch N+2 ── tokens of N+1 ── ...
 
+A step that checks guesses (`drafts.py`) may be launched so, but none may be launched before it has landed.
 A sequence that ends with step N may be in step N+1 already. Its extra token is discarded, and its blocks linger with
 the scheduler until that step has ended. Only steps in which every sequence decodes one token are launched ahead; any
 other step waits until nothing is in flight.
@@ -11,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
+from typing import Protocol, TypeVar
 
 from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.sampler import SamplingRow
 from diptych.decode_worker.scheduler import DecodeChunk, DecodeScheduler
+
+Sampled = TypeVar("Sampled")
 
 
 class Tokens(Protocol):
@@ -40,11 +44,16 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A launched step: row i is `chunks[i]`. Times are engine clock, in seconds."""
+    """A launched step: the rows of each of `chunks` in turn. Times are engine clock, in seconds."""
 
     chunks: Sequence[DecodeChunk]
     tokens: Tokens
     launched_at: float
+
+    @property
+    def guesses(self) -> bool:
+        """Whether nobody knows before it has landed how many tokens it brings."""
+        return any(chunk.draft.token_ids for chunk in self.chunks)
 
 
 class StepsInFlight:
@@ -63,7 +72,7 @@ class StepsInFlight:
         """What a step of `chunks`, which sample by `rows`, is to run; nothing if it cannot be launched ahead."""
         if self._launcher is None or not chunks:
             return ()
-        prepared = [model_chunk(chunk) for chunk in chunks]
+        prepared = model_chunks(chunks)
         return prepared if self._launcher.takes(prepared, rows) else ()
 
     def launch(
@@ -77,15 +86,17 @@ class StepsInFlight:
         assert self._launcher is not None  # it took what was prepared
         before = self.flight
         row_of = {id(chunk.sequence): row for row, chunk in enumerate(before.chunks)} if before else {}
-        sources = [row_of.get(id(chunk.sequence), -1) for chunk in chunks]
+        sources = [
+            row_of.get(id(chunk.sequence), -1) if row == 0 else -1 for chunk in chunks for row in range(chunk.num_spans)
+        ]
         tokens = self._launcher.launch(prepared, sources, rows)
         for chunk in chunks:
             self._scheduler.launched(chunk)
         self.flight = Flight(tuple(chunks), tokens, now)
         return before
 
-    def land(self, flight: Flight) -> list[tuple[DecodeChunk, int]]:
-        """Wait for a flight: the chunks whose sequences want their token, with it. Raises what the step raised."""
+    def land(self, flight: Flight) -> list[Sequence[int]]:
+        """Wait for a flight: the tokens of each chunk's rows, none if nobody wants them. Raises what it raised."""
         if self.flight is flight:
             self.flight = None
         try:
@@ -95,8 +106,8 @@ class StepsInFlight:
                 self._scheduler.completed(chunk.sequence)
             raise
         wanted = [self._scheduler.completed(chunk.sequence) for chunk in flight.chunks]
-        landed = zip(flight.chunks, token_ids, wanted, strict=True)
-        return [(chunk, token_id) for chunk, token_id, is_wanted in landed if is_wanted]
+        landed = zip(by_chunk(token_ids, [chunk.num_spans for chunk in flight.chunks]), wanted, strict=True)
+        return [rows if is_wanted else [] for rows, is_wanted in landed]
 
     def close(self) -> None:
         """From now on nothing writes to a block. The tokens of a step in flight are lost."""
@@ -104,8 +115,22 @@ class StepsInFlight:
             self._launcher.close()
 
 
-def model_chunk(chunk: DecodeChunk) -> SequenceChunk:
-    """What the model is to run. A token that is still being sampled is unknown here: 0 stands for it."""
-    sequence = chunk.sequence
-    tokens = sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-    return SequenceChunk(tokens or (0,), chunk.start, sequence.blocks, chunk.sample, chunk.score)
+def model_chunks(chunks: Sequence[DecodeChunk]) -> list[SequenceChunk]:
+    """What the model is to run. A token that is still being sampled is unknown here: 0 stands for it.
+
+    A token of a draft is a chunk of its own: it is computed as it would be in a step of its own.
+    """
+    prepared = []
+    for chunk in chunks:
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        tokens = sequence.token_ids[chunk.start : end]
+        prepared.append(SequenceChunk(tokens or (0,), chunk.start, sequence.blocks, chunk.sample, chunk.score))
+        for place, token_id in enumerate(chunk.draft.token_ids, end):
+            prepared.append(SequenceChunk((token_id,), place, sequence.blocks))
+    return prepared
+
+
+def by_chunk(sampled: Sequence[Sampled], counts: Sequence[int]) -> list[Sequence[Sampled]]:
+    """What was sampled, taken apart: so many rows of each chunk."""
+    ends = list(accumulate(counts))
+    return [sampled[end - count : end] for end, count in zip(ends, counts, strict=True)]

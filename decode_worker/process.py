@@ -93,6 +93,7 @@ class DecodeWorker(WorkerProcess):
             handover_timeout_s=settings.handover_timeout_s,
             launcher=step_launcher(loaded.runner, sampler),
             grammars=Grammars(files, loaded.vocab_size),
+            max_draft_tokens=settings.max_draft_tokens,
         )
         self._engine = engine
         receiver.start()

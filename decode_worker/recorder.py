@@ -25,12 +25,19 @@ class Recorder:
         if output.preempted:
             self._metrics.preemptions.inc(len(output.preempted))
 
-    def stepped(self, chunks: Sequence[DecodeChunk], num_sampled: int, step_s: float) -> None:
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+    def stepped(self, chunks: Sequence[DecodeChunk], num_sampled: int, num_right: int, step_s: float) -> None:
+        """`num_sampled` tokens were new, of which `num_right` had been guessed before."""
+        num_tokens = sum(chunk.num_tokens for chunk in chunks) + num_right
+        drafts = [len(chunk.draft.token_ids) for chunk in chunks if chunk.draft.token_ids]
+        if drafts:
+            self._metrics.drafts.inc(len(drafts))
+            self._metrics.draft_tokens.inc(sum(drafts))
+            self._metrics.accepted_tokens.inc(num_right)
         self.step_time_s += RATE_SMOOTHING * (step_s - self.step_time_s)
         self.tokens_per_s += RATE_SMOOTHING * (num_tokens / max(step_s, 1e-6) - self.tokens_per_s)
         self._metrics.steps.inc()
-        self._metrics.step_seconds.observe(step_s)
+        num_sequences = num_sampled - num_right
+        self._metrics.step_seconds.observe(step_s, num_sampled / num_sequences if num_sequences > 0 else 1.0)
         self._metrics.generation_tokens.inc(num_sampled)
 
     def landed(self, sequence: DecodeSequence, landing: Landing) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from diptych.common.errors import WireError
 from diptych.common.message_fields import unpack_tokens
@@ -11,6 +11,7 @@ from diptych.common.model.grammar import Grammars
 from diptych.common.model.sampler import SamplingRow
 from diptych.common.sampling_params import SampledToken
 from diptych.common.stop import banned_tokens, finish_reason
+from diptych.decode_worker.scheduler import DecodeChunk
 from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
 
 NO_TOKEN = -1
@@ -42,8 +43,28 @@ class DecodeRules:
             raise WireError("this worker knows no grammars")
         return token_ids
 
-    def row(self, sequence: DecodeSequence) -> SamplingRow:
-        """How to sample the sequence's next token, the one behind those that are being sampled now."""
+    def rows(self, chunk: DecodeChunk) -> list[SamplingRow]:
+        """How to sample behind a chunk's last token, and behind each token of its draft."""
+        draft = chunk.draft.token_ids
+        return [self._row(chunk.sequence, draft[:count]) for count in range(len(draft) + 1)]
+
+    def num_guesses(self, sequence: DecodeSequence, num_tokens: int) -> int:
+        """How many of `num_tokens` guesses behind the next token may come before the sequence ends by its length."""
+        num_output = sequence.num_output_tokens + sequence.num_pending
+        left = min(sequence.params.max_tokens - num_output, self.max_model_len - sequence.num_planned)
+        return min(num_tokens, left - 1)
+
+    def num_possible(self, sequence: DecodeSequence, guessed: Sequence[int]) -> int:
+        """How many of the tokens `guessed` may come before the sequence ends by one of them, or breaks its grammar."""
+        params = sequence.params
+        ends = {*params.stop_token_ids, *self._eos}
+        count = next((place for place, token_id in enumerate(guessed) if token_id in ends), len(guessed))
+        if sequence.constraint is not None:
+            return sequence.constraint.num_allowed(sequence.output_token_ids, guessed[:count])
+        return 0 if params.grammar else count
+
+    def _row(self, sequence: DecodeSequence, guessed: tuple[int, ...]) -> SamplingRow:
+        """How to sample the token behind `guessed`, which are behind those that are being sampled now."""
         num_prompt, params = sequence.num_prompt_tokens, sequence.params
         repeats = params.repetition_penalty != 1.0
         if params.grammar and self._grammars is not None and sequence.constraint is None:
@@ -51,11 +72,11 @@ class DecodeRules:
         counts = repeats or params.presence_penalty or params.frequency_penalty or params.grammar
         return SamplingRow(
             params,
-            position=sequence.num_planned,
-            output_token_ids=sequence.token_ids[num_prompt:] if counts else (),
+            position=sequence.num_planned + len(guessed),
+            output_token_ids=[*sequence.output_token_ids, *guessed] if counts else (),
             prompt_token_ids=sequence.token_ids[:num_prompt] if repeats else (),
-            banned=banned_tokens(params, self._eos, sequence.num_output_tokens + sequence.num_pending),
-            constraint=sequence.constraint,
+            banned=banned_tokens(params, self._eos, sequence.num_output_tokens + sequence.num_pending + len(guessed)),
+            constraint=sequence.constraint.copy() if sequence.constraint and guessed else sequence.constraint,
         )
 
     def landed(self, sequence: DecodeSequence, done: KVDone, *, num_blocks: int, block_size: int) -> list[SampledToken]:

@@ -1,8 +1,8 @@
 """What a decode worker computes next. Pure: no clocks, sockets or tensors.
 
-Every step holds one token of each decoding sequence, plus at most `local_prefill_chunk` prompt tokens of sequences
-that are (re)computed here, so that nobody's long prompt stalls everybody's tokens. Grants for KV from prefill workers
-and local prefills draw on the same blocks, oldest first.
+Every step holds one token of each decoding sequence (and guesses behind it, see `drafter.py`), plus at most
+`local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that nobody's long prompt stalls
+everybody's tokens. Grants for KV from prefill workers and local prefills draw on the same blocks, oldest first.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from diptych.common.block_pool import BlockCounts, BlockPool
 from diptych.common.errors import BlockError
+from diptych.decode_worker.drafts import NOTHING, Draft
 from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
 
 
@@ -19,12 +20,24 @@ from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
 class DecodeChunk:
     """Compute `num_tokens` tokens of `sequence` from `start` on; sample if that reaches its last token.
 
-    With `score`, tokens of the prompt follow some of them whose log-probabilities are wanted.
+    With `score`, tokens of the prompt follow some of them whose log-probabilities are wanted. A single token may have a
+    `draft` behind it, whose tokens are run, and sampled behind, as if they were the sequence's.
     """
 
     sequence: DecodeSequence
     start: int
     num_tokens: int
+    draft: Draft = NOTHING
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that are run."""
+        return self.num_tokens + len(self.draft.token_ids)
+
+    @property
+    def num_spans(self) -> int:
+        """What the model runs it as: a token of a draft is run by itself."""
+        return 1 + len(self.draft.token_ids)
 
     @property
     def sample(self) -> bool:
@@ -165,14 +178,28 @@ class DecodeScheduler:
         chunk.sequence.num_computed = chunk.start + chunk.num_tokens
         self._publish(chunk.sequence)
 
+    def room_for(self, sequence: DecodeSequence, num_tokens: int) -> int:
+        """How many of `num_tokens` guesses behind the next token have blocks, which are allocated unless they lack."""
+        wanted = -(-(sequence.num_planned + num_tokens) // self.block_size) - len(sequence.blocks)
+        if wanted > 0 and self.pool.num_available - wanted >= self.num_watermark_blocks:
+            sequence.blocks += self.pool.allocate(wanted)
+        return min(num_tokens, len(sequence.blocks) * self.block_size - sequence.num_planned)
+
+    def accept(self, sequence: DecodeSequence) -> None:
+        """The newest token is one that was guessed: its KV is there, and another token was sampled behind it."""
+        sequence.num_computed += 1
+        self._publish(sequence)
+
     def launched(self, chunk: DecodeChunk) -> None:
         """A step that samples after `chunk` is in flight."""
         chunk.sequence.num_computed = chunk.start + chunk.num_tokens
         chunk.sequence.num_pending += 1
+        chunk.sequence.num_guessed = len(chunk.draft.token_ids)
 
     def completed(self, sequence: DecodeSequence) -> bool:
         """A step in flight that sampled for `sequence` has ended; False when nobody wants its token any more."""
         sequence.num_pending -= 1
+        sequence.num_guessed *= sequence.num_pending > 0  # a step that guesses is the last in flight
         if self.find(sequence.request_id) is sequence:
             self._publish(sequence)
             return True

@@ -10,6 +10,7 @@ from diptych.common.messages import DecodeRequest, KVOpen
 from diptych.common.model.grammar import Constraint
 from diptych.common.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 from diptych.common.shared_memory import PeerMemory
+from diptych.decode_worker.drafts import Lookup
 
 
 class RequestStatus(Enum):
@@ -34,7 +35,7 @@ class DecodeSequence:
     """`token_ids` is prompt + output; the KV of the first `num_computed` of them is in `blocks`.
 
     `num_pending` more tokens are being sampled by steps in flight, whose KV counts as computed: nobody but a later step
-    reads it.
+    reads it. Of such a step `num_guessed` more tokens may come.
 
     The router has the log-probabilities of what follows the first `num_scored` tokens, if it wants any of the prompt.
 
@@ -53,6 +54,7 @@ class DecodeSequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0
+    num_guessed: int = 0
     num_published: int = 0
     num_cached: int = 0
     num_scored: int = 0
@@ -75,6 +77,7 @@ class DecodeSequence:
     exposed_transfer_s: float = 0.0
     clock_offset_s: float = 0.0
     constraint: Constraint | None = None
+    lookup: Lookup | None = None
 
     def __post_init__(self) -> None:
         self.num_request_tokens = len(self.token_ids)
@@ -109,8 +112,17 @@ class DecodeSequence:
 
     @property
     def num_planned(self) -> int:
-        """Tokens once the steps in flight have ended."""
+        """Tokens once the steps in flight have ended, without those that were guessed."""
         return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_at_most(self) -> int:
+        """Tokens once the steps in flight have ended."""
+        return self.num_planned + self.num_guessed
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def num_output_tokens(self) -> int:

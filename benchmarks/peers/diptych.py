@@ -1,4 +1,7 @@
-"""Diptych itself: `diptych serve`, one prefill and one decode worker over the real wire, every prompt disaggregated."""
+"""Diptych itself: `diptych serve`, one prefill and one decode worker over the real wire, every prompt disaggregated.
+
+Random prompts make answers that repeat themselves, so nothing is guessed ahead, unless a variant asks for it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class DiptychVariant:
             *(sys.executable, "-P", "-m", "diptych.common.cli", "serve"),
             *("--model", model, "--host", HOST, "--port", str(ports[0])),
             *("--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)),
-            *("--no-enable-prefix-caching", "--local-prefill-threshold", "0"),
+            *("--no-enable-prefix-caching", "--local-prefill-threshold", "0", "--max-draft-tokens", "0"),
             *self.flags,
         )
         process = Process(f"diptych-{self.name}", argv, url(ports[0], "/ready"), dict(self.env))

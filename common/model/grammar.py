@@ -54,6 +54,26 @@ class Constraint:
                 mask[:] = 0
         return torch.from_numpy(mask)
 
+    def forced(self, output_token_ids: Sequence[int]) -> list[int]:
+        """What must follow these tokens, as a tokenizer writes it; others may spell the same text. None at an end."""
+        if self._matcher is None or self.problem:
+            return []
+        self._follow(self._matcher, output_token_ids)
+        return [] if self._matcher.is_stopped() or self._matcher.is_error() else self._matcher.compute_ff_tokens()
+
+    def num_allowed(self, output_token_ids: Sequence[int], guessed: Sequence[int]) -> int:
+        """How many of the tokens `guessed`, none of which is an end, may follow these tokens one after the other."""
+        if self._matcher is None or self.problem:
+            return 0
+        self._follow(self._matcher, output_token_ids)
+        return 0 if self._matcher.is_stopped() else self._matcher.validate_tokens(list(guessed))
+
+    def copy(self) -> Constraint:
+        """The same place, to be followed on its own from here."""
+        copied = Constraint(self._matcher and self._matcher.deep_copy(), self._vocab_size, self.problem)
+        copied._num_taken = self._num_taken
+        return copied
+
     def _follow(self, matcher: llguidance.LLMatcher, output_token_ids: Sequence[int]) -> None:
         for token_id in output_token_ids[self._num_taken :]:
             self._num_taken += 1

@@ -36,6 +36,14 @@ class DecodeWorkerConfig(WorkerConfig):
         ge=1,
         le=1_000_000,
     )
+    max_draft_tokens: int = setting(
+        6,
+        "tokens that a step may guess ahead for each answer, from what followed the same words before; a step checks "
+        "them all, and answers stay the same; 0: none",
+        group="Scheduling",
+        ge=0,
+        le=64,
+    )
     watermark: float = setting(
         0.02,
         "share of the KV blocks that stays free for running requests when new ones come in",

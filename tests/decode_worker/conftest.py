@@ -201,6 +201,7 @@ class EngineRig(RouterSide):
         shared: bool = False,
         quantised: bool = False,
         grammars: bool = False,
+        max_draft_tokens: int = 0,
     ) -> None:
         self.model, self.eos = model, eos
         self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
@@ -247,6 +248,7 @@ class EngineRig(RouterSide):
             handover_timeout_s=30.0,
             launcher=None if launcher is None else launcher(runner, sampler),
             grammars=self.grammars,
+            max_draft_tokens=max_draft_tokens,
         )
         self.receiver.start()
         self.sender.start()

@@ -50,6 +50,26 @@ def test_logits_are_the_same_bits_in_every_batch(tiny_folder: Path, dtype: str) 
         assert torch.equal(pool.runner.forward([SequenceChunk(one[half:], half, table)])[0], together[i])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_one_sequence_are_the_same_bits_together_and_one_after_the_other(tiny_folder: Path, dtype: str) -> None:
+    """What a step that checks guesses relies on."""
+    from diptych.kernels.native_build import load_native
+
+    if load_native() is None:
+        pytest.skip("only the native kernels promise this")
+    one, following = prompt(59), prompt(11, seed=9)
+    pools = [Pool(load(tiny_folder, dtype)) for _ in range(2)]
+    tables = [pool.table(70) for pool in pools]
+    for pool, table in zip(pools, tables, strict=True):
+        pool.runner.forward([SequenceChunk(one, 0, table)])
+    rows = [[SequenceChunk((token,), 59 + i, table) for i, token in enumerate(following)] for table in tables]
+    together = pools[0].runner.forward(rows[0])
+    one_by_one = torch.cat([pools[1].runner.forward([row]) for row in rows[1]])
+    assert torch.equal(together, one_by_one)
+    blocks = [torch.stack([pool.kv.tensor[i] for i in table[:5]]) for pool, table in zip(pools, tables, strict=True)]
+    assert torch.equal(blocks[0].nan_to_num(nan=7.0), blocks[1].nan_to_num(nan=7.0))
+
+
 def test_shared_prefix_blocks(model: Decoder) -> None:
     pool, one = Pool(model), prompt(100)
     first = pool.table(130)

@@ -79,6 +79,23 @@ def test_steps_fed_by_each_other_give_the_oracles_tokens(runner: GraphRunner, mo
     assert runner.kv.tensor[untouched].isnan().all()
 
 
+def test_rows_of_one_sequence_are_those_of_steps_of_its_own(runner: GraphRunner, model: Decoder) -> None:
+    """A step that checks guesses: right ones, a wrong one, and one behind it that crosses into the next block."""
+    tokens, row = prompt(14, seed=13), SamplingRow(GREEDY, 0)
+    launcher = StepLauncher(runner, Sampler(model.config.vocab_size))
+    plain = ModelRunner(model, runner.kv)
+    plain.forward([SequenceChunk(tokens[:-1], 0, (5, 7))])
+    found = []
+    for place in range(3):
+        chunk = SequenceChunk((tokens[13] if not found else found[-1],), 13 + place, (5, 7))
+        found += launcher.launch([chunk], [FROM_HOST], [row]).read()
+    runner.kv.tensor[7] = float("nan")
+    guesses = [tokens[13], found[0], (found[1] + 1) % 250, 9]
+    chunks = [SequenceChunk((token,), 13 + place, (5, 7)) for place, token in enumerate(guesses)]
+    assert launcher.launch(chunks, [FROM_HOST] * 4, [row] * 4).read()[:2] == found[:2]
+    assert launcher.launch([SequenceChunk((found[1],), 15, (5, 7))], [FROM_HOST], [row]).read() == found[2:]
+
+
 def test_forward_replays_what_was_recorded(runner: GraphRunner, model: Decoder) -> None:
     plain = ModelRunner(model, runner.kv)
     plain.forward([SequenceChunk(prompt(10), 0, (2, 4))])

@@ -1,0 +1,49 @@
+"""Guesses of a test's own making: the true tokens, some of them wrong, for engines to which rows cost nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from diptych.decode_worker import drafter
+from diptych.decode_worker.drafts import LONGEST_MATCH, NOTHING, Draft
+
+Rig = Any  # EngineRig of conftest, which other modules cannot import
+
+
+class Prophet:
+    """Knows whole texts, prompts and answers, and takes the place of every sequence's `Lookup`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, wrong: float = 0.2) -> None:
+        """Of its tokens a share of `wrong` is another one."""
+        self.texts: list[list[int]] = []
+        self.wrong, self._rng = wrong, random.Random(1)
+        patch.setattr(drafter, "Lookup", lambda: self)
+        patch.setattr(drafter.RowCosts, "seconds", lambda costs, num_rows: 1.0)
+
+    def knows(self, tokens: list[int], answer: list[int]) -> None:
+        self.texts.append([*tokens, *answer])
+
+    def guess(self, token_ids: Sequence[int], num_unseen: int, num_tokens: int) -> Draft:
+        known = list(token_ids)
+        for text in self.texts:
+            if text[: len(known)] == known:
+                rest = text[len(known) : len(known) + num_unseen + num_tokens]
+                said = tuple(t if self._rng.random() >= self.wrong else self._rng.randrange(256) for t in rest)
+                return Draft(said[num_unseen:], said[:num_unseen], (LONGEST_MATCH,) * len(said))
+        return NOTHING
+
+
+def counted(rig: Rig) -> dict[str, int]:
+    """What an engine's metrics say: steps, tokens, and of those guessed, how many were right."""
+    metrics = rig.engine._recorder._metrics
+    counters = {
+        "steps": metrics.steps,
+        "tokens": metrics.generation_tokens,
+        "guessed": metrics.draft_tokens,
+        "right": metrics.accepted_tokens,
+    }
+    return {name: int(counter._value.get()) for name, counter in counters.items()}
