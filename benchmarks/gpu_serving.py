@@ -79,7 +79,7 @@ def _worker_flags(shape: GPUShape, device: torch.device, kv_memory_gib: float) -
 
 def _decode_flags(shape: GPUShape, prefills: int) -> tuple[str, ...]:
     """A worker that prefills itself takes as many prompt tokens between two steps as a quarter of a chunk."""
-    flags = ("--max-num-seqs", str(max(shape.serving[2], 1)))
+    flags = ("--max-num-seqs", str(max(shape.serving[2], 1)), "--max-draft-tokens", "0")
     return (*flags, "--local-prefill-chunk", str(max(1, shape.prefill_chunk // 4))) if prefills else flags
 
 

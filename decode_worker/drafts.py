@@ -16,15 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-SUFFIXES = (8, 4, 2, 1)
-"""Tokens of the text's end that are looked for in the text before it, the longer ones first."""
 LONGEST_MATCH = 16
 FORCED = LONGEST_MATCH + 1
 LOOKED_THROUGH = 32_768
-"""Tokens back from the end that are searched: a tenth of a millisecond at worst."""
-TOKEN = np.dtype("<i4")
-WIDTH = TOKEN.itemsize
+"""Tokens back from the end that are searched."""
+LOOKED_AT = 1024
+"""Of the places where the text's last token stands, so many that are nearest to the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,45 +50,47 @@ class Lookup:
     """A text that grows, and what is likely to come behind it."""
 
     def __init__(self) -> None:
-        self._text = bytearray()
+        self._text: npt.NDArray[np.int32] = np.empty(0, np.int32)  # of which the first `_length` are written
+        self._length = 0
 
     def guess(self, token_ids: Sequence[int], num_unseen: int, num_tokens: int) -> Draft:
         """Up to `num_tokens` behind the next `num_unseen`. `token_ids` begin with those of the call before."""
-        text = self._text
-        text += np.array(token_ids[len(text) // WIDTH :], TOKEN).tobytes()
-        for length in SUFFIXES:
-            end = _end_of_last(text, length)
-            if end:
-                break
-        else:
+        self._take(token_ids)
+        end, match = self._likest()
+        if not match:
             return NOTHING
-        wanted, known = num_unseen + num_tokens, len(token_ids)
+        wanted, period = num_unseen + num_tokens, len(token_ids) - end
         guessed = list(token_ids[end : end + wanted])
         while len(guessed) < wanted:  # the place is so near that the text repeats itself
-            guessed.append(guessed[len(guessed) - (known - end)])
-        match = _agreement(token_ids, end, length)
+            guessed.append(guessed[len(guessed) - period])
         kinds = tuple(min(match + place, LONGEST_MATCH) for place in range(wanted))
         return Draft(tuple(guessed[num_unseen:]), tuple(guessed[:num_unseen]), kinds)
 
+    def _take(self, token_ids: Sequence[int]) -> None:
+        length = len(token_ids)
+        if length > len(self._text):
+            self._text = np.resize(self._text, 2 * length)
+        self._text[self._length : length] = token_ids[self._length :]
+        self._length = length
 
-def _end_of_last(text: bytearray, length: int) -> int:
-    """Where, in tokens, the last earlier appearance of the text's last `length` tokens ends; 0 without one."""
-    if len(text) <= length * WIDTH:
-        return 0
-    suffix = bytes(text[-length * WIDTH :])
-    first = max(0, len(text) - LOOKED_THROUGH * WIDTH)
-    at = text.rfind(suffix, first, len(text) - WIDTH)
-    while at >= 0 and at % WIDTH:  # bytes of neighbouring tokens that look like it
-        at = text.rfind(suffix, first, at + len(suffix) - 1)
-    return at // WIDTH + length if at >= 0 else 0
+    def _likest(self) -> tuple[int, int]:
+        """The end of the earlier place that agrees with the text's end for longest, the last of such; and how long.
 
-
-def _agreement(token_ids: Sequence[int], end: int, length: int) -> int:
-    """How many tokens before `end` are those before the text's end; `length` of them are known to be."""
-    last = len(token_ids)
-    while length < min(LONGEST_MATCH, end) and token_ids[end - length - 1] == token_ids[last - length - 1]:
-        length += 1
-    return length
+        No longer than LONGEST_MATCH, 0 if nowhere.
+        """
+        text = self._text[: self._length]
+        first = max(0, self._length - LOOKED_THROUGH)
+        ends = np.flatnonzero(text[first:-1] == text[-1])[-LOOKED_AT:] + (first + 1)
+        if not len(ends):
+            return 0, 0
+        match = 1
+        while match < LONGEST_MATCH:
+            longer = ends[ends > match]
+            longer = longer[text[longer - match - 1] == text[-match - 1]]
+            if not len(longer):
+                break
+            ends, match = longer, match + 1
+        return int(ends[-1]), match
 
 
 class HitRates:

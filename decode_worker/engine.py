@@ -143,7 +143,7 @@ class DecodeEngine(Engine):
     def step(self, now: float) -> None:
         flight = self._ahead.flight
         if flight is not None and (flight.guesses or self.scheduler.lacks_blocks):
-            self._land(flight)  # whoever loses its blocks must not be in flight
+            self._land(flight)  # so that it is known where each goes on, and none is in flight that loses its blocks
         self._let_go(now)
         output = self.scheduler.schedule(now)
         self._arrivals.grant(output.granted, now)
