@@ -9,7 +9,8 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 PACKAGES := kernels common prefill_worker decode_worker router benchmarks
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# On a terminal pip shows what it downloads; into a file it says what went wrong, and no more.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,--quiet)
 NEWER := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help

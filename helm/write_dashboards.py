@@ -213,6 +213,18 @@ POOLS = (
             "reqps",
             by_pool("vllm:num_preemptions_total", over="5m"),
         ),
+        Panel(
+            "Guesses that were right",
+            "Share of the tokens that decode steps guessed ahead.",
+            "percentunit",
+            (
+                (
+                    "{{diptych_pool}}",
+                    f"sum by (diptych_pool) (rate(vllm:spec_decode_num_accepted_tokens_total{{{MODEL}}}[5m]))"
+                    f" / (sum by (diptych_pool) (rate(vllm:spec_decode_num_draft_tokens_total{{{MODEL}}}[5m])) > 0)",
+                ),
+            ),
+        ),
     ),
 )
 DECODE = MODEL + ',diptych_role="decode"'
