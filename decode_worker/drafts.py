@@ -56,7 +56,7 @@ class Lookup:
     def guess(self, token_ids: Sequence[int], num_unseen: int, num_tokens: int) -> Draft:
         """Up to `num_tokens` behind the next `num_unseen`. `token_ids` begin with those of the call before."""
         self._take(token_ids)
-        end, match = self._likest()
+        end, match = self._best_match()
         if not match:
             return NOTHING
         wanted, period = num_unseen + num_tokens, len(token_ids) - end
@@ -73,7 +73,7 @@ class Lookup:
         self._text[self._length : length] = token_ids[self._length :]
         self._length = length
 
-    def _likest(self) -> tuple[int, int]:
+    def _best_match(self) -> tuple[int, int]:
         """The end of the earlier place that agrees with the text's end for longest, the last of such; and how long.
 
         No longer than LONGEST_MATCH, 0 if nowhere.

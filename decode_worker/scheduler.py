@@ -181,7 +181,8 @@ class DecodeScheduler:
     def room_for(self, sequence: DecodeSequence, num_tokens: int) -> int:
         """How many of `num_tokens` guesses behind the next token have blocks, which are allocated unless they lack."""
         wanted = -(-(sequence.num_planned + num_tokens) // self.block_size) - len(sequence.blocks)
-        if wanted > 0 and self.pool.num_available - wanted >= self.num_watermark_blocks:
+        kept = max(self.num_watermark_blocks, len(self.running))  # each may need another one for its next token
+        if wanted > 0 and self.pool.num_available - wanted >= kept:
             sequence.blocks += self.pool.allocate(wanted)
         return min(num_tokens, len(sequence.blocks) * self.block_size - sequence.num_planned)
 

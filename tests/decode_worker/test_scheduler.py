@@ -251,3 +251,17 @@ def test_who_is_in_flight_is_not_preempted() -> None:
     assert plan.lacks_blocks
     with pytest.raises(BlockError, match="in flight"):
         plan.schedule(1.0)
+
+
+def test_guesses_leave_a_block_for_everybodys_next_token() -> None:
+    plan = scheduler(num_blocks=6)
+    first, second = (decoding(plan, name, 2, at=0.0) for name in "ab")  # three or four tokens each, in one block
+    assert [len(one.blocks) for one in (first, second)] == [1, 1]
+    left = SIZE - first.num_planned
+    assert plan.room_for(first, left) == left and len(first.blocks) == 1
+    assert plan.room_for(first, left + 3) == left + 3 and len(first.blocks) == 2  # of four free ones
+    assert plan.room_for(second, 20) == SIZE - second.num_planned  # five blocks are not there
+    assert plan.room_for(second, SIZE) == SIZE and len(second.blocks) == 2
+    assert plan.pool.num_available == 2
+    assert plan.room_for(first, 3 * SIZE) == 2 * SIZE - first.num_planned  # one for each of them stays
+    plan.check_integrity()

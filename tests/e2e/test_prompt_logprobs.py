@@ -106,11 +106,11 @@ def test_the_official_client_gets_them_streamed(system_of: Any, tiny_oracle: Any
     system = system_of()
     (prompt,) = random_prompts((90,), vocab_size=256, seed=3)
     client = openai.OpenAI(base_url=f"{system.stack.url}/v1", api_key="none", max_retries=0)
-    body = body_of(prompt, 4)
+    body = body_of(prompt, 64)  # tokens that arrive together share a chunk: few of them may make but one
     extra = {name: body.pop(name) for name in ("ignore_eos", "return_tokens_as_token_ids")}
     chunks = list(client.completions.create(model=system.stack.model, stream=True, extra_body=extra, **body))
     parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices and chunk.choices[0].logprobs]
     assert len(parts) > 1 and len(parts[0].tokens) > len(prompt)
     names = ("tokens", "token_logprobs", "top_logprobs")
     whole = {name: [value for part in parts for value in getattr(part, name)] for name in names}
-    check({"logprobs": whole}, tiny_oracle, prompt, 4, ATOL["tiny-random"])
+    check({"logprobs": whole}, tiny_oracle, prompt, 64, ATOL["tiny-random"])
