@@ -156,7 +156,6 @@ async def one_by_one(
                         progress.advance(bar)
                 guessed, right = (now - then for now, then in zip(counts(stacks[GUESSING]), before, strict=True))
                 plain, guessing = ([answer.tpot_ms for answer in found[name][1:]] for name in (PLAIN, GUESSING))
-                ratios = [slow / fast for slow, fast in zip(plain, guessing, strict=True)]
                 rows.append(
                     {
                         "task": task.name,
@@ -164,7 +163,7 @@ async def one_by_one(
                         "output_tokens": statistics.mean(answer.num_tokens for answer in found[PLAIN]),
                         "tpot_plain_ms": round(statistics.median(plain), 3),
                         "tpot_guessing_ms": round(statistics.median(guessing), 3),
-                        "ratio": round(statistics.median(ratios), 3),
+                        "ratio": _ratio(plain, guessing),
                         "guessed": guessed,
                         "right": right,
                         "same": sum(a.text == b.text for a, b in zip(found[PLAIN], found[GUESSING], strict=True)),
@@ -172,6 +171,12 @@ async def one_by_one(
                     }
                 )
     return rows
+
+
+def _ratio(plain: Sequence[float], guessing: Sequence[float]) -> float:
+    """Median of each round's own. A short answer that came in one piece has no time per token; 0 if all of them did."""
+    ratios = [slow / fast for slow, fast in zip(plain, guessing, strict=True) if slow and fast]
+    return round(statistics.median(ratios), 3) if ratios else 0.0
 
 
 def _bodies(model: str, max_tokens: int) -> Iterator[dict[str, Any]]:
@@ -197,14 +202,13 @@ async def side_by_side(
             rates[name].append(sum(answer.num_tokens for answer in answers) / (time.perf_counter() - began))
             tpots[name].append(statistics.mean(answer.tpot_ms for answer in answers))
             texts[name] = [answer.text for answer in answers]
-    ratios = [slow / fast for slow, fast in zip(tpots[PLAIN][1:], tpots[GUESSING][1:], strict=True)]
     return {
         "in_flight": in_flight,
         "plain_tokens_per_s": round(statistics.median(rates[PLAIN][1:]), 1),
         "guessing_tokens_per_s": round(statistics.median(rates[GUESSING][1:]), 1),
         "tpot_plain_ms": round(statistics.median(tpots[PLAIN][1:]), 3),
         "tpot_guessing_ms": round(statistics.median(tpots[GUESSING][1:]), 3),
-        "ratio": round(statistics.median(ratios), 3),
+        "ratio": _ratio(tpots[PLAIN][1:], tpots[GUESSING][1:]),
         "same": sum(one == other for one, other in zip(texts[PLAIN], texts[GUESSING], strict=True)),
         "answers": in_flight,
     }
