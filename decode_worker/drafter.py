@@ -114,7 +114,7 @@ class Drafter:
 
     def stepped(self, chunks: Sequence[DecodeChunk], step_s: float) -> None:
         """A step of these, which nothing else kept waiting, took so long."""
-        if self._max_tokens and all(chunk.num_tokens == 1 for chunk in chunks):
+        if self._max_tokens and len(chunks) <= MAX_SEQUENCES and all(chunk.num_tokens == 1 for chunk in chunks):
             self._costs.add(sum(chunk.num_rows for chunk in chunks), step_s)
 
     def _pays(self, chunks: Sequence[DecodeChunk]) -> bool:

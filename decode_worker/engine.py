@@ -335,6 +335,9 @@ class DecodeEngine(Engine):
         """Its next tokens, each but the last guessed before it was sampled: how many it takes before it ends."""
         for place, token in enumerate(sampled):
             if token.token_id >= self._rules.vocab_size:  # its next step would fail the whole batch
+                if place:  # the router has the tokens before first, as it would have without guesses
+                    self._reports.add(sequence)
+                    self._reports.flush()
                 self._fail(sequence, *unsampled(sequence.constraint, "decode"), retryable=False)
                 return place
             if place:

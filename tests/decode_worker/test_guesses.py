@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from diptych.common import engine as engine_module
-from diptych.common.messages import AbortRequest
+from diptych.common.messages import AbortRequest, RequestFailed, TokenOutput
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.sampler import Sampler
 from diptych.common.model.step_thread import StepThread
+from diptych.common.sampling_params import SampledToken
 
 from ..engine_rig import prompt
 from .departing_pair import Pair
@@ -145,6 +146,28 @@ def test_a_stop_token_within_right_guesses_is_the_last(guessing: Callable[..., R
     rig.until(lambda: rig.is_clean)
     assert rig.tokens() == full[: full.index(full[17]) + 1]
     assert rig.reason() == "stop" and counted(rig)["tokens"] == len(rig.tokens())
+
+
+def test_right_guesses_are_told_before_the_token_that_cannot_be(
+    guessing: Callable[..., Rig], prophet: Prophet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fourth of six rows has logits that are not numbers."""
+    rig = guessing()
+    prophet.wrong = 0.0
+    ask(rig, prophet, prompt(20))
+    vocab, take_in = rig.model.config.vocab_size, rig.engine._take_in
+
+    def spoilt(chunks: Any, sampled: Any, *more: Any) -> None:
+        if len(sampled[0]) == 6:
+            sampled = [[*sampled[0][:3], SampledToken(vocab), *sampled[0][4:]]]
+        take_in(chunks, sampled, *more)
+
+    monkeypatch.setattr(rig.engine, "_take_in", spoilt)
+    rig.until(lambda: rig.failures())
+    told = [type(message) for _, message in rig.sent]
+    assert told[-1] is RequestFailed and told[-2] is TokenOutput
+    assert rig.tokens() == truth(rig, prompt(20))[: len(rig.tokens())] and len(rig.deltas()[-1].token_ids) == 3
+    rig.until(lambda: rig.is_clean)
 
 
 def test_an_aborted_request_gives_its_blocks_back(guessing: Callable[..., Rig], prophet: Prophet) -> None:
