@@ -3,8 +3,9 @@
 Perplexity of a fixed text, and greedy agreement: along the float32 model's own greedy answers to fixed prompts, at how
 many positions another variant, given the same tokens before, would have chosen the same next token.
 
-A variant that ends in "+fp8-wire" is one whose prompt's KV came in 8-bit numbers: the KV of each prompt goes through
-them before the answer is computed. For the text's perplexity that happens every 128 tokens, to these tokens.
+A variant that ends in "+fp8-cache" has a KV cache of 8-bit numbers. One that ends in "+fp8-wire" is one whose prompt's
+KV came in 8-bit numbers: the KV of each prompt goes through them before the answer is computed. For the text's
+perplexity that happens every 128 tokens, to these tokens.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ from diptych.kernels import gather_blocks, scatter_blocks
 
 PROGRAM: Final = "python -m diptych.benchmarks.accuracy"
 PASSAGE: Final = Path(__file__).with_name("data") / "passage.txt"
-VARIANTS: Final = ("float32", "bfloat16", "bfloat16+int8", "bfloat16+auto", "bfloat16+int4", "bfloat16+fp8-wire")
-FP8_WIRE: Final = "fp8-wire"
+VARIANTS: Final = (
+    *("float32", "bfloat16", "bfloat16+int8", "bfloat16+auto", "bfloat16+int4"),
+    *("bfloat16+fp8-wire", "bfloat16+fp8-cache", "bfloat16+auto+fp8-cache"),
+)
+FP8_WIRE: Final = "+fp8-wire"
+FP8_CACHE: Final = "+fp8-cache"
 BLOCK_SIZE: Final = 64
 ROWS_AT_ONCE: Final = 2 * BLOCK_SIZE
 PROMPTS: Final = (
@@ -56,17 +61,19 @@ PROMPTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A dtype, how weights are kept, and whether the prompt's KV came in 8 bits: "bfloat16+int8+fp8-wire"."""
+    """A dtype, how weights are kept, whether a prompt's KV came in 8 bits, and the cache's type: see `parse`."""
 
     dtype: str
     quantization: str
     fp8_wire: bool = False
+    kv_dtype: str = ""
 
     @classmethod
     def parse(cls, name: str) -> Variant:
-        rest = name.removesuffix(f"+{FP8_WIRE}")
+        rest = name.removesuffix(FP8_WIRE).removesuffix(FP8_CACHE)
         dtype, _, quantization = rest.partition("+")
-        return cls(dtype, quantization or "none", rest != name)
+        cached = "fp8" if FP8_CACHE in name else ""
+        return cls(dtype, quantization or "none", name.endswith(FP8_WIRE), cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,8 @@ class Model:
         decoder = load_model(files, dtype=variant.dtype, quantization=variant.quantization)
         num_blocks = -(-max_len // BLOCK_SIZE)
         self._table = tuple(range(num_blocks))
-        self._kv, self._fp8_wire = KVCache(decoder.config, num_blocks, BLOCK_SIZE, variant.dtype), variant.fp8_wire
+        self._kv = KVCache(decoder.config, num_blocks, BLOCK_SIZE, variant.kv_dtype or variant.dtype)
+        self._fp8_wire = variant.fp8_wire
         self._runner = ModelRunner(decoder, self._kv)
 
     def logits(self, token_ids: Sequence[int], num_prompt: int = 0) -> Tensor:
@@ -163,7 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="smollm2-135m", help="built-in name, folder or GGUF file")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="dtype, +quantization, +fp8-wire, with commas")
+    parser.add_argument(
+        "--variants", default=",".join(VARIANTS), help="dtype, +quantization, +fp8-wire or +fp8-cache, with commas"
+    )
     parser.add_argument("--tokens", type=int, default=96, help="length of each greedy answer")
     parser.add_argument("--output", type=Path, help="JSON file to write the results to")
     options = parser.parse_args(arguments)

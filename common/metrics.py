@@ -158,15 +158,15 @@ class WorkerMetrics:
         )
         self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
 
-    def describe_cache(self, block_size: int, num_blocks: int) -> None:
+    def describe_cache(self, block_size: int, num_blocks: int, dtype: str) -> None:
         """Export the cache's shape as labels, the way vLLM does."""
         info = Gauge(
             "vllm:cache_config_info",
             "Layout of the KV cache",
-            [*self._labels, "block_size", "num_gpu_blocks"],
+            [*self._labels, "block_size", "cache_dtype", "num_gpu_blocks"],
             registry=self.registry,
         )
-        info.labels(*self._labels.values(), str(block_size), str(num_blocks)).set(1)
+        info.labels(*self._labels.values(), str(block_size), dtype, str(num_blocks)).set(1)
 
     def count_finished(self, reason: str) -> None:
         self._finished.labels(*self._labels.values(), reason).inc()

@@ -185,7 +185,7 @@ class WorkerProcess:
         engine = self.build_engine(files, loaded, control.send_threadsafe)
         floor_s = FLOOR_S if self.config.device == "cpu" else DEVICE_FLOOR_S
         engine.step_times = StepTimes(fixed_s=self.config.stall_timeout_s, floor_s=floor_s)
-        self.metrics.describe_cache(self.config.block_size, loaded.kv.num_blocks)
+        self.metrics.describe_cache(self.config.block_size, loaded.kv.num_blocks, loaded.kv_dtype)
         self.loaded = loaded
         if self.config.core_share and self.config.device == "cpu":
             cores = CoreShare(self.config.core_share, loaded.num_threads)

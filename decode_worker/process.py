@@ -8,6 +8,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_sender import KVSender
 from diptych.common.model.files import ModelFiles
 from diptych.common.model.grammar import Grammars
+from diptych.common.model.kv_cache import FP8
 from diptych.common.model.loaded import LoadedModel
 from diptych.common.model.quantised_staging import quantised_incoming
 from diptych.common.model.runner import ModelRunner
@@ -60,7 +61,8 @@ class DecodeWorker(WorkerProcess):
         if settings.kv_transport == "shm" and loaded.kv.shared is None:
             raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
         self.loaded, self._blocks = loaded, incoming_blocks(loaded.kv)
-        receiver.take_quantised(quantised_incoming(loaded.kv))
+        if loaded.kv.dtype != FP8:  # whose blocks are of 8 bits already
+            receiver.take_quantised(quantised_incoming(loaded.kv))
         sender = self._sender(loaded)
         sampler = Sampler(loaded.vocab_size)
         pool = BlockPool(loaded.kv.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)

@@ -48,7 +48,7 @@ class Backend(Protocol):
 
 
 class FullAttention(Protocol):
-    """A backend whose attention knows sinks and caches of e4m3."""
+    """A backend whose attention knows sinks and the scales of a cache of e4m3."""
 
     def paged_attention(
         self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, scale: float, window: int, softcap: float,
@@ -93,7 +93,7 @@ def paged_attention(
     values must have been written.
     """
     chosen = backend(q.device.type)
-    if sinks is None and k_scale == v_scale == 1.0 and kv.dtype != torch.float8_e4m3fn:
+    if sinks is None and k_scale == v_scale == 1.0:
         return chosen.paged_attention(q, kv, layer, plan, scale, window, softcap)
     if isinstance(plan, NativePlan):
         chosen, plan = cast(Backend, torch_backend), _torch_plan(plan, kv)
@@ -128,7 +128,8 @@ def rotate_and_write(
 
     qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; cos and sin float32 [T, head_dim / 2] turn element i with
     element i + head_dim / 2; slots int64 [T] are block * block_size + offset. With `q_norm` and `k_norm` (float32
-    [head_dim]) each head is RMS-normalised first. Returns q [T, num_heads, head_dim].
+    [head_dim]) each head is RMS-normalised first. A cache of float8_e4m3fn takes keys and values to the nearest, at
+    most 448; NaN stays NaN. Returns q [T, num_heads, head_dim].
     """
     return backend(qkv.device.type).rotate_and_write(qkv, cos, sin, kv, layer, slots, q_norm, k_norm, eps)
 

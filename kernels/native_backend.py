@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diptych.kernels")
 INT8_DOTS, BFLOAT16_PAIRS, HALVES = 1, 2, 4
-TYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
+TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
+"""Of activations the first two; of a KV cache the activations' own, or the last."""
 LANES: Final = 16
 MAX_HEAD_DIM: Final = 1024
 MANY_ODD: Final = 512  # one weight in so many may be odd: more would cost time
@@ -53,13 +54,13 @@ class NativeBackend:
         pointer, integer, real, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
         self._attend = library.diptych_attend
         self._attend.argtypes = [
-            *(number, pointer, integer, pointer, pointer, pointer, pointer, pointer, integer, pointer),
+            *(number, number, pointer, integer, pointer, pointer, pointer, pointer, pointer, integer, pointer),
             *(integer, integer, real, real, number),
         ]
         self._norm = library.diptych_rms_norm
         self._norm.argtypes = [number, *(pointer,) * 5, integer, integer, real, number]
         self._rotate = library.diptych_rotate_and_write
-        self._rotate.argtypes = [number, *(pointer,) * 4, integer, *(pointer,) * 5, real, integer, number]
+        self._rotate.argtypes = [number, number, *(pointer,) * 4, integer, *(pointer,) * 5, real, integer, number]
         self._gated = library.diptych_gated
         self._gated.argtypes = [number, pointer, pointer, integer, integer, number, number]
         self._quantise = library.diptych_quantise
@@ -77,7 +78,7 @@ class NativeBackend:
         self._read = library.diptych_read
         self._read.argtypes, self._read.restype = [pointer, integer, number], integer
         self._run = library.diptych_run
-        self._run.argtypes = [number, pointer, integer, pointer, number]
+        self._run.argtypes = [number, number, pointer, integer, pointer, number]
         for function in (
             *(self._attend, self._norm, self._rotate, self._gated),
             *(self._quantise, self._linear, self._sample, self._run),
@@ -115,10 +116,10 @@ class NativeBackend:
         """Reads all of a contiguous tensor, and sums it up as int64 numbers: for measuring bandwidth."""
         return int(self._read(memory.data_ptr(), memory.numel() * memory.element_size(), torch.get_num_threads()))
 
-    def run(self, dtype: torch.dtype, ops: ctypes.Array[OpStruct], step: StepStruct) -> None:
+    def run(self, dtype: torch.dtype, kv_dtype: torch.dtype, ops: ctypes.Array[OpStruct], step: StepStruct) -> None:
         """One step of a recorded program."""
         place = ctypes.addressof(step)
-        self._run(TYPES[dtype], ctypes.addressof(ops), len(ops), place, torch.get_num_threads())
+        self._run(TYPES[dtype], TYPES[kv_dtype], ctypes.addressof(ops), len(ops), place, torch.get_num_threads())
 
     def quantise(self, x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
         """Codes uint8 [T, in] and scales and sums float32 [T, groups] of x [T, in], for 8- or 4-bit weights."""
@@ -199,6 +200,7 @@ class NativeBackend:
         out = torch.empty(q.shape, dtype=q.dtype)
         self._attend(
             TYPES[q.dtype],
+            TYPES[kv.dtype],
             q.data_ptr(),
             q.stride(0),
             out.data_ptr(),
@@ -237,6 +239,7 @@ class NativeBackend:
         shape = (ctypes.c_int64 * 5)(num_layers, kv_heads, block_size, dim, heads)
         self._rotate(
             TYPES[qkv.dtype],
+            TYPES[kv.dtype],
             qkv.data_ptr(),
             q.data_ptr(),
             kv.data_ptr(),
@@ -318,7 +321,7 @@ def share_cores(address: int, num_cores: int) -> None:
 def record(dtype: torch.dtype, forward: Callable[[Recorder], Tensor]) -> Program | None:
     """`forward`, which makes logits of a recorder's slots, as a program; None where it cannot be one."""
     native = native_backend()
-    if native is None or dtype not in TYPES:
+    if native is None or dtype not in (torch.float32, torch.bfloat16):
         return None
     try:
         recorder = Recorder(native, dtype)

@@ -187,7 +187,7 @@ class Recorder:
         **features: object,
     ) -> Tensor:
         source = _slot(qkv)
-        if features or kv.dtype != self.dtype:
+        if features or kv.dtype not in (self.dtype, torch.float8_e4m3fn):
             raise NotRecordable(f"a KV cache of {kv.dtype}")
         dim, kv_heads = kv.shape[5], kv.shape[2]
         if dim % LANES:
@@ -287,7 +287,10 @@ class Program:
     def run(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, sampled: Tensor | None, kv: Tensor, plan: NativePlan
     ) -> Tensor:
-        """One step: writes the tokens' KV, returns float32 [num sampled rows, width]. Index tensors are int64."""
+        """One step: writes the tokens' KV, returns float32 [num sampled rows, width]. Index tensors are int64.
+
+        The cache is of the program's type or of float8_e4m3fn, whatever it was when the program was recorded.
+        """
         num_rows = token_ids.shape[0]
         num_sampled = num_rows if sampled is None else sampled.shape[0]
         out = torch.empty((num_sampled, self._width), dtype=torch.float32)
@@ -295,7 +298,7 @@ class Program:
             self._reserve(num_rows)
             self._buffers[self._result] = out.data_ptr()
             step = self._step(num_sampled, token_ids, positions, slots, sampled, kv, plan)
-            self._native.run(self._dtype, self._ops, step)
+            self._native.run(self._dtype, kv.dtype, self._ops, step)
         return out
 
     def time_operations(self) -> None:

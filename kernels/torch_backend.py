@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from diptych.kernels.blocks import LARGEST
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
 
 MAX_PADDING = 1.25  # a group's longest row may be this much longer than its shortest
@@ -257,10 +258,12 @@ def rotate_and_write(
         qk = qkv[:, :-kv_heads]
     first, second = qk.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    qk = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
-    new = torch.stack((qk[:, heads:], qkv[:, -kv_heads:]), dim=2)  # [T, Hkv, 2, D]
-    kv[:, layer].permute(0, 2, 1, 3, 4)[slots // size, slots % size] = new
-    return qk[:, :heads]
+    qk = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    new = torch.stack((qk[:, heads:], qkv[:, -kv_heads:].float()), dim=2)  # [T, Hkv, 2, D]
+    if kv.dtype == torch.float8_e4m3fn:  # which torch neither saturates nor scatters
+        new, kv = new.clamp(-LARGEST, LARGEST).to(kv.dtype).view(torch.uint8), kv.view(torch.uint8)
+    kv[:, layer].permute(0, 2, 1, 3, 4)[slots // size, slots % size] = new.to(kv.dtype)
+    return qk[:, :heads].to(qkv.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -14,6 +14,7 @@ def layout_fingerprint(
     num_kv_heads: int,
     head_dim: int,
     dtype: str,
+    kv_dtype: str,
     quantization: str,
     block_size: int,
     protocol_version: int,
@@ -31,4 +32,6 @@ def layout_fingerprint(
         "protocol_version": protocol_version,
         "order": "block,layer,kv_head,slot,kv,dim",
     }
+    if kv_dtype != dtype:  # else it is that of earlier versions
+        fields["kv_dtype"] = kv_dtype
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FP8 = torch.float8_e4m3fn
+"""What a cache may hold whatever its model computes in: half of bfloat16, and an approximation."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -28,9 +30,14 @@ def torch_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def cache_dtype(name: str) -> torch.dtype:
+    """That of "fp8", or of what `torch_dtype` knows. ModelError as there."""
+    return FP8 if name == "fp8" else torch_dtype(name)
+
+
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype | str) -> int:
     """Bytes of one block of `block_size` tokens: every layer, every KV head, keys and values."""
-    itemsize = (torch_dtype(dtype) if isinstance(dtype, str) else dtype).itemsize
+    itemsize = (cache_dtype(dtype) if isinstance(dtype, str) else dtype).itemsize
     return config.num_layers * config.num_kv_heads * block_size * 2 * config.head_dim * itemsize
 
 
@@ -52,7 +59,7 @@ class KVCache:
         share: bool = False,
     ) -> None:
         self.config, self.num_blocks, self.block_size = config, num_blocks, block_size
-        self.dtype = torch_dtype(dtype) if isinstance(dtype, str) else dtype
+        self.dtype = cache_dtype(dtype) if isinstance(dtype, str) else dtype
         self.device = torch.device(device)
         self.block_bytes = block_bytes(config, block_size, self.dtype)
         if num_blocks < 1 or block_size < 1:

@@ -34,6 +34,7 @@ class LoadedModel:
     runner: ModelRunner
     kv: KVCache
     dtype: str
+    kv_dtype: str
     quantization: str
     fingerprint: str
     max_model_len: int
@@ -43,7 +44,9 @@ class LoadedModel:
     def precision(self) -> str:
         """What it computes in and multiplies by, for people."""
         kept = {"auto": "the file's own codes", "int8": "weights of 8 bits", "int4": "weights of 4 bits"}
-        return f"{self.dtype} with {kept[self.quantization]}" if self.quantization in kept else self.dtype
+        used = [kept[self.quantization]] if self.quantization in kept else []
+        used += [f"KV in {self.kv_dtype}"] if self.kv_dtype != self.dtype else []
+        return " ".join((self.dtype, "with", " and ".join(used))) if used else self.dtype
 
     @staticmethod
     def set_num_threads(num_threads: int) -> None:
@@ -73,14 +76,15 @@ class LoadedModel:
         torch.set_float32_matmul_precision("highest")  # some images ask for TF32 by their environment
         model = load()
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
-        per_block = block_bytes(shape, config.block_size, dtype)
+        kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        per_block = block_bytes(shape, config.block_size, kv_dtype)
         num_blocks = config.num_blocks or int(config.kv_memory_gib * GIB / per_block)
         if num_blocks < 2:
             raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"at least {2 * per_block / GIB:.4f} GiB")
         longest = min(shape.max_model_len, num_blocks * config.block_size)
         if config.max_model_len > longest:
             raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
-        kv = KVCache(shape, num_blocks, config.block_size, dtype, config.device, share=config.shares_kv)
+        kv = KVCache(shape, num_blocks, config.block_size, kv_dtype, config.device, share=config.shares_kv)
         fingerprint = layout_fingerprint(
             files.model_id,
             files.weights_hash,
@@ -88,6 +92,7 @@ class LoadedModel:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             quantization=model.quantization,
             block_size=config.block_size,
             protocol_version=PROTOCOL_VERSION,
@@ -99,6 +104,7 @@ class LoadedModel:
             runner,
             kv,
             dtype,
+            kv_dtype,
             model.quantization,
             fingerprint,
             config.max_model_len or longest,

@@ -28,9 +28,11 @@ def generate(
     params: SamplingParams,
     eos_token_ids: Collection[int] = (),
     constraint: Constraint | None = None,
+    *,
+    fp8_cache: bool = False,
 ) -> list[int]:
     """Output tokens, the end token included, of one request."""
-    oracle, sampler = _oracle(model), Sampler(model.config.vocab_size)
+    oracle, sampler = _oracle(model, fp8_cache), Sampler(model.config.vocab_size)
     prompt, output = list(prompt_ids), list[int]()
     cache = oracle.empty_cache()
     logits = oracle.forward(prompt, cache)
@@ -53,10 +55,13 @@ def generate(
 
 
 class Oracle:
-    """Dense copies of a model's weights, in `dtype` (default: the model's), and a forward pass over them."""
+    """Dense copies of a model's weights, in `dtype` (default: the model's), and a forward pass over them.
 
-    def __init__(self, model: Decoder, dtype: torch.dtype | None = None) -> None:
-        self.config, self.model = model.config, model
+    With `fp8_cache` keys and values are rounded to 8 bits before anything looks at them.
+    """
+
+    def __init__(self, model: Decoder, dtype: torch.dtype | None = None, *, fp8_cache: bool = False) -> None:
+        self.config, self.model, self.fp8_cache = model.config, model, fp8_cache
         self.dtype = dtype or model.dtype
         weights = model.weights
         self.embedding, self.head = weights.embedding.weight.to(self.dtype), weights.lm_head.weight.to(self.dtype)
@@ -108,7 +113,10 @@ class Oracle:
         k = k if layer.k_norm is None else self._norm(k, layer.k_norm)
         positions = torch.arange(cache[index].shape[1], cache[index].shape[1] + len(x))
         q, k = self._rotate(index, q, positions), self._rotate(index, k, positions)
-        cache[index] = torch.cat((cache[index], torch.stack((k, v))), dim=1)
+        new = torch.stack((k, v))
+        if self.fp8_cache:
+            new = new.clamp(-448, 448).to(torch.float8_e4m3fn).to(self.dtype)
+        cache[index] = torch.cat((cache[index], new), dim=1)
         keys, values = (part.repeat_interleave(heads // kv_heads, dim=1) for part in cache[index])
         scores = torch.einsum("qhd,khd->hqk", q, keys) * config.attention_scale
         if config.attention_softcap:
@@ -133,8 +141,8 @@ class Oracle:
 
 
 @functools.lru_cache(maxsize=2)
-def _oracle(model: Decoder) -> Oracle:
-    return Oracle(model)
+def _oracle(model: Decoder, fp8_cache: bool) -> Oracle:
+    return Oracle(model, fp8_cache=fp8_cache)
 
 
 def _visible(config: ModelConfig, index: int, positions: Tensor, num_keys: int) -> Tensor:

@@ -82,7 +82,8 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     dtype: str = setting(
         "auto",
-        "number type of weights and KV; auto: bfloat16 where the hardware computes it natively, else float32",
+        "number type of weights, and of KV unless --kv-cache-dtype says otherwise; auto: bfloat16 where the hardware "
+        "computes it natively, else float32",
         group="Model",
         choices=("auto", "float32", "bfloat16"),
     )
@@ -131,6 +132,13 @@ class WorkerConfig(CommonConfig, PodSettings):
     kv_memory_gib: float = setting(1.0, "GiB of memory for KV blocks", group="KV cache", ge=0.001, le=4096)
     num_blocks: int = setting(
         0, "number of KV blocks; 0: as many as --kv-memory-gib holds", group="KV cache", ge=0, le=1_000_000_000
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "number type of the KV cache: auto is --dtype's; fp8 is half of bfloat16, a quarter of float32, and an "
+        "approximation. The same on every worker",
+        group="KV cache",
+        choices=("auto", "fp8"),
     )
     enable_prefix_caching: bool = setting(
         True, "keep finished blocks and reuse them for equal prefixes", group="KV cache"

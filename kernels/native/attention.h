@@ -1,6 +1,7 @@
 // Attention that reads the blocks of the cache in place.
 #pragma once
 
+#include "e4m3.h"
 #include "simd.h"
 
 #include <algorithm>
@@ -32,9 +33,9 @@ struct Span { // of the plan: see native_backend.py
 alignas(64) const float NOTHING[2048] = {};
 
 // Where up to 64 keys lie, each with its value behind it. Those that the unit does not see are zeros, so that slots which
-// belong to nobody are never read.
-template <typename T> struct Tile {
-    const T *rows[TILE];
+// belong to nobody are never read. C is the type of the cache's numbers.
+template <typename C> struct Tile {
+    const C *rows[TILE];
     int64_t base;
     int count; // a multiple of LANES: of a sequence's last tile only what is there, as the others would add nothing
 };
@@ -100,14 +101,14 @@ template <typename F> void by_rows(int rows, F &&call) {
     }
 }
 
-template <typename T> class RowStream;
+template <typename T, typename C> class RowStream;
 
-// Attention of one step and layer. `Work` multiplies: see PlainWork.
-template <typename T> struct Attention {
+// Attention of one step and layer, of queries of type T over a cache of type C. `Work` multiplies: see PlainWork.
+template <typename T, typename C> struct Attention {
     const T *q;
     int64_t q_stride; // elements from one token to the next
     T *out;
-    const T *kv;
+    const C *kv;
     const Span *spans;
     const int32_t *tables;
     Shape shape;
@@ -119,14 +120,14 @@ template <typename T> struct Attention {
     int64_t begin(const Unit &unit) const { return window && first(unit) + 1 > window ? first(unit) + 1 - window : 0; }
 
     // The key at a position of the unit, and how many keys, with their values, follow each other from there on.
-    const T *row(const Unit &unit, int64_t at, int64_t &count) const {
+    const C *row(const Unit &unit, int64_t at, int64_t &count) const {
         const uint32_t size = uint32_t(shape.block_size), block = uint32_t(at) / size, slot = uint32_t(at) - block * size;
         const int64_t place = (tables[spans[unit.span].table + block] * shape.num_layers + layer) * shape.num_kv_heads + unit.head;
         count = size - slot;
         return kv + (place * size + slot) * 2 * shape.head_dim;
     }
 
-    template <typename Work> void run(const Unit &unit, Work &work, RowStream<T> &stream) const {
+    template <typename Work> void run(const Unit &unit, Work &work, RowStream<T, C> &stream) const {
         const Span &span = spans[unit.span];
         const int dim = int(shape.head_dim), group = int(shape.num_heads / shape.num_kv_heads), rows = unit.count * group;
         work.begin(rows, dim);
@@ -134,7 +135,7 @@ template <typename T> struct Attention {
         so_far.begin(rows, dim);
         for (int i = 0; i < rows; i++)
             work.take(i, q + (span.row + unit.first + i / group) * q_stride + (unit.head * group + i % group) * dim, dim, scale * LOG2_E);
-        Tile<T> tile;
+        Tile<C> tile;
         for (int64_t base = begin(unit) / TILE * TILE; base < end(unit); base += TILE) {
             stream.take(base, tile);
             const int64_t behind = (base - first(unit)) * group; // rows before this one see nothing of the tile
@@ -160,24 +161,24 @@ template <typename T> struct Attention {
 
 // The rows that a thread reads, unit after unit. Those of the next tile are fetched at the pace at which this one is read: asked
 // for more lines than it can wait for, a core forgets some.
-template <typename T> class RowStream {
+template <typename T, typename C> class RowStream {
 public:
     void clear() { current = nullptr; }
 
     // `unit` is read now, and `following`, unless null, after it.
-    void begin(const Attention<T> &of, const Unit &unit, const Unit *following) {
+    void begin(const Attention<T, C> &of, const Unit &unit, const Unit *following) {
         attention = &of, next = following;
-        lines = int(2 * of.shape.head_dim * int64_t(sizeof(T)) / LINE);
+        lines = int(2 * of.shape.head_dim * int64_t(sizeof(C)) / LINE);
         first = of.begin(unit), end = of.end(unit);
         if (current == &unit) return; // begun ahead
         current = &unit, position = first, filled = fetched = taken = 0;
     }
 
     // The unit's tile at position `base`; each of its tiles once, in order.
-    void take(int64_t base, Tile<T> &tile) {
+    void take(int64_t base, Tile<C> &tile) {
         const int from = base < first ? int(first - base) : 0, to = int(std::min<int64_t>(TILE, end - base));
         while (filled - taken < 2 * TILE && fill()) {}
-        if (to - from < TILE) std::fill(tile.rows, tile.rows + TILE, reinterpret_cast<const T *>(NOTHING));
+        if (to - from < TILE) std::fill(tile.rows, tile.rows + TILE, reinterpret_cast<const C *>(NOTHING));
         std::memcpy(tile.rows + from, rows + taken, (to - from) * sizeof *rows);
         taken += to - from;
         if (fetched < taken) fetched = taken;
@@ -194,10 +195,10 @@ public:
 
 private:
     static constexpr int SIZE = 16 * TILE;
-    const T *rows[SIZE];
+    const C *rows[SIZE];
     int filled = 0, fetched = 0, taken = 0; // so many rows are known, asked for, read
     int lines = 0; // of a row
-    const Attention<T> *attention = nullptr;
+    const Attention<T, C> *attention = nullptr;
     const Unit *current = nullptr, *next = nullptr; // the unit in whose rows `position` is, and the one after it
     int64_t position = 0, first = 0, end = 0;
 
@@ -212,7 +213,7 @@ private:
             filled -= taken, fetched -= taken, taken = 0;
         }
         int64_t count;
-        const T *row = attention->row(*current, position, count);
+        const C *row = attention->row(*current, position, count);
         const int more = int(std::min(std::min<int64_t>(count, TILE), attention->end(*current) - position));
         const int64_t stride = 2 * attention->shape.head_dim;
         for (int i = 0; i < more; i++) rows[filled + i] = row + i * stride;
@@ -266,7 +267,7 @@ template <int R> void add_all_values(const float *weights, const float *values, 
 }
 
 // In float32, on any machine: tiles are converted first, keys [dim][TILE], values [TILE][dim].
-template <typename T> struct PlainWork {
+template <typename T, typename C> struct PlainWork {
     alignas(64) float scores[GROUP * TILE];
     float *const weights = scores; // in place
     std::vector<float> queries, keys, values;
@@ -282,18 +283,18 @@ template <typename T> struct PlainWork {
         for (int d = 0; d < dim; d += LANES) store(&queries[row * dim + d], load(query + d) * scale);
     }
 
-    void score(const Tile<T> &, int row, int rows, int dim, float, RowStream<T> &) {
+    void score(const Tile<C> &, int row, int rows, int dim, float, RowStream<T, C> &) {
         by_rows(rows - row, [&](auto r) {
             for (int at = 0; at < TILE; at += ABREAST * LANES)
                 multiply_keys<r>(&queries[row * dim], keys.data() + at, scores + at, dim);
         });
     }
 
-    void add(const Tile<T> &, int row, int rows, int dim, RowStream<T> &) {
+    void add(const Tile<C> &, int row, int rows, int dim, RowStream<T, C> &) {
         by_rows(rows - row, [&](auto r) { add_all_values<r>(weights, values.data(), &so_far.sums[row * dim], dim); });
     }
 
-    void read(const Tile<T> &tile, int, int dim, RowStream<T> &stream) {
+    void read(const Tile<C> &tile, int, int dim, RowStream<T, C> &stream) {
         for (int i = 0; i < TILE; i += LANES)
             for (int d = 0; d < dim; d += LANES) {
                 f32s part[LANES];
@@ -309,21 +310,22 @@ template <typename T> struct PlainWork {
     }
 };
 
-// Which implementation serves an element type.
-template <typename T> struct Chosen {
-    typedef PlainWork<T> Work;
+// Which implementation serves queries of type T over a cache of type C.
+template <typename T, typename C> struct Chosen {
+    typedef PlainWork<T, C> Work;
 };
 
-template <typename T> void attend_unit(const Attention<T> &attention, const Unit &unit, const Unit *following, RowStream<T> &stream) {
-    static thread_local typename Chosen<T>::Work work;
+template <typename T, typename C>
+void attend_unit(const Attention<T, C> &attention, const Unit &unit, const Unit *following, RowStream<T, C> &stream) {
+    static thread_local typename Chosen<T, C>::Work work;
     stream.begin(attention, unit, following);
     attention.run(unit, work, stream);
 }
 
-template <typename T> void attend(const Attention<T> &attention, const Unit *units, int64_t num_units, int threads) {
+template <typename T, typename C> void attend(const Attention<T, C> &attention, const Unit *units, int64_t num_units, int threads) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && num_units > 1)
     for (int64_t i = 0; i < num_units; i++) {
-        RowStream<T> stream;
+        RowStream<T, C> stream;
         attend_unit(attention, units[i], nullptr, stream);
     }
 }

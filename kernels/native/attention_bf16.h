@@ -1,4 +1,4 @@
-// Attention over bfloat16 blocks for CPUs that multiply pairs of bfloat16: the same tiles and the same order as attention.h, with
+// Attention of bfloat16 queries over blocks of bfloat16 or 8 bits, for CPUs that multiply pairs of bfloat16: the same tiles and the same order as attention.h, with
 // scores and sums in float32 and the weights of a tile rounded to bfloat16.
 #pragma once
 
@@ -12,54 +12,168 @@ namespace diptych {
 // What this points at is loaded where it is used: there are too few registers to keep it.
 template <typename P> inline void again(P &pointer) { asm("" : "+r"(pointer)); }
 
-// 16 keys' pairs of 2 * P dimensions, P 16, or 8 for the last ones of 80, say: pair by pair, a key in each lane.
-template <int P> inline void load_keys(const bf16 *const *rows, int at, f32s (&pairs)[LANES]) {
-    again(rows);
-#pragma GCC unroll 16
-    for (int j = 0; j < LANES; j++) {
-        if constexpr (P == LANES)
-            pairs[j] = load(reinterpret_cast<const float *>(rows[j] + at));
-        else
-            pairs[j] = (f32s)_mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(rows[j] + at)));
-    }
-    transpose(pairs);
-}
+// How bfloat16 pairs come out of a cache of type C. `load<P>` takes P pairs of dimensions, at most PAIRS, of 16 keys from there
+// on; then `pair` is the p-th of these, a key in each lane; `arrange` puts a query's numbers into the order of these pairs.
+// `interleave<V>` has 16 * V dimensions of two keys' values, side by side.
+template <typename C> struct Pairs;
 
-// Two keys' values side by side, dimension by dimension.
-inline i32s interleave(const bf16 *even, const bf16 *odd) {
-    const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
-                                           35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i a = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(even)));
-    const __m512i b = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(odd)));
-    return (i32s)_mm512_permutex2var_epi16(a, order, b);
+template <> struct Pairs<bf16> {
+    static constexpr int PAIRS = 16, UNIT = 8; // P is a multiple of the latter
+    f32s rows[LANES];
+
+    template <int P> void load(const bf16 *const *keys, int at) {
+        again(keys);
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) {
+            if constexpr (P == PAIRS)
+                rows[j] = diptych::load(reinterpret_cast<const float *>(keys[j] + at));
+            else
+                rows[j] = (f32s)_mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(keys[j] + at)));
+        }
+        transpose(rows);
+    }
+
+    i32s pair(int p) const { return (i32s)rows[p]; }
+
+    static void arrange(const bf16 *query, bf16 *to, int dim) { std::memcpy(to, query, dim * sizeof(bf16)); }
+
+    template <int V> static void interleave(const bf16 *even, const bf16 *odd, i32s (&values)[V]) {
+        const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
+                                               35, 3, 34, 2, 33, 1, 32, 0);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) {
+            const __m512i a = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(even + v * LANES)));
+            const __m512i b = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(odd + v * LANES)));
+            values[v] = (i32s)_mm512_permutex2var_epi16(a, order, b);
+        }
+    }
+};
+
+#if defined(__AVX512VBMI__)
+
+// The halves of the bfloat16 number that each code without its sign is.
+struct Widened {
+    alignas(64) uint8_t low[128], high[128];
+
+    constexpr Widened() : low(), high() {
+        for (uint32_t code = 0; code < 128; code++) {
+            uint32_t bits = (code << 4) + (E4M3_BIAS << 7);
+            if (code < E4M3_NORMAL) { // code / 512
+                uint32_t top = 2;
+                while (top && !(code >> top)) top--;
+                bits = code ? (118 + top) << 7 | (code ^ 1u << top) << (7 - top) : 0;
+            }
+            if (code == E4M3_NAN) bits = 0x7fc0;
+            low[code] = uint8_t(bits), high[code] = uint8_t(bits >> 8);
+        }
+    }
+};
+
+alignas(64) constexpr Widened WIDENED;
+
+// Of dimensions 0 to 3 these pairs are 0 and 2, 1 and 3, and so on.
+template <> struct Pairs<e4m3> {
+    static constexpr int PAIRS = 32, UNIT = 8;
+    f32s rows[LANES]; // of four codes
+
+    template <int P> void load(const e4m3 *const *keys, int at) {
+        again(keys);
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) {
+            if constexpr (P == PAIRS)
+                rows[j] = diptych::load(reinterpret_cast<const float *>(keys[j] + at));
+            else
+                rows[j] = (f32s)_mm512_maskz_loadu_epi32((1u << P / 2) - 1, keys[j] + at);
+        }
+        transpose(rows);
+    }
+
+    i32s pair(int p) const {
+        const Halves halves((__m512i)rows[p / 2]);
+        const __m512i lower = _mm512_set1_epi16(0xff);
+        if (p % 2 == 0) return (i32s)chosen(lower, halves.low, _mm512_slli_epi16(halves.high, 8));
+        return (i32s)chosen(lower, _mm512_srli_epi16(halves.low, 8), halves.high);
+    }
+
+    static void arrange(const bf16 *query, bf16 *to, int dim) {
+        for (int d = 0; d < dim; d += 4) to[d] = query[d], to[d + 1] = query[d + 2], to[d + 2] = query[d + 1], to[d + 3] = query[d + 3];
+    }
+
+    template <int V> static void interleave(const e4m3 *even, const e4m3 *odd, i32s (&values)[V]) {
+        if constexpr (V == 4) {
+            // So that unpacking, which goes by 16 bytes, leaves dimensions in order.
+            const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+            const __m512i a = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(even));
+            const __m512i b = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(odd));
+            const Halves first(_mm512_unpacklo_epi8(a, b)), second(_mm512_unpackhi_epi8(a, b));
+            values[0] = (i32s)_mm512_unpacklo_epi8(first.low, first.high), values[1] = (i32s)_mm512_unpackhi_epi8(first.low, first.high);
+            values[2] = (i32s)_mm512_unpacklo_epi8(second.low, second.high), values[3] = (i32s)_mm512_unpackhi_epi8(second.low, second.high);
+        } else {
+            static_assert(V == 1);
+            const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i *>(even));
+            const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i *>(odd));
+            const int64_t four = 0x1303120211011000, ones = 0x0101010101010101; // dimensions of both, of every 16 bytes the lower half
+            const __m512i order = _mm512_set_epi64(0, four + 12 * ones, 0, four + 8 * ones, 0, four + 4 * ones, 0, four);
+            const Halves halves(_mm512_permutexvar_epi8(order, _mm512_inserti32x4(_mm512_castsi128_si512(a), b, 1)));
+            values[0] = (i32s)_mm512_unpacklo_epi8(halves.low, halves.high);
+        }
+    }
+
+private:
+    // The bytes of the bfloat16 numbers that codes are.
+    struct Halves {
+        __m512i low, high;
+
+        explicit Halves(__m512i codes)
+            : low(looked_up(WIDENED.low, codes)),
+              high(_mm512_ternarylogic_epi32(looked_up(WIDENED.high, codes), codes, _mm512_set1_epi8(-128), 0xf8)) {} // | the sign
+
+        static __m512i looked_up(const uint8_t *table, __m512i codes) {
+            return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
+        }
+    };
+
+    static __m512i chosen(__m512i mask, __m512i set, __m512i clear) { return _mm512_ternarylogic_epi32(mask, set, clear, 0xca); }
+};
+
+#endif
+
+// Calls back with a number of pairs, at most those that are loaded together, and where they begin, until `dim` dimensions are done.
+template <typename C, typename F> inline void by_pairs(int dim, F &&call) {
+    int at = 0;
+    for (; at + 2 * Pairs<C>::PAIRS <= dim; at += 2 * Pairs<C>::PAIRS) call(std::integral_constant<int, Pairs<C>::PAIRS>{}, at);
+    switch ((dim - at) / 2 / Pairs<C>::UNIT) {
+    case 1: return call(std::integral_constant<int, Pairs<C>::UNIT>{}, at);
+    case 2: return call(std::integral_constant<int, std::min(2 * Pairs<C>::UNIT, Pairs<C>::PAIRS)>{}, at);
+    case 3: return call(std::integral_constant<int, std::min(3 * Pairs<C>::UNIT, Pairs<C>::PAIRS)>{}, at);
+    }
 }
 
 // acc[R] += queries[R][2 * P of dim] . keys, for 16 keys.
-template <int R, int P>
-inline void add_scores(const bf16 *queries, int dim, const bf16 *const *rows, int at, f32s (&acc)[R]) {
-    f32s pairs[LANES];
-    load_keys<P>(rows, at, pairs);
+template <int R, int P, typename C>
+inline void add_scores(const bf16 *queries, int dim, const C *const *rows, int at, f32s (&acc)[R]) {
+    Pairs<C> pairs;
+    pairs.template load<P>(rows, at);
     again(queries);
-#pragma GCC unroll 16
-    for (int p = 0; p < P; p++)
+#pragma GCC unroll 32
+    for (int p = 0; p < P; p++) {
+        const i32s key = pairs.pair(p);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) acc[r] = dot_pairs(acc[r], (i32s)pairs[p], splat_word(queries + r * dim + at + 2 * p));
+        for (int r = 0; r < R; r++) acc[r] = dot_pairs(acc[r], key, splat_word(queries + r * dim + at + 2 * p));
+    }
 }
 
 // scores[R][G * 16] = scale * queries[R][dim] . keys. The groups take turns, so that one's sums need not wait for themselves.
-template <int R, int G>
-void score_few(const bf16 *queries, const bf16 *const *rows, float *scores, int dim, float scale, RowStream<bf16> &stream) {
+template <int R, int G, typename C>
+void score_few(const bf16 *queries, const C *const *rows, float *scores, int dim, float scale, RowStream<bf16, C> &stream) {
     f32s acc[G][R] = {};
-    int at = 0;
-    for (; at + 2 * LANES <= dim; at += 2 * LANES)
+    by_pairs<C>(dim, [&](auto pairs, int at) {
 #pragma GCC unroll 2
         for (int g = 0; g < G; g++) {
-            stream.fetch(std::max(1, 4 * TILE / dim));
-            add_scores<R, LANES>(queries, dim, rows + g * LANES, at, acc[g]);
+            stream.fetch(std::max(1, Pairs<C>::PAIRS * LANES / dim));
+            add_scores<R, pairs>(queries, dim, rows + g * LANES, at, acc[g]);
         }
-    if (at < dim)
-#pragma GCC unroll 2
-        for (int g = 0; g < G; g++) add_scores<R, LANES / 2>(queries, dim, rows + g * LANES, at, acc[g]);
+    });
 #pragma GCC unroll 2
     for (int g = 0; g < G; g++)
 #pragma GCC unroll 4
@@ -67,16 +181,15 @@ void score_few(const bf16 *queries, const bf16 *const *rows, float *scores, int 
 }
 
 // sums[R][V * 16 of dim] += weights[R][count] . values
-template <int R, int V>
-void add_few(const bf16 *weights, const bf16 *const *rows, int at, float *sums, int count, int dim, RowStream<bf16> &stream) {
+template <int R, int V, typename C>
+void add_few(const bf16 *weights, const C *const *rows, int at, float *sums, int count, int dim, RowStream<bf16, C> &stream) {
     f32s acc[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) acc[r][v] = load(sums + r * dim + v * LANES);
     for (int i = 0; i < count; i += 2) {
         if (at == 0) stream.fetch(1);
         i32s value[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) value[v] = interleave(rows[i] + dim + at + v * LANES, rows[i + 1] + dim + at + v * LANES);
+        Pairs<C>::interleave(rows[i] + dim + at, rows[i + 1] + dim + at, value);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             const i32s p = splat_word(weights + r * TILE + i);
@@ -125,7 +238,7 @@ template <int R, int V> void add_pairs(const bf16 *weights, const uint32_t *valu
 }
 
 // In pairs. For more than one group of rows a tile's pairs are put down first: keys [dim / 2][TILE], values [TILE / 2][dim].
-struct PairWork {
+template <typename C> struct PairWork {
     alignas(64) float scores[GROUP * TILE];
     alignas(64) bf16 weights[GROUP * TILE];
     std::vector<bf16> queries; // [rows][dim]
@@ -138,9 +251,9 @@ struct PairWork {
         values.resize(TILE * dim / 2);
     }
 
-    void take(int row, const bf16 *query, int dim, float) { std::memcpy(&queries[row * dim], query, dim * sizeof(bf16)); }
+    void take(int row, const bf16 *query, int dim, float) { Pairs<C>::arrange(query, &queries[row * dim], dim); }
 
-    void score(const Tile<bf16> &tile, int row, int rows, int dim, float scale, RowStream<bf16> &stream) {
+    void score(const Tile<C> &tile, int row, int rows, int dim, float scale, RowStream<bf16, C> &stream) {
         const bf16 *query = &queries[row * dim];
         by_rows(rows - row, [&](auto r) {
             if (rows <= GROUP) {
@@ -158,7 +271,7 @@ struct PairWork {
         });
     }
 
-    void add(const Tile<bf16> &tile, int row, int rows, int dim, RowStream<bf16> &stream) {
+    void add(const Tile<C> &tile, int row, int rows, int dim, RowStream<bf16, C> &stream) {
         float *sums = &so_far.sums[row * dim];
         by_rows(rows - row, [&](auto r) {
             int d = 0;
@@ -168,41 +281,45 @@ struct PairWork {
     }
 
     template <int R, int V>
-    void add_some(const Tile<bf16> &tile, int d, float *sums, int rows, int dim, RowStream<bf16> &stream) {
+    void add_some(const Tile<C> &tile, int d, float *sums, int rows, int dim, RowStream<bf16, C> &stream) {
         if (rows <= GROUP)
             add_few<R, V>(weights, tile.rows, d, sums, tile.count, dim, stream);
         else
             add_pairs<R, V>(weights, values.data() + d, sums, tile.count, dim);
     }
 
-    template <int P> void put_keys(const bf16 *const *rows, int d, int at) {
-        f32s pairs[LANES];
-        load_keys<P>(rows, d, pairs);
-#pragma GCC unroll 16
-        for (int p = 0; p < P; p++) store(reinterpret_cast<float *>(&keys[(d / 2 + p) * TILE + at]), pairs[p]);
+    template <int P> void put_keys(const C *const *rows, int d, int at) {
+        Pairs<C> pairs;
+        pairs.template load<P>(rows, d);
+#pragma GCC unroll 32
+        for (int p = 0; p < P; p++) store(reinterpret_cast<float *>(&keys[(d / 2 + p) * TILE + at]), (f32s)pairs.pair(p));
     }
 
-    void read(const Tile<bf16> &tile, int rows, int dim, RowStream<bf16> &stream) {
+    void read(const Tile<C> &tile, int rows, int dim, RowStream<bf16, C> &stream) {
         if (rows <= GROUP) return; // they are made in registers, and used there
-        for (int i = 0; i < tile.count; i += LANES) {
-            int d = 0;
-            for (; d + 2 * LANES <= dim; d += 2 * LANES) {
-                stream.fetch(std::max(1, 8 * TILE / dim));
-                put_keys<LANES>(tile.rows + i, d, i);
-            }
-            if (d < dim) put_keys<LANES / 2>(tile.rows + i, d, i);
-        }
+        for (int i = 0; i < tile.count; i += LANES)
+            by_pairs<C>(dim, [&](auto pairs, int d) {
+                stream.fetch(std::max(1, 2 * Pairs<C>::PAIRS * LANES / dim));
+                put_keys<pairs>(tile.rows + i, d, i);
+            });
         for (int i = 0; i < tile.count; i += 2)
             for (int d = 0; d < dim; d += LANES) {
-                const i32s value = interleave(tile.rows[i] + dim + d, tile.rows[i + 1] + dim + d);
-                std::memcpy(&values[i / 2 * dim + d], &value, 64);
+                i32s value[1];
+                Pairs<C>::interleave(tile.rows[i] + dim + d, tile.rows[i + 1] + dim + d, value);
+                std::memcpy(&values[i / 2 * dim + d], value, sizeof value);
             }
     }
 };
 
-template <> struct Chosen<bf16> {
-    typedef PairWork Work;
+template <> struct Chosen<bf16, bf16> {
+    typedef PairWork<bf16> Work;
 };
+
+#if defined(__AVX512VBMI__)
+template <> struct Chosen<bf16, e4m3> {
+    typedef PairWork<e4m3> Work;
+};
+#endif
 
 #endif
 

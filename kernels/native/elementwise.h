@@ -39,8 +39,8 @@ void normalise(const T *x, const T *delta, T *total, const float *weight, T *out
 }
 
 // One head: optional norm, then rotation of element i with element i + dim / 2. float32 in between.
-template <typename T>
-void turn(const T *x, T *out, const float *weight, float eps, const float *cosine, const float *sine, int64_t dim) {
+template <typename T, typename C>
+void turn(const T *x, C *out, const float *weight, float eps, const float *cosine, const float *sine, int64_t dim) {
     const int64_t half = dim / 2;
     const float scale = weight ? inverse_norm(x, dim, eps) : 1.f;
     float lane[1024], turned[1024];
@@ -62,20 +62,24 @@ void turn(const T *x, T *out, const float *weight, float eps, const float *cosin
 }
 
 // One token: q rotated to `q`, k and v to their slot of the cache.
-template <typename T>
-void rotate_token(const T *qkv, T *q, T *kv, const Shape &s, int64_t layer, int64_t at, const float *cosine, const float *sine,
+template <typename T, typename C>
+void rotate_token(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, int64_t at, const float *cosine, const float *sine,
                   const float *q_norm, const float *k_norm, float eps) {
     const int64_t dim = s.head_dim, block = at / s.block_size, slot = at % s.block_size;
     for (int64_t h = 0; h < s.num_heads; h++) turn(qkv + h * dim, q + h * dim, q_norm, eps, cosine, sine, dim);
     for (int64_t h = 0; h < s.num_kv_heads; h++) {
-        T *to = kv + (((block * s.num_layers + layer) * s.num_kv_heads + h) * s.block_size + slot) * 2 * dim;
+        C *to = kv + (((block * s.num_layers + layer) * s.num_kv_heads + h) * s.block_size + slot) * 2 * dim;
         turn(qkv + (s.num_heads + h) * dim, to, k_norm, eps, cosine, sine, dim);
-        std::memcpy(to + dim, qkv + (s.num_heads + s.num_kv_heads + h) * dim, dim * sizeof(T));
+        const T *value = qkv + (s.num_heads + s.num_kv_heads + h) * dim;
+        if constexpr (std::is_same_v<T, C>)
+            std::memcpy(to + dim, value, dim * sizeof(T));
+        else
+            for (int64_t i = 0; i < dim; i += LANES) store(to + dim + i, load(value + i));
     }
 }
 
-template <typename T>
-void rotate_and_write(const T *qkv, T *q, T *kv, const Shape &s, int64_t layer, const int64_t *slots, const float *cosine,
+template <typename T, typename C>
+void rotate_and_write(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, const int64_t *slots, const float *cosine,
                       const float *sine, const float *q_norm, const float *k_norm, float eps, int64_t tokens, int threads) {
     const int64_t half = s.head_dim / 2, stride = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && tokens * stride > 32768)

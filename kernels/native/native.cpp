@@ -2,7 +2,7 @@
 //
 // Every output row is computed by the same sequence of floating-point operations whatever else is in the batch, however a
 // prompt is cut into chunks and however many threads there are: keys are visited in tiles of 64 aligned to absolute positions.
-// Element types: 0 float32, 1 bfloat16; arithmetic is float32. Head sizes and widths are multiples of 16.
+// Element types: 0 float32, 1 bfloat16, and of a cache also 2, e4m3; arithmetic is float32. Head sizes and widths are multiples of 16.
 
 #include "attention_bf16.h"
 #include "elementwise.h"
@@ -12,21 +12,32 @@
 
 using namespace diptych;
 
+template <typename T, typename C> struct Types {
+    typedef T Element;
+    typedef C Cached;
+};
+
+// Calls back with the types of activations and of a cache, which is of the same type or of 8 bits.
+template <typename F> void by_types(int type, int kv_type, F &&call) {
+    if (kv_type == 2) return type == 0 ? call(Types<float, e4m3>{}) : call(Types<bf16, e4m3>{});
+    return type == 0 ? call(Types<float, float>{}) : call(Types<bf16, bf16>{});
+}
+
 extern "C" {
 
-void diptych_attend(int type, const void *q, int64_t q_stride, void *out, const void *kv, const int64_t *spans,
+void diptych_attend(int type, int kv_type, const void *q, int64_t q_stride, void *out, const void *kv, const int64_t *spans,
                     const int32_t *tables, const int32_t *units, int64_t num_units, const int64_t *shape, int64_t layer,
                     int64_t window, float scale, float softcap, int threads) {
     Shape s;
     std::memcpy(&s, shape, sizeof s);
     const Span *span = reinterpret_cast<const Span *>(spans);
     const Unit *unit = reinterpret_cast<const Unit *>(units);
-    if (type == 0)
-        attend(Attention<float>{(const float *)q, q_stride, (float *)out, (const float *)kv, span, tables, s, layer, window,
-                                scale, softcap}, unit, num_units, threads);
-    else
-        attend(Attention<bf16>{(const bf16 *)q, q_stride, (bf16 *)out, (const bf16 *)kv, span, tables, s, layer, window,
-                               scale, softcap}, unit, num_units, threads);
+    by_types(type, kv_type, [&](auto types) {
+        typedef typename decltype(types)::Element T;
+        typedef typename decltype(types)::Cached C;
+        const Attention<T, C> attention{(const T *)q, q_stride, (T *)out, (const C *)kv, span, tables, s, layer, window, scale, softcap};
+        attend(attention, unit, num_units, threads);
+    });
 }
 
 void diptych_rms_norm(int type, const void *x, const void *delta, void *total, const float *weight, void *out, int64_t rows,
@@ -37,17 +48,16 @@ void diptych_rms_norm(int type, const void *x, const void *delta, void *total, c
         normalise((const bf16 *)x, (const bf16 *)delta, (bf16 *)total, weight, (bf16 *)out, rows, width, eps, threads);
 }
 
-void diptych_rotate_and_write(int type, const void *qkv, void *q, void *kv, const int64_t *shape, int64_t layer,
+void diptych_rotate_and_write(int type, int kv_type, const void *qkv, void *q, void *kv, const int64_t *shape, int64_t layer,
                               const int64_t *slots, const float *cosine, const float *sine, const float *q_norm,
                               const float *k_norm, float eps, int64_t tokens, int threads) {
     Shape s;
     std::memcpy(&s, shape, sizeof s);
-    if (type == 0)
-        rotate_and_write((const float *)qkv, (float *)q, (float *)kv, s, layer, slots, cosine, sine, q_norm, k_norm, eps,
-                         tokens, threads);
-    else
-        rotate_and_write((const bf16 *)qkv, (bf16 *)q, (bf16 *)kv, s, layer, slots, cosine, sine, q_norm, k_norm, eps,
-                         tokens, threads);
+    by_types(type, kv_type, [&](auto types) {
+        typedef typename decltype(types)::Element T;
+        typedef typename decltype(types)::Cached C;
+        rotate_and_write((const T *)qkv, (T *)q, (C *)kv, s, layer, slots, cosine, sine, q_norm, k_norm, eps, tokens, threads);
+    });
 }
 
 void diptych_gated(int type, const void *gate_up, void *out, int64_t rows, int64_t width, int gelu, int threads) {
@@ -167,12 +177,11 @@ void diptych_unpack_rows(const void *weights, const int64_t *rows, int64_t count
     for (int64_t i = 0; i < count; i++) unpack_row(w, rows[i], to + i * bytes);
 }
 
-void diptych_run(int type, const void *ops, int64_t num_ops, const void *step, int threads) {
+void diptych_run(int type, int kv_type, const void *ops, int64_t num_ops, const void *step, int threads) {
     const Step &s = *static_cast<const Step *>(step);
-    if (type == 0)
-        Program<float>(static_cast<const Op *>(ops), num_ops, s, threads).run();
-    else
-        Program<bf16>(static_cast<const Op *>(ops), num_ops, s, threads).run();
+    by_types(type, kv_type, [&](auto types) {
+        Program<typename decltype(types)::Element, typename decltype(types)::Cached>(static_cast<const Op *>(ops), num_ops, s, threads).run();
+    });
 }
 
 } // extern "C"

@@ -16,7 +16,8 @@ extern "C" int omp_get_thread_num();
 
 namespace diptych {
 
-template <typename T> class Program {
+// Activations of type T, a cache of type C.
+template <typename T, typename C> class Program {
 public:
     Program(const Op *ops, int64_t num_ops, const Step &step, int threads)
         : ops(ops), num_ops(num_ops), step(step), elastic(step.places && step.num_rows >= LONG),
@@ -69,7 +70,7 @@ private:
     // Of one thread: what it fetches.
     struct Ahead {
         Fetcher weights;
-        RowStream<T> rows;
+        RowStream<T, C> rows;
     };
 
     static int thread_number() {
@@ -99,7 +100,7 @@ private:
     // will read.
     uint32_t run_chain(int64_t from, int64_t to, int64_t parts, Chain &chain, Ahead &ahead, Clock &clock) const {
         const Op &op = ops[from];
-        const Attention<T> attention = attention_of(op);
+        const Attention<T, C> attention = attention_of(op);
         ahead.rows.clear();
         uint32_t mine = 0;
         for (int64_t part = chain.take(); part < parts; mine++) {
@@ -215,15 +216,15 @@ private:
         for (int64_t row = first; row < last; row++) {
             const int64_t at = step.positions[row] * half;
             rotate_token(buffer<const T>(op.in) + row * stride, buffer(op.out) + row * shape.num_heads * dim,
-                         static_cast<T *>(step.kv), shape, op.layer, step.slots[row],
+                         static_cast<C *>(step.kv), shape, op.layer, step.slots[row],
                          static_cast<const float *>(op.weights[0]) + at, static_cast<const float *>(op.weights[1]) + at,
                          norms ? norms[0] : nullptr, norms ? norms[1] : nullptr, float(op.eps));
         }
     }
 
-    Attention<T> attention_of(const Op &op) const {
+    Attention<T, C> attention_of(const Op &op) const {
         if (Kind(op.kind) != Kind::ATTEND) return {};
-        return {buffer<const T>(op.in), shape.num_heads * shape.head_dim, buffer(op.out), static_cast<const T *>(step.kv),
+        return {buffer<const T>(op.in), shape.num_heads * shape.head_dim, buffer(op.out), static_cast<const C *>(step.kv),
                 reinterpret_cast<const Span *>(step.spans), step.tables, shape, op.layer, op.window, float(op.scale),
                 float(op.eps)}; // eps: the softcap
     }

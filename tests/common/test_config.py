@@ -105,6 +105,8 @@ def test_shared_memory_has_no_frames_to_quantise() -> None:
     error = refusal(["--kv-transport", "shm", "--kv-wire-dtype", "fp8"], PrefillWorkerConfig)
     assert error.field == "kv_wire_dtype" and "native" in error.allowed
     assert read(PrefillWorkerConfig, ["--kv-wire-dtype", "fp8"], environ={}).kv_wire_dtype == "fp8"
+    error = refusal(["--kv-cache-dtype", "fp8", "--kv-wire-dtype", "fp8"], PrefillWorkerConfig)
+    assert error.field == "kv_wire_dtype" and "native with kv_cache_dtype fp8" in error.allowed
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ def test_a_decode_worker_tells_its_pressure() -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_the_caches_shape_is_told_as_vllm_does(role: str) -> None:
     metrics = WorkerMetrics("m", "w", lambda: STATUS, role=role)
-    metrics.describe_cache(16, 120)
+    metrics.describe_cache(16, 120, "fp8")
     assert (
-        'vllm:cache_config_info{block_size="16",engine="w",model_name="m",num_gpu_blocks="120"} 1.0'
+        'vllm:cache_config_info{block_size="16",cache_dtype="fp8",engine="w",model_name="m",num_gpu_blocks="120"} 1.0'
         in generate_latest(metrics.registry).decode()
     )

@@ -37,9 +37,9 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def steps(model: Decoder, dtype: str) -> Tensor:
+def steps(model: Decoder, kv_dtype: str) -> Tensor:
     """Logits of a prefill of two prompts, a chunk after it, a decode step, and a mixed step without sampling one."""
-    runner = ModelRunner(model, KVCache(model.config, 24, 16, dtype))
+    runner = ModelRunner(model, KVCache(model.config, 24, 16, kv_dtype))
     first, second = list(range(8)), list(range(10, 14))
     results = [
         runner.forward([SequenceChunk(range(5, 75), 0, first), SequenceChunk((9, 8, 7), 0, second)]),
@@ -50,9 +50,10 @@ def steps(model: Decoder, dtype: str) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-def test_bit_for_bit_as_the_operations_one_by_one(folder: Path, dtype: str, quantization: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ["", "fp8"])
+def test_bit_for_bit_as_the_operations_one_by_one(folder: Path, dtype: str, quantization: str, kv_dtype: str) -> None:
     model = load_model(resolve_model(str(folder)), dtype=dtype, quantization=quantization)
-    replayed = steps(model, dtype)
+    replayed = steps(model, kv_dtype or dtype)
     native = native_backend()
     assert native is not None  # else there is no folder
     if model.program is None and dtype == "bfloat16" and not native.multiplies_bfloat16:
@@ -60,7 +61,14 @@ def test_bit_for_bit_as_the_operations_one_by_one(folder: Path, dtype: str, quan
     assert model.program is not None
     single = load_model(resolve_model(str(folder)), dtype=dtype, quantization=quantization)
     single.run_by_operation()
-    assert torch.equal(steps(single, dtype), replayed)
+    assert torch.equal(steps(single, kv_dtype or dtype), replayed)
+
+
+def test_a_program_serves_caches_of_both_types(folder: Path) -> None:
+    model = load_model(resolve_model(str(folder)))
+    first = [steps(model, kv_dtype) for kv_dtype in ("float32", "fp8")]
+    again = [steps(model, kv_dtype) for kv_dtype in ("float32", "fp8")]
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1]) and not torch.equal(*first)
 
 
 def decode_steps(model: Decoder, batch: int) -> tuple[Tensor, Tensor]:

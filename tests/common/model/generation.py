@@ -45,8 +45,10 @@ def prompt(count: int, vocab_size: int = 250, seed: int = 1) -> list[int]:
 class Pool:
     """A runner, and block tables drawn in random order from its cache."""
 
-    def __init__(self, model: Decoder, *, num_blocks: int = 96, block_size: int = 16) -> None:
-        self.kv = KVCache(model.config, num_blocks, block_size, model.dtype)
+    def __init__(
+        self, model: Decoder, *, num_blocks: int = 96, block_size: int = 16, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        self.kv = KVCache(model.config, num_blocks, block_size, kv_dtype or model.dtype)
         self.kv.tensor.fill_(float("nan"))  # nothing may be read that was not written
         self.runner = ModelRunner(model, self.kv)
         self.free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()

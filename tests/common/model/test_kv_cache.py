@@ -18,14 +18,19 @@ def config(tiny_folder: Path) -> ModelConfig:
     return from_hf(tiny_folder / "config.json")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
 def test_a_block_is_one_range_of_bytes(config: ModelConfig, dtype: str) -> None:
     kv = KVCache(config, 5, 16, dtype)
     assert kv.tensor.shape == (5, config.num_layers, config.num_kv_heads, 16, 2, config.head_dim)
     assert kv.tensor.is_contiguous() and kv.block_bytes == block_bytes(config, 16, dtype)
-    kv.tensor[3].normal_()
+    kv.tensor[3] = torch.randn(kv.tensor.shape[1:]).to(kv.dtype)
     assert bytes(kv.block(3)) == bytes(kv.tensor[3].view(torch.uint8).numpy())
     assert not any(kv.block(2)) and not any(kv.block(4))
+    kv.copy_block(3, 1)
+    assert kv.block(1) == kv.block(3)
+    kv.clear_slots(3, 5)
+    left = kv.tensor[3].float()
+    assert not left[:, :, 5:].any() and torch.equal(left[:, :, :5], kv.tensor[1, :, :, :5].float())
 
 
 def test_bytes_written_to_a_block_are_its_tensor(config: ModelConfig) -> None:

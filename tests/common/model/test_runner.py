@@ -8,7 +8,8 @@ import torch
 from diptych.common.errors import BlockError, ContextLengthExceeded, InvalidRequest, ModelError
 from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.decoder import Decoder
-from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.kv_cache import FP8, KVCache
+from diptych.common.model.oracle import Oracle
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.tiny import make_tiny_model
 from diptych.kernels import dispatch, torch_backend
@@ -33,13 +34,14 @@ def test_a_mixed_batch_changes_nothing(model: Decoder, alone: list[list[int]], c
     assert Pool(model, block_size=block_size).greedy_batch(PROMPTS, 16, chunk=chunk) == alone
 
 
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_are_the_same_bits_in_every_batch(tiny_folder: Path, dtype: str) -> None:
+def test_logits_are_the_same_bits_in_every_batch(tiny_folder: Path, dtype: str, kv_dtype: torch.dtype | None) -> None:
     from diptych.kernels.native_build import load_native
 
     if load_native() is None:
         pytest.skip("only the native kernels promise this")
-    pool = Pool(load(tiny_folder, dtype))
+    pool = Pool(load(tiny_folder, dtype), kv_dtype=kv_dtype)
     tables = [pool.table(len(one)) for one in PROMPTS]
     together = pool.runner.forward([SequenceChunk(one, 0, table) for one, table in zip(PROMPTS, tables, strict=True)])
     for i, one in enumerate(PROMPTS):
@@ -68,6 +70,22 @@ def test_rows_of_one_sequence_are_the_same_bits_together_and_one_after_the_other
     assert torch.equal(together, one_by_one)
     blocks = [torch.stack([pool.kv.tensor[i] for i in table[:5]]) for pool, table in zip(pools, tables, strict=True)]
     assert torch.equal(blocks[0].nan_to_num(nan=7.0), blocks[1].nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_cache_of_8_bits_is_the_plain_loops(model: Decoder, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the few numbers that lie so near to a border that the last bit of what is rounded decides."""
+    if not native:
+        monkeypatch.setattr(dispatch, "backend", lambda kind: torch_backend)
+        model.run_by_operation()
+    one, pool = prompt(90), Pool(model, kv_dtype=FP8)
+    table = pool.table(len(one))
+    rows = [pool.runner.forward([SequenceChunk(one[:50], 0, table, score=True)])]
+    rows += [pool.runner.forward([SequenceChunk(one[i : i + 1], i, table)]) for i in range(50, 90)]
+    expected, exact = (
+        oracle.forward(one, oracle.empty_cache()) for oracle in (Oracle(model, fp8_cache=True), Oracle(model))
+    )
+    assert (torch.cat(rows) - expected).norm() < 0.1 * (exact - expected).norm()
 
 
 def test_shared_prefix_blocks(model: Decoder) -> None:
@@ -140,7 +158,7 @@ def test_no_chunks(model: Decoder) -> None:
 
 
 def test_dtypes_must_agree(model: Decoder) -> None:
-    with pytest.raises(ModelError, match="build both with one"):
+    with pytest.raises(ModelError, match="bfloat16 is neither of the model's torch.float32"):
         ModelRunner(model, KVCache(model.config, 2, 16, "bfloat16"))
 
 

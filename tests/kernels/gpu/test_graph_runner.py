@@ -96,6 +96,19 @@ def test_rows_of_one_sequence_are_those_of_steps_of_its_own(runner: GraphRunner,
     assert launcher.launch([SequenceChunk((found[1],), 15, (5, 7))], [FROM_HOST], [row]).read() == found[2:]
 
 
+def test_a_cache_of_8_bits(model: Decoder) -> None:
+    kv = KVCache(model.config, NUM_BLOCKS, SIZE, "fp8", DEVICE)
+    kv.tensor.view(torch.uint8).fill_(0x7F)  # no number
+    recorder = GraphRecorder(DEVICE) if ON_GPU else PlainRecorder()
+    runner, plain = GraphRunner(model, kv, recorder, max_num_seqs=2, max_model_len=64), ModelRunner(model, kv)
+    plain.forward([SequenceChunk(prompt(10), 0, (2, 4))])
+    chunks = [SequenceChunk((7,), 10, (2, 4))]
+    expected = plain.forward(chunks).clone()
+    assert expected.isfinite().all()
+    for _ in range(2):
+        torch.testing.assert_close(runner.forward(chunks), expected)
+
+
 def test_forward_replays_what_was_recorded(runner: GraphRunner, model: Decoder) -> None:
     plain = ModelRunner(model, runner.kv)
     plain.forward([SequenceChunk(prompt(10), 0, (2, 4))])

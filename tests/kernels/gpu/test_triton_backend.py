@@ -10,8 +10,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
 
-from diptych.common.model.oracle import generate
+from diptych.common.model.batch import SequenceChunk
+from diptych.common.model.kv_cache import FP8
+from diptych.common.model.oracle import Oracle, generate
 from diptych.common.model.tiny import make_tiny_model
 from diptych.common.sampling_params import SamplingParams
 from diptych.kernels import device as device_module
@@ -52,6 +55,21 @@ def test_the_oracles_tokens(tmp_path: Path, calls: Counter[str], architecture: L
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     expected = [generate(model, tokens, params) for tokens in prompts]
     assert Pool(model).greedy_batch(prompts, 4, chunk=24) == expected
+    assert set(calls) == set(OPERATIONS)
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
+def test_a_cache_of_8_bits(tmp_path: Path, calls: Counter[str]) -> None:
+    """Logits of a prefill in chunks and of steps after it, but for numbers near to a border between two of 8 bits."""
+    model, tokens = load(make_tiny_model(tmp_path / "model")), prompt(40)
+    pool, exact, oracle = Pool(model, kv_dtype=FP8), Oracle(model), Oracle(model, fp8_cache=True)
+    table = pool.table(len(tokens))
+    rows = [pool.runner.forward([SequenceChunk(tokens[:20], 0, table, score=True)])]
+    rows += [pool.runner.forward([SequenceChunk(tokens[20:38], 20, table, score=True)])]
+    rows += [pool.runner.forward([SequenceChunk(tokens[i : i + 1], i, table)]) for i in (38, 39)]
+    expected, unrounded = (one.forward(tokens, one.empty_cache()) for one in (oracle, exact))
+    assert (torch.cat(rows) - expected).norm() < 0.1 * (unrounded - expected).norm()
     assert set(calls) == set(OPERATIONS)
 
 

@@ -156,29 +156,34 @@ void check_product(Format format, int64_t n, int64_t k, int64_t rows) {
         }
 }
 
+double value(float x) { return x; }
+double value(bf16 x) { return widened(x); }
+double value(e4m3 x) {
+    const int code = x.bits & 127, fraction = code & 7;
+    const double size = code >> 3 ? std::ldexp(8 + fraction, (code >> 3) - 10) : std::ldexp(fraction, -9);
+    return x.bits >> 7 ? -size : size;
+}
+void set(float &x, double to) { x = float(to); }
+void set(bf16 &x, double to) { x = rounded(to); }
+void set(e4m3 &x, double) { x.bits = uint8_t(whole(0, 1) << 7 | whole(0, 0x37)); } // below 1
+
 // Two sequences, one that decodes and one of whose prompt a chunk is computed, over blocks in disorder.
-template <typename T> void check_attention(int type, int64_t dim, int64_t window, float softcap, double tolerance) {
+template <typename T, typename C> void check_attention(int type, int kv_type, int64_t dim, int64_t window, float softcap, double tolerance) {
     const int64_t size = 16, heads = 6, kv_heads = 2, layers = 2, layer = 1;
     const int64_t spans[] = {0, 1, 69, 0, 1, 21, 40, 5}; // row, rows, start, first entry of the table
     const int32_t tables[] = {7, 2, 9, 4, 0, 5, 1, 8, 3};
     const int64_t shape[] = {layers, kv_heads, size, dim, heads}, rows = 22;
-    std::vector<T> kv(10 * layers * kv_heads * size * 2 * dim), q(rows * heads * dim), out(rows * heads * dim);
-    const auto value = [](T v) { return sizeof(T) == 4 ? double(*(float *)&v) : double(widened(*(bf16 *)&v)); };
-    const auto fill = [](std::vector<T> &all) {
-        for (T &v : all) {
-            const float f = float(uniform(-1, 1));
-            const bf16 b = rounded(f);
-            std::memcpy(&v, sizeof(T) == 4 ? (const void *)&f : &b, sizeof(T));
-        }
-    };
-    fill(kv), fill(q);
+    std::vector<C> kv(10 * layers * kv_heads * size * 2 * dim);
+    std::vector<T> q(rows * heads * dim), out(rows * heads * dim);
+    for (C &v : kv) set(v, uniform(-1, 1));
+    for (T &v : q) set(v, uniform(-1, 1));
     std::vector<int32_t> units;
     for (int span = 0; span < 2; span++)
         for (int first = 0; first < spans[span * 4 + 1]; first += 8)
             for (int head = 0; head < kv_heads; head++)
                 units.insert(units.end(), {span, head, first, std::min(8, int(spans[span * 4 + 1]) - first)});
     const float scale = 1.f / std::sqrt(float(dim));
-    diptych_attend(type, q.data(), heads * dim, out.data(), kv.data(), spans, tables, units.data(), units.size() / 4, shape,
+    diptych_attend(type, kv_type, q.data(), heads * dim, out.data(), kv.data(), spans, tables, units.data(), units.size() / 4, shape,
                    layer, window, scale, softcap, 2);
     for (int span = 0; span < 2; span++)
         for (int64_t i = 0; i < spans[span * 4 + 1]; i++)
@@ -189,7 +194,7 @@ template <typename T> void check_attention(int type, int64_t dim, int64_t window
                 double total = 0;
                 for (int64_t j = from; j <= at; j++) {
                     const int64_t block = tables[spans[span * 4 + 3] + j / size];
-                    const T *key = &kv[(((block * layers + layer) * kv_heads + head / 3) * size + j % size) * 2 * dim];
+                    const C *key = &kv[(((block * layers + layer) * kv_heads + head / 3) * size + j % size) * 2 * dim];
                     double score = 0;
                     for (int64_t d = 0; d < dim; d++) score += value(query[d]) * value(key[d]) * scale;
                     if (softcap > 0) score = softcap * std::tanh(score / softcap);
@@ -284,8 +289,10 @@ int main() {
     for (const int64_t dim : {16, 64, 80})
         for (const int64_t window : {0, 24})
             for (const float softcap : {0.f, 2.f}) {
-                check_attention<float>(0, dim, window, softcap, 2e-6);
-                check_attention<bf16>(1, dim, window, softcap, 2e-2);
+                check_attention<float, float>(0, 0, dim, window, softcap, 2e-6);
+                check_attention<bf16, bf16>(1, 1, dim, window, softcap, 2e-2);
+                check_attention<float, e4m3>(0, 2, dim, window, softcap, 2e-6);
+                check_attention<bf16, e4m3>(1, 2, dim, window, softcap, 2e-2);
             }
     for (const int64_t width : {1, 3, 16, 31, 64, 257, 5000}) check_sampling(width);
     std::printf("%d outputs to a panel, features %d, %d failures\n", PANEL, diptych_features(), failures);

@@ -1,0 +1,85 @@
+"""A KV cache of 8 bits in both pools: one plain loop's answers, whoever computes them and whatever happens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from diptych.common.model.batch import SequenceChunk
+from diptych.common.model.files import resolve_model
+from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.load import load_model
+from diptych.common.model.runner import ModelRunner
+
+from .asking import wait_until
+from .test_failures import ALL_REMOTE, NUM_TOKENS, SLOW_PREFILL, random_order, run_with
+
+pytestmark = pytest.mark.e2e
+FP8 = ("--kv-cache-dtype", "fp8")
+LENGTHS = (5, 16, 17, 33, 100, 250, 400)
+BLOCK_SIZE = 16
+
+
+@torch.inference_mode()
+def plain_answer(prompt: list[int], count: int, kv_dtype: str = "fp8") -> list[int]:
+    """Greedy tokens of one sequence in one process, a token a step."""
+    model = load_model(resolve_model("tiny-random"))
+    blocks = range(-(-(len(prompt) + count) // BLOCK_SIZE))
+    runner = ModelRunner(model, KVCache(model.config, len(blocks), BLOCK_SIZE, kv_dtype))
+    out = [int(runner.forward([SequenceChunk(prompt, 0, blocks)])[0].argmax())]
+    while len(out) < count:
+        out.append(int(runner.forward([SequenceChunk(out[-1:], len(prompt) + len(out) - 1, blocks)])[0].argmax()))
+    return out
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (0, 1), (2, 2)])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_the_same_answer_everywhere(
+    system_of: Any, random_prompts: Any, shape: tuple[int, int], transport: str
+) -> None:
+    if shape[0] == 0 and transport == "shm":
+        pytest.skip("nothing travels")
+    prompts = random_prompts(LENGTHS, vocab_size=256, seed=31)
+    expected = [plain_answer(prompt, 24) for prompt in prompts]
+    assert expected != [plain_answer(prompt, 24, "float32") for prompt in prompts], "8 bits would not be seen"
+    system = system_of(*shape, router_flags=ALL_REMOTE, worker_flags=(*FP8, "--kv-transport", transport))
+    assert system.generate(prompts, max_tokens=24, at_once=1) == expected
+    shipped = system.metric("diptych_kv_transfer_bytes", "decode")
+    assert system.generate(prompts, max_tokens=24, at_once=8) == expected  # what was cached is what was computed
+    if shape == (1, 1):
+        block = KVCache(load_model(resolve_model("tiny-random")).config, 1, BLOCK_SIZE, "float32").block_bytes // 4
+        assert shipped == block * sum(-(-length // BLOCK_SIZE) for length in LENGTHS)
+        assert system.transfers(transport) == 2 * len(prompts)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_costs_no_token(system_of: Any, random_prompts: Any, role: str) -> None:
+    """An answer that moves is computed anew in the same 8 bits, and goes on with the same words."""
+    system = system_of(2, 2, router_flags=ALL_REMOTE, worker_flags=FP8, prefill_flags=SLOW_PREFILL)
+    prompts = random_prompts((30, 200, 700, 1500) * 3, vocab_size=256, seed=32)
+    expected = system.generate(prompts, max_tokens=NUM_TOKENS)
+    victim = system.stack.workers(role)[0]
+    got = run_with(system, random_order(prompts), victim, victim.kill, cache_salt=role)
+    system.stack.restart(victim)
+    assert got == random_order(expected)
+
+
+def test_pools_of_two_types_are_not_paired(system_of: Any, random_prompts: Any) -> None:
+    """Nothing is shipped that the other side would read as something else; prompts are computed where they decode."""
+    system = system_of(router_flags=ALL_REMOTE, decode_flags=FP8)
+    prompts = random_prompts(LENGTHS, vocab_size=256, seed=33)
+    assert system.generate(prompts, max_tokens=12) == [plain_answer(prompt, 12) for prompt in prompts]
+    assert system.transfers("tcp") == system.transfers("shm") == 0
+    page = httpx.get(f"{system.stack.url}/metrics", timeout=30, trust_env=False).text
+    unpaired = [line for line in page.splitlines() if line.startswith("diptych_unpaired_workers{")]
+    assert len(unpaired) == 2 and all(line.endswith(" 1.0") for line in unpaired)
+    wait_until(lambda: 'cache_dtype="fp8"' in metrics_of(system, "decode"), "the type is told")
+    assert 'cache_dtype="float32"' in metrics_of(system, "prefill")
+
+
+def metrics_of(system: Any, role: str) -> str:
+    (worker,) = system.stack.workers(role)
+    return httpx.get(f"{worker.http_url}/metrics", timeout=30, trust_env=False).text

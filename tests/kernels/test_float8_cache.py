@@ -1,0 +1,135 @@
+"""A KV cache of 8-bit numbers on every CPU backend: what is stored, what is read, and that a row stays its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diptych.kernels import KVLayout, QuerySpan, reference
+from diptych.kernels.native_backend import native_backend
+
+from .conftest import Case
+
+FP8 = torch.float8_e4m3fn
+DTYPES = [torch.float32, torch.bfloat16]
+MIXED = [(1, 0), (1, 4), (13, 5), (1, 128), (70, 129), (1, 700), (1, 63), (64, 64), (2, 62)]
+
+
+def case_of(spans: Sequence[tuple[int, int]], **options: Any) -> Case:
+    case = Case(list(spans), **options)
+    case.kv = case.kv.to(FP8)  # slots of nobody hold NaN in 8 bits too
+    return case
+
+
+def worst(case: Case, out: Tensor, **options: Any) -> float:
+    scale = case.layout.head_dim**-0.5
+    expected = reference.paged_attention(case.q.double(), case.kv, 1, case.spans, scale=scale, **options)
+    return float((out.double() - expected).abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 24, 32, 48, 64, 80, 96, 112, 128, 256])
+def test_head_sizes(each_backend: Any, dim: int, dtype: torch.dtype) -> None:
+    case = case_of([(1, 17), (5, 18), (1, 0), (70, 3), (1, 90)], dim=dim, dtype=dtype)
+    assert worst(case, case.run(each_backend)) < (0.02 if dtype == torch.bfloat16 else 5e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"window": 33}, {"softcap": 5.0}])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (9, 3), (8, 1)])
+def test_groups_windows_and_softcap(
+    each_backend: Any, heads: int, kv_heads: int, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    case = case_of(MIXED, heads=heads, kv_heads=kv_heads, dtype=dtype)
+    assert worst(case, case.run(each_backend, **options), **options) < (0.02 if dtype == torch.bfloat16 else 5e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (8, 2, 128), (5, 1, 16), (2, 2, 112)])
+def test_a_row_does_not_depend_on_batch_or_chunk(
+    native: Any, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> None:
+    case = case_of([(200, 0), (1, 77), (30, 9)], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+    together = case.run(native, window=50)
+    whole, queries = case.spans[0], case.q
+    for first, count in [(0, 1), (63, 2), (64, 1), (130, 70), (199, 1)]:
+        case.spans = [whole._replace(row=0, num_rows=count, start=first)]
+        case.q = queries[first : first + count].clone()
+        assert torch.equal(case.run(native, window=50), together[first : first + count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 16])
+def test_every_code_is_read_as_torch_reads_it(each_backend: Any, dtype: torch.dtype, rows: int) -> None:
+    """Of a first token attention is its value. Rows of 16 heads go another way than a few do."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    kv = torch.zeros(2, 1, 2, 16, 2, 128, dtype=FP8)
+    kv.view(torch.uint8)[1, 0, :, 0, 1] = codes.view(2, 128)
+    layout, span = KVLayout(2, 1, 2, 16, 128), QuerySpan(0, 1, 0, [1])
+    plan = each_backend.plan_attention([span], layout, 2 * rows, torch.device("cpu"))
+    out = each_backend.paged_attention(torch.zeros(1, 2 * rows, 128, dtype=dtype), kv, 0, plan, 1.0, 0, 0.0)
+    expected = codes.view(FP8).to(dtype).view(1, 2, 1, 128).expand(1, 2, rows, 128).reshape(1, 2 * rows, 128)
+    assert out.isnan().sum() == 2 * rows
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [1, 16])
+def test_every_code_is_multiplied_as_what_it_is(each_backend: Any, dtype: torch.dtype, heads: int) -> None:
+    """A query that is 1 in one dimension picks a number of the key there; the softmax of two scores tells which."""
+    kinds = torch.cat((torch.arange(0x60), torch.arange(0x80, 0xE0))).to(torch.uint8)  # up to 16
+    for first in range(0, 192, 64):
+        kv = torch.zeros(1, 1, 1, 64, 2, 64, dtype=FP8)
+        kv.view(torch.uint8)[0, 0, 0, 1, 0] = kinds[first : first + 64]
+        kv[0, 0, 0, 1, 1] = torch.ones(64).to(FP8)
+        number = kinds[first : first + 64].view(FP8).double()
+        layout, span = KVLayout(1, 1, 1, 64, 64), [QuerySpan(i, 1, 1, [0]) for i in range(64)]
+        plan = each_backend.plan_attention(span, layout, heads, torch.device("cpu"))
+        q = torch.eye(64, dtype=dtype)[:, None].expand(64, heads, 64).contiguous()
+        out = each_backend.paged_attention(q, kv, 0, plan, 0.25, 0, 0.0)
+        weight = torch.sigmoid(number * 0.25)[:, None, None].expand(64, heads, 64)
+        tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(out.double(), weight, rtol=tolerance, atol=tolerance)
+
+
+def test_what_is_stored_is_the_nearest_number(each_backend: Any) -> None:
+    """Every number, every border between two of them and what lies beside it; too large ones; NaN."""
+    kinds = torch.arange(0x7F, dtype=torch.uint8).view(FP8).float()
+    middle = (kinds[1:] + kinds[:-1]) / 2
+    beside = torch.nextafter(middle, torch.zeros(())), torch.nextafter(middle, torch.full((), 500.0))
+    large = torch.tensor([448.1, 464.0, 465.0, 1e30, float("inf")])
+    numbers = torch.cat((kinds, middle, *beside, large))
+    numbers = torch.nn.functional.pad(torch.cat((numbers, -numbers)), (0, -2 * len(numbers) % 64)).view(-1, 64)
+    numbers[-1, -1] = float("nan")
+    kv, tokens = torch.zeros(1, 1, 1, len(numbers), 2, 64, dtype=FP8), len(numbers)
+    qkv, cos, sin = torch.cat((numbers,) * 3, 1), torch.ones(tokens, 32), torch.zeros(tokens, 32)
+    qkv = torch.where(qkv.isinf(), torch.sign(qkv) * 3e38, qkv)  # times a sine of zero infinity would be none
+    each_backend.rotate_and_write(qkv, cos, sin, kv, 0, torch.arange(tokens), None, None, 1e-6)
+    expected = numbers.clamp(-448, 448).to(FP8).float()
+    assert torch.equal(kv[0, 0, 0, :, 1].float().nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+    assert torch.equal(kv[0, 0, 0, :, 0].float()[:-1], expected[:-1])
+    assert kv[0, 0, 0, -1, :, -1].float().isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "normed"), [(24, False), (64, True), (80, False)])
+def test_backends_store_the_same(dim: int, normed: bool, dtype: torch.dtype) -> None:
+    """But for numbers that lie so near to a border that the last bit of the rotation decides."""
+    from diptych.kernels import torch_backend
+
+    native = native_backend() or pytest.skip("no C++ compiler here")
+    heads, kv_heads, tokens = 6, 2, 37
+    caches = [torch.zeros(9, 3, kv_heads, 16, 2, dim, dtype=FP8) for _ in range(2)]
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
+    angles, slots = torch.rand(tokens, dim // 2) * 100, torch.randperm(9 * 16)[:tokens]
+    norms = (torch.rand(dim), torch.rand(dim)) if normed else (None, None)
+    for backend, kv in zip((torch_backend, native), caches, strict=True):
+        backend.rotate_and_write(qkv, angles.cos(), angles.sin(), kv, 1, slots, *norms, 1e-6)
+    found, expected = (kv.view(torch.uint8).int() for kv in caches)
+    # A norm of bfloat16 is rounded by torch before it is rotated.
+    allowed = 0.1 if normed and dtype == torch.bfloat16 else 0.001
+    assert (found != expected).float().mean() < allowed and (expected != 0).any(-1).sum() == tokens * kv_heads * 2
