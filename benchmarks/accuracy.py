@@ -3,9 +3,9 @@
 Perplexity of a fixed text, and greedy agreement: along the float32 model's own greedy answers to fixed prompts, at how
 many positions another variant, given the same tokens before, would have chosen the same next token.
 
-A variant that ends in "+fp8-cache" has a KV cache of 8-bit numbers. One that ends in "+fp8-wire" is one whose prompt's
-KV came in 8-bit numbers: the KV of each prompt goes through them before the answer is computed. For the text's
-perplexity that happens every 128 tokens, to these tokens.
+A variant that ends in "+fp8-cache" or "+int8-cache" has a KV cache of 8-bit numbers. One that ends in "+fp8-wire" is
+one whose prompt's KV came in 8-bit numbers: the KV of each prompt goes through them before the answer is computed. For
+the text's perplexity that happens every 128 tokens, to these tokens.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ PROGRAM: Final = "python -m diptych.benchmarks.accuracy"
 PASSAGE: Final = Path(__file__).with_name("data") / "passage.txt"
 VARIANTS: Final = (
     *("float32", "bfloat16", "bfloat16+int8", "bfloat16+auto", "bfloat16+int4"),
-    *("bfloat16+fp8-wire", "bfloat16+fp8-cache", "bfloat16+auto+fp8-cache"),
+    *("bfloat16+fp8-wire", "bfloat16+fp8-cache", "bfloat16+int8-cache", "bfloat16+auto+int8-cache"),
 )
 FP8_WIRE: Final = "+fp8-wire"
-FP8_CACHE: Final = "+fp8-cache"
+CACHES: Final = ("fp8", "int8")
 BLOCK_SIZE: Final = 64
 ROWS_AT_ONCE: Final = 2 * BLOCK_SIZE
 PROMPTS: Final = (
@@ -70,9 +70,9 @@ class Variant:
 
     @classmethod
     def parse(cls, name: str) -> Variant:
-        rest = name.removesuffix(FP8_WIRE).removesuffix(FP8_CACHE)
+        cached = next((kind for kind in CACHES if name.endswith(f"+{kind}-cache")), "")
+        rest = name.removesuffix(f"+{cached}-cache").removesuffix(FP8_WIRE)
         dtype, _, quantization = rest.partition("+")
-        cached = "fp8" if FP8_CACHE in name else ""
         return cls(dtype, quantization or "none", name.endswith(FP8_WIRE), cached)
 
 
@@ -172,7 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="smollm2-135m", help="built-in name, folder or GGUF file")
     parser.add_argument(
-        "--variants", default=",".join(VARIANTS), help="dtype, +quantization, +fp8-wire or +fp8-cache, with commas"
+        "--variants",
+        default=",".join(VARIANTS),
+        help="dtype, +quantization, +fp8-wire, +fp8-cache or +int8-cache, with commas",
     )
     parser.add_argument("--tokens", type=int, default=96, help="length of each greedy answer")
     parser.add_argument("--output", type=Path, help="JSON file to write the results to")

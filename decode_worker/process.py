@@ -8,7 +8,6 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_sender import KVSender
 from diptych.common.model.files import ModelFiles
 from diptych.common.model.grammar import Grammars
-from diptych.common.model.kv_cache import FP8
 from diptych.common.model.loaded import LoadedModel
 from diptych.common.model.quantised_staging import quantised_incoming
 from diptych.common.model.runner import ModelRunner
@@ -61,7 +60,7 @@ class DecodeWorker(WorkerProcess):
         if settings.kv_transport == "shm" and loaded.kv.shared is None:
             raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
         self.loaded, self._blocks = loaded, incoming_blocks(loaded.kv)
-        if loaded.kv.dtype != FP8:  # whose blocks are of 8 bits already
+        if settings.kv_cache_dtype == "auto":  # else blocks are of 8 bits already
             receiver.take_quantised(quantised_incoming(loaded.kv))
         sender = self._sender(loaded)
         sampler = Sampler(loaded.vocab_size)

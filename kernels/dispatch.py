@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diptych.kernels import torch_backend
+from diptych.kernels.cache_rows import head_dim_of
 from diptych.kernels.device import triton_backend
 from diptych.kernels.native_backend import NativePlan, native_backend
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
@@ -89,7 +90,8 @@ def paged_attention(
     Scores are q.k * scale, then softcap * tanh(scores / softcap) when `softcap` > 0. Query head h reads KV head
     h // (num_heads // num_kv_heads). `window` > 0 lets a query see that many tokens, itself included. `sinks` (float32
     [num_heads]) are one more logit a head in the softmax's denominator. A cache of float8_e4m3fn holds keys divided by
-    `k_scale` and values divided by `v_scale`. Rows outside of the plan's spans stay unwritten. The spans' own keys and
+    `k_scale` and values divided by `v_scale`; one of int8, on a CPU alone, has a scale of its own for each of them (see
+    `cache_rows`). Rows outside of the plan's spans stay unwritten. The spans' own keys and
     values must have been written.
     """
     chosen = backend(q.device.type)
@@ -107,8 +109,8 @@ def _torch_plan(plan: NativePlan, kv: Tensor) -> AttentionPlan:
     """For what the native kernels do not know."""
     tables = plan.tables.tolist()
     spans = [QuerySpan(row, rows, start, tables[first:]) for row, rows, start, first in plan.spans.tolist()]
-    num_blocks, num_layers, kv_heads, block_size, _, dim = kv.shape
-    layout = KVLayout(num_blocks, num_layers, kv_heads, block_size, dim)
+    num_blocks, num_layers, kv_heads, block_size = kv.shape[:4]
+    layout = KVLayout(num_blocks, num_layers, kv_heads, block_size, head_dim_of(kv))
     return torch_backend.plan_attention(spans, layout, int(plan.shape[4]), kv.device)
 
 
@@ -129,7 +131,8 @@ def rotate_and_write(
     qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; cos and sin float32 [T, head_dim / 2] turn element i with
     element i + head_dim / 2; slots int64 [T] are block * block_size + offset. With `q_norm` and `k_norm` (float32
     [head_dim]) each head is RMS-normalised first. A cache of float8_e4m3fn takes keys and values to the nearest, at
-    most 448; NaN stays NaN. Returns q [T, num_heads, head_dim].
+    most 448, one of int8 to the nearest of 255 multiples of a scale for each; NaN stays NaN. Returns q [T, num_heads,
+    head_dim].
     """
     return backend(qkv.device.type).rotate_and_write(qkv, cos, sin, kv, layer, slots, q_norm, k_norm, eps)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from diptych.kernels import torch_backend
+from diptych.kernels.cache_rows import head_dim_of
 from diptych.kernels.native_build import load_native
 from diptych.kernels.packed import INT8, PackedWeight, panel_size, room
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diptych.kernels")
 INT8_DOTS, BFLOAT16_PAIRS, HALVES = 1, 2, 4
-TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
-"""Of activations the first two; of a KV cache the activations' own, or the last."""
+TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
+"""Of activations the first two; of a KV cache the activations' own, or one of the last."""
 LANES: Final = 16
 MAX_HEAD_DIM: Final = 1024
 MANY_ODD: Final = 512  # one weight in so many may be odd: more would cost time
@@ -230,7 +231,8 @@ class NativeBackend:
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        _, num_layers, kv_heads, block_size, _, dim = kv.shape
+        _, num_layers, kv_heads, block_size, _, _ = kv.shape
+        dim = head_dim_of(kv)
         if dim % LANES or dim > MAX_HEAD_DIM:
             return torch_backend.rotate_and_write(qkv, cos, sin, kv, layer, slots, q_norm, k_norm, eps)
         tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads

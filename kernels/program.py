@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import Tensor
 
+from diptych.kernels.cache_rows import head_dim_of
 from diptych.kernels.packed import PackedWeight, WeightsStruct
 
 if TYPE_CHECKING:
@@ -187,9 +188,9 @@ class Recorder:
         **features: object,
     ) -> Tensor:
         source = _slot(qkv)
-        if features or kv.dtype not in (self.dtype, torch.float8_e4m3fn):
+        if features or kv.dtype not in (self.dtype, torch.float8_e4m3fn, torch.int8):
             raise NotRecordable(f"a KV cache of {kv.dtype}")
-        dim, kv_heads = kv.shape[5], kv.shape[2]
+        dim, kv_heads = head_dim_of(kv), kv.shape[2]
         if dim % LANES:
             raise NotRecordable(f"head size {dim} is no multiple of {LANES}")
         out = self._slot(source.width - 2 * kv_heads * dim, ALL_ROWS)
@@ -221,7 +222,7 @@ class Recorder:
         **features: object,
     ) -> Tensor:
         source = _slot(q)
-        if features or kv.shape[5] > 1024:
+        if features or head_dim_of(kv) > 1024:
             raise NotRecordable(f"attention with {', '.join(features) or 'such large heads'}")
         out = self._slot(source.width, ALL_ROWS)
         places: dict[str, Any] = {"input": source.buffer, "output": out.buffer, "width": out.width}
@@ -289,7 +290,7 @@ class Program:
     ) -> Tensor:
         """One step: writes the tokens' KV, returns float32 [num sampled rows, width]. Index tensors are int64.
 
-        The cache is of the program's type or of float8_e4m3fn, whatever it was when the program was recorded.
+        The cache is of the program's type or of one of 8 bits, whatever it was when the program was recorded.
         """
         num_rows = token_ids.shape[0]
         num_sampled = num_rows if sampled is None else sampled.shape[0]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diptych.kernels.blocks import LARGEST
+from diptych.kernels.cache_rows import head_dim_of, packed_rows, unpacked_rows
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
 
 MAX_PADDING = 1.25  # a group's longest row may be this much longer than its shortest
@@ -157,8 +157,8 @@ def paged_attention(
     if not isinstance(plan, TorchPlan):
         raise TypeError(f"a {type(plan).__name__} was made by another backend")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    num_blocks, num_layers, heads, size, _, dim = kv.shape
-    flat = kv.view(num_blocks * num_layers * heads, size * 2 * dim)[layer * heads :]
+    num_blocks, num_layers, heads, size, _, width = kv.shape
+    flat = kv.view(num_blocks * num_layers * heads, size * 2, width)[layer * heads :]
     decodes, prefills = plan.window(window)
     rule = SoftmaxRule(scale * k_scale, softcap, sinks, v_scale)
     for group in decodes:
@@ -178,10 +178,10 @@ class SoftmaxRule(NamedTuple):
 
 
 def _gather(flat: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the flat cache; those of e4m3, which torch cannot compute with, as `dtype`."""
-    if flat.dtype != torch.float8_e4m3fn:
+    """Of the flat cache, as numbers that torch computes with: [rows, size * 2, head_dim]."""
+    if flat.dtype.itemsize > 1:
         return flat.index_select(0, rows)
-    return flat.view(torch.uint8).index_select(0, rows).view(flat.dtype).to(dtype)
+    return unpacked_rows(flat.view(torch.uint8).index_select(0, rows).view(flat.dtype)).to(dtype)
 
 
 def _decode(q: Tensor, flat: Tensor, group: DecodeGroup, rule: SoftmaxRule, out: Tensor) -> None:
@@ -249,7 +249,7 @@ def rotate_and_write(
     eps: float,
 ) -> Tensor:
     kv_heads, size = kv.shape[2], kv.shape[3]
-    heads = qkv.shape[1] // kv.shape[5] - 2 * kv_heads
+    heads = qkv.shape[1] // head_dim_of(kv) - 2 * kv_heads
     qkv = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)
     if q_norm is not None and k_norm is not None:
         q = rms_norm(qkv[:, :heads], q_norm, eps)
@@ -259,10 +259,10 @@ def rotate_and_write(
     first, second = qk.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     qk = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    new = torch.stack((qk[:, heads:], qkv[:, -kv_heads:].float()), dim=2)  # [T, Hkv, 2, D]
-    if kv.dtype == torch.float8_e4m3fn:  # which torch neither saturates nor scatters
-        new, kv = new.clamp(-LARGEST, LARGEST).to(kv.dtype).view(torch.uint8), kv.view(torch.uint8)
-    kv[:, layer].permute(0, 2, 1, 3, 4)[slots // size, slots % size] = new.to(kv.dtype)
+    new = packed_rows(torch.stack((qk[:, heads:], qkv[:, -kv_heads:].float()), dim=2), kv.dtype)  # [T, Hkv, 2, row]
+    if kv.dtype.itemsize == 1:  # torch does not scatter e4m3
+        new, kv = new.view(torch.uint8), kv.view(torch.uint8)
+    kv[:, layer].permute(0, 2, 1, 3, 4)[slots // size, slots % size] = new
     return qk[:, :heads].to(qkv.dtype)
 
 

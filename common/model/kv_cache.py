@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diptych.common.errors import BlockError, ModelError
 from diptych.common.shared_memory import NotShared, SharedMemory
+from diptych.kernels.cache_rows import row_width
 from diptych.kernels.large_pages import prefer_large_pages
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FP8 = torch.float8_e4m3fn
+SMALL_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 """What a cache may hold whatever its model computes in: half of bfloat16, and an approximation."""
 
 
@@ -31,18 +32,21 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def cache_dtype(name: str) -> torch.dtype:
-    """That of "fp8", or of what `torch_dtype` knows. ModelError as there."""
-    return FP8 if name == "fp8" else torch_dtype(name)
+    """That of "fp8" and "int8", or of what `torch_dtype` knows. ModelError as there."""
+    return SMALL_DTYPES[name] if name in SMALL_DTYPES else torch_dtype(name)
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype | str) -> int:
     """Bytes of one block of `block_size` tokens: every layer, every KV head, keys and values."""
-    itemsize = (cache_dtype(dtype) if isinstance(dtype, str) else dtype).itemsize
-    return config.num_layers * config.num_kv_heads * block_size * 2 * config.head_dim * itemsize
+    kind = cache_dtype(dtype) if isinstance(dtype, str) else dtype
+    row_bytes = row_width(config.head_dim, kind) * kind.itemsize
+    return config.num_layers * config.num_kv_heads * block_size * 2 * row_bytes
 
 
 class KVCache:
-    """`.tensor` is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head_dim], contiguous, zero at first.
+    """`.tensor` is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), row], contiguous, zero at first.
+
+    A row is head_dim numbers, in int8 with their scale behind them: see `kernels.cache_rows`.
 
     In host memory the system maps pages as they are touched: blocks that were never written cost nothing. `.shared` is
     the memory that other processes may be let read, None unless asked for, and on a device or a system without it.
@@ -66,7 +70,8 @@ class KVCache:
             raise ModelError(
                 f"a KV cache of {num_blocks} blocks of {block_size} tokens holds nothing: raise num_blocks"
             )
-        shape = (num_blocks, config.num_layers, config.num_kv_heads, block_size, 2, config.head_dim)
+        width = row_width(config.head_dim, self.dtype)
+        shape = (num_blocks, config.num_layers, config.num_kv_heads, block_size, 2, width)
         self._host: memoryview | None = None
         self.shared: SharedMemory | None = None
         try:

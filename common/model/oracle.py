@@ -20,6 +20,7 @@ from diptych.common.model.sampler import Sampler, SamplingRow
 from diptych.common.model.weights import LayerWeights
 from diptych.common.sampling_params import SamplingParams
 from diptych.common.stop import banned_tokens, finish_reason
+from diptych.kernels.cache_rows import packed_rows, unpacked_rows
 
 
 def generate(
@@ -29,10 +30,10 @@ def generate(
     eos_token_ids: Collection[int] = (),
     constraint: Constraint | None = None,
     *,
-    fp8_cache: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> list[int]:
     """Output tokens, the end token included, of one request."""
-    oracle, sampler = _oracle(model, fp8_cache), Sampler(model.config.vocab_size)
+    oracle, sampler = _oracle(model, kv_dtype), Sampler(model.config.vocab_size)
     prompt, output = list(prompt_ids), list[int]()
     cache = oracle.empty_cache()
     logits = oracle.forward(prompt, cache)
@@ -57,11 +58,13 @@ def generate(
 class Oracle:
     """Dense copies of a model's weights, in `dtype` (default: the model's), and a forward pass over them.
 
-    With `fp8_cache` keys and values are rounded to 8 bits before anything looks at them.
+    With a `kv_dtype` keys and values become rows of such a cache before anything looks at them.
     """
 
-    def __init__(self, model: Decoder, dtype: torch.dtype | None = None, *, fp8_cache: bool = False) -> None:
-        self.config, self.model, self.fp8_cache = model.config, model, fp8_cache
+    def __init__(
+        self, model: Decoder, dtype: torch.dtype | None = None, *, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        self.config, self.model, self.kv_dtype = model.config, model, kv_dtype
         self.dtype = dtype or model.dtype
         weights = model.weights
         self.embedding, self.head = weights.embedding.weight.to(self.dtype), weights.lm_head.weight.to(self.dtype)
@@ -114,8 +117,8 @@ class Oracle:
         positions = torch.arange(cache[index].shape[1], cache[index].shape[1] + len(x))
         q, k = self._rotate(index, q, positions), self._rotate(index, k, positions)
         new = torch.stack((k, v))
-        if self.fp8_cache:
-            new = new.clamp(-448, 448).to(torch.float8_e4m3fn).to(self.dtype)
+        if self.kv_dtype is not None:
+            new = unpacked_rows(packed_rows(new.float(), self.kv_dtype)).to(self.dtype)
         cache[index] = torch.cat((cache[index], new), dim=1)
         keys, values = (part.repeat_interleave(heads // kv_heads, dim=1) for part in cache[index])
         scores = torch.einsum("qhd,khd->hqk", q, keys) * config.attention_scale
@@ -141,8 +144,8 @@ class Oracle:
 
 
 @functools.lru_cache(maxsize=2)
-def _oracle(model: Decoder, fp8_cache: bool) -> Oracle:
-    return Oracle(model, fp8_cache=fp8_cache)
+def _oracle(model: Decoder, kv_dtype: torch.dtype | None) -> Oracle:
+    return Oracle(model, kv_dtype=kv_dtype)
 
 
 def _visible(config: ModelConfig, index: int, positions: Tensor, num_keys: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from diptych.common.errors import ModelError
 from diptych.common.model.batch import ForwardBatch, SequenceChunk
 from diptych.common.model.config import ModelConfig
-from diptych.common.model.kv_cache import FP8, KVCache
+from diptych.common.model.kv_cache import SMALL_DTYPES, KVCache
 
 
 class Model(Protocol):
@@ -57,8 +57,8 @@ class ModelRunner:
     """Owns no state but the model and the KV cache: the same chunks on the same blocks give the same logits."""
 
     def __init__(self, model: Model, kv: KVCache) -> None:
-        if kv.dtype not in (model.dtype, FP8):
-            raise ModelError(f"a KV cache of {kv.dtype} is neither of the model's {model.dtype} nor of {FP8}")
+        if kv.dtype not in (model.dtype, *SMALL_DTYPES.values()):
+            raise ModelError(f"a KV cache of {kv.dtype} is neither of the model's {model.dtype} nor of 8 bits")
         self.model, self.kv = model, kv
         self.profile = StepProfile()
 

@@ -44,7 +44,7 @@ class PrefillWorkerConfig(WorkerConfig):
             raise ConfigError(
                 "kv_wire_dtype", self.kv_wire_dtype, "native with kv_transport shm, which sends no frames"
             )
-        if self.kv_wire_dtype != "native" and self.kv_cache_dtype == self.kv_wire_dtype:
+        if self.kv_wire_dtype != "native" and self.kv_cache_dtype != "auto":
             allowed = f"native with kv_cache_dtype {self.kv_cache_dtype}, which is as small already"
             raise ConfigError("kv_wire_dtype", self.kv_wire_dtype, allowed)
 

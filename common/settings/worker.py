@@ -135,10 +135,10 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "number type of the KV cache: auto is --dtype's; fp8 is half of bfloat16, a quarter of float32, and an "
-        "approximation. The same on every worker",
+        "number type of the KV cache: auto is --dtype's; fp8 and int8 are about half of bfloat16, a quarter of "
+        "float32, and approximations; int8 is the closer one, and for CPUs alone. The same on every worker",
         group="KV cache",
-        choices=("auto", "fp8"),
+        choices=("auto", "fp8", "int8"),
     )
     enable_prefix_caching: bool = setting(
         True, "keep finished blocks and reuse them for equal prefixes", group="KV cache"
@@ -189,6 +189,8 @@ class WorkerConfig(CommonConfig, PodSettings):
             )
         if self.kv_transport == "shm" and self.device != "cpu":
             raise ConfigError("kv_transport", "shm", f"auto or tcp on {self.device}: its blocks are not in host memory")
+        if self.kv_cache_dtype == "int8" and self.device != "cpu":
+            raise ConfigError("kv_cache_dtype", "int8", f"auto or fp8 on {self.device}")
         parse_cores(self.cores)
 
     def check_start(self) -> None:

@@ -1,7 +1,7 @@
 // Attention that reads the blocks of the cache in place.
 #pragma once
 
-#include "e4m3.h"
+#include "bytes.h"
 #include "simd.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct Span { // of the plan: see native_backend.py
 alignas(64) const float NOTHING[2048] = {};
 
 // Where up to 64 keys lie, each with its value behind it. Those that the unit does not see are zeros, so that slots which
-// belong to nobody are never read. C is the type of the cache's numbers.
+// belong to nobody are never read. C is the type of the cache's numbers: dim of them, and what TAIL says, are a key or a value.
 template <typename C> struct Tile {
     const C *rows[TILE];
     int64_t base;
@@ -52,10 +52,10 @@ struct Sums {
 };
 
 // One row's scores of a tile, times log2(e), to weights relative to a running maximum, or what was one lately; rescales what the row
-// has summed so far where that changes.
+// has summed so far where that changes. `scales`, unless null, multiply the values, and so the weights that go with them.
 template <typename W>
-void soften(const float *scores, W *weights, int64_t base, int64_t from, int64_t to, float softcap, float *sums, int dim, float &top,
-            float *total) {
+void soften(const float *scores, W *weights, const float *scales, int64_t base, int64_t from, int64_t to, float softcap, float *sums,
+            int dim, float &top, float *total) {
     f32s s[VECTORS];
     for (int v = 0; v < VECTORS; v++) s[v] = load(scores + v * LANES);
     if (softcap > 0.f)
@@ -86,7 +86,7 @@ void soften(const float *scores, W *weights, int64_t base, int64_t from, int64_t
     for (int v = 0; v < VECTORS; v++) {
         const f32s weight = power_of_two<std::is_same_v<W, bf16>>(s[v] - top);
         added += weight;
-        store(weights + v * LANES, weight);
+        store(weights + v * LANES, scales ? weight * load(scales + v * LANES) : weight);
     }
     store(total, added);
 }
@@ -124,7 +124,7 @@ template <typename T, typename C> struct Attention {
         const uint32_t size = uint32_t(shape.block_size), block = uint32_t(at) / size, slot = uint32_t(at) - block * size;
         const int64_t place = (tables[spans[unit.span].table + block] * shape.num_layers + layer) * shape.num_kv_heads + unit.head;
         count = size - slot;
-        return kv + (place * size + slot) * 2 * shape.head_dim;
+        return kv + (place * size + slot) * 2 * (shape.head_dim + TAIL<C>);
     }
 
     template <typename Work> void run(const Unit &unit, Work &work, RowStream<T, C> &stream) const {
@@ -145,8 +145,8 @@ template <typename T, typename C> struct Attention {
                 for (int i = row; i < std::min(rows, row + GROUP); i++) {
                     const int64_t at = first(unit) + i / group; // position of this query
                     const int64_t from = window && at + 1 > window ? at + 1 - window : 0;
-                    soften(&work.scores[(i - row) * TILE], &work.weights[(i - row) * TILE], base, from, at + 1, softcap,
-                           &so_far.sums[i * dim], dim, so_far.top[i], &so_far.total[i * LANES]);
+                    soften(&work.scores[(i - row) * TILE], &work.weights[(i - row) * TILE], work.value_scales(), base, from, at + 1,
+                           softcap, &so_far.sums[i * dim], dim, so_far.top[i], &so_far.total[i * LANES]);
                 }
                 work.add(tile, row, rows, dim, stream);
             }
@@ -168,7 +168,7 @@ public:
     // `unit` is read now, and `following`, unless null, after it.
     void begin(const Attention<T, C> &of, const Unit &unit, const Unit *following) {
         attention = &of, next = following;
-        lines = int(2 * of.shape.head_dim * int64_t(sizeof(C)) / LINE);
+        lines = int((2 * (of.shape.head_dim + TAIL<C>) * int64_t(sizeof(C)) + (TAIL<C> ? LINE - 1 : 0)) / LINE);
         first = of.begin(unit), end = of.end(unit);
         if (current == &unit) return; // begun ahead
         current = &unit, position = first, filled = fetched = taken = 0;
@@ -215,7 +215,7 @@ private:
         int64_t count;
         const C *row = attention->row(*current, position, count);
         const int more = int(std::min(std::min<int64_t>(count, TILE), attention->end(*current) - position));
-        const int64_t stride = 2 * attention->shape.head_dim;
+        const int64_t stride = 2 * (attention->shape.head_dim + TAIL<C>);
         for (int i = 0; i < more; i++) rows[filled + i] = row + i * stride;
         filled += more, position += more;
         return true;
@@ -300,13 +300,22 @@ template <typename T, typename C> struct PlainWork {
                 f32s part[LANES];
                 stream.fetch(std::max(1, LANES * LANES / dim));
 #pragma GCC unroll 16
-                for (int j = 0; j < LANES; j++) part[j] = load(tile.rows[i + j] + d);
+                for (int j = 0; j < LANES; j++) part[j] = wide(tile.rows[i + j], d, dim);
                 transpose(part);
 #pragma GCC unroll 16
                 for (int j = 0; j < LANES; j++) store(&keys[(d + j) * TILE + i], part[j]);
             }
         for (int i = 0; i < TILE; i++)
-            for (int d = 0; d < dim; d += LANES) store(&values[i * dim + d], load(tile.rows[i] + dim + d));
+            for (int d = 0; d < dim; d += LANES) store(&values[i * dim + d], wide(tile.rows[i] + dim + TAIL<C>, d, dim));
+    }
+
+    static constexpr const float *value_scales() { return nullptr; } // values are multiplied by theirs already
+
+    static f32s wide(const C *row, int at, int dim) {
+        if constexpr (TAIL<C> == 0)
+            return load(row + at);
+        else
+            return load(row + at) * scale_of(row, dim);
     }
 };
 

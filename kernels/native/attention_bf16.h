@@ -51,32 +51,41 @@ template <> struct Pairs<bf16> {
 
 #if defined(__AVX512VBMI__)
 
-// The halves of the bfloat16 number that each code without its sign is.
-struct Widened {
+// bfloat16's bits of the number that a code without its sign is.
+constexpr uint32_t brain_bits(const e4m3 *, uint32_t code) {
+    if (code == E4M3_NAN) return 0x7fc0;
+    if (code >= E4M3_NORMAL) return (code << 4) + (E4M3_BIAS << 7);
+    uint32_t top = 2; // the others are code / 512
+    while (top && !(code >> top)) top--;
+    return code ? (118 + top) << 7 | (code ^ 1u << top) << (7 - top) : 0;
+}
+
+constexpr uint32_t brain_bits(const int8 *, uint32_t code) {
+    uint32_t top = 6;
+    while (top && !(code >> top)) top--;
+    return code ? (127 + top) << 7 | (code ^ 1u << top) << (7 - top) : 0;
+}
+
+template <typename C> struct Widened {
     alignas(64) uint8_t low[128], high[128];
 
     constexpr Widened() : low(), high() {
         for (uint32_t code = 0; code < 128; code++) {
-            uint32_t bits = (code << 4) + (E4M3_BIAS << 7);
-            if (code < E4M3_NORMAL) { // code / 512
-                uint32_t top = 2;
-                while (top && !(code >> top)) top--;
-                bits = code ? (118 + top) << 7 | (code ^ 1u << top) << (7 - top) : 0;
-            }
-            if (code == E4M3_NAN) bits = 0x7fc0;
+            const uint32_t bits = brain_bits((const C *)nullptr, code);
             low[code] = uint8_t(bits), high[code] = uint8_t(bits >> 8);
         }
     }
 };
 
-alignas(64) constexpr Widened WIDENED;
+template <typename C> alignas(64) constexpr Widened<C> WIDENED;
 
-// Of dimensions 0 to 3 these pairs are 0 and 2, 1 and 3, and so on.
-template <> struct Pairs<e4m3> {
+// Of numbers of 8 bits: of dimensions 0 to 3 the pairs are 0 and 2, 1 and 3, and so on.
+template <typename C> struct Pairs {
+    static_assert(sizeof(C) == 1);
     static constexpr int PAIRS = 32, UNIT = 8;
     f32s rows[LANES]; // of four codes
 
-    template <int P> void load(const e4m3 *const *keys, int at) {
+    template <int P> void load(const C *const *keys, int at) {
         again(keys);
 #pragma GCC unroll 16
         for (int j = 0; j < LANES; j++) {
@@ -99,7 +108,7 @@ template <> struct Pairs<e4m3> {
         for (int d = 0; d < dim; d += 4) to[d] = query[d], to[d + 1] = query[d + 2], to[d + 2] = query[d + 1], to[d + 3] = query[d + 3];
     }
 
-    template <int V> static void interleave(const e4m3 *even, const e4m3 *odd, i32s (&values)[V]) {
+    template <int V> static void interleave(const C *even, const C *odd, i32s (&values)[V]) {
         if constexpr (V == 4) {
             // So that unpacking, which goes by 16 bytes, leaves dimensions in order.
             const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
@@ -125,8 +134,16 @@ private:
         __m512i low, high;
 
         explicit Halves(__m512i codes)
-            : low(looked_up(WIDENED.low, codes)),
-              high(_mm512_ternarylogic_epi32(looked_up(WIDENED.high, codes), codes, _mm512_set1_epi8(-128), 0xf8)) {} // | the sign
+            : low(looked_up(WIDENED<C>.low, magnitude(codes))),
+              high(_mm512_ternarylogic_epi32(looked_up(WIDENED<C>.high, magnitude(codes)), codes, _mm512_set1_epi8(-128), 0xf8)) {}
+
+        // Seven bits of it, which are all that a table looks at.
+        static __m512i magnitude(__m512i codes) {
+            if constexpr (std::is_same_v<C, int8>)
+                return _mm512_abs_epi8(codes);
+            else
+                return codes;
+        }
 
         static __m512i looked_up(const uint8_t *table, __m512i codes) {
             return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
@@ -189,7 +206,7 @@ void add_few(const bf16 *weights, const C *const *rows, int at, float *sums, int
     for (int i = 0; i < count; i += 2) {
         if (at == 0) stream.fetch(1);
         i32s value[V];
-        Pairs<C>::interleave(rows[i] + dim + at, rows[i + 1] + dim + at, value);
+        Pairs<C>::interleave(rows[i] + dim + TAIL<C> + at, rows[i + 1] + dim + TAIL<C> + at, value);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             const i32s p = splat_word(weights + r * TILE + i);
@@ -243,6 +260,7 @@ template <typename C> struct PairWork {
     alignas(64) bf16 weights[GROUP * TILE];
     std::vector<bf16> queries; // [rows][dim]
     std::vector<uint32_t> keys, values;
+    alignas(64) float key_scale[TILE] = {}, value_scale[TILE] = {};
     Sums so_far;
 
     void begin(int rows, int dim) {
@@ -268,8 +286,12 @@ template <typename C> struct PairWork {
             } else {
                 score_pairs<r, VECTORS>(query, keys.data(), scores, dim, scale);
             }
+            if constexpr (TAIL<C> != 0)
+                for (int i = 0; i < r * TILE; i += LANES) store(scores + i, diptych::load(scores + i) * diptych::load(key_scale + i % TILE));
         });
     }
+
+    const float *value_scales() const { return TAIL<C> ? value_scale : nullptr; }
 
     void add(const Tile<C> &tile, int row, int rows, int dim, RowStream<bf16, C> &stream) {
         float *sums = &so_far.sums[row * dim];
@@ -296,6 +318,9 @@ template <typename C> struct PairWork {
     }
 
     void read(const Tile<C> &tile, int rows, int dim, RowStream<bf16, C> &stream) {
+        if constexpr (TAIL<C> != 0)
+            for (int i = 0; i < tile.count; i++)
+                key_scale[i] = scale_of(tile.rows[i], dim), value_scale[i] = scale_of(tile.rows[i] + dim + TAIL<C>, dim);
         if (rows <= GROUP) return; // they are made in registers, and used there
         for (int i = 0; i < tile.count; i += LANES)
             by_pairs<C>(dim, [&](auto pairs, int d) {
@@ -305,7 +330,7 @@ template <typename C> struct PairWork {
         for (int i = 0; i < tile.count; i += 2)
             for (int d = 0; d < dim; d += LANES) {
                 i32s value[1];
-                Pairs<C>::interleave(tile.rows[i] + dim + d, tile.rows[i + 1] + dim + d, value);
+                Pairs<C>::interleave(tile.rows[i] + dim + TAIL<C> + d, tile.rows[i + 1] + dim + TAIL<C> + d, value);
                 std::memcpy(&values[i / 2 * dim + d], value, sizeof value);
             }
     }
@@ -318,6 +343,10 @@ template <> struct Chosen<bf16, bf16> {
 #if defined(__AVX512VBMI__)
 template <> struct Chosen<bf16, e4m3> {
     typedef PairWork<e4m3> Work;
+};
+
+template <> struct Chosen<bf16, int8> {
+    typedef PairWork<int8> Work;
 };
 #endif
 

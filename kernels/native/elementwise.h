@@ -58,23 +58,26 @@ void turn(const T *x, C *out, const float *weight, float eps, const float *cosin
             turned[i + half] = b * c + a * s;
         }
     }
-    for (int64_t i = 0; i < dim; i += LANES) store(out + i, load(turned + i));
+    put_row(out, turned, dim);
 }
 
 // One token: q rotated to `q`, k and v to their slot of the cache.
 template <typename T, typename C>
 void rotate_token(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, int64_t at, const float *cosine, const float *sine,
                   const float *q_norm, const float *k_norm, float eps) {
-    const int64_t dim = s.head_dim, block = at / s.block_size, slot = at % s.block_size;
+    const int64_t dim = s.head_dim, width = dim + TAIL<C>, block = at / s.block_size, slot = at % s.block_size;
     for (int64_t h = 0; h < s.num_heads; h++) turn(qkv + h * dim, q + h * dim, q_norm, eps, cosine, sine, dim);
     for (int64_t h = 0; h < s.num_kv_heads; h++) {
-        C *to = kv + (((block * s.num_layers + layer) * s.num_kv_heads + h) * s.block_size + slot) * 2 * dim;
+        C *to = kv + (((block * s.num_layers + layer) * s.num_kv_heads + h) * s.block_size + slot) * 2 * width;
         turn(qkv + (s.num_heads + h) * dim, to, k_norm, eps, cosine, sine, dim);
         const T *value = qkv + (s.num_heads + s.num_kv_heads + h) * dim;
-        if constexpr (std::is_same_v<T, C>)
-            std::memcpy(to + dim, value, dim * sizeof(T));
-        else
-            for (int64_t i = 0; i < dim; i += LANES) store(to + dim + i, load(value + i));
+        if constexpr (std::is_same_v<T, C>) {
+            std::memcpy(to + width, value, dim * sizeof(T));
+        } else {
+            float wide[1024];
+            put_row(wide, value, dim);
+            put_row(to + width, wide, dim);
+        }
     }
 }
 

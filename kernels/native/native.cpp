@@ -2,7 +2,7 @@
 //
 // Every output row is computed by the same sequence of floating-point operations whatever else is in the batch, however a
 // prompt is cut into chunks and however many threads there are: keys are visited in tiles of 64 aligned to absolute positions.
-// Element types: 0 float32, 1 bfloat16, and of a cache also 2, e4m3; arithmetic is float32. Head sizes and widths are multiples of 16.
+// Element types: 0 float32, 1 bfloat16, and of a cache also 2, e4m3, or 3, int8; arithmetic is float32. Head sizes and widths are multiples of 16.
 
 #include "attention_bf16.h"
 #include "elementwise.h"
@@ -20,6 +20,7 @@ template <typename T, typename C> struct Types {
 // Calls back with the types of activations and of a cache, which is of the same type or of 8 bits.
 template <typename F> void by_types(int type, int kv_type, F &&call) {
     if (kv_type == 2) return type == 0 ? call(Types<float, e4m3>{}) : call(Types<bf16, e4m3>{});
+    if (kv_type == 3) return type == 0 ? call(Types<float, int8>{}) : call(Types<bf16, int8>{});
     return type == 0 ? call(Types<float, float>{}) : call(Types<bf16, bf16>{});
 }
 

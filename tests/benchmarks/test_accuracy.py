@@ -45,4 +45,6 @@ def test_the_names_of_variants() -> None:
     assert accuracy.Variant.parse("bfloat16") == accuracy.Variant("bfloat16", "none")
     assert accuracy.Variant.parse("bfloat16+int8") == accuracy.Variant("bfloat16", "int8")
     assert accuracy.Variant.parse("float32+fp8-wire") == accuracy.Variant("float32", "none", fp8_wire=True)
+    assert accuracy.Variant.parse("bfloat16+int8-cache") == accuracy.Variant("bfloat16", "none", kv_dtype="int8")
+    assert accuracy.Variant.parse("bfloat16+auto+fp8-cache") == accuracy.Variant("bfloat16", "auto", kv_dtype="fp8")
     assert accuracy.Variant.parse("bfloat16+int8+fp8-wire") == accuracy.Variant("bfloat16", "int8", fp8_wire=True)

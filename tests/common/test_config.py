@@ -107,6 +107,8 @@ def test_shared_memory_has_no_frames_to_quantise() -> None:
     assert read(PrefillWorkerConfig, ["--kv-wire-dtype", "fp8"], environ={}).kv_wire_dtype == "fp8"
     error = refusal(["--kv-cache-dtype", "fp8", "--kv-wire-dtype", "fp8"], PrefillWorkerConfig)
     assert error.field == "kv_wire_dtype" and "native with kv_cache_dtype fp8" in error.allowed
+    error = refusal(["--kv-cache-dtype", "int8", "--device", "cuda"], DecodeWorkerConfig)
+    assert error.field == "kv_cache_dtype" and error.allowed == "auto or fp8 on cuda"
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def steps(model: Decoder, kv_dtype: str) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-@pytest.mark.parametrize("kv_dtype", ["", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["", "fp8", "int8"])
 def test_bit_for_bit_as_the_operations_one_by_one(folder: Path, dtype: str, quantization: str, kv_dtype: str) -> None:
     model = load_model(resolve_model(str(folder)), dtype=dtype, quantization=quantization)
     replayed = steps(model, kv_dtype or dtype)
@@ -64,11 +64,11 @@ def test_bit_for_bit_as_the_operations_one_by_one(folder: Path, dtype: str, quan
     assert torch.equal(steps(single, kv_dtype or dtype), replayed)
 
 
-def test_a_program_serves_caches_of_both_types(folder: Path) -> None:
+def test_a_program_serves_caches_of_all_types(folder: Path) -> None:
     model = load_model(resolve_model(str(folder)))
-    first = [steps(model, kv_dtype) for kv_dtype in ("float32", "fp8")]
-    again = [steps(model, kv_dtype) for kv_dtype in ("float32", "fp8")]
-    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1]) and not torch.equal(*first)
+    first, again = ([steps(model, kv_dtype) for kv_dtype in ("float32", "fp8", "int8")] for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    assert len({float(logits.double().sum()) for logits in first}) == 3
 
 
 def decode_steps(model: Decoder, batch: int) -> tuple[Tensor, Tensor]:

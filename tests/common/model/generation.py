@@ -49,7 +49,9 @@ class Pool:
         self, model: Decoder, *, num_blocks: int = 96, block_size: int = 16, kv_dtype: torch.dtype | None = None
     ) -> None:
         self.kv = KVCache(model.config, num_blocks, block_size, kv_dtype or model.dtype)
-        self.kv.tensor.fill_(float("nan"))  # nothing may be read that was not written
+        self.kv.tensor.fill_(
+            -1 if self.kv.dtype == torch.int8 else float("nan")
+        )  # nothing may be read that was not written
         self.runner = ModelRunner(model, self.kv)
         self.free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
 

@@ -8,7 +8,7 @@ import torch
 from diptych.common.errors import BlockError, ContextLengthExceeded, InvalidRequest, ModelError
 from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.decoder import Decoder
-from diptych.common.model.kv_cache import FP8, KVCache
+from diptych.common.model.kv_cache import SMALL_DTYPES, KVCache
 from diptych.common.model.oracle import Oracle
 from diptych.common.model.runner import ModelRunner
 from diptych.common.model.tiny import make_tiny_model
@@ -34,7 +34,7 @@ def test_a_mixed_batch_changes_nothing(model: Decoder, alone: list[list[int]], c
     assert Pool(model, block_size=block_size).greedy_batch(PROMPTS, 16, chunk=chunk) == alone
 
 
-@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("kv_dtype", [None, *SMALL_DTYPES.values()])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_the_same_bits_in_every_batch(tiny_folder: Path, dtype: str, kv_dtype: torch.dtype | None) -> None:
     from diptych.kernels.native_build import load_native
@@ -72,18 +72,21 @@ def test_rows_of_one_sequence_are_the_same_bits_together_and_one_after_the_other
     assert torch.equal(blocks[0].nan_to_num(nan=7.0), blocks[1].nan_to_num(nan=7.0))
 
 
+@pytest.mark.parametrize("kv_dtype", SMALL_DTYPES.values())
 @pytest.mark.parametrize("native", [True, False])
-def test_a_cache_of_8_bits_is_the_plain_loops(model: Decoder, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_8_bits_is_the_plain_loops(
+    model: Decoder, native: bool, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """But for the few numbers that lie so near to a border that the last bit of what is rounded decides."""
     if not native:
         monkeypatch.setattr(dispatch, "backend", lambda kind: torch_backend)
         model.run_by_operation()
-    one, pool = prompt(90), Pool(model, kv_dtype=FP8)
+    one, pool = prompt(90), Pool(model, kv_dtype=kv_dtype)
     table = pool.table(len(one))
     rows = [pool.runner.forward([SequenceChunk(one[:50], 0, table, score=True)])]
     rows += [pool.runner.forward([SequenceChunk(one[i : i + 1], i, table)]) for i in range(50, 90)]
     expected, exact = (
-        oracle.forward(one, oracle.empty_cache()) for oracle in (Oracle(model, fp8_cache=True), Oracle(model))
+        oracle.forward(one, oracle.empty_cache()) for oracle in (Oracle(model, kv_dtype=kv_dtype), Oracle(model))
     )
     assert (torch.cat(rows) - expected).norm() < 0.1 * (exact - expected).norm()
 

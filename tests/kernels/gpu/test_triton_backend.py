@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.kv_cache import FP8
+from diptych.common.model.kv_cache import SMALL_DTYPES
 from diptych.common.model.oracle import Oracle, generate
 from diptych.common.model.tiny import make_tiny_model
 from diptych.common.sampling_params import SamplingParams
@@ -63,7 +63,11 @@ def test_the_oracles_tokens(tmp_path: Path, calls: Counter[str], architecture: L
 def test_a_cache_of_8_bits(tmp_path: Path, calls: Counter[str]) -> None:
     """Logits of a prefill in chunks and of steps after it, but for numbers near to a border between two of 8 bits."""
     model, tokens = load(make_tiny_model(tmp_path / "model")), prompt(40)
-    pool, exact, oracle = Pool(model, kv_dtype=FP8), Oracle(model), Oracle(model, fp8_cache=True)
+    pool, exact, oracle = (
+        Pool(model, kv_dtype=SMALL_DTYPES["fp8"]),
+        Oracle(model),
+        Oracle(model, kv_dtype=SMALL_DTYPES["fp8"]),
+    )
     table = pool.table(len(tokens))
     rows = [pool.runner.forward([SequenceChunk(tokens[:20], 0, table, score=True)])]
     rows += [pool.runner.forward([SequenceChunk(tokens[20:38], 20, table, score=True)])]

@@ -163,6 +163,8 @@ double value(e4m3 x) {
     const double size = code >> 3 ? std::ldexp(8 + fraction, (code >> 3) - 10) : std::ldexp(fraction, -9);
     return x.bits >> 7 ? -size : size;
 }
+double value(int8 x) { return x.number; }
+void set(int8 &x, double) { x.number = int8_t(whole(-127, 127)); }
 void set(float &x, double to) { x = float(to); }
 void set(bf16 &x, double to) { x = rounded(to); }
 void set(e4m3 &x, double) { x.bits = uint8_t(whole(0, 1) << 7 | whole(0, 0x37)); } // below 1
@@ -173,9 +175,20 @@ template <typename T, typename C> void check_attention(int type, int kv_type, in
     const int64_t spans[] = {0, 1, 69, 0, 1, 21, 40, 5}; // row, rows, start, first entry of the table
     const int32_t tables[] = {7, 2, 9, 4, 0, 5, 1, 8, 3};
     const int64_t shape[] = {layers, kv_heads, size, dim, heads}, rows = 22;
-    std::vector<C> kv(10 * layers * kv_heads * size * 2 * dim);
+    const int64_t width = dim + TAIL<C>;
+    std::vector<C> kv(10 * layers * kv_heads * size * 2 * width);
     std::vector<T> q(rows * heads * dim), out(rows * heads * dim);
     for (C &v : kv) set(v, uniform(-1, 1));
+    const auto scale_at = [&](const C *row) { // of a row of whole numbers
+        float scale = 1;
+        if constexpr (TAIL<C> != 0) std::memcpy(&scale, row + dim, sizeof scale);
+        return double(scale);
+    };
+    if constexpr (TAIL<C> != 0)
+        for (size_t at = 0; at < kv.size(); at += width) {
+            const float scale = float(uniform(0.001, 0.008));
+            std::memcpy(&kv[at + dim], &scale, sizeof scale);
+        }
     for (T &v : q) set(v, uniform(-1, 1));
     std::vector<int32_t> units;
     for (int span = 0; span < 2; span++)
@@ -194,13 +207,13 @@ template <typename T, typename C> void check_attention(int type, int kv_type, in
                 double total = 0;
                 for (int64_t j = from; j <= at; j++) {
                     const int64_t block = tables[spans[span * 4 + 3] + j / size];
-                    const C *key = &kv[(((block * layers + layer) * kv_heads + head / 3) * size + j % size) * 2 * dim];
+                    const C *key = &kv[(((block * layers + layer) * kv_heads + head / 3) * size + j % size) * 2 * width];
                     double score = 0;
-                    for (int64_t d = 0; d < dim; d++) score += value(query[d]) * value(key[d]) * scale;
+                    for (int64_t d = 0; d < dim; d++) score += value(query[d]) * value(key[d]) * scale_at(key) * scale;
                     if (softcap > 0) score = softcap * std::tanh(score / softcap);
                     const double weight = std::exp(score);
                     total += weight;
-                    for (int64_t d = 0; d < dim; d++) sums[d] += weight * value(key[dim + d]);
+                    for (int64_t d = 0; d < dim; d++) sums[d] += weight * value(key[width + d]) * scale_at(key + width);
                 }
                 for (int64_t d = 0; d < dim; d++)
                     expect("attention", value(out[((spans[span * 4] + i) * heads + head) * dim + d]), sums[d] / total, 1, tolerance);
@@ -293,6 +306,8 @@ int main() {
                 check_attention<bf16, bf16>(1, 1, dim, window, softcap, 2e-2);
                 check_attention<float, e4m3>(0, 2, dim, window, softcap, 2e-6);
                 check_attention<bf16, e4m3>(1, 2, dim, window, softcap, 2e-2);
+                check_attention<float, int8>(0, 3, dim, window, softcap, 2e-6);
+                check_attention<bf16, int8>(1, 3, dim, window, softcap, 2e-2);
             }
     for (const int64_t width : {1, 3, 16, 31, 64, 257, 5000}) check_sampling(width);
     std::printf("%d outputs to a panel, features %d, %d failures\n", PANEL, diptych_features(), failures);

@@ -1,4 +1,4 @@
-"""A KV cache of 8 bits in both pools: one plain loop's answers, whoever computes them and whatever happens."""
+"""KV caches of 8 bits in both pools: one plain loop's answers, whoever computes them and whatever happens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from .asking import wait_until
 from .test_failures import ALL_REMOTE, NUM_TOKENS, SLOW_PREFILL, random_order, run_with
 
 pytestmark = pytest.mark.e2e
-FP8 = ("--kv-cache-dtype", "fp8")
 LENGTHS = (5, 16, 17, 33, 100, 250, 400)
 BLOCK_SIZE = 16
 
 
 @torch.inference_mode()
-def plain_answer(prompt: list[int], count: int, kv_dtype: str = "fp8") -> list[int]:
+def plain_answer(prompt: list[int], count: int, kv_dtype: str) -> list[int]:
     """Greedy tokens of one sequence in one process, a token a step."""
     model = load_model(resolve_model("tiny-random"))
     blocks = range(-(-(len(prompt) + count) // BLOCK_SIZE))
@@ -35,30 +34,38 @@ def plain_answer(prompt: list[int], count: int, kv_dtype: str = "fp8") -> list[i
     return out
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (0, 1), (2, 2)])
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize(
+    ("shape", "transport", "kv_dtype"),
+    [
+        *(((1, 1), "tcp", "fp8"), ((1, 1), "shm", "fp8"), ((0, 1), "tcp", "fp8")),
+        *(((1, 1), "tcp", "int8"), ((1, 1), "shm", "int8"), ((2, 2), "shm", "int8")),
+    ],
+)
 def test_the_same_answer_everywhere(
-    system_of: Any, random_prompts: Any, shape: tuple[int, int], transport: str
+    system_of: Any, random_prompts: Any, shape: tuple[int, int], transport: str, kv_dtype: str
 ) -> None:
-    if shape[0] == 0 and transport == "shm":
-        pytest.skip("nothing travels")
     prompts = random_prompts(LENGTHS, vocab_size=256, seed=31)
-    expected = [plain_answer(prompt, 24) for prompt in prompts]
+    expected = [plain_answer(prompt, 24, kv_dtype) for prompt in prompts]
     assert expected != [plain_answer(prompt, 24, "float32") for prompt in prompts], "8 bits would not be seen"
-    system = system_of(*shape, router_flags=ALL_REMOTE, worker_flags=(*FP8, "--kv-transport", transport))
+    flags = ("--kv-cache-dtype", kv_dtype, "--kv-transport", transport)
+    system = system_of(*shape, router_flags=ALL_REMOTE, worker_flags=flags)
     assert system.generate(prompts, max_tokens=24, at_once=1) == expected
     shipped = system.metric("diptych_kv_transfer_bytes", "decode")
     assert system.generate(prompts, max_tokens=24, at_once=8) == expected  # what was cached is what was computed
     if shape == (1, 1):
-        block = KVCache(load_model(resolve_model("tiny-random")).config, 1, BLOCK_SIZE, "float32").block_bytes // 4
-        assert shipped == block * sum(-(-length // BLOCK_SIZE) for length in LENGTHS)
+        config = load_model(resolve_model("tiny-random")).config
+        width = 2 * (config.head_dim + (8 if kv_dtype == "int8" else 0))
+        num_slots = BLOCK_SIZE * sum(-(-length // BLOCK_SIZE) for length in LENGTHS)
+        assert shipped == num_slots * config.num_layers * config.num_kv_heads * width
         assert system.transfers(transport) == 2 * len(prompts)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_worker_costs_no_token(system_of: Any, random_prompts: Any, role: str) -> None:
+@pytest.mark.parametrize(("role", "kv_dtype"), [("prefill", "fp8"), ("decode", "int8")])
+def test_a_killed_worker_costs_no_token(system_of: Any, random_prompts: Any, role: str, kv_dtype: str) -> None:
     """An answer that moves is computed anew in the same 8 bits, and goes on with the same words."""
-    system = system_of(2, 2, router_flags=ALL_REMOTE, worker_flags=FP8, prefill_flags=SLOW_PREFILL)
+    system = system_of(
+        2, 2, router_flags=ALL_REMOTE, worker_flags=("--kv-cache-dtype", kv_dtype), prefill_flags=SLOW_PREFILL
+    )
     prompts = random_prompts((30, 200, 700, 1500) * 3, vocab_size=256, seed=32)
     expected = system.generate(prompts, max_tokens=NUM_TOKENS)
     victim = system.stack.workers(role)[0]
@@ -69,9 +76,9 @@ def test_a_killed_worker_costs_no_token(system_of: Any, random_prompts: Any, rol
 
 def test_pools_of_two_types_are_not_paired(system_of: Any, random_prompts: Any) -> None:
     """Nothing is shipped that the other side would read as something else; prompts are computed where they decode."""
-    system = system_of(router_flags=ALL_REMOTE, decode_flags=FP8)
+    system = system_of(router_flags=ALL_REMOTE, decode_flags=("--kv-cache-dtype", "fp8"))
     prompts = random_prompts(LENGTHS, vocab_size=256, seed=33)
-    assert system.generate(prompts, max_tokens=12) == [plain_answer(prompt, 12) for prompt in prompts]
+    assert system.generate(prompts, max_tokens=12) == [plain_answer(prompt, 12, "fp8") for prompt in prompts]
     assert system.transfers("tcp") == system.transfers("shm") == 0
     wait_until(lambda: unpaired(system) == 2, "the router says that both have no partner")
     wait_until(lambda: 'cache_dtype="float32"' in metrics_of(system, "prefill"), "the prefill worker tells its type")
