@@ -25,7 +25,7 @@ from diptych.benchmarks.report import open_console, write_json
 from diptych.common.model.batch import SequenceChunk
 from diptych.common.model.decoder import Decoder
 from diptych.common.model.files import resolve_model
-from diptych.common.model.kv_cache import KVCache
+from diptych.common.model.kv_cache import SMALL_DTYPES, KVCache, block_bytes
 from diptych.common.model.load import load_model
 from diptych.common.model.runner import ModelRunner
 from diptych.kernels import Linear, quantise
@@ -52,6 +52,7 @@ LOADS: Final = (
     Load("decode, batch 1", 1, 1, 256),
     Load("decode, batch 8", 8, 1, 256),
     Load("decode, batch 32", 32, 1, 256),
+    Load("decode, batch 32, after 1,024", 32, 1, 1024),
     Load("prefill of 512", 1, 512, 0),
     Load("prefill of 512 after 512", 1, 512, 512),
 )
@@ -108,10 +109,10 @@ def multiplication_rate(native: NativeBackend, quantization: str, dtype: torch.d
     return 2 * CACHED_ROWS * CACHED_OUT * CACHED_IN / seconds
 
 
-def run_load(model: Decoder, load: Load, rounds: int) -> tuple[float, dict[str, float]]:
+def run_load(model: Decoder, load: Load, rounds: int, kv_dtype: torch.dtype) -> tuple[float, dict[str, float]]:
     """Seconds of an average step: the whole, and each operation."""
     blocks = -(-(load.context + load.num_tokens) // BLOCK_SIZE)
-    runner = ModelRunner(model, KVCache(model.config, load.batch * blocks, BLOCK_SIZE, model.dtype))
+    runner = ModelRunner(model, KVCache(model.config, load.batch * blocks, BLOCK_SIZE, kv_dtype))
     tables = [tuple(range(i * blocks, (i + 1) * blocks)) for i in range(load.batch)]
     random = torch.Generator().manual_seed(0)
     for table in tables:
@@ -133,12 +134,11 @@ def run_load(model: Decoder, load: Load, rounds: int) -> tuple[float, dict[str, 
     return sum(seconds) / rounds, {name: total / rounds for name, total in program.timings().items()}
 
 
-def floor_of(name: str, model: Decoder, load: Load, rates: Rates) -> float:
+def floor_of(name: str, model: Decoder, load: Load, rates: Rates, kv_dtype: torch.dtype) -> float:
     """Seconds below which an operation cannot go, for all layers of a step; 0 where that is not counted."""
     config = model.config
     if name == "attend":
-        keys = load.batch * (load.context + load.num_tokens)
-        num_bytes = keys * config.num_layers * config.num_kv_heads * 2 * config.head_dim * model.dtype.itemsize
+        num_bytes = load.batch * (load.context + load.num_tokens) * block_bytes(config, 1, kv_dtype)
         pairs = load.batch * load.num_tokens * (load.context + (load.num_tokens + 1) / 2)
         work = 4 * pairs * config.num_layers * config.num_heads * config.head_dim
         return max(num_bytes / rates.bytes_per_s, work / rates.dtype_operations_per_s)
@@ -176,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2-135m", help="built-in name, folder or GGUF file")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--quantization", default="none", choices=tuple(BITS))
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", *SMALL_DTYPES))
     parser.add_argument("--threads", type=int, default=0, help="0: one a core")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", type=Path, help="JSON file to write the results to")
@@ -190,6 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = []
     with torch.inference_mode():
         model = load_model(files, dtype=options.dtype, quantization=options.quantization)
+        kv_dtype = SMALL_DTYPES.get(options.kv_cache_dtype, model.dtype)
         rates = measure_rates(native, options.quantization, model.dtype)
         console.print(
             f"{files.model_id}, {options.dtype}, {options.quantization}, {torch.get_num_threads()} threads: "
@@ -199,9 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for load in LOADS:
             if load.context + load.num_tokens > model.config.max_model_len:
                 continue
-            step_s, timings = run_load(model, load, options.rounds)
+            step_s, timings = run_load(model, load, options.rounds, kv_dtype)
             parts = [
-                Part(name, seconds * 1e3, floor_of(name, model, load, rates) * 1e3)
+                Part(name, seconds * 1e3, floor_of(name, model, load, rates, kv_dtype) * 1e3)
                 for name, seconds in sorted(timings.items(), key=lambda item: -item[1])
             ]
             report(console, load, step_s, parts)

@@ -51,13 +51,20 @@ struct Sums {
     }
 };
 
+// What multiplies the keys and values of a tile, if they are not multiplied by it yet.
+struct Scales {
+    alignas(64) float keys[TILE] = {}, values[TILE] = {};
+};
+
 // One row's scores of a tile, times log2(e), to weights relative to a running maximum, or what was one lately; rescales what the row
-// has summed so far where that changes. `scales`, unless null, multiply the values, and so the weights that go with them.
+// has summed so far where that changes.
 template <typename W>
-void soften(const float *scores, W *weights, const float *scales, int64_t base, int64_t from, int64_t to, float softcap, float *sums,
+void soften(const float *scores, W *weights, const Scales *scales, int64_t base, int64_t from, int64_t to, float softcap, float *sums,
             int dim, float &top, float *total) {
     f32s s[VECTORS];
     for (int v = 0; v < VECTORS; v++) s[v] = load(scores + v * LANES);
+    if (scales)
+        for (int v = 0; v < VECTORS; v++) s[v] *= load(scales->keys + v * LANES);
     if (softcap > 0.f)
         for (int v = 0; v < VECTORS; v++) // tanh(x) = 1 - 2 / (e^2x + 1)
             s[v] = softcap * LOG2_E * (1.f - 2.f / (exponential(s[v] * (2.f / (softcap * LOG2_E))) + 1.f));
@@ -86,7 +93,7 @@ void soften(const float *scores, W *weights, const float *scales, int64_t base, 
     for (int v = 0; v < VECTORS; v++) {
         const f32s weight = power_of_two<std::is_same_v<W, bf16>>(s[v] - top);
         added += weight;
-        store(weights + v * LANES, scales ? weight * load(scales + v * LANES) : weight);
+        store(weights + v * LANES, scales ? weight * load(scales->values + v * LANES) : weight);
     }
     store(total, added);
 }
@@ -145,7 +152,7 @@ template <typename T, typename C> struct Attention {
                 for (int i = row; i < std::min(rows, row + GROUP); i++) {
                     const int64_t at = first(unit) + i / group; // position of this query
                     const int64_t from = window && at + 1 > window ? at + 1 - window : 0;
-                    soften(&work.scores[(i - row) * TILE], &work.weights[(i - row) * TILE], work.value_scales(), base, from, at + 1,
+                    soften(&work.scores[(i - row) * TILE], &work.weights[(i - row) * TILE], work.scales(), base, from, at + 1,
                            softcap, &so_far.sums[i * dim], dim, so_far.top[i], &so_far.total[i * LANES]);
                 }
                 work.add(tile, row, rows, dim, stream);
@@ -309,7 +316,7 @@ template <typename T, typename C> struct PlainWork {
             for (int d = 0; d < dim; d += LANES) store(&values[i * dim + d], wide(tile.rows[i] + dim + TAIL<C>, d, dim));
     }
 
-    static constexpr const float *value_scales() { return nullptr; } // values are multiplied by theirs already
+    static constexpr const Scales *scales() { return nullptr; }
 
     static f32s wide(const C *row, int at, int dim) {
         if constexpr (TAIL<C> == 0)

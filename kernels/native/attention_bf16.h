@@ -260,7 +260,7 @@ template <typename C> struct PairWork {
     alignas(64) bf16 weights[GROUP * TILE];
     std::vector<bf16> queries; // [rows][dim]
     std::vector<uint32_t> keys, values;
-    alignas(64) float key_scale[TILE] = {}, value_scale[TILE] = {};
+    Scales of_tile;
     Sums so_far;
 
     void begin(int rows, int dim) {
@@ -286,12 +286,10 @@ template <typename C> struct PairWork {
             } else {
                 score_pairs<r, VECTORS>(query, keys.data(), scores, dim, scale);
             }
-            if constexpr (TAIL<C> != 0)
-                for (int i = 0; i < r * TILE; i += LANES) store(scores + i, diptych::load(scores + i) * diptych::load(key_scale + i % TILE));
         });
     }
 
-    const float *value_scales() const { return TAIL<C> ? value_scale : nullptr; }
+    const Scales *scales() const { return TAIL<C> ? &of_tile : nullptr; }
 
     void add(const Tile<C> &tile, int row, int rows, int dim, RowStream<bf16, C> &stream) {
         float *sums = &so_far.sums[row * dim];
@@ -320,7 +318,7 @@ template <typename C> struct PairWork {
     void read(const Tile<C> &tile, int rows, int dim, RowStream<bf16, C> &stream) {
         if constexpr (TAIL<C> != 0)
             for (int i = 0; i < tile.count; i++)
-                key_scale[i] = scale_of(tile.rows[i], dim), value_scale[i] = scale_of(tile.rows[i] + dim + TAIL<C>, dim);
+                of_tile.keys[i] = scale_of(tile.rows[i], dim), of_tile.values[i] = scale_of(tile.rows[i] + dim + TAIL<C>, dim);
         if (rows <= GROUP) return; // they are made in registers, and used there
         for (int i = 0; i < tile.count; i += LANES)
             by_pairs<C>(dim, [&](auto pairs, int d) {

@@ -10,16 +10,20 @@ from diptych.common.model.tiny import make_tiny_model
 from diptych.kernels.native_backend import native_backend
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize(("quantization", "kv_dtype"), [("none", "auto"), ("int8", "int8"), ("none", "fp8")])
 def test_every_operation_has_its_time(
-    tmp_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    quantization: str,
+    kv_dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if native_backend() is None:
         pytest.skip("no C++ compiler here")
     monkeypatch.setattr(cpu, "LOADS", (cpu.Load("decode", 3, 1, 20), cpu.Load("prefill", 1, 24, 0)))
     folder, out = make_tiny_model(tmp_path / "model"), tmp_path / "cpu.json"
     arguments = ["--model", str(folder), "--rounds", "3", "--quantization", quantization, "--output", str(out)]
-    assert cpu.main([*arguments, "--dtype", "float32"]) == 0
+    assert cpu.main([*arguments, "--dtype", "float32", "--kv-cache-dtype", kv_dtype]) == 0
     result = json.loads(out.read_text())
     assert min(result["rates"].values()) > 0
     for load in result["results"]:
