@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from diptych.kernels import torch_backend
-from diptych.kernels.cache_rows import head_dim_of
 from diptych.kernels.device import triton_backend
+from diptych.kernels.kv_region import head_dim_of
 from diptych.kernels.native_backend import NativePlan, native_backend
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
 from diptych.kernels.program import Recording
@@ -91,7 +91,7 @@ def paged_attention(
     h // (num_heads // num_kv_heads). `window` > 0 lets a query see that many tokens, itself included. `sinks` (float32
     [num_heads]) are one more logit a head in the softmax's denominator. A cache of float8_e4m3fn holds keys divided by
     `k_scale` and values divided by `v_scale`; one of int8, on a CPU alone, has a scale of its own for each of them (see
-    `cache_rows`). Rows outside of the plan's spans stay unwritten. The spans' own keys and
+    `kv_region`). Rows outside of the plan's spans stay unwritten. The spans' own keys and
     values must have been written.
     """
     chosen = backend(q.device.type)

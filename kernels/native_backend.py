@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from diptych.kernels import torch_backend
-from diptych.kernels.cache_rows import head_dim_of
+from diptych.kernels.kv_region import head_dim_of
 from diptych.kernels.native_build import load_native
 from diptych.kernels.packed import INT8, PackedWeight, panel_size, room
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan

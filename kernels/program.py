@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import Tensor
 
-from diptych.kernels.cache_rows import head_dim_of
+from diptych.kernels.kv_region import head_dim_of
 from diptych.kernels.packed import PackedWeight, WeightsStruct
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diptych.kernels.cache_rows import unpacked_rows
+from diptych.kernels.kv_region import unpacked
 from diptych.kernels.plan import QuerySpan
 
 
@@ -33,7 +33,7 @@ def paged_attention(
     v_scale: float = 1.0,
 ) -> Tensor:
     """Same contract as `kernels.paged_attention`, from spans instead of a plan; float64 in, float64 out."""
-    kv = unpacked_rows(kv)
+    kv = unpacked(kv)
     out = torch.full_like(q, float("nan"))
     group = q.shape[1] // kv.shape[2]
     for span in spans:

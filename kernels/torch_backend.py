@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diptych.kernels.cache_rows import head_dim_of, packed_rows, unpacked_rows
+from diptych.kernels.kv_region import head_dim_of, numbers_of, quantised, saturated, scales_of, unpacked
 from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
 
 MAX_PADDING = 1.25  # a group's longest row may be this much longer than its shortest
@@ -158,7 +158,7 @@ def paged_attention(
         raise TypeError(f"a {type(plan).__name__} was made by another backend")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     num_blocks, num_layers, heads, size, _, width = kv.shape
-    flat = kv.view(num_blocks * num_layers * heads, size * 2, width)[layer * heads :]
+    flat = kv.view(num_blocks * num_layers * heads, size, 2, width)[layer * heads :]
     decodes, prefills = plan.window(window)
     rule = SoftmaxRule(scale * k_scale, softcap, sinks, v_scale)
     for group in decodes:
@@ -178,10 +178,10 @@ class SoftmaxRule(NamedTuple):
 
 
 def _gather(flat: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of the flat cache, as numbers that torch computes with: [rows, size * 2, head_dim]."""
+    """Of the flat cache, as numbers that torch computes with: [rows, size, 2, head_dim]."""
     if flat.dtype.itemsize > 1:
         return flat.index_select(0, rows)
-    return unpacked_rows(flat.view(torch.uint8).index_select(0, rows).view(flat.dtype)).to(dtype)
+    return unpacked(flat.view(torch.uint8).index_select(0, rows).view(flat.dtype)).to(dtype)
 
 
 def _decode(q: Tensor, flat: Tensor, group: DecodeGroup, rule: SoftmaxRule, out: Tensor) -> None:
@@ -259,11 +259,21 @@ def rotate_and_write(
     first, second = qk.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     qk = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    new = packed_rows(torch.stack((qk[:, heads:], qkv[:, -kv_heads:].float()), dim=2), kv.dtype)  # [T, Hkv, 2, row]
-    if kv.dtype.itemsize == 1:  # torch does not scatter e4m3
-        new, kv = new.view(torch.uint8), kv.view(torch.uint8)
-    kv[:, layer].permute(0, 2, 1, 3, 4)[slots // size, slots % size] = new
+    new = torch.stack((qk[:, heads:], qkv[:, -kv_heads:].float()), dim=2)  # [T, Hkv, 2, D]
+    _write(new, kv[:, layer], slots // size, slots % size)
     return qk[:, :heads].to(qkv.dtype)
+
+
+def _write(new: Tensor, kv: Tensor, blocks: Tensor, slots: Tensor) -> None:
+    """float32 [T, heads, 2, head_dim] into one layer of a cache."""
+    if kv.dtype == torch.int8:
+        codes, scales = quantised(new)
+        numbers_of(kv).transpose(1, 2)[blocks, slots] = codes
+        scales_of(kv).permute(0, 3, 1, 2)[blocks, slots] = scales
+    elif kv.dtype == torch.float8_e4m3fn:  # which torch does not scatter
+        kv.view(torch.uint8).transpose(1, 2)[blocks, slots] = saturated(new).view(torch.uint8)
+    else:
+        kv.transpose(1, 2)[blocks, slots] = new.to(kv.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diptych.common.errors import BlockError, ModelError
 from diptych.common.shared_memory import NotShared, SharedMemory
-from diptych.kernels.cache_rows import row_width
+from diptych.kernels.kv_region import numbers_of, row_width, scales_of
 from diptych.kernels.large_pages import prefer_large_pages
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype | str) 
 
 
 class KVCache:
-    """`.tensor` is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), row], contiguous, zero at first.
+    """`.tensor` is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), width], contiguous, zero at first.
 
-    A row is head_dim numbers, in int8 with their scale behind them: see `kernels.cache_rows`.
+    Its width is head_dim; in int8 there is room for scales besides: see `kernels.kv_region`.
 
     In host memory the system maps pages as they are touched: blocks that were never written cost nothing. `.shared` is
     the memory that other processes may be let read, None unless asked for, and on a device or a system without it.
@@ -117,7 +117,12 @@ class KVCache:
 
     def clear_slots(self, index: int, first: int) -> None:
         """Zero the slots of a block from `first` on, in every layer. BlockError when it is out of range."""
-        self.block_tensor(index)[:, :, first:] = 0
+        block = self.block_tensor(index)
+        if self.dtype == torch.int8:
+            numbers_of(block)[:, :, first:] = 0
+            scales_of(block)[..., first:] = 0.0
+        else:
+            block[:, :, first:] = 0
 
     def _check(self, index: int) -> None:
         if not 0 <= index < self.num_blocks:

@@ -20,7 +20,7 @@ from diptych.common.model.sampler import Sampler, SamplingRow
 from diptych.common.model.weights import LayerWeights
 from diptych.common.sampling_params import SamplingParams
 from diptych.common.stop import banned_tokens, finish_reason
-from diptych.kernels.cache_rows import packed_rows, unpacked_rows
+from diptych.kernels.kv_region import packed, unpacked
 
 
 def generate(
@@ -118,7 +118,8 @@ class Oracle:
         q, k = self._rotate(index, q, positions), self._rotate(index, k, positions)
         new = torch.stack((k, v))
         if self.kv_dtype is not None:
-            new = unpacked_rows(packed_rows(new.float(), self.kv_dtype)).to(self.dtype)
+            both = new.float().permute(2, 1, 0, 3)  # [Hkv, T, 2, D]
+            new = unpacked(packed(both, self.kv_dtype)).permute(2, 1, 0, 3).to(self.dtype)
         cache[index] = torch.cat((cache[index], new), dim=1)
         keys, values = (part.repeat_interleave(heads // kv_heads, dim=1) for part in cache[index])
         scores = torch.einsum("qhd,khd->hqk", q, keys) * config.attention_scale

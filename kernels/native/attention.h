@@ -19,6 +19,13 @@ constexpr float LOG2_E = 1.44269504088896341f;
 
 struct Shape {
     int64_t num_layers, num_kv_heads, block_size, head_dim, num_heads;
+
+    // Where the n-th keys and values of one block, layer and head begin in a cache of type C, and their scales, if they have any.
+    template <typename C> int64_t region(int64_t n) const { return n * block_size * 2 * (head_dim + SCALE<C>); }
+    template <typename C> auto *scales(C *region) const {
+        typedef std::conditional_t<std::is_const_v<C>, const float, float> Float;
+        return reinterpret_cast<Float *>(region + block_size * 2 * head_dim);
+    }
 };
 
 // One query tile of one sequence against one KV head.
@@ -32,10 +39,16 @@ struct Span { // of the plan: see native_backend.py
 
 alignas(64) const float NOTHING[2048] = {};
 
+// What multiplies the keys and values of a tile.
+struct Scales {
+    alignas(64) float keys[TILE] = {}, values[TILE] = {};
+};
+
 // Where up to 64 keys lie, each with its value behind it. Those that the unit does not see are zeros, so that slots which
-// belong to nobody are never read. C is the type of the cache's numbers: dim of them, and what TAIL says, are a key or a value.
+// belong to nobody are never read. C is the type of the cache's numbers, and `scales` what multiplies them if that is of whole numbers.
 template <typename C> struct Tile {
     const C *rows[TILE];
+    Scales scales;
     int64_t base;
     int count; // a multiple of LANES: of a sequence's last tile only what is there, as the others would add nothing
 };
@@ -49,11 +62,6 @@ struct Sums {
         top.assign(rows, NEG_INF);
         total.assign(rows * LANES, 0.f);
     }
-};
-
-// What multiplies the keys and values of a tile, if they are not multiplied by it yet.
-struct Scales {
-    alignas(64) float keys[TILE] = {}, values[TILE] = {};
 };
 
 // One row's scores of a tile, times log2(e), to weights relative to a running maximum, or what was one lately; rescales what the row
@@ -126,12 +134,14 @@ template <typename T, typename C> struct Attention {
     int64_t end(const Unit &unit) const { return first(unit) + unit.count; }
     int64_t begin(const Unit &unit) const { return window && first(unit) + 1 > window ? first(unit) + 1 - window : 0; }
 
-    // The key at a position of the unit, and how many keys, with their values, follow each other from there on.
-    const C *row(const Unit &unit, int64_t at, int64_t &count) const {
+    // The key at a position of the unit, its scale, and how many keys, with their values, follow each other from there on.
+    const C *row(const Unit &unit, int64_t at, const float *&scale, int64_t &count) const {
         const uint32_t size = uint32_t(shape.block_size), block = uint32_t(at) / size, slot = uint32_t(at) - block * size;
         const int64_t place = (tables[spans[unit.span].table + block] * shape.num_layers + layer) * shape.num_kv_heads + unit.head;
         count = size - slot;
-        return kv + (place * size + slot) * 2 * (shape.head_dim + TAIL<C>);
+        const C *region = kv + shape.region<C>(place);
+        scale = shape.scales(region) + slot;
+        return region + slot * 2 * shape.head_dim;
     }
 
     template <typename Work> void run(const Unit &unit, Work &work, RowStream<T, C> &stream) const {
@@ -152,7 +162,7 @@ template <typename T, typename C> struct Attention {
                 for (int i = row; i < std::min(rows, row + GROUP); i++) {
                     const int64_t at = first(unit) + i / group; // position of this query
                     const int64_t from = window && at + 1 > window ? at + 1 - window : 0;
-                    soften(&work.scores[(i - row) * TILE], &work.weights[(i - row) * TILE], work.scales(), base, from, at + 1,
+                    soften(&work.scores[(i - row) * TILE], &work.weights[(i - row) * TILE], Work::SCALES_LATER ? &tile.scales : nullptr, base, from, at + 1,
                            softcap, &so_far.sums[i * dim], dim, so_far.top[i], &so_far.total[i * LANES]);
                 }
                 work.add(tile, row, rows, dim, stream);
@@ -175,7 +185,7 @@ public:
     // `unit` is read now, and `following`, unless null, after it.
     void begin(const Attention<T, C> &of, const Unit &unit, const Unit *following) {
         attention = &of, next = following;
-        lines = int((2 * (of.shape.head_dim + TAIL<C>) * int64_t(sizeof(C)) + (TAIL<C> ? LINE - 1 : 0)) / LINE);
+        lines = int(2 * of.shape.head_dim * int64_t(sizeof(C)) / LINE);
         first = of.begin(unit), end = of.end(unit);
         if (current == &unit) return; // begun ahead
         current = &unit, position = first, filled = fetched = taken = 0;
@@ -187,6 +197,13 @@ public:
         while (filled - taken < 2 * TILE && fill()) {}
         if (to - from < TILE) std::fill(tile.rows, tile.rows + TILE, reinterpret_cast<const C *>(NOTHING));
         std::memcpy(tile.rows + from, rows + taken, (to - from) * sizeof *rows);
+        if constexpr (SCALE<C> != 0) {
+            if (to - from < TILE) tile.scales = Scales();
+            for (int i = from; i < to; i++) {
+                const float *scale = scales[taken + i - from];
+                tile.scales.keys[i] = scale[0], tile.scales.values[i] = scale[attention->shape.block_size];
+            }
+        }
         taken += to - from;
         if (fetched < taken) fetched = taken;
         tile.base = base, tile.count = (to + LANES - 1) / LANES * LANES;
@@ -197,12 +214,18 @@ public:
         for (; count > 0 && fetched != filled; count--) {
             const char *row = reinterpret_cast<const char *>(rows[fetched++]);
             for (int i = 0; i < lines; i++) __builtin_prefetch(row + i * LINE, 0, 2);
+            if constexpr (SCALE<C> != 0) {
+                const float *scale = scales[fetched - 1];
+                if (reinterpret_cast<uintptr_t>(scale) % LINE) continue; // an earlier one's line
+                __builtin_prefetch(scale, 0, 2), __builtin_prefetch(scale + attention->shape.block_size, 0, 2);
+            }
         }
     }
 
 private:
     static constexpr int SIZE = 16 * TILE;
     const C *rows[SIZE];
+    const float *scales[SCALE<C> ? SIZE : 1];
     int filled = 0, fetched = 0, taken = 0; // so many rows are known, asked for, read
     int lines = 0; // of a row
     const Attention<T, C> *attention = nullptr;
@@ -217,13 +240,17 @@ private:
         }
         if (filled + TILE > SIZE) { // at most two tiles are left
             std::memmove(rows, rows + taken, (filled - taken) * sizeof *rows);
+            if constexpr (SCALE<C> != 0) std::memmove(scales, scales + taken, (filled - taken) * sizeof *scales);
             filled -= taken, fetched -= taken, taken = 0;
         }
         int64_t count;
-        const C *row = attention->row(*current, position, count);
+        const float *scale;
+        const C *row = attention->row(*current, position, scale, count);
         const int more = int(std::min(std::min<int64_t>(count, TILE), attention->end(*current) - position));
-        const int64_t stride = 2 * (attention->shape.head_dim + TAIL<C>);
+        const int64_t stride = 2 * attention->shape.head_dim;
         for (int i = 0; i < more; i++) rows[filled + i] = row + i * stride;
+        if constexpr (SCALE<C> != 0)
+            for (int i = 0; i < more; i++) scales[filled + i] = scale + i;
         filled += more, position += more;
         return true;
     }
@@ -277,6 +304,7 @@ template <int R> void add_all_values(const float *weights, const float *values, 
 template <typename T, typename C> struct PlainWork {
     alignas(64) float scores[GROUP * TILE];
     float *const weights = scores; // in place
+    static constexpr bool SCALES_LATER = false; // tiles are multiplied by their scales when they are converted
     std::vector<float> queries, keys, values;
     Sums so_far;
 
@@ -307,23 +335,16 @@ template <typename T, typename C> struct PlainWork {
                 f32s part[LANES];
                 stream.fetch(std::max(1, LANES * LANES / dim));
 #pragma GCC unroll 16
-                for (int j = 0; j < LANES; j++) part[j] = wide(tile.rows[i + j], d, dim);
+                for (int j = 0; j < LANES; j++) part[j] = wide(tile.rows[i + j] + d, tile.scales.keys[i + j]);
                 transpose(part);
 #pragma GCC unroll 16
                 for (int j = 0; j < LANES; j++) store(&keys[(d + j) * TILE + i], part[j]);
             }
         for (int i = 0; i < TILE; i++)
-            for (int d = 0; d < dim; d += LANES) store(&values[i * dim + d], wide(tile.rows[i] + dim + TAIL<C>, d, dim));
+            for (int d = 0; d < dim; d += LANES) store(&values[i * dim + d], wide(tile.rows[i] + dim + d, tile.scales.values[i]));
     }
 
-    static constexpr const Scales *scales() { return nullptr; }
-
-    static f32s wide(const C *row, int at, int dim) {
-        if constexpr (TAIL<C> == 0)
-            return load(row + at);
-        else
-            return load(row + at) * scale_of(row, dim);
-    }
+    static f32s wide(const C *numbers, float scale) { return SCALE<C> ? load(numbers) * scale : load(numbers); }
 };
 
 // Which implementation serves queries of type T over a cache of type C.

@@ -206,7 +206,7 @@ void add_few(const bf16 *weights, const C *const *rows, int at, float *sums, int
     for (int i = 0; i < count; i += 2) {
         if (at == 0) stream.fetch(1);
         i32s value[V];
-        Pairs<C>::interleave(rows[i] + dim + TAIL<C> + at, rows[i + 1] + dim + TAIL<C> + at, value);
+        Pairs<C>::interleave(rows[i] + dim + at, rows[i + 1] + dim + at, value);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             const i32s p = splat_word(weights + r * TILE + i);
@@ -260,7 +260,7 @@ template <typename C> struct PairWork {
     alignas(64) bf16 weights[GROUP * TILE];
     std::vector<bf16> queries; // [rows][dim]
     std::vector<uint32_t> keys, values;
-    Scales of_tile;
+    static constexpr bool SCALES_LATER = SCALE<C> != 0; // by scores and weights, which are wider than what is multiplied here
     Sums so_far;
 
     void begin(int rows, int dim) {
@@ -289,7 +289,6 @@ template <typename C> struct PairWork {
         });
     }
 
-    const Scales *scales() const { return TAIL<C> ? &of_tile : nullptr; }
 
     void add(const Tile<C> &tile, int row, int rows, int dim, RowStream<bf16, C> &stream) {
         float *sums = &so_far.sums[row * dim];
@@ -316,9 +315,6 @@ template <typename C> struct PairWork {
     }
 
     void read(const Tile<C> &tile, int rows, int dim, RowStream<bf16, C> &stream) {
-        if constexpr (TAIL<C> != 0)
-            for (int i = 0; i < tile.count; i++)
-                of_tile.keys[i] = scale_of(tile.rows[i], dim), of_tile.values[i] = scale_of(tile.rows[i] + dim + TAIL<C>, dim);
         if (rows <= GROUP) return; // they are made in registers, and used there
         for (int i = 0; i < tile.count; i += LANES)
             by_pairs<C>(dim, [&](auto pairs, int d) {
@@ -328,7 +324,7 @@ template <typename C> struct PairWork {
         for (int i = 0; i < tile.count; i += 2)
             for (int d = 0; d < dim; d += LANES) {
                 i32s value[1];
-                Pairs<C>::interleave(tile.rows[i] + dim + TAIL<C> + d, tile.rows[i + 1] + dim + TAIL<C> + d, value);
+                Pairs<C>::interleave(tile.rows[i] + dim + d, tile.rows[i + 1] + dim + d, value);
                 std::memcpy(&values[i / 2 * dim + d], value, sizeof value);
             }
     }

@@ -1,5 +1,5 @@
 // Numbers of 8 bits for a cache. e4m3: a sign, four bits of exponent, three of fraction; no infinities, one NaN (of either sign).
-// int8: whole numbers, which the scale behind each row of them multiplies.
+// int8: whole numbers; each key and each value of them has a scale.
 #pragma once
 
 #include "simd.h"
@@ -14,9 +14,10 @@ struct int8 {
     int8_t number;
 };
 
-// What follows the numbers of a key or a value in a cache of type C, in numbers of that type: a float32 and four bytes more.
-template <typename C> constexpr int TAIL = 0;
-template <> constexpr int TAIL<int8> = 8;
+// Bytes of the scale of a key or a value in a cache of type C. Behind a block's keys and values of one layer and head are first
+// the scales of its keys, then those of its values.
+template <typename C> constexpr int SCALE = 0;
+template <> constexpr int SCALE<int8> = sizeof(float);
 
 typedef uint8_t u8s __attribute__((vector_size(LANES)));
 
@@ -83,35 +84,27 @@ inline f32s load(const int8 *p) {
 #endif
 }
 
-// Of a row that begins at p.
-inline float scale_of(const int8 *p, int64_t dim) {
-    float scale;
-    std::memcpy(&scale, p + dim, sizeof scale);
-    return scale;
-}
-
-// dim numbers to a row of a cache, or of another type.
-template <typename C, typename T> void put_row(C *to, const T *x, int64_t dim) {
+// dim numbers to a key or a value of a cache, or to another type. `scale` is where theirs belongs, if they have one.
+template <typename C, typename T> void put_row(C *to, float *, const T *x, int64_t dim) {
     for (int64_t i = 0; i < dim; i += LANES) store(to + i, load(x + i));
 }
 
 // The scale is the largest of them / 127; where one is none, so is the scale.
-inline void put_row(int8 *to, const float *x, int64_t dim) {
+inline void put_row(int8 *to, float *scale, const float *x, int64_t dim) {
     f32s most = {}, odd = {};
     for (int64_t i = 0; i < dim; i += LANES) {
         const f32s v = load(x + i), size = as_floats(as_bits(v) & 0x7fffffffu);
         most = size > most ? size : most;
         odd += v - v; // zero, unless v is infinite or none
     }
-    const float peak = largest(most), scale = peak / 127.f + sum(odd);
+    const float peak = largest(most);
+    *scale = peak / 127.f + sum(odd);
     const float inverse = peak > 0.f ? 127.f / peak : 0.f;
     const f32s magic = splat(12582912.f); // 1.5 * 2^23: adding it rounds to an integer, ties to even
     for (int64_t i = 0; i < dim; i += LANES) {
         const u8s numbers = __builtin_convertvector(as_bits(load(x + i) * inverse + magic), u8s); // the lowest bits
         std::memcpy(to + i, &numbers, sizeof numbers);
     }
-    std::memset(to + dim, 0, TAIL<int8>);
-    std::memcpy(to + dim, &scale, sizeof scale);
 }
 
 } // namespace diptych

@@ -40,7 +40,7 @@ void normalise(const T *x, const T *delta, T *total, const float *weight, T *out
 
 // One head: optional norm, then rotation of element i with element i + dim / 2. float32 in between.
 template <typename T, typename C>
-void turn(const T *x, C *out, const float *weight, float eps, const float *cosine, const float *sine, int64_t dim) {
+void turn(const T *x, C *out, float *scale_out, const float *weight, float eps, const float *cosine, const float *sine, int64_t dim) {
     const int64_t half = dim / 2;
     const float scale = weight ? inverse_norm(x, dim, eps) : 1.f;
     float lane[1024], turned[1024];
@@ -58,25 +58,26 @@ void turn(const T *x, C *out, const float *weight, float eps, const float *cosin
             turned[i + half] = b * c + a * s;
         }
     }
-    put_row(out, turned, dim);
+    put_row(out, scale_out, turned, dim);
 }
 
 // One token: q rotated to `q`, k and v to their slot of the cache.
 template <typename T, typename C>
 void rotate_token(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, int64_t at, const float *cosine, const float *sine,
                   const float *q_norm, const float *k_norm, float eps) {
-    const int64_t dim = s.head_dim, width = dim + TAIL<C>, block = at / s.block_size, slot = at % s.block_size;
-    for (int64_t h = 0; h < s.num_heads; h++) turn(qkv + h * dim, q + h * dim, q_norm, eps, cosine, sine, dim);
+    const int64_t dim = s.head_dim, block = at / s.block_size, slot = at % s.block_size;
+    for (int64_t h = 0; h < s.num_heads; h++) turn(qkv + h * dim, q + h * dim, nullptr, q_norm, eps, cosine, sine, dim);
     for (int64_t h = 0; h < s.num_kv_heads; h++) {
-        C *to = kv + (((block * s.num_layers + layer) * s.num_kv_heads + h) * s.block_size + slot) * 2 * width;
-        turn(qkv + (s.num_heads + h) * dim, to, k_norm, eps, cosine, sine, dim);
+        C *region = kv + s.region<C>((block * s.num_layers + layer) * s.num_kv_heads + h), *to = region + slot * 2 * dim;
+        float *scale = s.scales(region) + slot;
+        turn(qkv + (s.num_heads + h) * dim, to, scale, k_norm, eps, cosine, sine, dim);
         const T *value = qkv + (s.num_heads + s.num_kv_heads + h) * dim;
         if constexpr (std::is_same_v<T, C>) {
-            std::memcpy(to + width, value, dim * sizeof(T));
+            std::memcpy(to + dim, value, dim * sizeof(T));
         } else {
             float wide[1024];
-            put_row(wide, value, dim);
-            put_row(to + width, wide, dim);
+            put_row(wide, nullptr, value, dim);
+            put_row(to + dim, scale + s.block_size, wide, dim);
         }
     }
 }

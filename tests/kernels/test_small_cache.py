@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diptych.kernels import KVLayout, QuerySpan, reference, torch_backend
-from diptych.kernels.cache_rows import packed_rows, unpacked_rows
+from diptych.kernels.kv_region import numbers_of, packed, scales_of, unpacked
 from diptych.kernels.native_backend import native_backend
 
 from .conftest import Case
@@ -27,7 +27,7 @@ def kv_dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 def case_of(spans: Sequence[tuple[int, int]], kv_dtype: torch.dtype, **options: Any) -> Case:
     case = Case(list(spans), **options)
-    case.kv = packed_rows(case.kv.float(), kv_dtype)  # slots of nobody hold NaN in 8 bits too
+    case.kv = packed(case.kv.float(), kv_dtype)  # slots of nobody hold NaN in 8 bits too
     return case
 
 
@@ -127,17 +127,17 @@ def test_backends_store_the_same(dim: int, normed: bool, dtype: torch.dtype, kv_
     """But for numbers that lie so near to a border that the last bit of the rotation decides."""
     native = native_backend() or pytest.skip("no C++ compiler here")
     heads, kv_heads, tokens = 6, 2, 37
-    caches = [packed_rows(torch.zeros(9, 3, kv_heads, 16, 2, dim), kv_dtype) for _ in range(2)]
+    caches = [packed(torch.zeros(9, 3, kv_heads, 16, 2, dim), kv_dtype) for _ in range(2)]
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
     angles, slots = torch.rand(tokens, dim // 2) * 100, torch.randperm(9 * 16)[:tokens]
     norms = (torch.rand(dim), torch.rand(dim)) if normed else (None, None)
     for backend, kv in zip((torch_backend, native), caches, strict=True):
         backend.rotate_and_write(qkv, angles.cos(), angles.sin(), kv, 1, slots, *norms, 1e-6)
-    codes = [kv.view(torch.uint8)[..., :dim].int() for kv in caches]
+    codes = [(numbers_of(kv) if kv_dtype == torch.int8 else kv.view(torch.uint8)).int() for kv in caches]
     # A norm of bfloat16 is rounded by torch before it is rotated.
     allowed = 0.2 if normed and dtype == torch.bfloat16 else 0.001
     assert (codes[0] != codes[1]).float().mean() < allowed and (codes[0] != 0).any(-1).sum() == tokens * kv_heads * 2
-    found, expected = (unpacked_rows(kv) for kv in caches)
+    found, expected = (unpacked(kv) for kv in caches)
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
@@ -146,9 +146,9 @@ def test_backends_store_the_same(dim: int, normed: bool, dtype: torch.dtype, kv_
 def test_every_whole_number_is_read_with_its_scale(each_backend: Any, dtype: torch.dtype, rows: int) -> None:
     """As value, as the test above, and as key: of two scores the difference is theirs."""
     numbers = torch.cat((torch.arange(-127, 128), torch.zeros(1))).view(2, 128)
-    kv = packed_rows(torch.zeros(2, 1, 2, 16, 2, 128), torch.int8)
-    kv[1, 0, :, 0, 1] = packed_rows(numbers * 0.25, torch.int8)
-    kv[1, 0, :, 1, 0] = packed_rows(numbers * 2**-5, torch.int8)
+    wide = torch.zeros(2, 1, 2, 16, 2, 128)
+    wide[1, 0, :, 0, 1], wide[1, 0, :, 1, 0] = numbers * 0.25, numbers * 2**-5
+    kv = packed(wide, torch.int8)
     layout = KVLayout(2, 1, 2, 16, 128)
     plan = each_backend.plan_attention([QuerySpan(0, 1, 0, [1])], layout, 2 * rows, torch.device("cpu"))
     q = torch.zeros(1, 2 * rows, 128, dtype=dtype)
@@ -172,11 +172,11 @@ def test_rows_of_whole_numbers(each_backend: Any) -> None:
     )
     x = torch.cat((x, torch.randn(6, 256)))
     x[4, 7], x[5, 9] = float("nan"), float("inf")
-    kv = packed_rows(torch.full((1, 1, 2, 16, 2, 256), 7.0), torch.int8)
+    kv = packed(torch.full((1, 1, 2, 16, 2, 256), 7.0), torch.int8)
     qkv = torch.cat((x, x, x, x.flip(0), x.flip(0)), 1)  # one query head, two of keys, two of values
     cos, sin = torch.ones(10, 128), torch.zeros(10, 128)
     each_backend.rotate_and_write(qkv, cos, sin, kv, 0, torch.arange(10), None, None, 1e-6)
-    found = unpacked_rows(kv)[0, 0]
+    found = unpacked(kv)[0, 0]
     for head in range(2):
         for i in range(10):
             for row, place in ((i, 0), (9 - i, 1)):
@@ -186,11 +186,9 @@ def test_rows_of_whole_numbers(each_backend: Any) -> None:
                     size = x[row].abs().max()
                     assert (found[head, i, place] - x[row]).abs().max() <= size / 127 * 0.5001
         assert (found[head, 10:] == 7.0).all()
-    assert kv[0, 0, 0, 2, 0, :256].eq(0).all() and kv[..., -4:].eq(0).all()
+    assert not numbers_of(kv)[0, 0, 0, 2, 0].any() and not scales_of(kv)[0, 0, 0, 0, 2].any()
 
 
-def test_packing_is_what_kernels_do() -> None:
-    rows = packed_rows(torch.randn(3, 5, 64), torch.int8)
-    assert rows.shape == (3, 5, 72) and torch.equal(
-        packed_rows(unpacked_rows(rows), torch.int8)[..., :64], rows[..., :64]
-    )
+def test_packing_again_changes_no_number() -> None:
+    kv = packed(torch.randn(3, 5, 16, 2, 64), torch.int8)
+    assert kv.shape == (3, 5, 16, 2, 68) and torch.equal(numbers_of(packed(unpacked(kv), torch.int8)), numbers_of(kv))

@@ -175,21 +175,18 @@ template <typename T, typename C> void check_attention(int type, int kv_type, in
     const int64_t spans[] = {0, 1, 69, 0, 1, 21, 40, 5}; // row, rows, start, first entry of the table
     const int32_t tables[] = {7, 2, 9, 4, 0, 5, 1, 8, 3};
     const int64_t shape[] = {layers, kv_heads, size, dim, heads}, rows = 22;
-    const int64_t width = dim + TAIL<C>;
-    std::vector<C> kv(10 * layers * kv_heads * size * 2 * width);
+    const int64_t region = size * 2 * (dim + SCALE<C>); // of one block, layer and head
+    std::vector<C> kv(10 * layers * kv_heads * region);
     std::vector<T> q(rows * heads * dim), out(rows * heads * dim);
     for (C &v : kv) set(v, uniform(-1, 1));
-    const auto scale_at = [&](const C *row) { // of a row of whole numbers
-        float scale = 1;
-        if constexpr (TAIL<C> != 0) std::memcpy(&scale, row + dim, sizeof scale);
-        return double(scale);
+    const auto scale_at = [&](const C *begin, int64_t place) -> float & { // of a region, of its keys and then its values
+        static float one;
+        one = 1;
+        return SCALE<C> ? ((float *)(begin + size * 2 * dim))[place] : one;
     };
-    if constexpr (TAIL<C> != 0)
-        for (size_t at = 0; at < kv.size(); at += width) {
-            const float scale = float(uniform(0.001, 0.008));
-            std::memcpy(&kv[at + dim], &scale, sizeof scale);
-        }
-    for (T &v : q) set(v, uniform(-1, 1));
+    if constexpr (SCALE<C> != 0)
+        for (size_t at = 0; at < kv.size(); at += region)
+            for (int64_t place = 0; place < 2 * size; place++) scale_at(&kv[at], place) = float(uniform(0.001, 0.008));
     std::vector<int32_t> units;
     for (int span = 0; span < 2; span++)
         for (int first = 0; first < spans[span * 4 + 1]; first += 8)
@@ -207,13 +204,13 @@ template <typename T, typename C> void check_attention(int type, int kv_type, in
                 double total = 0;
                 for (int64_t j = from; j <= at; j++) {
                     const int64_t block = tables[spans[span * 4 + 3] + j / size];
-                    const C *key = &kv[(((block * layers + layer) * kv_heads + head / 3) * size + j % size) * 2 * width];
+                    const C *begin = &kv[((block * layers + layer) * kv_heads + head / 3) * region], *key = begin + j % size * 2 * dim;
                     double score = 0;
-                    for (int64_t d = 0; d < dim; d++) score += value(query[d]) * value(key[d]) * scale_at(key) * scale;
+                    for (int64_t d = 0; d < dim; d++) score += value(query[d]) * value(key[d]) * scale_at(begin, j % size) * scale;
                     if (softcap > 0) score = softcap * std::tanh(score / softcap);
                     const double weight = std::exp(score);
                     total += weight;
-                    for (int64_t d = 0; d < dim; d++) sums[d] += weight * value(key[width + d]) * scale_at(key + width);
+                    for (int64_t d = 0; d < dim; d++) sums[d] += weight * value(key[dim + d]) * scale_at(begin, size + j % size);
                 }
                 for (int64_t d = 0; d < dim; d++)
                     expect("attention", value(out[((spans[span * 4] + i) * heads + head) * dim + d]), sums[d] / total, 1, tolerance);

@@ -1,0 +1,72 @@
+"""The keys and values of one block, layer and head in a KV cache: as many numbers as they have, in 8 bits with scales.
+
+A cache is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), width]. Its width is head_dim, and in a cache of
+int8 four bytes more, for scales: of such a cache the last three dimensions are one range of bytes,
+
+    int8 [block_size][K|V][head_dim], float32 scales [K|V][block_size]
+
+and a number is its int8 times the scale of its key or value: so numbers lie where vector loads want them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCALE_BYTES = 4
+LARGEST_FP8 = 448.0
+LARGEST_INT8 = 127.0
+
+
+def row_width(head_dim: int, dtype: torch.dtype) -> int:
+    """The last dimension of a cache's tensor."""
+    return head_dim + (SCALE_BYTES if dtype == torch.int8 else 0)
+
+
+def head_dim_of(kv: Tensor) -> int:
+    """Numbers of a key."""
+    return kv.shape[5] - (SCALE_BYTES if kv.dtype == torch.int8 else 0)
+
+
+def numbers_of(kv: Tensor) -> Tensor:
+    """A view [..., block_size, 2, head_dim] of a cache of int8 [..., block_size, 2, width]."""
+    size, _, width = kv.shape[-3:]
+    dim = width - SCALE_BYTES
+    return kv.flatten(-3)[..., : size * 2 * dim].view(*kv.shape[:-3], size, 2, dim)
+
+
+def scales_of(kv: Tensor) -> Tensor:
+    """A view float32 [..., 2, block_size] of a cache of int8."""
+    size, _, width = kv.shape[-3:]
+    return kv.flatten(-3)[..., size * 2 * (width - SCALE_BYTES) :].view(torch.float32).view(*kv.shape[:-3], 2, size)
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [..., head_dim] as int8 of that shape, and their scales float32 [...]: NaN where not all are finite."""
+    peak = x.abs().amax(-1)
+    inverse = torch.where(peak > 0, LARGEST_INT8 / peak, torch.zeros_like(peak))
+    codes = torch.round(x * inverse[..., None]).nan_to_num(0.0).to(torch.int8)
+    return codes, peak / LARGEST_INT8 + (x - x).sum(-1)
+
+
+def saturated(x: Tensor) -> Tensor:
+    """float32 as e4m3, which torch does not saturate."""
+    return x.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
+
+
+def packed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 [..., block_size, 2, head_dim] as a cache, or a part of one, of that type."""
+    if dtype != torch.int8:
+        return saturated(x) if dtype == torch.float8_e4m3fn else x.to(dtype)
+    kv = torch.empty(*x.shape[:-1], row_width(x.shape[-1], dtype), dtype=dtype, device=x.device)
+    codes, scales = quantised(x)
+    numbers_of(kv).copy_(codes)
+    scales_of(kv).copy_(scales.transpose(-1, -2))
+    return kv
+
+
+def unpacked(kv: Tensor) -> Tensor:
+    """What a cache, or a part of one, stands for: float32 [..., block_size, 2, head_dim] of 8 bits, else as it is."""
+    if kv.dtype == torch.int8:
+        return numbers_of(kv).float() * scales_of(kv).transpose(-1, -2)[..., None]
+    return kv.float() if kv.dtype == torch.float8_e4m3fn else kv
