@@ -76,6 +76,8 @@ inline void store(e4m3 *p, f32s v) { // to nearest, ties to even, at most 448; N
 inline f32s load(const int8 *p) {
 #if defined(__AVX512F__)
     return (f32s)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))));
+#elif defined(__AVX2__)
+    return (f32s)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
 #else
     typedef int8_t i8s __attribute__((vector_size(LANES)));
     i8s numbers;
