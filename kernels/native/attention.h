@@ -45,7 +45,7 @@ struct Scales {
 };
 
 // Where up to 64 keys lie, each with its value behind it. Those that the unit does not see are zeros, so that slots which
-// belong to nobody are never read. C is the type of the cache's numbers, and `scales` what multiplies them if that is of whole numbers.
+// belong to nobody are never read. C is the type of the cache's numbers; `scales` multiply them where that is int8.
 template <typename C> struct Tile {
     const C *rows[TILE];
     Scales scales;
@@ -162,8 +162,9 @@ template <typename T, typename C> struct Attention {
                 for (int i = row; i < std::min(rows, row + GROUP); i++) {
                     const int64_t at = first(unit) + i / group; // position of this query
                     const int64_t from = window && at + 1 > window ? at + 1 - window : 0;
-                    soften(&work.scores[(i - row) * TILE], &work.weights[(i - row) * TILE], Work::SCALES_LATER ? &tile.scales : nullptr, base, from, at + 1,
-                           softcap, &so_far.sums[i * dim], dim, so_far.top[i], &so_far.total[i * LANES]);
+                    soften(&work.scores[(i - row) * TILE], &work.weights[(i - row) * TILE],
+                           Work::SCALES_LATER ? &tile.scales : nullptr, base, from, at + 1, softcap, &so_far.sums[i * dim], dim,
+                           so_far.top[i], &so_far.total[i * LANES]);
                 }
                 work.add(tile, row, rows, dim, stream);
             }

@@ -1,5 +1,5 @@
-// Attention of bfloat16 queries over blocks of bfloat16 or 8 bits, for CPUs that multiply pairs of bfloat16: the same tiles and the same order as attention.h, with
-// scores and sums in float32 and the weights of a tile rounded to bfloat16.
+// Attention of bfloat16 queries over blocks of bfloat16 or 8 bits, for CPUs that multiply pairs of bfloat16: the same tiles and the
+// same order as attention.h, with scores and sums in float32 and the weights of a tile rounded to bfloat16.
 #pragma once
 
 #include "attention.h"
@@ -116,7 +116,8 @@ template <typename C> struct Pairs {
             const __m512i b = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(odd));
             const Halves first(_mm512_unpacklo_epi8(a, b)), second(_mm512_unpackhi_epi8(a, b));
             values[0] = (i32s)_mm512_unpacklo_epi8(first.low, first.high), values[1] = (i32s)_mm512_unpackhi_epi8(first.low, first.high);
-            values[2] = (i32s)_mm512_unpacklo_epi8(second.low, second.high), values[3] = (i32s)_mm512_unpackhi_epi8(second.low, second.high);
+            values[2] = (i32s)_mm512_unpacklo_epi8(second.low, second.high);
+            values[3] = (i32s)_mm512_unpackhi_epi8(second.low, second.high);
         } else {
             static_assert(V == 1);
             const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i *>(even));

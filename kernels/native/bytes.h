@@ -91,7 +91,7 @@ template <typename C, typename T> void put_row(C *to, float *, const T *x, int64
     for (int64_t i = 0; i < dim; i += LANES) store(to + i, load(x + i));
 }
 
-// The scale is the largest of them / 127; where one is none, so is the scale.
+// The scale is the largest of them / 127; NaN where they are not all finite.
 inline void put_row(int8 *to, float *scale, const float *x, int64_t dim) {
     f32s most = {}, odd = {};
     for (int64_t i = 0; i < dim; i += LANES) {

@@ -2,7 +2,8 @@
 //
 // Every output row is computed by the same sequence of floating-point operations whatever else is in the batch, however a
 // prompt is cut into chunks and however many threads there are: keys are visited in tiles of 64 aligned to absolute positions.
-// Element types: 0 float32, 1 bfloat16, and of a cache also 2, e4m3, or 3, int8; arithmetic is float32. Head sizes and widths are multiples of 16.
+// Element types: 0 float32, 1 bfloat16, and of a cache also 2, e4m3, or 3, int8; arithmetic is float32. Head sizes and widths are
+// multiples of 16.
 
 #include "attention_bf16.h"
 #include "elementwise.h"
@@ -36,8 +37,8 @@ void diptych_attend(int type, int kv_type, const void *q, int64_t q_stride, void
     by_types(type, kv_type, [&](auto types) {
         typedef typename decltype(types)::Element T;
         typedef typename decltype(types)::Cached C;
-        const Attention<T, C> attention{(const T *)q, q_stride, (T *)out, (const C *)kv, span, tables, s, layer, window, scale, softcap};
-        attend(attention, unit, num_units, threads);
+        attend(Attention<T, C>{(const T *)q, q_stride, (T *)out, (const C *)kv, span, tables, s, layer, window, scale, softcap},
+               unit, num_units, threads);
     });
 }
 
@@ -181,7 +182,8 @@ void diptych_unpack_rows(const void *weights, const int64_t *rows, int64_t count
 void diptych_run(int type, int kv_type, const void *ops, int64_t num_ops, const void *step, int threads) {
     const Step &s = *static_cast<const Step *>(step);
     by_types(type, kv_type, [&](auto types) {
-        Program<typename decltype(types)::Element, typename decltype(types)::Cached>(static_cast<const Op *>(ops), num_ops, s, threads).run();
+        typedef decltype(types) Ts;
+        Program<typename Ts::Element, typename Ts::Cached>(static_cast<const Op *>(ops), num_ops, s, threads).run();
     });
 }
 
