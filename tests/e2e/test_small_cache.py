@@ -38,7 +38,15 @@ def plain_answer(prompt: list[int], count: int, kv_dtype: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", INT8])
-@pytest.mark.parametrize(("shape", "transport"), [((1, 1), "tcp"), ((1, 1), "shm"), ((0, 1), "tcp"), ((2, 2), "shm")])
+@pytest.mark.parametrize(
+    ("shape", "transport"),
+    [
+        ((1, 1), "tcp"),
+        ((1, 1), "shm"),
+        pytest.param((0, 1), "tcp", marks=pytest.mark.slow),
+        pytest.param((2, 2), "shm", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_answer_everywhere(
     system_of: Any, random_prompts: Any, shape: tuple[int, int], transport: str, kv_dtype: str
 ) -> None:
@@ -58,7 +66,7 @@ def test_the_same_answer_everywhere(
         assert system.transfers(transport) == 2 * len(prompts)
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8", INT8])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("fp8", marks=pytest.mark.slow), INT8])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_worker_costs_no_token(system_of: Any, random_prompts: Any, role: str, kv_dtype: str) -> None:
     """An answer that moves is computed anew in the same 8 bits, and goes on with the same words."""
