@@ -66,6 +66,8 @@ class KVCache:
         self.dtype = cache_dtype(dtype) if isinstance(dtype, str) else dtype
         self.device = torch.device(device)
         self.block_bytes = block_bytes(config, block_size, self.dtype)
+        if self.dtype == torch.int8 and self.device.type != "cpu":
+            raise ModelError(f"a KV cache of int8 is for CPUs: on {device} use fp8 or the model's own type")
         if num_blocks < 1 or block_size < 1:
             raise ModelError(
                 f"a KV cache of {num_blocks} blocks of {block_size} tokens holds nothing: raise num_blocks"

@@ -12,6 +12,19 @@ namespace diptych {
 // What this points at is loaded where it is used: there are too few registers to keep it.
 template <typename P> inline void again(P &pointer) { asm("" : "+r"(pointer)); }
 
+// WORDS words of 16 keys from there on: word by word, a key in each lane.
+template <int WORDS, typename C> inline void turn_words(const C *const *keys, int at, f32s (&words)[LANES]) {
+    again(keys);
+#pragma GCC unroll 16
+    for (int j = 0; j < LANES; j++) {
+        if constexpr (WORDS == LANES)
+            words[j] = load(reinterpret_cast<const float *>(keys[j] + at));
+        else
+            words[j] = (f32s)_mm512_maskz_loadu_epi32((1u << WORDS) - 1, keys[j] + at);
+    }
+    transpose(words);
+}
+
 // How bfloat16 pairs come out of a cache of type C. `load<P>` takes P pairs of dimensions, at most PAIRS, of 16 keys from there
 // on; then `pair` is the p-th of these, a key in each lane; `arrange` puts a query's numbers into the order of these pairs.
 // `interleave<V>` has 16 * V dimensions of two keys' values, side by side.
@@ -21,17 +34,7 @@ template <> struct Pairs<bf16> {
     static constexpr int PAIRS = 16, UNIT = 8; // P is a multiple of the latter
     f32s rows[LANES];
 
-    template <int P> void load(const bf16 *const *keys, int at) {
-        again(keys);
-#pragma GCC unroll 16
-        for (int j = 0; j < LANES; j++) {
-            if constexpr (P == PAIRS)
-                rows[j] = diptych::load(reinterpret_cast<const float *>(keys[j] + at));
-            else
-                rows[j] = (f32s)_mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(keys[j] + at)));
-        }
-        transpose(rows);
-    }
+    template <int P> void load(const bf16 *const *keys, int at) { turn_words<P>(keys, at, rows); }
 
     i32s pair(int p) const { return (i32s)rows[p]; }
 
@@ -85,17 +88,7 @@ template <typename C> struct Pairs {
     static constexpr int PAIRS = 32, UNIT = 8;
     f32s rows[LANES]; // of four codes
 
-    template <int P> void load(const C *const *keys, int at) {
-        again(keys);
-#pragma GCC unroll 16
-        for (int j = 0; j < LANES; j++) {
-            if constexpr (P == PAIRS)
-                rows[j] = diptych::load(reinterpret_cast<const float *>(keys[j] + at));
-            else
-                rows[j] = (f32s)_mm512_maskz_loadu_epi32((1u << P / 2) - 1, keys[j] + at);
-        }
-        transpose(rows);
-    }
+    template <int P> void load(const C *const *keys, int at) { turn_words<P / 2>(keys, at, rows); }
 
     i32s pair(int p) const {
         const Halves halves((__m512i)rows[p / 2]);

@@ -92,6 +92,12 @@ def test_a_system_without_such_memory_has_private_memory(
     assert "cannot be shared" in caplog.text
 
 
+def test_int8_is_for_cpus(config: ModelConfig) -> None:
+    """No kernel of another device knows its scales."""
+    with pytest.raises(ModelError, match="on meta use fp8"):
+        KVCache(config, 3, 16, "int8", "meta")
+
+
 def test_no_blocks(config: ModelConfig) -> None:
     with pytest.raises(ModelError, match="raise num_blocks"):
         KVCache(config, 0, 16, "float32")
