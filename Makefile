@@ -1,4 +1,4 @@
-# make serve | test | test-all | lint | format | fetch | clean. `make` alone says what each does.
+# make serve | check | test | test-all | lint | format | fetch | clean. `make` alone says what each does.
 PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 8000
@@ -6,22 +6,28 @@ MODEL ?= smollm2-135m
 ARGS ?=
 # Test files that run side by side: many of them wait for processes of their own.
 JOBS ?= 2
+# Tests of what is pure: no process, no model, seconds in all.
+PURE := tests/test_layers.py tests/test_documented.py $(addprefix tests/common/,config kv observe sampling transfer wire) \
+  $(addprefix tests/common/worker/test_,scaling.py step_times.py) $(addprefix tests/router/,text auth test_slo.py test_sizing.py) \
+  $(addprefix tests/router/dispatch/test_,admission.py patience.py policy.py prefix_index.py prompt.py registry.py stream.py) \
+  tests/router/discovery/test_slices.py tests/prefill_worker/test_scheduler.py \
+  $(addprefix tests/decode_worker/test_,scheduler.py draft_tokens.py)
 
 BIN := $(VENV)/bin
-PACKAGES := kernels common prefill_worker decode_worker router benchmarks
 # On a terminal pip shows what it downloads; into a file it says what went wrong, and no more.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,--quiet)
 NEWER := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve fetch bench compare test test-all chaos soak lint format docs clean
+.PHONY: help serve fetch bench compare check test test-all chaos soak lint format docs clean
 
 help:
 	@echo "make serve      a service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
 	@echo "make fetch      download MODEL only"
 	@echo "make bench      load generator (ARGS='--help')"
 	@echo "make compare    Diptych beside another engine (ARGS='--peer openvino --peer-env DIR'; --help)"
-	@echo "make test       lint and every quick test"
+	@echo "make check      lint and the tests of what is pure, in a minute"
+	@echo "make test       lint and every quick test; says which 30 were slowest"
 	@echo "make test-all   lint and every test that this machine can run"
 	@echo "make chaos      kills, freezes and cuts off workers for minutes (SEED=1 DURATION=180)"
 	@echo "make soak       half an hour of load, to see what grows (DURATION=1800 PLOT=build/soak.png)"
@@ -63,17 +69,11 @@ bench: $(VENV)/.bench
 	@exec $(BIN)/diptych bench $(ARGS)
 
 compare: $(VENV)/.serve $(VENV)/.bench
-	@exec $(BIN)/python -P -m diptych.benchmarks.compare $(ARGS)
+	@exec $(BIN)/python -m benchmarks.compare $(ARGS)
 
 # ------------------------------------------------------------------ check
 
-# The names that mypy sees: diptych.common is the folder common, as in the wheel.
-build/ns: Makefile
-	@mkdir -p build/ns/diptych
-	@for p in $(PACKAGES); do ln -sfn ../../../$$p build/ns/diptych/$$p; done
-	@touch build/ns
-
-lint: $(VENV)/.dev build/ns
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -83,11 +83,14 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.dev
-	$(BIN)/python -P docs/write_configuration.py > docs/configuration.md
-	@for page in schema readme dashboards; do $(BIN)/python -P helm/write_$$page.py; done
+	$(BIN)/python docs/write_configuration.py > docs/configuration.md
+	@for page in schema readme dashboards; do $(BIN)/python helm/write_$$page.py; done
+
+check: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not slow" $(PURE) $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow and not gpu and not chaos" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --durations=30 -m "not slow and not gpu and not chaos" $(ARGS)
 
 test-all: lint
 	$(BIN)/pytest $(ARGS)

@@ -23,17 +23,18 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 from torch import Tensor
 
-from diptych.benchmarks.conditions import conditions
-from diptych.benchmarks.report import open_console, write_json
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.files import ModelFiles, resolve_model
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.load import load_model
-from diptych.common.model.runner import ModelRunner
-from diptych.common.model.tokenizer import Tokenizer
-from diptych.kernels import gather_blocks, scatter_blocks
+from benchmarks.conditions import conditions
+from benchmarks.report import open_console, write_json
+from common.kv.cache import KVCache
+from common.model.batch import SequenceChunk
+from common.model.load import load_model
+from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
+from common.model_files.tokenizer import Tokenizer
+from common.runner.runner import ModelRunner
+from kernels import gather_blocks, scatter_blocks
 
-PROGRAM: Final = "python -m diptych.benchmarks.accuracy"
+PROGRAM: Final = "python -m benchmarks.accuracy"
 PASSAGE: Final = Path(__file__).with_name("data") / "passage.txt"
 VARIANTS: Final = (
     *("float32", "bfloat16", "bfloat16+int8", "bfloat16+auto", "bfloat16+int4"),

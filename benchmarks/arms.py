@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych.benchmarks.client import CompletionClient, RequestOptions, ask_server, ask_token_ids
-from diptych.benchmarks.stack import Stack, StackProcess
-from diptych.benchmarks.workload import LengthRange, Vocabulary, Workload
+from benchmarks.client import CompletionClient, RequestOptions, ask_server, ask_token_ids
+from benchmarks.stack import Stack, StackProcess
+from benchmarks.workload import LengthRange, Vocabulary, Workload
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Arm:
             dtype=dtype,
             worker_flags=worker_flags,
             prefill_flags=("--threads", str(self.prefill_threads)),
-            # Random prompts make answers that repeat themselves: guessed, they would hide what a step takes.
+            # Random prompts make answers that repeat themselves: drafted, they would hide what a step takes.
             decode_flags=("--threads", str(self.decode_threads), "--max-draft-tokens", "0", *self.decode_flags),
             router_flags=("--local-prefill-threshold", "0"),
             prefill_cores=self.prefill_cores,

@@ -19,7 +19,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.benchmarks.client import (
+from benchmarks.client import (
     CompletionClient,
     RequestOptions,
     Server,
@@ -28,13 +28,13 @@ from diptych.benchmarks.client import (
     ask_token_ids,
     auth_headers,
 )
-from diptych.benchmarks.conditions import conditions
-from diptych.benchmarks.config import DEFAULT_CONCURRENCY, DEFAULT_NUM_REQUESTS, BenchConfig
-from diptych.benchmarks.load import Load
-from diptych.benchmarks.report import open_console, print_summary, result, write_json
-from diptych.benchmarks.summary import RequestRecord, Summary, summarise
-from diptych.benchmarks.trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
-from diptych.benchmarks.workload import (
+from benchmarks.conditions import conditions
+from benchmarks.config import DEFAULT_CONCURRENCY, DEFAULT_NUM_REQUESTS, BenchConfig
+from benchmarks.load import Load
+from benchmarks.report import open_console, print_summary, result, write_json
+from benchmarks.summary import RequestRecord, Summary, summarise
+from benchmarks.trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
+from benchmarks.workload import (
     LengthRange,
     Vocabulary,
     Workload,
@@ -42,7 +42,7 @@ from diptych.benchmarks.workload import (
     poisson_arrivals,
     trace_arrivals,
 )
-from diptych.common.config import exit_refused, load
+from common.config.sources import exit_refused, load
 
 PROG = "diptych bench"
 WARMUP_INDEX = 10**9  # warm-up requests are none of the measured ones
@@ -180,7 +180,7 @@ def deliver(
         write_json(Path(config.output), result(summary, records, found | {"seed": config.seed}, settings))
         console.print(f"wrote {config.output}", highlight=False)
     if config.plot:
-        from diptych.benchmarks.plot import plot_run  # matplotlib takes a second to import
+        from benchmarks.plot import plot_run  # matplotlib takes a second to import
 
         plot_run(Path(config.plot), records, title=title)
         console.print(f"wrote {config.plot}", highlight=False)

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import orjson
 
-from diptych.benchmarks.http_stream import HttpPool
-from diptych.benchmarks.summary import INTERRUPTED, OK, RequestRecord
-from diptych.benchmarks.workload import Prompt, RequestPlan
+from benchmarks.http_stream import HttpPool
+from benchmarks.summary import INTERRUPTED, OK, RequestRecord
+from benchmarks.workload import Prompt, RequestPlan
 
 MAX_ERROR_BYTES = 4096
 PROBE_TEXT = """

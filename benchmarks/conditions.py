@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from diptych.common import __version__
+from common import __version__
 
 PACKAGES = ("torch", "pyzmq", "tokenizers", "numpy", "uvloop")
 SECRET_FLAGS = ("--api-key",)

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from diptych.benchmarks.workload import LengthRange
-from diptych.common.config_field import Config, setting
-from diptych.common.errors import ConfigError
+from benchmarks.workload import LengthRange
+from common.config.field import Config, setting
+from common.errors import ConfigError
 
 # Headings of the help, in its order.
 _SERVER, _LOAD, _REQUESTS, _TRACE, _GOALS, _OUTPUT = "Server", "Load", "Requests", "Trace", "Goals", "Output"

@@ -20,19 +20,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from diptych.benchmarks.conditions import conditions
-from diptych.benchmarks.report import open_console, write_json
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.decoder import Decoder
-from diptych.common.model.files import resolve_model
-from diptych.common.model.kv_cache import SMALL_DTYPES, KVCache, block_bytes
-from diptych.common.model.load import load_model
-from diptych.common.model.runner import ModelRunner
-from diptych.kernels import Linear, quantise
-from diptych.kernels.large_pages import Arena
-from diptych.kernels.native_backend import NativeBackend, native_backend
+from benchmarks.conditions import conditions
+from benchmarks.report import open_console, write_json
+from common.kv.cache import SMALL_DTYPES, KVCache, block_bytes
+from common.model.batch import SequenceChunk
+from common.model.decoder import Decoder
+from common.model.load import load_model
+from common.model_files.resolve import resolve_model
+from common.runner.runner import ModelRunner
+from kernels import Linear, quantise
+from kernels.large_pages import Arena
+from kernels.native_backend import NativeBackend, native_backend
 
-PROGRAM: Final = "python -m diptych.benchmarks.cpu"
+PROGRAM: Final = "python -m benchmarks.cpu"
 BLOCK_SIZE: Final = 16
 CACHED_ROWS, CACHED_OUT, CACHED_IN = 480, 256, 576  # 144 KiB of int8 weights: they never leave the cache
 BITS: Final = {"none": 16, "int8": 8, "int4": 4, "auto": 4}

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from diptych.benchmarks.time_limit import time_limit
+from benchmarks.time_limit import time_limit
 
-PROGRAM = "python -m diptych.benchmarks.gpu"
+PROGRAM = "python -m benchmarks.gpu"
 SECTIONS = ("kernels", "engine", "transfer", "serving")
 MORE_SECTIONS = ("tiles",)
 OK, WRONG, NO_GPU = 0, 1, 2
@@ -61,7 +61,7 @@ def measure(options: Namespace, argv: Sequence[str]) -> int:
     if not options.dry_run and not torch.cuda.is_available():
         print("There is no CUDA device here: nothing was measured. --dry-run tries the script itself.")
         return NO_GPU
-    from diptych.benchmarks.gpu_suite import Suite
+    from benchmarks.gpu_suite import Suite
 
     with torch.inference_mode():
         return OK if Suite(options, argv, options.output or default_path(options)).run() else WRONG

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diptych.benchmarks.gpu_case import KernelCase
-from diptych.benchmarks.gpu_gate import difference
-from diptych.benchmarks.gpu_shape import GPUShape
-from diptych.benchmarks.gpu_timer import Call
-from diptych.kernels import KVLayout, QuerySpan, reference, torch_backend
+from benchmarks.gpu_case import KernelCase
+from benchmarks.gpu_gate import difference
+from benchmarks.gpu_shape import GPUShape
+from benchmarks.gpu_timer import Call
+from kernels import KVLayout, QuerySpan, reference, torch_backend
 
 LEAST_COPIES, MAX_COPIES = 4, 32
 AWKWARD = ((1, 1328), (5, 18), (129, 463), (1, 0), (1, 63), (1, 64), (2, 511))

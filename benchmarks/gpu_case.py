@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diptych.benchmarks.gpu_chip import Chip
-from diptych.benchmarks.gpu_gate import poisoned
-from diptych.benchmarks.gpu_timer import Call, Timer
+from benchmarks.gpu_chip import Chip
+from benchmarks.gpu_gate import poisoned
+from benchmarks.gpu_timer import Call, Timer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from diptych.benchmarks.gpu_shape import GPUShape
-from diptych.benchmarks.gpu_timer import Timer
+from benchmarks.gpu_shape import GPUShape
+from benchmarks.gpu_timer import Timer
 
 
 @dataclass(frozen=True, slots=True)

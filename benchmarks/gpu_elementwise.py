@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.benchmarks.gpu_attention import copies
-from diptych.benchmarks.gpu_case import KernelCase, MakeCase
-from diptych.benchmarks.gpu_gate import difference, first_problem
-from diptych.benchmarks.gpu_shape import GPUShape
-from diptych.benchmarks.gpu_timer import Call
-from diptych.kernels import reference
-from diptych.kernels.blocks import gather_by_torch, scatter_by_torch, wire_bytes
-from diptych.kernels.sampling import Draw, SamplingTensors, sample_by_sorting
+from benchmarks.gpu_attention import copies
+from benchmarks.gpu_case import KernelCase, MakeCase
+from benchmarks.gpu_gate import difference, first_problem
+from benchmarks.gpu_shape import GPUShape
+from benchmarks.gpu_timer import Call
+from kernels import reference
+from kernels.blocks import gather_by_torch, scatter_by_torch, wire_bytes
+from kernels.sampling import Draw, SamplingTensors, sample_by_sorting
 
 MAX_DIFFERENT_DRAWS = 1
 """Of a case: rounding may move the border between two tokens, and the noise may fall beside it."""

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from diptych.benchmarks.gpu_chip import Chip
-from diptych.benchmarks.gpu_model import random_model
-from diptych.benchmarks.gpu_shape import GPUShape
-from diptych.benchmarks.gpu_timer import Timer
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.decoder import Decoder
-from diptych.common.model.graph_capture import GraphRecorder, PlainRecorder
-from diptych.common.model.graph_runner import FROM_HOST, GraphRunner
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.runner import ModelRunner
-from diptych.common.model.sampler import Sampler, SamplingRow
-from diptych.common.model.step_launcher import SampledIds, StepLauncher
-from diptych.common.sampling_params import SamplingParams
+from benchmarks.gpu_chip import Chip
+from benchmarks.gpu_model import random_model
+from benchmarks.gpu_shape import GPUShape
+from benchmarks.gpu_timer import Timer
+from common.kv.cache import KVCache
+from common.model.batch import SequenceChunk
+from common.model.decoder import Decoder
+from common.runner.graph_capture import GraphRecorder, PlainRecorder
+from common.runner.graph_runner import FROM_HOST, GraphRunner
+from common.runner.runner import ModelRunner
+from common.runner.step_launcher import SampledIds, StepLauncher
+from common.sampling.sampler import Sampler, SamplingRow
+from common.wire.sampling_params import SamplingParams
 
 LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Of the norm: padded products may be summed in another order, through all layers."""

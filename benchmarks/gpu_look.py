@@ -1,4 +1,4 @@
-"""`python -m diptych.benchmarks.gpu_look`: can this machine run Diptych on its GPU? All that is missing is named."""
+"""`python -m benchmarks.gpu_look`: can this machine run Diptych on its GPU? All that is missing is named."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 MODULES = (
-    "diptych.benchmarks.gpu_suite",
-    "diptych.benchmarks.gpu_worker",
-    "diptych.benchmarks.stack",
-    "diptych.router.api.server",
+    "benchmarks.gpu_suite",
+    "benchmarks.gpu_worker",
+    "benchmarks.stack",
+    "router.server.server",
     "pytest_asyncio",
     "pytest_timeout",
     "transformers",

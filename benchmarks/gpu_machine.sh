@@ -9,7 +9,7 @@
 #
 #     look      the device, the versions, and whether everything can be imported
 #     tests     of kernels and pinned memory, on the device     ARGUMENTS: pytest's
-#     bench     diptych.benchmarks.gpu                          ARGUMENTS: its own
+#     bench     benchmarks.gpu                                  ARGUMENTS: its own
 #     answers   tests/e2e/test_same_answer.py on the device     ARGUMENTS: pytest's
 #     do        ARGUMENTS are a command for bash
 #
@@ -23,18 +23,14 @@ shift
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3} wheels=${WHEELS:-wheels} place=$PWD/build/machine failed=0
 
-mkdir -p "$place/ns/diptych"
-for package in kernels common prefill_worker decode_worker router benchmarks; do
-    ln -sfn "$PWD/$package" "$place/ns/diptych/$package"
-done
 if compgen -G "$wheels/*.whl" >/dev/null; then
     pip="$python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-index --no-deps --no-compile"
     $pip --upgrade --target "$place/site" "$wheels"/*.whl || exit 2
 fi
-export PYTHONPATH=$place/ns:$place/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD:$place/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 look() {
-    echo "nvidia-smi -L; exec $python -P -m diptych.benchmarks.gpu_look"
+    echo "nvidia-smi -L; exec $python -P -m benchmarks.gpu_look"
 }
 
 pytest="$python -P -m pytest -q -W default --tb=short"
@@ -48,7 +44,7 @@ tests() {
 
 bench() {
     # What it started is ended, and the last tables are printed, in the time that is left to it.
-    echo "exec $python -P -m diptych.benchmarks.gpu --output '$folder/$name.json' --log-dir '$workers'" \
+    echo "exec $python -P -m benchmarks.gpu --output '$folder/$name.json' --log-dir '$workers'" \
         "--time-limit-s $((seconds > 80 ? seconds - 40 : seconds / 2)) $*"
 }
 

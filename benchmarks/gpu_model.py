@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diptych.benchmarks.gpu_shape import GPUShape
-from diptych.common.model.config import ModelConfig
-from diptych.common.model.llama import Llama
-from diptych.common.model.tiny import make_tiny_model
-from diptych.common.model.weights import Assembler
+from benchmarks.gpu_shape import GPUShape
+from common.model.llama import Llama
+from common.model.weights import Assembler
+from common.model_files.config import ModelConfig
+from common.model_files.tiny import make_tiny_model
 
 
 class RandomWeights:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from diptych.benchmarks.gpu_chip import Chip
+from benchmarks.gpu_chip import Chip
 
 
 def print_chip(console: Console, chip: Chip, conditions: Mapping[str, Any]) -> None:

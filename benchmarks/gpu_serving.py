@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from diptych.benchmarks.arms import Target
-from diptych.benchmarks.gpu_model import write_folder
-from diptych.benchmarks.gpu_shape import GPUShape
-from diptych.benchmarks.load import Load
-from diptych.benchmarks.stack import Stack, StackProcess
-from diptych.benchmarks.summary import summarise
+from benchmarks.arms import Target
+from benchmarks.gpu_model import write_folder
+from benchmarks.gpu_shape import GPUShape
+from benchmarks.load import Load
+from benchmarks.stack import Stack, StackProcess
+from benchmarks.summary import summarise
 
 AGGREGATED, POOLS = "aggregated", "1P1D"
 WARMUP_INDEX = 10**9
@@ -34,7 +34,7 @@ class RandomStack(Stack):
         name = f"{role}-{index}"
         log = self.log_dir / f"{name}.log"
         own = ("--worker-id", name, "--address-file", str(log.with_suffix(".json")))
-        command = [sys.executable, "-P", "-m", "diptych.benchmarks.gpu_worker", self._shape.name, role, *own, *flags]
+        command = [sys.executable, "-P", "-m", "benchmarks.gpu_worker", self._shape.name, role, *own, *flags]
         return StackProcess(name, role, command, log, cores)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from diptych.common.model.config import ModelConfig, RopeConfig
-from diptych.kernels import KVLayout
+from common.model_files.config import ModelConfig, RopeConfig
+from kernels import KVLayout
 
 
 @dataclass(frozen=True, slots=True)

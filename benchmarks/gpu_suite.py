@@ -14,24 +14,25 @@ from typing import Any
 
 import torch
 
-from diptych.benchmarks import gpu_report as report
-from diptych.benchmarks.conditions import conditions
-from diptych.benchmarks.gpu_attention import awkward_problem, decode_case, prefill_case
-from diptych.benchmarks.gpu_case import KernelCase, MakeCase, words_of
-from diptych.benchmarks.gpu_chip import measure_chip, numbered, versions
-from diptych.benchmarks.gpu_elementwise import elementwise_cases
-from diptych.benchmarks.gpu_engine import engine_problem, measure_engine
-from diptych.benchmarks.gpu_gate import poisoned
-from diptych.benchmarks.gpu_serving import measure_serving
-from diptych.benchmarks.gpu_shape import DRY, LLAMA_8B
-from diptych.benchmarks.gpu_tiles import measure_tiles
-from diptych.benchmarks.gpu_timer import Timer
-from diptych.benchmarks.gpu_transfer import measure_transfer
-from diptych.benchmarks.report import open_console, write_json
-from diptych.benchmarks.time_limit import TimeOver
-from diptych.kernels import dispatch, triton_backend
+from benchmarks import gpu_report as report
+from benchmarks.conditions import conditions
+from benchmarks.gpu_attention import awkward_problem, decode_case, prefill_case
+from benchmarks.gpu_case import KernelCase, MakeCase, words_of
+from benchmarks.gpu_chip import measure_chip, numbered, versions
+from benchmarks.gpu_elementwise import elementwise_cases
+from benchmarks.gpu_engine import engine_problem, measure_engine
+from benchmarks.gpu_gate import poisoned
+from benchmarks.gpu_serving import measure_serving
+from benchmarks.gpu_shape import DRY, LLAMA_8B
+from benchmarks.gpu_tiles import measure_tiles
+from benchmarks.gpu_timer import Timer
+from benchmarks.gpu_transfer import measure_transfer
+from benchmarks.report import open_console, write_json
+from benchmarks.time_limit import TimeOver
+from kernels import dispatch
+from kernels.gpu import backend as triton_backend
 
-PROGRAM = "python -m diptych.benchmarks.gpu"
+PROGRAM = "python -m benchmarks.gpu"
 QUICK_REPEATS, REPEATS = 10, 40
 QUICK_DECODE_STEPS = 16
 CHECKED_LAYERS = 2

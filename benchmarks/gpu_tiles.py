@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from diptych.benchmarks.gpu_attention import decode_case, prefill_case
-from diptych.benchmarks.gpu_case import words_of
-from diptych.benchmarks.gpu_chip import Chip
-from diptych.benchmarks.gpu_shape import GPUShape
-from diptych.benchmarks.gpu_timer import Timer
-from diptych.kernels import triton_backend
-from diptych.kernels.gpu import decode_attention, prefill_attention, work_list
-from diptych.kernels.gpu.decode_attention import DecodeConfig, decode_config
-from diptych.kernels.gpu.prefill_attention import PrefillConfig, prefill_config
-from diptych.kernels.gpu.scores import capability
+from benchmarks.gpu_attention import decode_case, prefill_case
+from benchmarks.gpu_case import words_of
+from benchmarks.gpu_chip import Chip
+from benchmarks.gpu_shape import GPUShape
+from benchmarks.gpu_timer import Timer
+from kernels.gpu import backend as triton_backend
+from kernels.gpu import decode_attention, prefill_attention, work_list
+from kernels.gpu.decode_attention import DecodeConfig, decode_config
+from kernels.gpu.prefill_attention import PrefillConfig, prefill_config
+from kernels.gpu.scores import capability
 
 DECODE = (
     DecodeConfig(tile=64, warps=4, stages=5, programs=2),

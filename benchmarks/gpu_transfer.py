@@ -11,18 +11,18 @@ from typing import Any
 import torch
 import zmq
 
-from diptych.benchmarks import raw_tcp
-from diptych.benchmarks.gpu_shape import SHAPES, GPUShape
-from diptych.benchmarks.gpu_timer import Timer
-from diptych.benchmarks.kv_wire import TIMEOUT_S, Peers
-from diptych.common.allocator import keep_large_buffers
-from diptych.common.kv_sender import KVSender
-from diptych.common.messages import KVDone, KVGrant, KVTarget
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.staging import CopyStream, StagedIncoming, StagedOutgoing, block_bytes_of
-from diptych.common.outgoing_transfer import TransferEnded
-from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
-from diptych.decode_worker.landing import Landing
+from benchmarks import raw_tcp
+from benchmarks.gpu_shape import SHAPES, GPUShape
+from benchmarks.gpu_timer import Timer
+from benchmarks.kv_wire import TIMEOUT_S, Peers
+from common.kv.cache import KVCache
+from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing, block_bytes_of
+from common.machine.allocator import keep_large_buffers
+from common.transfer.incoming import Landing
+from common.transfer.outgoing import TransferEnded
+from common.transfer.receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from common.transfer.sender import KVSender
+from common.wire.messages import KVDone, KVGrant, KVTarget
 
 ROUNDS = 5
 RAW_WRITE_BYTES = 2**20

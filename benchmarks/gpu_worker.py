@@ -1,4 +1,4 @@
-"""`python -m diptych.benchmarks.gpu_worker SHAPE prefill|decode FLAGS`: a worker around random weights of a shape.
+"""`python -m benchmarks.gpu_worker SHAPE prefill|decode FLAGS`: a worker around random weights of a shape.
 
 The process is the one that a cluster runs, with its flags; only the weights are made here instead of read. Every worker
 draws the same ones.
@@ -11,19 +11,20 @@ from collections.abc import Sequence
 
 import torch
 
-from diptych.benchmarks.gpu_model import random_model
-from diptych.benchmarks.gpu_shape import SHAPES, GPUShape
-from diptych.common.config import load
-from diptych.common.logging import setup_logging
-from diptych.common.model.files import ModelFiles, resolve_model
-from diptych.common.model.load import torch_device
-from diptych.common.model.loaded import LoadedModel
-from diptych.common.settings import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
-from diptych.common.worker_process import end_process, run_worker
-from diptych.decode_worker.process import DecodeWorker
-from diptych.prefill_worker.process import PrefillWorker
+from benchmarks.gpu_model import random_model
+from benchmarks.gpu_shape import SHAPES, GPUShape
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
+from common.config.sources import load
+from common.model.load import torch_device
+from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
+from common.observe.logging import setup_logging
+from common.runner.loaded import LoadedModel
+from common.worker.process import end_process, run_worker
+from decode_worker.process import DecodeWorker
+from prefill_worker.process import PrefillWorker
 
-PROGRAM = "python -m diptych.benchmarks.gpu_worker"
+PROGRAM = "python -m benchmarks.gpu_worker"
 SEED = 0
 
 

@@ -32,15 +32,15 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from diptych.benchmarks.arms import Arm, Target, script_parser
-from diptych.benchmarks.conditions import conditions
-from diptych.benchmarks.load import Load
-from diptych.benchmarks.plot import plot_cdf, save
-from diptych.benchmarks.report import open_console, write_json
-from diptych.benchmarks.summary import INTERRUPTED, Distribution, RequestRecord
-from diptych.benchmarks.time_limit import time_limit
+from benchmarks.arms import Arm, Target, script_parser
+from benchmarks.conditions import conditions
+from benchmarks.load import Load
+from benchmarks.plot import plot_cdf, save
+from benchmarks.report import open_console, write_json
+from benchmarks.summary import INTERRUPTED, Distribution, RequestRecord
+from benchmarks.time_limit import time_limit
 
-PROGRAM = "python -m diptych.benchmarks.interference"
+PROGRAM = "python -m benchmarks.interference"
 PROMPT_OUTPUT_LEN = 4
 ARMS = (
     Arm("1P1D pinned", prefill=1, prefill_cores=(0,), decode_cores=(1,)),

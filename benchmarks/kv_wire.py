@@ -33,26 +33,26 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from diptych.benchmarks import raw_tcp
-from diptych.benchmarks.conditions import conditions
-from diptych.benchmarks.plot import save
-from diptych.benchmarks.quantised_blocks import HEAD_BYTES, bfloat16_cache, conversion_rates
-from diptych.benchmarks.report import open_console, write_json
-from diptych.benchmarks.time_limit import time_limit
-from diptych.common import kv_wire
-from diptych.common.allocator import keep_large_buffers
-from diptych.common.curve import Curve
-from diptych.common.gatekeeper import Gatekeeper
-from diptych.common.key_file import KeyPair
-from diptych.common.kv_sender import KVSender
-from diptych.common.messages import KVDone, KVGrant, KVMemory, KVTarget
-from diptych.common.model.quantised_staging import quantised_incoming, quantised_outgoing
-from diptych.common.outgoing_transfer import TransferEnded
-from diptych.common.shared_memory import SharedMemory
-from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
-from diptych.decode_worker.landing import Landing
+from benchmarks import raw_tcp
+from benchmarks.conditions import conditions
+from benchmarks.plot import save
+from benchmarks.quantised_blocks import HEAD_BYTES, bfloat16_cache, conversion_rates
+from benchmarks.report import open_console, write_json
+from benchmarks.time_limit import time_limit
+from common.kv.quantised_staging import quantised_incoming, quantised_outgoing
+from common.kv.shared_memory import SharedMemory
+from common.machine.allocator import keep_large_buffers
+from common.transfer import frames as kv_frames
+from common.transfer.incoming import Landing
+from common.transfer.outgoing import TransferEnded
+from common.transfer.receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from common.transfer.sender import KVSender
+from common.wire.curve import Curve
+from common.wire.curve_keys import KeyPair
+from common.wire.gatekeeper import Gatekeeper
+from common.wire.messages import KVDone, KVGrant, KVMemory, KVTarget
 
-PROGRAM = "python -m diptych.benchmarks.kv_wire"
+PROGRAM = "python -m benchmarks.kv_wire"
 # 16 tokens of SmolLM2-135M in bfloat16: 30 layers x 3 KV heads x 16 slots x (K and V) x 64 values x 2 bytes
 BLOCK_BYTES = 30 * 3 * 16 * 2 * 64 * 2
 RAW_WRITES = {"raw TCP, 128 KiB writes": 128 * 1024, "raw TCP, 1 MiB writes": 1024 * 1024}
@@ -61,7 +61,7 @@ NUM_STREAMS = (1, 2, 4)
 TIMEOUT_S = 60.0
 SEND_CORE, RECEIVE_CORE = 0, 1
 
-_CHECKSUM = kv_wire.checksum
+_CHECKSUM = kv_frames.checksum
 
 
 def _no_checksum(block: memoryview) -> int:
@@ -100,7 +100,7 @@ def serve_blocks(
     shape.pin(RECEIVE_CORE)
     keep_large_buffers()  # as a worker does
     if not checksum:
-        kv_wire.checksum = _no_checksum
+        kv_frames.checksum = _no_checksum
     cache = np.ones((shape.num_blocks, shape.block_bytes), np.uint8)
     events: SimpleQueue[TransferOpened | TransferLanded | TransferFailed] = SimpleQueue()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shape.io_threads)
@@ -161,7 +161,7 @@ class BlockPath:
 
     def run(self) -> float:
         """Seconds from announcing the blocks to the acknowledgement that all landed. Raises RuntimeError."""
-        kv_wire.checksum = _CHECKSUM if self._checksum else _no_checksum
+        kv_frames.checksum = _CHECKSUM if self._checksum else _no_checksum
         self._count += 1
         name, count = f"transfer-{self._count}", self._shape.num_blocks
         begin = time.perf_counter()

@@ -7,9 +7,9 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 
-from diptych.benchmarks.client import CompletionClient
-from diptych.benchmarks.summary import RequestRecord
-from diptych.benchmarks.workload import RequestPlan, Workload
+from benchmarks.client import CompletionClient
+from benchmarks.summary import RequestRecord
+from benchmarks.workload import RequestPlan, Workload
 
 OnDone = Callable[[RequestRecord], None]
 

@@ -19,14 +19,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from diptych.benchmarks.arms import Arm, Target, scrape, script_parser
-from diptych.benchmarks.conditions import conditions
-from diptych.benchmarks.report import open_console, write_json
-from diptych.benchmarks.stack import Stack
-from diptych.benchmarks.summary import RequestRecord
-from diptych.benchmarks.time_limit import time_limit
+from benchmarks.arms import Arm, Target, scrape, script_parser
+from benchmarks.conditions import conditions
+from benchmarks.report import open_console, write_json
+from benchmarks.stack import Stack
+from benchmarks.summary import RequestRecord
+from benchmarks.time_limit import time_limit
 
-PROGRAM = "python -m diptych.benchmarks.overlap"
+PROGRAM = "python -m benchmarks.overlap"
 LENGTHS = (128, 512, 1500)
 OUTPUT_LEN = 8
 REST_S = 0.1

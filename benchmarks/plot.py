@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from diptych.benchmarks.summary import RequestRecord
+from benchmarks.summary import RequestRecord
 
 NUM_BINS = 60
 COLOURS = {"TTFT": "#2f6fb5", "TPOT": "#2b8a5b", "ITL": "#c9652b", "end to end": "#7a4fa3"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from diptych.common.model.config import ModelConfig, RopeConfig
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.quantised_staging import quantised_incoming, quantised_outgoing
+from common.kv.cache import KVCache
+from common.kv.quantised_staging import quantised_incoming, quantised_outgoing
+from common.model_files.config import ModelConfig, RopeConfig
 
 SLOTS, HEAD_DIM = 16, 64
 HEAD_BYTES = SLOTS * 2 * HEAD_DIM * 2

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from diptych.benchmarks.summary import OK, QUANTILES, Distribution, RequestRecord, Summary
+from benchmarks.summary import OK, QUANTILES, Distribution, RequestRecord, Summary
 
 PLAIN_WIDTH = 160
 LATENCIES = (

@@ -18,18 +18,18 @@ from typing import Final
 import torch
 from rich.table import Table
 
-from diptych.benchmarks.conditions import conditions
-from diptych.benchmarks.report import open_console, write_json
-from diptych.common.model.files import resolve_model
-from diptych.common.model.grammar import Grammars
-from diptych.common.model.sampler import Sampler, SamplingRow
-from diptych.common.sampling_params import SamplingParams
-from diptych.kernels import Draw, SamplingTensors
-from diptych.kernels.large_pages import Arena
-from diptych.kernels.native_backend import native_backend
-from diptych.kernels.sampling import sample_by_sorting
+from benchmarks.conditions import conditions
+from benchmarks.report import open_console, write_json
+from common.grammar.grammars import Grammars
+from common.model_files.resolve import resolve_model
+from common.sampling.sampler import Sampler, SamplingRow
+from common.wire.sampling_params import SamplingParams
+from kernels import Draw, SamplingTensors
+from kernels.large_pages import Arena
+from kernels.native_backend import native_backend
+from kernels.sampling import sample_by_sorting
 
-PROGRAM: Final = "python -m diptych.benchmarks.sampling"
+PROGRAM: Final = "python -m benchmarks.sampling"
 ANY_JSON: Final = 'start: %json {"type": "object"}'
 KINDS: Final[dict[str, dict[str, float | str]]] = {
     "greedy": {"temperature": 0.0},

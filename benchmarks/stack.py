@@ -4,7 +4,7 @@
         httpx.get(stack.url + "/v1/models")
         stack.workers("decode")[0].kill()
 
-The processes are the ones a cluster runs: `python -m diptych.prefill_worker`, `.decode_worker`, `.router`.
+The processes are the ones a cluster runs: `python -m prefill_worker`, `.decode_worker`, `.router`.
 """
 
 from __future__ import annotations
@@ -273,13 +273,13 @@ class Stack:
         own = ["--worker-id", name, "--address-file", str(log.with_suffix(".json"))]
         if place.host != LOOPBACK:
             own += ["--host", place.host, "--allow-remote"]
-        command = [*place.prefix, *_module(f"diptych.{role}_worker", (*own, *flags))]
+        command = [*place.prefix, *_module(f"{role}_worker", (*own, *flags))]
         return StackProcess(name, role, command, log, cores)
 
     def _router(self, index: int, flags: Sequence[str]) -> StackProcess:
         name = f"router-{index}" if index else "router"
         place, port = self._places.get(name, Place()), free_port()
-        command = [*place.prefix, *_module("diptych.router", ("--host", place.host, "--port", str(port), *flags))]
+        command = [*place.prefix, *_module("router", ("--host", place.host, "--port", str(port), *flags))]
         router = StackProcess(name, "router", command, self.log_dir / f"{name}.log")
         router.addresses = {"http": f"http://{place.host}:{port}"}
         return router

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from diptych.benchmarks.trace import MOONCAKE_BLOCK_TOKENS, TraceRow
+from benchmarks.trace import MOONCAKE_BLOCK_TOKENS, TraceRow
 
 Prompt = list[int] | str
 

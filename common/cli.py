@@ -9,18 +9,19 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from diptych.common import __version__
+from common import __version__
+from common.packages import warn_of_strangers
 
 COMMANDS = {
-    "serve": ("diptych.router.serve", "the whole service on this machine: model, workers and router"),
-    "router": ("diptych.router", "only the HTTP front door"),
-    "prefill-worker": ("diptych.prefill_worker", "only a worker that computes prompts"),
-    "decode-worker": ("diptych.decode_worker", "only a worker that generates tokens"),
-    "bench": ("diptych.benchmarks.bench", "load any OpenAI-compatible server and measure it"),
-    "api-key": ("diptych.router.access.new_key", "draw an API key and print its entry for the router's key file"),
-    "keygen": ("diptych.common.keygen", "make a key pair that encrypts and authenticates what processes send"),
-    "fetch": ("diptych.common.model.fetch", "download a built-in model into the cache"),
-    "size": ("diptych.router.sizing", "estimate how many workers a load needs"),
+    "serve": ("router.local.serve", "the whole service on this machine: model, workers and router"),
+    "router": ("router", "only the HTTP front door"),
+    "prefill-worker": ("prefill_worker", "only a worker that computes prompts"),
+    "decode-worker": ("decode_worker", "only a worker that generates tokens"),
+    "bench": ("benchmarks.bench", "load any OpenAI-compatible server and measure it"),
+    "api-key": ("router.auth.new_key", "draw an API key and print its entry for the router's key file"),
+    "keygen": ("common.wire.keygen", "make a key pair that encrypts and authenticates what processes send"),
+    "fetch": ("common.model_files.fetch", "download a built-in model into the cache"),
+    "size": ("router.local.sizing", "estimate how many workers a load needs"),
 }
 
 
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"diptych: no command {command!r}; it is one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     end_when_told()
+    warn_of_strangers()
     sys.argv = [f"diptych {command}", *arguments[1:]]
     runpy.run_module(COMMANDS[command][0], run_name="__main__", alter_sys=True)
     return 0

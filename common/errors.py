@@ -69,7 +69,36 @@ class InvalidRequest(RequestError):
 
 
 class ContextLengthExceeded(InvalidRequest):
+    """A prompt, with the `max_tokens` of its answer, has more tokens than the model takes.
+
+    The text is OpenAI's to the letter, numbers without separators: litellm and others recognise the error by its words.
+    `where` is the field that holds the prompt; with `at_least` the prompt was not counted to its end.
+    """
+
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        num_prompt_tokens: int,
+        max_model_len: int,
+        max_tokens: int = 1,
+        *,
+        where: str = "prompt",
+        at_least: bool = False,
+    ) -> None:
+        self.num_prompt_tokens, self.max_model_len, self.max_tokens = num_prompt_tokens, max_model_len, max_tokens
+        noun, more = "messages" if where == "messages" else "prompt", "at least " if at_least else ""
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{more}{num_prompt_tokens + max_tokens} tokens ({more}{num_prompt_tokens} in the {noun}, {max_tokens} in "
+            f"the completion). Please reduce the length of the {noun} or completion.",
+            param=where if self.prompt_alone else "max_tokens",
+        )
+
+    @property
+    def prompt_alone(self) -> bool:
+        """Whether the prompt leaves no room for an answer of any length."""
+        return self.num_prompt_tokens >= self.max_model_len
 
 
 class FatalRequest(InvalidRequest):

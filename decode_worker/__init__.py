@@ -1,0 +1,1 @@
+"""Generates tokens in continuous batches over KV that prefill workers shipped."""

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from diptych.common.block_pool import BlockPool
-from diptych.common.engine import Engine
-from diptych.common.errors import ConfigError
-from diptych.common.kv_sender import KVSender
-from diptych.common.model.files import ModelFiles
-from diptych.common.model.grammar import Grammars
-from diptych.common.model.loaded import LoadedModel
-from diptych.common.model.quantised_staging import quantised_incoming
-from diptych.common.model.runner import ModelRunner
-from diptych.common.model.sampler import Sampler
-from diptych.common.model.scores import max_scored_tokens
-from diptych.common.model.staging import IncomingBlocks, incoming_blocks, outgoing_blocks
-from diptych.common.model.step_thread import StepThread
-from diptych.common.outgoing_transfer import TransferAdvanced, TransferEnded
-from diptych.common.settings import DecodeWorkerConfig
-from diptych.common.worker_process import Send, WorkerProcess
-from diptych.decode_worker.engine import DecodeEngine
-from diptych.decode_worker.flight import Launcher
-from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
-from diptych.decode_worker.recorder import Recorder
-from diptych.decode_worker.scheduler import DecodeScheduler
-from diptych.decode_worker.transfers import IncomingTransfers
+from common.config import DecodeWorkerConfig
+from common.errors import ConfigError
+from common.grammar.grammars import Grammars
+from common.kv.block_pool import BlockPool
+from common.kv.quantised_staging import quantised_incoming
+from common.kv.staging import IncomingBlocks, incoming_blocks, outgoing_blocks
+from common.model_files.files import ModelFiles
+from common.runner.loaded import LoadedModel
+from common.runner.runner import ModelRunner
+from common.runner.step_thread import StepThread
+from common.sampling.logprobs import max_scored_tokens
+from common.sampling.sampler import Sampler
+from common.transfer.outgoing import TransferAdvanced, TransferEnded
+from common.transfer.receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from common.transfer.sender import KVSender
+from common.worker.engine import Engine
+from common.worker.process import Send, WorkerProcess
+from decode_worker.engine import DecodeEngine
+from decode_worker.engine_config import DecodeEngineConfig
+from decode_worker.grants import IncomingTransfers
+from decode_worker.pipeline import Launcher
+from decode_worker.recorder import Recorder
+from decode_worker.scheduler import DecodeScheduler
 
 
 class DecodeWorker(WorkerProcess):
@@ -54,7 +55,7 @@ class DecodeWorker(WorkerProcess):
         if self._receiver is not None:
             self._receiver.close()
 
-    def build_engine(self, files: ModelFiles, loaded: LoadedModel, send: Send) -> Engine:
+    def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
         settings, identity, receiver = self.settings, self.identity, self._receiver
         assert receiver is not None  # bound before the model is loaded
         if settings.kv_transport == "shm" and loaded.kv.shared is None:
@@ -64,13 +65,23 @@ class DecodeWorker(WorkerProcess):
             receiver.take_quantised(quantised_incoming(loaded.kv))
         sender = self._sender(loaded)
         sampler = Sampler(loaded.vocab_size)
-        pool = BlockPool(loaded.kv.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
+        pool = BlockPool(
+            loaded.kv.num_blocks, loaded.kv.block_size, enable_prefix_caching=settings.enable_prefix_caching
+        )
         engine = DecodeEngine(
             send,
-            (identity.worker_id, identity.epoch),
+            DecodeEngineConfig(
+                identity=(identity.worker_id, identity.epoch),
+                eos_token_ids=files.eos_token_ids,
+                max_model_len=loaded.max_model_len,
+                max_waiting=settings.max_waiting,
+                grant_timeout_s=settings.grant_timeout_s,
+                transfer_timeout_s=settings.transfer_timeout_s,
+                handover_timeout_s=settings.handover_timeout_s,
+                max_draft_tokens=settings.max_draft_tokens,
+            ),
             DecodeScheduler(
                 pool,
-                block_size=settings.block_size,
                 max_num_seqs=settings.max_num_seqs,
                 local_prefill_chunk=settings.local_prefill_chunk,
                 watermark=settings.watermark,
@@ -86,15 +97,8 @@ class DecodeWorker(WorkerProcess):
             ),
             Recorder(self.metrics, block_size=settings.block_size),
             sender,
-            eos_token_ids=files.eos_token_ids,
-            max_model_len=loaded.max_model_len,
-            max_waiting=settings.max_waiting,
-            grant_timeout_s=settings.grant_timeout_s,
-            transfer_timeout_s=settings.transfer_timeout_s,
-            handover_timeout_s=settings.handover_timeout_s,
             launcher=step_launcher(loaded.runner, sampler),
-            grammars=Grammars(files, loaded.vocab_size),
-            max_draft_tokens=settings.max_draft_tokens,
+            grammars=grammars,
         )
         self._engine = engine
         receiver.start()
@@ -134,7 +138,7 @@ def step_launcher(runner: ModelRunner, sampler: Sampler) -> Launcher | None:
     if type(runner) is ModelRunner:
         return None
     # Imported here: they need Triton, which a machine without a GPU may lack.
-    from diptych.common.model.graph_runner import GraphRunner
-    from diptych.common.model.step_launcher import StepLauncher
+    from common.runner.graph_runner import GraphRunner
+    from common.runner.step_launcher import StepLauncher
 
     return StepLauncher(runner, sampler) if isinstance(runner, GraphRunner) else None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diptych.common.metrics import WorkerMetrics
-from diptych.decode_worker.landing import Landing
-from diptych.decode_worker.scheduler import DecodeChunk, SchedulerOutput
-from diptych.decode_worker.sequence import DecodeSequence
+from common.transfer.incoming import Landing
+from common.worker.metrics import WorkerMetrics
+from decode_worker.sequence import DecodeSequence
+from decode_worker.step import DecodeChunk, SchedulerOutput
 
 RATE_SMOOTHING = 0.2
 
@@ -25,22 +25,22 @@ class Recorder:
         if output.preempted:
             self._metrics.preemptions.inc(len(output.preempted))
 
-    def stepped(self, chunks: Sequence[DecodeChunk], num_sampled: int, num_right: int, step_s: float) -> None:
-        """`num_sampled` tokens were new, of which `num_right` had been guessed before."""
-        num_tokens = sum(chunk.num_tokens for chunk in chunks) + num_right
+    def stepped(self, chunks: Sequence[DecodeChunk], num_sampled: int, num_accepted: int, step_s: float) -> None:
+        """`num_sampled` tokens were new, of which `num_accepted` had been drafted before."""
+        num_tokens = sum(chunk.num_tokens for chunk in chunks) + num_accepted
         drafts = [len(chunk.draft.token_ids) for chunk in chunks if chunk.draft.token_ids]
         if drafts:
             self._metrics.drafts.inc(len(drafts))
             self._metrics.draft_tokens.inc(sum(drafts))
-            self._metrics.accepted_tokens.inc(num_right)
+            self._metrics.accepted_tokens.inc(num_accepted)
         self.step_time_s += RATE_SMOOTHING * (step_s - self.step_time_s)
         self.tokens_per_s += RATE_SMOOTHING * (num_tokens / max(step_s, 1e-6) - self.tokens_per_s)
         self._metrics.steps.inc()
-        num_sequences = num_sampled - num_right
+        num_sequences = num_sampled - num_accepted
         self._metrics.step_seconds.observe(step_s, num_sampled / num_sequences if num_sequences > 0 else 1.0)
         self._metrics.generation_tokens.inc(num_sampled)
 
-    def landed(self, sequence: DecodeSequence, landing: Landing) -> None:
+    def transfer_completed(self, sequence: DecodeSequence, landing: Landing) -> None:
         self._metrics.transfer_seconds.observe(sequence.transfer_s)
         self._metrics.exposed_seconds.observe(sequence.exposed_transfer_s)
         self._metrics.transfer_bytes.inc(landing.num_bytes)

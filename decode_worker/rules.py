@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from diptych.common.errors import WireError
-from diptych.common.message_fields import unpack_tokens
-from diptych.common.messages import DecodeRequest, KVDone
-from diptych.common.model.grammar import Grammars
-from diptych.common.model.sampler import SamplingRow
-from diptych.common.sampling_params import SampledToken
-from diptych.common.stop import banned_tokens, finish_reason
-from diptych.decode_worker.scheduler import DecodeChunk
-from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
+from common.errors import WireError
+from common.sampling.finish import banned_tokens, finish_reason
+from common.sampling.penalties import TokenCounts, needs_counts
+from common.sampling.sampler import SamplingRow
+from common.wire.message_fields import unpack_tokens
+from common.wire.messages import DecodeRequest, KVDone
+from common.wire.sampling_params import SampledToken
+from decode_worker.sequence import DecodeSequence, RequestStatus
+from decode_worker.step import DecodeChunk
 
 NO_TOKEN = -1
 
@@ -21,9 +21,9 @@ class DecodeRules:
     """`max_model_len` is what model and cache take together."""
 
     def __init__(
-        self, eos_token_ids: Collection[int], grammars: Grammars | None, *, vocab_size: int, max_model_len: int
+        self, eos_token_ids: Collection[int], *, knows_grammars: bool, vocab_size: int, max_model_len: int
     ) -> None:
-        self._eos, self._grammars = tuple(eos_token_ids), grammars
+        self._eos, self._knows_grammars = tuple(eos_token_ids), knows_grammars
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
 
     def prompt(self, request: DecodeRequest) -> list[int]:
@@ -39,7 +39,7 @@ class DecodeRules:
             raise WireError(f"token id {max(token_ids)} is outside of the vocabulary of {self.vocab_size}")
         if request.num_output_tokens >= len(token_ids):
             raise WireError(f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output")
-        if request.params.grammar and self._grammars is None:
+        if request.params.grammar and not self._knows_grammars:
             raise WireError("this worker knows no grammars")
         return token_ids
 
@@ -48,38 +48,40 @@ class DecodeRules:
         draft = chunk.draft.token_ids
         return [self._row(chunk.sequence, draft[:count]) for count in range(len(draft) + 1)]
 
-    def num_guesses(self, sequence: DecodeSequence, num_tokens: int) -> int:
-        """How many of `num_tokens` guesses behind the next token may come before the sequence ends by its length."""
+    def num_drafts(self, sequence: DecodeSequence, num_tokens: int) -> int:
+        """How many of `num_tokens` drafts behind the next token may come before the sequence ends by its length."""
         num_output = sequence.num_output_tokens + sequence.num_pending
         left = min(sequence.params.max_tokens - num_output, self.max_model_len - sequence.num_planned)
         return min(num_tokens, left - 1)
 
-    def num_possible(self, sequence: DecodeSequence, guessed: Sequence[int]) -> int:
-        """How many of the tokens `guessed` may come before the sequence ends by one of them, or breaks its grammar."""
+    def num_possible(self, sequence: DecodeSequence, drafted: Sequence[int]) -> int:
+        """How many of the tokens `drafted` may come before the sequence ends by one of them, or breaks its grammar."""
         params = sequence.params
         ends = {*params.stop_token_ids, *self._eos}
-        count = next((place for place, token_id in enumerate(guessed) if token_id in ends), len(guessed))
+        count = next((place for place, token_id in enumerate(drafted) if token_id in ends), len(drafted))
         if sequence.constraint is not None:
-            return sequence.constraint.num_allowed(sequence.output_token_ids, guessed[:count])
+            return sequence.constraint.num_allowed(sequence.output_token_ids, drafted[:count])
         return 0 if params.grammar else count
 
-    def _row(self, sequence: DecodeSequence, guessed: tuple[int, ...]) -> SamplingRow:
-        """How to sample the token behind `guessed`, which are behind those that are being sampled now."""
+    def _row(self, sequence: DecodeSequence, drafted: tuple[int, ...]) -> SamplingRow:
+        """How to sample the token behind `drafted`, which are behind those that are being sampled now."""
         num_prompt, params = sequence.num_prompt_tokens, sequence.params
-        repeats = params.repetition_penalty != 1.0
-        if params.grammar and self._grammars is not None and sequence.constraint is None:
-            sequence.constraint = self._grammars.constraint(params.grammar)
-        counts = repeats or params.presence_penalty or params.frequency_penalty or params.grammar
+        if needs_counts(params):
+            sequence.counts = sequence.counts or TokenCounts(sequence.token_ids[:num_prompt])
+            sequence.counts.push(sequence.token_ids[num_prompt + sequence.counts.num_output_tokens :])
         return SamplingRow(
             params,
-            position=sequence.num_planned + len(guessed),
-            output_token_ids=[*sequence.output_token_ids, *guessed] if counts else (),
-            prompt_token_ids=sequence.token_ids[:num_prompt] if repeats else (),
-            banned=banned_tokens(params, self._eos, sequence.num_output_tokens + sequence.num_pending + len(guessed)),
-            constraint=sequence.constraint.copy() if sequence.constraint and guessed else sequence.constraint,
+            position=sequence.num_planned + len(drafted),
+            output_token_ids=[*sequence.output_token_ids, *drafted] if params.grammar else (),
+            banned=banned_tokens(params, self._eos, sequence.num_output_tokens + sequence.num_pending + len(drafted)),
+            constraint=sequence.constraint.copy() if sequence.constraint and drafted else sequence.constraint,
+            counts=sequence.counts,
+            draft=drafted,
         )
 
-    def landed(self, sequence: DecodeSequence, done: KVDone, *, num_blocks: int, block_size: int) -> list[SampledToken]:
+    def received_tokens(
+        self, sequence: DecodeSequence, done: KVDone, *, num_blocks: int, block_size: int
+    ) -> list[SampledToken]:
         """The tokens that came with `num_blocks` blocks of KV, which must be those of all tokens but the last.
 
         Raises WireError.

@@ -1,64 +1,39 @@
 """What a decode worker computes next. Pure: no clocks, sockets or tensors.
 
-Every step holds one token of each decoding sequence (and guesses behind it, see `drafter.py`), plus at most
+Every step holds one token of each decoding sequence (and draft tokens behind it, see `speculation.py`), plus at most
 `local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that nobody's long prompt stalls
-everybody's tokens. Grants for KV from prefill workers and local prefills draw on the same blocks, oldest first.
+everybody's tokens. Grants for KV from prefill workers and local prefills draw on the same blocks, oldest first; younger
+requests may pass one that does not fit, until they have taken as many blocks as it needs itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from diptych.common.block_pool import BlockCounts, BlockPool
-from diptych.common.errors import BlockError
-from diptych.decode_worker.drafts import NOTHING, Draft
-from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
+from common.errors import BlockError
+from common.grammar.grammar import Constraint
+from common.kv.block_pool import BlockCounts, BlockPool
+from decode_worker.sequence import DecodeSequence, RequestStatus
+from decode_worker.step import DecodeChunk, SchedulerOutput
+
+MAX_PASSING = 16
+"""How many waiting requests are looked at for one that fits: a long queue must not slow down each step."""
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeChunk:
-    """Compute `num_tokens` tokens of `sequence` from `start` on; sample if that reaches its last token.
+class _Admission:
+    """The request at `place` in the queue is to own these cached blocks and `num_new` more."""
 
-    With `score`, tokens of the prompt follow some of them whose log-probabilities are wanted. A single token may have a
-    `draft` behind it, whose tokens are run, and sampled behind, as if they were the sequence's.
-    """
-
-    sequence: DecodeSequence
-    start: int
-    num_tokens: int
-    draft: Draft = NOTHING
-
-    @property
-    def num_rows(self) -> int:
-        """Tokens that are run."""
-        return self.num_tokens + len(self.draft.token_ids)
-
-    @property
-    def num_spans(self) -> int:
-        """What the model runs it as: a token of a draft is run by itself."""
-        return 1 + len(self.draft.token_ids)
-
-    @property
-    def sample(self) -> bool:
-        return self.start + self.num_tokens == self.sequence.num_planned
-
-    @property
-    def score(self) -> bool:
-        return self.sequence.scores and self.start + 1 < self.sequence.num_request_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """What to compute, what was granted room for its KV to arrive, and what lost its blocks."""
-
-    chunks: Sequence[DecodeChunk]
-    granted: Sequence[DecodeSequence]
-    preempted: Sequence[DecodeSequence]
+    place: int
+    hits: list[int]
+    num_new: int
 
 
 class DecodeScheduler:
     """Owns the block pool and every request of the worker. `queue` holds, by age, all that waits for blocks.
+
+    What would wait there but for its grammar, which is being compiled, is `unready`: no other request waits behind it.
 
     A step may be scheduled while the one before it is in flight: its sequences count one pending token each. One that
     is removed meanwhile lingers: it is known no more, but keeps its blocks until no step in flight writes to them.
@@ -68,18 +43,18 @@ class DecodeScheduler:
         self,
         pool: BlockPool,
         *,
-        block_size: int,
         max_num_seqs: int,
         local_prefill_chunk: int,
         watermark: float,
         max_scored_tokens: int = 1024,
     ) -> None:
-        self.pool, self.block_size = pool, block_size
+        self.pool, self.block_size = pool, pool.block_size
         self.max_num_seqs, self.local_prefill_chunk = max_num_seqs, local_prefill_chunk
         self.max_scored_tokens = max_scored_tokens
         self.num_watermark_blocks = int(watermark * pool.num_blocks)
         self.running: list[DecodeSequence] = []
         self.queue: list[DecodeSequence] = []
+        self.unready: list[DecodeSequence] = []
         self._by_id: dict[str, DecodeSequence] = {}
         self._lingering: list[DecodeSequence] = []
         self.num_transferring = 0
@@ -93,7 +68,7 @@ class DecodeScheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running) or self._next_fits()
+        return bool(self.running) or self._next() is not None
 
     @property
     def lacks_blocks(self) -> bool:
@@ -103,7 +78,7 @@ class DecodeScheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens to be computed here and not computed yet."""
-        waiting = sum(s.num_remaining for s in self.queue if s.status is not RequestStatus.OPENED)
+        waiting = sum(s.num_remaining for s in (*self.queue, *self.unready) if s.status is not RequestStatus.OPENED)
         return waiting + sum(s.num_remaining - 1 for s in self.running)
 
     def find(self, request_id: str) -> DecodeSequence | None:
@@ -115,15 +90,24 @@ class DecodeScheduler:
         if sequence.status is RequestStatus.WAITING:
             self._enqueue(sequence)
 
+    def constrain(self, sequence: DecodeSequence, constraint: Constraint) -> None:
+        """The grammar of a request is there: it may get blocks."""
+        sequence.constraint = constraint
+        if sequence in self.unready:
+            self.unready.remove(sequence)
+            self._enqueue(sequence)
+
     def open(self, sequence: DecodeSequence) -> None:
         """Its prefill worker announced the KV: wait for room."""
         sequence.status = RequestStatus.OPENED
         self._enqueue(sequence)
 
-    def land(self, sequence: DecodeSequence) -> None:
+    def start_decoding(self, sequence: DecodeSequence) -> None:
         """The KV of all its tokens is in its blocks: join the running batch. Blocks beyond that are given back."""
+        self._check_not_lent(sequence)
         self.num_transferring -= 1
         sequence.num_computed = sequence.num_tokens
+        self.pool.wrote(sequence.blocks, 0, sequence.num_computed)
         num_used = -(-sequence.num_computed // self.block_size)
         self.pool.release(sequence.blocks[num_used:])
         del sequence.blocks[num_used:]
@@ -150,16 +134,26 @@ class DecodeScheduler:
         if sequence.status is RequestStatus.TRANSFERRING:
             self.num_transferring -= 1
             self._publish_landed(sequence, num_landed)
-            self.pool.release(sequence.blocks)
-            sequence.blocks, sequence.num_computed, sequence.num_published = [], 0, 0
+            self._release(sequence)
         elif sequence.status is RequestStatus.OPENED:
-            self.queue.remove(sequence)
+            self._dequeue(sequence)
         sequence.status = RequestStatus.WAITING
         self._enqueue(sequence)
 
-    def schedule(self, now: float) -> SchedulerOutput:
-        """The next step. Granted sequences own blocks for their whole prompt from here on."""
-        preempted = self._make_room()
+    def expect_again(self, sequence: DecodeSequence) -> None:
+        """Another prefill worker is to announce the KV: until then the sequence does not wait for room."""
+        if sequence.status is RequestStatus.OPENED:
+            self._dequeue(sequence)
+            sequence.status = RequestStatus.EXPECTING
+
+    def schedule(
+        self, now: float, withdraw: Callable[[DecodeSequence], None] = lambda sequence: None
+    ) -> SchedulerOutput:
+        """The next step. Granted sequences own blocks for their whole prompt from here on.
+
+        `withdraw` is called with each sequence that is about to lose its blocks: it has them back from any transfer.
+        """
+        preempted = self._make_room(withdraw)
         granted = self._admit(now)
         chunks = [DecodeChunk(s, s.num_computed, 1) for s in self.running if s.num_remaining == 1]
         budget, to_score = self.local_prefill_chunk, self.max_scored_tokens
@@ -175,11 +169,13 @@ class DecodeScheduler:
 
     def advance(self, chunk: DecodeChunk) -> None:
         """Record a computed chunk and publish the blocks it completed."""
-        chunk.sequence.num_computed = chunk.start + chunk.num_tokens
-        self._publish(chunk.sequence)
+        sequence = chunk.sequence
+        sequence.num_computed = chunk.start + chunk.num_tokens
+        self.pool.wrote(sequence.blocks, chunk.start, sequence.num_computed)
+        self._publish(sequence)
 
     def room_for(self, sequence: DecodeSequence, num_tokens: int) -> int:
-        """How many of `num_tokens` guesses behind the next token have blocks, which are allocated unless they lack."""
+        """How many of `num_tokens` drafts behind the next token have blocks, which are allocated unless they lack."""
         wanted = -(-(sequence.num_planned + num_tokens) // self.block_size) - len(sequence.blocks)
         kept = max(self.num_watermark_blocks, len(self.running))  # each may need another one for its next token
         if wanted > 0 and self.pool.num_available - wanted >= kept:
@@ -187,7 +183,8 @@ class DecodeScheduler:
         return min(num_tokens, len(sequence.blocks) * self.block_size - sequence.num_planned)
 
     def accept(self, sequence: DecodeSequence) -> None:
-        """The newest token is one that was guessed: its KV is there, and another token was sampled behind it."""
+        """The newest token is one that was drafted: its KV is there, and another token was sampled behind it."""
+        self.pool.wrote(sequence.blocks, sequence.num_computed, sequence.num_computed + 1)
         sequence.num_computed += 1
         self._publish(sequence)
 
@@ -195,19 +192,19 @@ class DecodeScheduler:
         """A step that samples after `chunk` is in flight."""
         chunk.sequence.num_computed = chunk.start + chunk.num_tokens
         chunk.sequence.num_pending += 1
-        chunk.sequence.num_guessed = len(chunk.draft.token_ids)
+        chunk.sequence.num_drafted = len(chunk.draft.token_ids)
 
-    def completed(self, sequence: DecodeSequence) -> bool:
-        """A step in flight that sampled for `sequence` has ended; False when nobody wants its token any more."""
-        sequence.num_pending -= 1
-        sequence.num_guessed *= sequence.num_pending > 0  # a step that guesses is the last in flight
-        if self.find(sequence.request_id) is sequence:
-            self._publish(sequence)
-            return True
-        if not sequence.num_pending:
-            self._lingering.remove(sequence)
-            self._release(sequence)
-        return False
+    def completed(self, chunk: DecodeChunk) -> bool:
+        """A step in flight has computed `chunk`; False when the sequence is over and its token of no use."""
+        if not self._ended(chunk.sequence):
+            return False
+        self.pool.wrote(chunk.sequence.blocks, chunk.start, chunk.start + chunk.num_tokens)
+        self._publish(chunk.sequence)
+        return True
+
+    def failed(self, chunk: DecodeChunk) -> None:
+        """A step in flight failed: what its slots hold is unknown, so nothing of `chunk` is ever published."""
+        self._ended(chunk.sequence)
 
     def remove(self, sequence: DecodeSequence, num_landed: int = 0) -> None:
         """Forget a request in whatever state and release its blocks, once no step in flight writes to them.
@@ -226,7 +223,7 @@ class DecodeScheduler:
             case RequestStatus.LEAVING:
                 self.num_leaving -= 1
             case RequestStatus.OPENED | RequestStatus.WAITING | RequestStatus.PREEMPTED:
-                self.queue.remove(sequence)
+                self._dequeue(sequence)
             case RequestStatus.EXPECTING:
                 pass
         if sequence.num_pending:
@@ -238,21 +235,43 @@ class DecodeScheduler:
         """Every owned block belongs to a request that lives or lingers. Raises BlockError otherwise."""
         return self.pool.check_integrity(sequence.blocks for sequence in (*self._by_id.values(), *self._lingering))
 
+    def _ended(self, sequence: DecodeSequence) -> bool:
+        """A step in flight writes to the sequence's blocks no more; whether the sequence is still known."""
+        sequence.num_pending -= 1
+        sequence.num_drafted *= sequence.num_pending > 0  # a step with draft tokens is the last in flight
+        if self.find(sequence.request_id) is sequence:
+            return True
+        if not sequence.num_pending:
+            self._lingering.remove(sequence)
+            self._release(sequence)
+        return False
+
     def _release(self, sequence: DecodeSequence) -> None:
+        self._check_not_lent(sequence)
         self.pool.release(sequence.blocks)
-        sequence.blocks = []
+        sequence.blocks, sequence.num_computed, sequence.num_published = [], 0, 0
+
+    def _check_not_lent(self, sequence: DecodeSequence) -> None:
+        if sequence.lent:
+            raise BlockError(f"request {sequence.request_id} cannot lose blocks that a transfer reads or writes")
 
     def _num_missing(self, sequence: DecodeSequence) -> int:
         """Blocks that its next tokens need and it does not have."""
         return max(0, -(-sequence.num_planned // self.block_size) - len(sequence.blocks))
 
+    def _dequeue(self, sequence: DecodeSequence) -> None:
+        (self.unready if sequence in self.unready else self.queue).remove(sequence)
+
     def _enqueue(self, sequence: DecodeSequence) -> None:
+        if sequence.awaits_grammar:
+            self.unready.append(sequence)
+            return
         index = len(self.queue)
         while index and self.queue[index - 1].accepted_at > sequence.accepted_at:
             index -= 1
         self.queue.insert(index, sequence)
 
-    def _make_room(self) -> list[DecodeSequence]:
+    def _make_room(self, withdraw: Callable[[DecodeSequence], None]) -> list[DecodeSequence]:
         """Give each running sequence the blocks its next tokens need, youngest ones losing theirs if there are none."""
         preempted: list[DecodeSequence] = []
         for sequence in sorted(self.running, key=lambda s: s.accepted_at):
@@ -264,6 +283,7 @@ class DecodeScheduler:
                     sequence.blocks += self.pool.allocate(missing)
                     break
                 victim = max(self.running, key=lambda s: s.accepted_at)
+                withdraw(victim)
                 self._preempt(victim)
                 preempted.append(victim)
         return preempted
@@ -272,34 +292,46 @@ class DecodeScheduler:
         if sequence.num_pending:
             raise BlockError(f"request {sequence.request_id} cannot lose blocks that a step in flight writes to")
         self.running.remove(sequence)
-        self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.num_computed, sequence.num_published = [], 0, 0
+        self._release(sequence)
         sequence.num_preemptions += 1
         sequence.status = RequestStatus.PREEMPTED
         self._enqueue(sequence)
 
-    def _next_fits(self) -> bool:
-        return bool(self.queue) and self._plan(self.queue[0]) is not None
+    @property
+    def _num_active(self) -> int:
+        return len(self.running) + self.num_transferring + self.num_leaving
 
-    def _plan(self, sequence: DecodeSequence) -> tuple[list[int], int] | None:
-        """(cached blocks, number of blocks to allocate) for the head of the queue, or None if it must wait."""
-        num_active = len(self.running) + self.num_transferring + self.num_leaving
-        if num_active >= self.max_num_seqs:
+    def _next(self) -> _Admission | None:
+        """The oldest waiting request that fits and may pass those before it."""
+        if self._num_active >= self.max_num_seqs:
             return None
-        hashes = sequence.hasher.extend(sequence.token_ids)
-        hits = self.pool.match(hashes[: sequence.num_cacheable // self.block_size])
-        num_new = -(-sequence.num_room_tokens // self.block_size) - len(hits)
-        available = self.pool.num_available - self.pool.num_reclaimed(hits)
+        limit = self.pool.num_blocks  # of the blocks that younger ones may take
+        for place, sequence in enumerate(self.queue[:MAX_PASSING]):
+            hashes = sequence.hasher.extend(sequence.token_ids)
+            hits = self.pool.match(hashes[: sequence.num_cacheable // self.block_size])
+            num_new = -(-sequence.num_room_tokens // self.block_size) - len(hits)
+            if num_new <= limit and self._fits(hits, num_new):
+                return _Admission(place, hits, num_new)
+            # The client of a preempted sequence has begun to read: it is not made to wait for others.
+            left = num_new - sequence.num_passing_blocks if sequence.status is not RequestStatus.PREEMPTED else 0
+            limit = min(limit, left)
+            if limit <= 0:
+                break
+        return None
+
+    def _fits(self, hits: Sequence[int], num_new: int) -> bool:
         # Headroom for those already here; an idle worker takes whatever fits.
-        headroom = self.num_watermark_blocks if num_active else 0
-        return (hits, num_new) if num_new + headroom <= available else None
+        headroom = self.num_watermark_blocks if self._num_active else 0
+        return num_new + headroom <= self.pool.num_available - self.pool.num_reclaimed(hits)
 
     def _admit(self, now: float) -> list[DecodeSequence]:
-        """Admit from the queue's head while there is room, without overtaking: returns those whose KV is to come."""
+        """Admit what waits, oldest first, while there is room: returns those whose KV is to come."""
         granted: list[DecodeSequence] = []
-        while self.queue and (plan := self._plan(self.queue[0])) is not None:
-            hits, num_new = plan
-            sequence = self.queue.pop(0)
+        while (admission := self._next()) is not None:
+            hits, num_new = admission.hits, admission.num_new
+            sequence = self.queue.pop(admission.place)
+            for passed in self.queue[: admission.place]:
+                passed.num_passing_blocks += num_new
             self.pool.acquire(hits)
             sequence.blocks = hits + self.pool.allocate(num_new)
             sequence.num_computed = len(hits) * self.block_size
@@ -319,6 +351,7 @@ class DecodeScheduler:
     def _publish_landed(self, sequence: DecodeSequence, num_landed: int) -> None:
         """Blocks that came are as good as computed ones, where the tokens are known that they hold."""
         sequence.num_computed = min(num_landed, sequence.num_tokens // self.block_size) * self.block_size
+        self.pool.wrote(sequence.blocks, 0, sequence.num_computed)
         self._publish(sequence)
 
     def _publish(self, sequence: DecodeSequence) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from diptych.common.block_hash import BlockHasher
-from diptych.common.messages import DecodeRequest, KVOpen
-from diptych.common.model.grammar import Constraint
-from diptych.common.sampling_params import SampledToken, SamplingParams, TokenLogprobs
-from diptych.common.shared_memory import PeerMemory
-from diptych.decode_worker.drafts import Lookup
+from common.grammar.grammar import Constraint
+from common.kv.block_hash import BlockHasher
+from common.kv.shared_memory import PeerMemory
+from common.sampling.penalties import TokenCounts
+from common.wire.messages import DecodeRequest, KVOpen
+from common.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
+from decode_worker.draft_tokens import Lookup
 
 
 class RequestStatus(Enum):
@@ -35,7 +36,11 @@ class DecodeSequence:
     """`token_ids` is prompt + output; the KV of the first `num_computed` of them is in `blocks`.
 
     `num_pending` more tokens are being sampled by steps in flight, whose KV counts as computed: nobody but a later step
-    reads it. Of such a step `num_guessed` more tokens may come.
+    reads it. Of such a step `num_drafted` more tokens may come.
+
+    Younger requests that were admitted while it waits for room own `num_passing_blocks`.
+
+    While its blocks are `lent`, a transfer reads or writes them, and they cannot be released.
 
     The router has the log-probabilities of what follows the first `num_scored` tokens, if it wants any of the prompt.
 
@@ -51,10 +56,11 @@ class DecodeSequence:
     deadline: float
     status: RequestStatus
     blocks: list[int] = field(default_factory=list)
+    lent: bool = False
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0
-    num_guessed: int = 0
+    num_drafted: int = 0
     num_published: int = 0
     num_cached: int = 0
     num_scored: int = 0
@@ -63,6 +69,7 @@ class DecodeSequence:
     num_prompt_tokens: int = 0
     num_request_tokens: int = 0
     num_preemptions: int = 0
+    num_passing_blocks: int = 0
     joined_at: float = 0.0
     first_token_at: float = 0.0
     peer: bytes = b""
@@ -77,6 +84,7 @@ class DecodeSequence:
     exposed_transfer_s: float = 0.0
     clock_offset_s: float = 0.0
     constraint: Constraint | None = None
+    counts: TokenCounts | None = None
     lookup: Lookup | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +105,11 @@ class DecodeSequence:
         return self.request.params
 
     @property
+    def awaits_grammar(self) -> bool:
+        """Whether what its answer must match is still being compiled: it gets no blocks before."""
+        return bool(self.params.grammar) and self.constraint is None
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
@@ -112,13 +125,13 @@ class DecodeSequence:
 
     @property
     def num_planned(self) -> int:
-        """Tokens once the steps in flight have ended, without those that were guessed."""
+        """Tokens once the steps in flight have ended, without those that were drafted."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def num_at_most(self) -> int:
         """Tokens once the steps in flight have ended."""
-        return self.num_planned + self.num_guessed
+        return self.num_planned + self.num_drafted
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -153,6 +166,11 @@ class DecodeSequence:
     def is_incoming(self) -> bool:
         """Whether its KV is to come from another worker, and is not all here."""
         return self.status in (RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING)
+
+    @property
+    def awaits_turn(self) -> bool:
+        """Whether steps are between it and its next token: its prompt waits or is computed, or computed again."""
+        return not self.is_incoming and (self.num_remaining > 1 or not self.has_first_token)
 
     @property
     def has_first_token(self) -> bool:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from diptych.benchmarks.config import BenchConfig
-from diptych.common.config import group_order
-from diptych.common.config_field import Config, Field, fields_of
-from diptych.common.settings import (
-    CommonConfig,
-    DecodeWorkerConfig,
-    PrefillWorkerConfig,
-    RouterConfig,
-    ServeConfig,
-    WorkerConfig,
-)
+from benchmarks.config import BenchConfig
+from common.config import CommonConfig, DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig, WorkerConfig
+from common.config.field import Config, Field, fields_of
+from common.config.sources import group_order
 
 INTRODUCTION = """\
 # Configuration

@@ -215,7 +215,7 @@ POOLS = (
         ),
         Panel(
             "Guesses that were right",
-            "Share of the tokens that decode steps guessed ahead.",
+            "Share of the draft tokens that decode steps accepted.",
             "percentunit",
             (
                 (

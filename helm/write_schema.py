@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from diptych.common.config_field import Config, Field, fields_of
-from diptych.common.settings import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig
+from common.config.field import Config, Field, fields_of
 
 Schema = dict[str, Any]
 

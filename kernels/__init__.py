@@ -14,7 +14,7 @@
 KV caches are `[num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head_dim]`, contiguous.
 
     native_backend   the CPU's: C++ that reads blocks in place, compiled at first use
-    triton_backend   the CUDA device's: the kernels of `gpu/`
+    gpu.backend      the CUDA device's: Triton kernels
     torch_backend    everywhere else, and where there is no compiler
     reference        slow and obvious, for tests
 
@@ -23,8 +23,10 @@ A backend for another device implements `Backend` and is named in `dispatch.back
 
 from __future__ import annotations
 
-from diptych.kernels.blocks import gather_blocks, scatter_blocks, wire_bytes
-from diptych.kernels.dispatch import (
+from kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.blocks import gather_blocks, scatter_blocks, wire_bytes
+from kernels.device import on_device
+from kernels.dispatch import (
     Backend,
     add_rms_norm,
     backend,
@@ -34,13 +36,12 @@ from diptych.kernels.dispatch import (
     rms_norm,
     rotate_and_write,
 )
-from diptych.kernels.embedding import Embedding
-from diptych.kernels.linear import GatedLinear, Linear, Weight
-from diptych.kernels.native_backend import NativePlan, record, share_cores
-from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
-from diptych.kernels.program import Program, Recorder
-from diptych.kernels.quantised import QuantisedWeight, quantise, stack
-from diptych.kernels.sampling import Draw, SamplingTensors, bits_allowed, sample
+from kernels.embedding import Embedding
+from kernels.linear import GatedLinear, Linear, Weight
+from kernels.native_backend import NativePlan, record, share_cores
+from kernels.program import Program, Recorder
+from kernels.quantised import QuantisedWeight, quantise, stack
+from kernels.sampling import Draw, SamplingTensors, bits_allowed, sample
 
 __all__ = [
     "AttentionPlan",
@@ -62,6 +63,7 @@ __all__ = [
     "bits_allowed",
     "gated",
     "gather_blocks",
+    "on_device",
     "paged_attention",
     "plan_attention",
     "quantise",

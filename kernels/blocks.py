@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from diptych.kernels.device import triton_backend
+from kernels.device import triton_backend
 
 LARGEST = 448.0  # of e4m3
 LEAST_SCALE = 2.0**-100

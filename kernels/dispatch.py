@@ -9,12 +9,12 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from diptych.kernels import torch_backend
-from diptych.kernels.device import triton_backend
-from diptych.kernels.kv_region import head_dim_of
-from diptych.kernels.native_backend import NativePlan, native_backend
-from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
-from diptych.kernels.program import Recording
+from kernels import torch_backend
+from kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.device import triton_backend
+from kernels.kv_region import head_dim_of
+from kernels.native_backend import NativePlan, native_backend
+from kernels.program import Recording
 
 
 class Backend(Protocol):

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diptych.kernels.linear import Linear
-from diptych.kernels.native_backend import native_backend
-from diptych.kernels.packed import PackedWeight
-from diptych.kernels.program import Recorder
+from kernels.linear import Linear
+from kernels.native_backend import native_backend
+from kernels.packed import PackedWeight
+from kernels.program import Recorder
 
 
 class Embedding:

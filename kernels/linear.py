@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diptych.kernels.dispatch import gated
-from diptych.kernels.native_backend import native_backend
-from diptych.kernels.packed import (
+from kernels.dispatch import gated
+from kernels.native_backend import native_backend
+from kernels.packed import (
     FORMATS,
     PackedWeight,
     in_order,
@@ -20,8 +20,8 @@ from diptych.kernels.packed import (
     pack_widened,
     unpack,
 )
-from diptych.kernels.program import Slot
-from diptych.kernels.quantised import QuantisedWeight
+from kernels.program import Slot
+from kernels.quantised import QuantisedWeight
 
 PACKED_FOR_ROWS = 32  # any number serves all batch sizes; this one picks oneDNN's blocked layout
 Weight = Tensor | QuantisedWeight

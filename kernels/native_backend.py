@@ -17,17 +17,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from diptych.kernels import torch_backend
-from diptych.kernels.kv_region import head_dim_of
-from diptych.kernels.native_build import load_native
-from diptych.kernels.packed import INT8, PackedWeight, panel_size, room
-from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
-from diptych.kernels.program import EPILOGUES, NotRecordable, OpStruct, Program, Recorder, StepStruct
+from kernels import torch_backend
+from kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.kv_region import head_dim_of
+from kernels.native_build import load_native
+from kernels.packed import INT8, PackedWeight, panel_size, room
+from kernels.program import EPILOGUES, NotRecordable, OpStruct, Program, Recorder, StepStruct
 
 if TYPE_CHECKING:
-    from diptych.kernels.sampling import SamplingTensors
+    from kernels.sampling import SamplingTensors
 
-log = logging.getLogger("diptych.kernels")
+log = logging.getLogger("kernels")
 INT8_DOTS, BFLOAT16_PAIRS, HALVES = 1, 2, 4
 TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
 """Of activations the first two; of a KV cache the activations' own, or one of the last."""

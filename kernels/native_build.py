@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch  # loads the OpenMP runtime whose threads the library shares
 
-log = logging.getLogger("diptych.kernels")
+log = logging.getLogger("kernels")
 
 SOURCES = Path(__file__).with_name("native")
 FLAGS = (

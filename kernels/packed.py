@@ -11,9 +11,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diptych.kernels.large_pages import ARENA
-from diptych.kernels.native_build import load_native
-from diptych.kernels.quantised import QuantisedWeight
+from kernels.large_pages import ARENA
+from kernels.native_build import load_native
+from kernels.quantised import QuantisedWeight
 
 FLOAT32, BRAIN, HALF, BFLOAT16, SHORT, INT8, INT4 = range(7)
 FORMATS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import Tensor
 
-from diptych.kernels.kv_region import head_dim_of
-from diptych.kernels.packed import PackedWeight, WeightsStruct
+from kernels.kv_region import head_dim_of
+from kernels.packed import PackedWeight, WeightsStruct
 
 if TYPE_CHECKING:
-    from diptych.kernels.native_backend import NativeBackend, NativePlan
+    from kernels.native_backend import NativeBackend, NativePlan
 
 EMBED, NORM, QUANTISE, LINEAR, ROTATE, ATTEND, SELECT = range(7)
 NAMES: Final = ("embed", "norm", "quantise", "linear", "rotate", "attend", "select")

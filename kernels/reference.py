@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diptych.kernels.kv_region import unpacked
-from diptych.kernels.plan import QuerySpan
+from kernels.attention_plan import QuerySpan
+from kernels.kv_region import unpacked
 
 
 def gather_sequence(kv: Tensor, layer: int, block_table: Sequence[int], length: int) -> tuple[Tensor, Tensor]:

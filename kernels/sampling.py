@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diptych.kernels.device import triton_backend
-from diptych.kernels.native_backend import native_backend
+from kernels.device import triton_backend
+from kernels.native_backend import native_backend
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

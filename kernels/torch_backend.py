@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diptych.kernels.kv_region import head_dim_of, numbers_of, quantised, saturated, scales_of, unpacked
-from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.kv_region import head_dim_of, numbers_of, quantised, saturated, scales_of, unpacked
 
 MAX_PADDING = 1.25  # a group's longest row may be this much longer than its shortest
 

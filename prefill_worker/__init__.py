@@ -1,0 +1,1 @@
+"""Computes the KV cache of prompts, ships it, and samples first tokens."""

@@ -7,13 +7,20 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from diptych.common.block_hash import BlockHasher
-from diptych.common.block_pool import BlockCounts
-from diptych.common.engine import Engine, EngineStatus, RequestReceived, RouterLost
-from diptych.common.errors import WireError
-from diptych.common.kv_sender import KVSender
-from diptych.common.message_fields import unpack_tokens
-from diptych.common.messages import (
+from common.errors import WireError
+from common.grammar.grammar import unsampled
+from common.grammar.grammars import GrammarReady, Grammars
+from common.kv.block_hash import BlockHasher
+from common.kv.block_pool import BlockCounts
+from common.model.batch import SequenceChunk
+from common.runner.runner import ModelRunner
+from common.sampling.finish import banned_tokens, finish_reason
+from common.sampling.logprobs import prompt_scores, separate
+from common.sampling.sampler import Sampler, SamplingRow
+from common.transfer.outgoing import TransferEnded
+from common.transfer.sender import KVSender
+from common.wire.message_fields import unpack_tokens
+from common.wire.messages import (
     AbortRequest,
     KVDone,
     Message,
@@ -25,18 +32,13 @@ from diptych.common.messages import (
     TokenDelta,
     TokenOutput,
 )
-from diptych.common.metrics import WorkerMetrics
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.grammar import Grammars, unsampled
-from diptych.common.model.runner import ModelRunner
-from diptych.common.model.sampler import Sampler, SamplingRow
-from diptych.common.model.scores import prompt_scores, separate
-from diptych.common.outgoing_transfer import TransferEnded
-from diptych.common.sampling_params import SampledToken
-from diptych.common.step_times import work_of
-from diptych.common.stop import banned_tokens, finish_reason
-from diptych.prefill_worker.scheduler import PrefillChunk, PrefillScheduler
-from diptych.prefill_worker.sequence import PrefillSequence
+from common.wire.sampling_params import SampledToken
+from common.worker.awaited_grammars import AwaitedGrammars
+from common.worker.engine import Engine, EngineStatus, RequestReceived, RouterLost
+from common.worker.metrics import WorkerMetrics
+from common.worker.step_times import work_of
+from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
+from prefill_worker.sequence import PrefillSequence
 
 RATE_SMOOTHING = 0.2
 
@@ -60,7 +62,7 @@ class PrefillEngine(Engine):
     ) -> None:
         """Without `grammars`, requests with a grammar are refused."""
         super().__init__(send)
-        self._grammars = grammars
+        self._grammars = AwaitedGrammars(grammars, self.notify, scheduler.constrain, self._fail)
         self._worker_id, self._epoch = identity
         self.scheduler, self._runner, self._sampler, self._sender = scheduler, runner, sampler, sender
         self._eos = tuple(eos_token_ids)
@@ -95,6 +97,8 @@ class PrefillEngine(Engine):
                         self._drop(sequence, "router lost")
             case TransferEnded():
                 self._on_transfer_ended(command)
+            case GrammarReady(compiled):
+                self._grammars.ready(compiled, self.scheduler.unready)
             case _:
                 raise TypeError(f"unknown command {command!r}")
 
@@ -126,6 +130,19 @@ class PrefillEngine(Engine):
         for sequence in [s for s in self.scheduler if s.deadline < now]:
             phase = "transfer" if sequence.computed else "prefill" if sequence.blocks else "queue"
             self._fail(sequence, phase, f"the request's time was over in {phase}", retryable=False)
+        for sequence in list(self.scheduler.unready):
+            self._grammars.expire(sequence, now)
+
+    def tell_progress(self, *, has_stepped: bool) -> None:
+        if not has_stepped:
+            return  # what is held waits for decode workers, and what waits, for room
+        deltas: dict[bytes, list[TokenDelta]] = {}
+        for sequence in self.scheduler:
+            if not sequence.computed:
+                delta = TokenDelta(sequence.request_id, sequence.attempt, sequence.request.num_output_tokens, ())
+                deltas.setdefault(sequence.router, []).append(delta)
+        for router, outputs in deltas.items():
+            self.emit(router, TokenOutput(worker_id=self._worker_id, epoch=self._epoch, outputs=tuple(outputs)))
 
     def fail_step(self, error: Exception) -> None:
         for sequence in {id(chunk.sequence): chunk.sequence for chunk in self._in_step}.values():
@@ -136,7 +153,7 @@ class PrefillEngine(Engine):
         scheduler = self.scheduler
         return EngineStatus(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.unready) + len(scheduler.waiting),
             num_transferring=len(scheduler.held),
             num_waiting_tokens=scheduler.num_waiting_tokens,
             blocks=scheduler.pool.counts,
@@ -150,8 +167,7 @@ class PrefillEngine(Engine):
 
     def close(self) -> None:
         self._sender.stop()
-        if self._grammars is not None:
-            self._grammars.close()
+        self._grammars.close()
 
     def _accept(self, router: bytes, request: PrefillRequest) -> None:
         known = self.scheduler.find(request.request_id)
@@ -170,14 +186,14 @@ class PrefillEngine(Engine):
         problem = self._problem(request, token_ids)
         if problem:
             self._refuse(router, request, problem)
-        elif len(self.scheduler.waiting) >= self._max_waiting:
+        elif len(self.scheduler.unready) + len(self.scheduler.waiting) >= self._max_waiting:
             self._refuse(router, request, f"{self._max_waiting} prompts wait already", retryable=True)
         else:
             now = time.monotonic()
-            if self._grammars is not None and request.params.grammar:
-                self._grammars.prepare(request.params.grammar)
             hasher = BlockHasher(self.scheduler.block_size, request.cache_salt)
-            self.scheduler.add(PrefillSequence(router, request, token_ids, hasher, now, now + request.deadline_s))
+            sequence = PrefillSequence(router, request, token_ids, hasher, now, now + request.deadline_s)
+            self.scheduler.add(sequence)
+            self._grammars.ask(sequence)
 
     def _problem(self, request: PrefillRequest, token_ids: list[int]) -> str:
         capacity = self.scheduler.pool.num_blocks * self.scheduler.block_size
@@ -190,7 +206,7 @@ class PrefillEngine(Engine):
             return f"token id {max(token_ids)} is outside of the vocabulary of {vocab_size}"
         if request.num_output_tokens >= len(token_ids):
             return f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output"
-        if request.params.grammar and self._grammars is None:
+        if request.params.grammar and not self._grammars.known:
             return "this worker knows no grammars"
         return ""
 
@@ -203,6 +219,7 @@ class PrefillEngine(Engine):
                 # What an earlier prompt left there would count for the scale of this one's numbers.
                 self._runner.kv.clear_slots(sequence.blocks[-1], num_used)
             self._sender.open(request.request_id, request.attempt, request.decode, sequence.blocks, num_ready)
+            sequence.lent = True
         if self.metrics is not None:
             self.metrics.queue_seconds.observe(now - sequence.accepted_at)
             self.metrics.prefix_queries.inc(sequence.num_tokens)
@@ -292,8 +309,6 @@ class PrefillEngine(Engine):
     def _row(self, sequence: PrefillSequence) -> SamplingRow:
         request = sequence.request
         num_prompt = sequence.num_tokens - request.num_output_tokens
-        if request.params.grammar and self._grammars is not None:
-            sequence.constraint = self._grammars.constraint(request.params.grammar)
         return SamplingRow(
             request.params,
             position=sequence.num_tokens,
@@ -315,8 +330,9 @@ class PrefillEngine(Engine):
 
     def _drop(self, sequence: PrefillSequence, reason: str) -> None:
         """Forget a prompt without a word to its router."""
-        if sequence.request.decode is not None and sequence.blocks:
+        if sequence.lent:
             self._sender.cancel(sequence.request_id, sequence.attempt, reason)
+            sequence.lent = False
         self.scheduler.remove(sequence)
 
     def _fail(self, sequence: PrefillSequence, phase: str, message: str, *, retryable: bool) -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from diptych.common.block_pool import BlockPool
-from diptych.common.engine import Engine
-from diptych.common.errors import ConfigError
-from diptych.common.kv_sender import KVSender
-from diptych.common.model.files import ModelFiles
-from diptych.common.model.grammar import Grammars
-from diptych.common.model.loaded import LoadedModel
-from diptych.common.model.quantised_staging import quantised_outgoing
-from diptych.common.model.sampler import Sampler
-from diptych.common.model.scores import max_scored_tokens
-from diptych.common.model.staging import outgoing_blocks
-from diptych.common.outgoing_transfer import TransferEnded
-from diptych.common.settings import PrefillWorkerConfig
-from diptych.common.worker_process import Send, WorkerProcess
-from diptych.prefill_worker.engine import PrefillEngine
-from diptych.prefill_worker.scheduler import PrefillScheduler
+from common.config import PrefillWorkerConfig
+from common.errors import ConfigError
+from common.grammar.grammars import Grammars
+from common.kv.block_pool import BlockPool
+from common.kv.quantised_staging import quantised_outgoing
+from common.kv.staging import outgoing_blocks
+from common.model_files.files import ModelFiles
+from common.runner.loaded import LoadedModel
+from common.sampling.logprobs import max_scored_tokens
+from common.sampling.sampler import Sampler
+from common.transfer.outgoing import TransferEnded
+from common.transfer.sender import KVSender
+from common.worker.engine import Engine
+from common.worker.process import Send, WorkerProcess
+from prefill_worker.engine import PrefillEngine
+from prefill_worker.scheduler import PrefillScheduler
 
 
 class PrefillWorker(WorkerProcess):
@@ -29,14 +29,15 @@ class PrefillWorker(WorkerProcess):
         super().__init__(config)
         self.settings = config
 
-    def build_engine(self, files: ModelFiles, loaded: LoadedModel, send: Send) -> Engine:
+    def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
         settings, identity = self.settings, self.identity
         if settings.kv_transport == "shm" and loaded.kv.shared is None:
             raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
-        pool = BlockPool(loaded.kv.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
+        pool = BlockPool(
+            loaded.kv.num_blocks, loaded.kv.block_size, enable_prefix_caching=settings.enable_prefix_caching
+        )
         scheduler = PrefillScheduler(
             pool,
-            block_size=settings.block_size,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
             max_scored_tokens=max_scored_tokens(loaded.vocab_size),
@@ -68,7 +69,7 @@ class PrefillWorker(WorkerProcess):
             eos_token_ids=files.eos_token_ids,
             max_model_len=loaded.max_model_len,
             max_waiting=settings.max_waiting,
-            grammars=Grammars(files, loaded.vocab_size),
+            grammars=grammars,
         )
         engine.metrics = self.metrics
         sender.start()

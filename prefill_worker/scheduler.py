@@ -1,7 +1,7 @@
 """Which prompt tokens a prefill worker computes next. Pure: no clocks, sockets or tensors.
 
-Prompts are admitted in order of arrival as blocks allow; each step spends a token budget over the admitted ones,
-oldest first, so that short prompts share a step and a long one is computed in chunks.
+Prompts are admitted in order of arrival as blocks allow, those with a grammar once it is compiled. Each step spends a
+token budget over the admitted ones, oldest first, so that short prompts share a step and a long one comes in chunks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from diptych.common.block_pool import BlockCounts, BlockPool
-from diptych.prefill_worker.sequence import PrefillSequence
+from common.errors import BlockError
+from common.grammar.grammar import Constraint
+from common.kv.block_pool import BlockCounts, BlockPool
+from prefill_worker.sequence import PrefillSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +45,23 @@ class SchedulerOutput:
 
 
 class PrefillScheduler:
-    """Owns the block pool and every prompt of the worker: waiting, computing, or held until its KV is acknowledged."""
+    """Owns the block pool and every prompt of the worker: waiting, computing, or held until its KV is acknowledged.
+
+    `unready` holds prompts whose grammar is being compiled. They own no blocks, and no other prompt waits behind them.
+    """
 
     def __init__(
         self,
         pool: BlockPool,
         *,
-        block_size: int,
         max_num_batched_tokens: int,
         max_num_seqs: int,
         max_scored_tokens: int = 1024,
     ) -> None:
-        self.pool, self.block_size = pool, block_size
+        self.pool, self.block_size = pool, pool.block_size
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_scored_tokens = max_scored_tokens
+        self.unready: list[PrefillSequence] = []
         self.waiting: deque[PrefillSequence] = deque()
         self.running: list[PrefillSequence] = []
         self.held: dict[str, PrefillSequence] = {}
@@ -75,7 +80,7 @@ class PrefillScheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens accepted and not computed yet."""
-        return sum(s.num_remaining for s in self.waiting) + sum(s.num_remaining for s in self.running)
+        return sum(s.num_remaining for s in (*self.unready, *self.waiting, *self.running))
 
     def find(self, request_id: str) -> PrefillSequence | None:
         return self._by_id.get(request_id)
@@ -83,6 +88,12 @@ class PrefillScheduler:
     def add(self, sequence: PrefillSequence) -> None:
         """Accept a prompt; it owns no blocks yet."""
         self._by_id[sequence.request_id] = sequence
+        (self.unready if sequence.awaits_grammar else self.waiting).append(sequence)
+
+    def constrain(self, sequence: PrefillSequence, constraint: Constraint) -> None:
+        """The grammar of an unready prompt is there: it may be admitted."""
+        self.unready.remove(sequence)
+        sequence.constraint = constraint
         self.waiting.append(sequence)
 
     def schedule(self, now: float) -> SchedulerOutput:
@@ -102,6 +113,7 @@ class PrefillScheduler:
         """Record a computed chunk and publish its full blocks; how many blocks of the prompt are complete now."""
         sequence = chunk.sequence
         sequence.num_computed = chunk.start + chunk.num_tokens
+        self.pool.wrote(sequence.blocks, chunk.start, sequence.num_computed)
         num_full = sequence.num_computed // self.block_size
         for index in range(sequence.num_published, num_full):
             self.pool.publish(sequence.blocks[index], sequence.hasher.hashes[index])
@@ -117,9 +129,11 @@ class PrefillScheduler:
         """Forget a prompt in whatever state and release its blocks."""
         if self._by_id.get(sequence.request_id) is not sequence:
             return
+        if sequence.lent:
+            raise BlockError(f"request {sequence.request_id} cannot lose blocks that the KV sender reads")
         del self._by_id[sequence.request_id]
         if self.held.pop(sequence.request_id, None) is None:
-            (self.running if sequence in self.running else self.waiting).remove(sequence)
+            next(state for state in (self.running, self.unready, self.waiting) if sequence in state).remove(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
 

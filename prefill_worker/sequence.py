@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diptych.common.block_hash import BlockHasher
-from diptych.common.messages import PrefillRequest
-from diptych.common.model.grammar import Constraint
+from common.grammar.grammar import Constraint
+from common.kv.block_hash import BlockHasher
+from common.wire.messages import PrefillRequest
+from common.wire.sampling_params import SamplingParams
 
 
 @dataclass(slots=True, eq=False)
 class PrefillSequence:
     """`blocks` covers the whole prompt from admission on; the first `num_computed` tokens are in them.
+
+    While they are `lent`, the KV sender may read them, and they cannot be released.
 
     accepted_at ─ admitted_at ─ computed_at ─ released        (engine clock, seconds)
          queue        prefill        hold
@@ -24,6 +27,7 @@ class PrefillSequence:
     accepted_at: float
     deadline: float
     blocks: list[int] = field(default_factory=list)
+    lent: bool = False
     num_computed: int = 0
     num_cached: int = 0
     num_published: int = 0
@@ -38,6 +42,15 @@ class PrefillSequence:
     @property
     def attempt(self) -> int:
         return self.request.attempt
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether what its answer must match is still being compiled: it is not admitted before."""
+        return bool(self.params.grammar) and self.constraint is None
 
     @property
     def num_tokens(self) -> int:

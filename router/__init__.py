@@ -1,0 +1,1 @@
+"""The HTTP front door: takes requests, chooses workers, and streams answers. Never imports torch."""

@@ -1,4 +1,4 @@
-"""`python -m diptych.router`: the HTTP front door."""
+"""`python -m router`: the HTTP front door."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from diptych.common.config import exit_refused, load
-from diptych.common.errors import ConfigError, ModelError
-from diptych.common.logging import setup_logging
-from diptych.common.settings import RouterConfig
+from common.config import RouterConfig
+from common.config.sources import exit_refused, load
+from common.errors import ConfigError, ModelError
+from common.observe.logging import setup_logging
 
 PROG = "diptych router"
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     # Imported after the command line is understood: --help and refusals are instant.
     import uvloop
 
-    from diptych.router.api.server import listen
+    from router.server.server import listen
 
     try:
         listener = listen(config.host, config.port)
@@ -40,20 +40,22 @@ def main(argv: Sequence[str]) -> int:
 
 async def run(config: RouterConfig, listener: socket.socket) -> None:
     """The router's life inside its event loop. Raises ModelError, ConfigError for a file that a setting names."""
-    from diptych.common.model.files import resolve_model
-    from diptych.router.api.app import build_app
-    from diptych.router.api.server import serve, stop_on_signals
-    from diptych.router.dispatch.dispatcher import Dispatcher
-    from diptych.router.measured_client import MeasuredClient
-    from diptych.router.metrics import ENGINE, RouterMetrics
-    from diptych.router.pool_metrics import PoolCollector
-    from diptych.router.slo import SLOWindow
-    from diptych.router.text.pipeline import TextPipeline
-    from diptych.router.tracing import Tracing
+    from common.model_files.resolve import resolve_model
+    from router.dispatch.dispatcher import Dispatcher
+    from router.generation.tracing import Tracing
+    from router.observe.measured_client import MeasuredClient
+    from router.observe.metrics import ENGINE, RouterMetrics
+    from router.observe.pool_metrics import PoolCollector
+    from router.observe.slo import SLOWindow
+    from router.server.app import build_app
+    from router.server.server import serve, stop_on_signals
+    from router.text.pipeline import TextPipeline
 
     stop = stop_on_signals()
     files = resolve_model(config.model, progress=False, weights=False)
     text = TextPipeline.from_files(files, threads=config.tokenizer_threads)
+    if text.grammars is not None and files.eos_token_ids:
+        text.grammars.start()
     dispatcher = Dispatcher(config)
     name = config.served_model_name or files.model_id
     metrics, window = (

@@ -1,19 +1,14 @@
-"""What every test may rely on: the repository root is not importable and no setting leaks in from the environment."""
+"""What every test may rely on: no setting leaks in from the environment."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-
-# `python -m pytest` puts the working folder first: there `kernels` would shadow the package that transformers imports.
-sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != ROOT]
-
 
 REAL_PROCESSES_S = 360
 """A deadline is against what hangs: real processes start at the pace of the machine, and of what else it does."""
@@ -56,8 +51,8 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def tiny() -> tuple[Any, tuple[int, ...]]:
     """The tiny random model in float32, and its end tokens."""
-    from diptych.common.model.files import resolve_model
-    from diptych.common.model.load import load_model
+    from common.model.load import load_model
+    from common.model_files.resolve import resolve_model
 
     files = resolve_model("tiny-random")
     return load_model(files), files.eos_token_ids

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from diptych.common.engine import RequestReceived
-from diptych.common.messages import Message, RequestFailed, TokenDelta, TokenOutput
-from diptych.common.model.decoder import Decoder
-from diptych.common.model.grammar import Grammars
-from diptych.common.model.oracle import generate
-from diptych.common.sampling_params import SamplingParams
+from common.grammar.checks import Verdict
+from common.grammar.grammars import Grammars
+from common.model.decoder import Decoder
+from common.wire.messages import Message, RequestFailed, TokenDelta, TokenOutput
+from common.wire.sampling_params import SamplingParams
+from common.worker.engine import RequestReceived
+
+from .oracle import generate
 
 WAIT_S = 60.0
 ROUTER = b"router"
@@ -44,6 +48,40 @@ def made(cls: type[Rig], *arguments: object) -> Iterator[Callable[..., Rig]]:
     yield make
     for rig in rigs:
         rig.close()
+
+
+ENDLESS = 'start: %json {"type": "integer", "multipleOf": 99999989}'
+"""Takes minutes and gigabytes to compile."""
+SLOW = "start: /[0-9]{2}:[0-9]{2}/"
+"""Taken for a slow one by `Compiler`."""
+
+
+class Compiler:
+    """Holds up ENDLESS and SLOW, as grammars that take long are, until they may `go_on`."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._go_on, submit = threading.Event(), grammars._checks.submit
+        self._held: list[threading.Thread] = []
+
+        def held(grammar: str) -> Future[Verdict]:
+            if grammar not in (ENDLESS, SLOW):
+                return submit(grammar)
+            found: Future[Verdict] = Future()
+
+            def later() -> None:
+                self._go_on.wait()
+                submit(grammar).add_done_callback(lambda each: found.set_result(each.result()))
+
+            self._held.append(threading.Thread(target=later, daemon=True))
+            self._held[-1].start()
+            return found
+
+        grammars._checks.submit = held  # type: ignore[method-assign]
+
+    def go_on(self) -> None:
+        self._go_on.set()
+        for thread in self._held:
+            thread.join()
 
 
 class RouterSide:
@@ -79,10 +117,20 @@ class RouterSide:
         wait(condition)
 
     def deltas(self, name: str = "a", *, attempt: int | None = None) -> list[TokenDelta]:
-        """What was reported of a request, under one attempt or any."""
+        """What was reported of a request, under one attempt or any; not that it makes progress, as some time says."""
+        deltas = self._told(name)
+        return [d for d in deltas if attempt in (None, d.attempt) and (d.token_ids or d.finish_reason)]
+
+    def progress(self, *names: str) -> list[str]:
+        """Which of the requests the next turn says of that they make progress, the last word being long ago."""
+        known = {name: len(self._told(name)) for name in names}
+        self.engine._progress_told_at = 0.0
+        self.turn()
+        return [name for name in names if any(not d.token_ids for d in self._told(name)[known[name] :])]
+
+    def _told(self, name: str) -> list[TokenDelta]:
         outputs = [message for _, message in self.sent if isinstance(message, TokenOutput)]
-        deltas = [delta for output in outputs for delta in output.outputs if delta.request_id == name]
-        return [delta for delta in deltas if attempt in (None, delta.attempt)]
+        return [delta for output in outputs for delta in output.outputs if delta.request_id == name]
 
     def failures(self, name: str = "a") -> list[RequestFailed]:
         return [m for _, m in self.sent if isinstance(m, RequestFailed) and m.request_id == name]

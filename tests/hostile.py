@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from diptych.common.message_fields import MAX_MESSAGE_BYTES, pack_tokens
-from diptych.common.messages import (
+from common.wire.codec import encode, seal
+from common.wire.message_fields import MAX_MESSAGE_BYTES, pack_tokens
+from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
     HandOver,
@@ -31,10 +32,8 @@ from diptych.common.messages import (
     TokenOutput,
     WorkerHeartbeat,
     WorkerHello,
-    encode,
-    seal,
 )
-from diptych.common.sampling_params import SamplingParams, TokenLogprobs
+from common.wire.sampling_params import SamplingParams, TokenLogprobs
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
 TARGET = KVTarget("mallory", 1, "tcp://127.0.0.1:1")

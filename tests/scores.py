@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from diptych.common.messages import PromptScores
-from diptych.common.model.decoder import Decoder
-from diptych.common.model.oracle import Oracle
-from diptych.common.sampling_params import TokenLogprobs
+from common.model.decoder import Decoder
+from common.wire.messages import PromptScores
+from common.wire.sampling_params import TokenLogprobs
+
+from .oracle import Oracle
 
 
 def true_scores(model: Decoder, token_ids: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from diptych.benchmarks.config import BenchConfig
-from diptych.common.cli import COMMANDS
-from diptych.common.config_field import Config, fields_of
-from diptych.common.settings import CONFIG_CLASSES
+from benchmarks.config import BenchConfig
+from common.cli import COMMANDS
+from common.config import CONFIG_CLASSES
+from common.config.field import Config, fields_of
 
 PACKAGES = ("common", "prefill_worker", "decode_worker", "router")
 METRIC = re.compile(r"(vllm:|diptych_)[a-z0-9_]+")

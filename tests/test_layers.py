@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,34 +20,31 @@ ALLOWED = {
 }
 # file -> modules that it alone may import beyond its package's layer; each entry needs its reason in a comment.
 EXCEPTIONS: dict[str, set[str]] = {
-    # It measures the real sender and the real receiver, each in a process of its own.
-    "benchmarks/kv_wire.py": {
-        "diptych.decode_worker.kv_receiver",
-        "diptych.decode_worker.landing",
-    },
-    # The same, from device memory to device memory.
-    "benchmarks/gpu_transfer.py": {
-        "diptych.decode_worker.kv_receiver",
-        "diptych.decode_worker.landing",
-    },
     # It runs the real worker processes around random weights.
-    "benchmarks/gpu_worker.py": {"diptych.decode_worker.process", "diptych.prefill_worker.process"},
+    "benchmarks/gpu_worker.py": {"decode_worker.process", "prefill_worker.process"},
 }
+# The rooms of a package, from the lowest to the highest: each imports only those before it.
+ROOMS = {
+    "common": (
+        "wire", "cluster", "observe", "config", "machine", "gguf_format", "model_files", "kv", "transfer", "grammar",
+        "model", "sampling", "runner", "worker",
+    ),
+    "router": (
+        "discovery", "fleet", "dispatch", "text", "observe", "auth", "request", "generation", "api", "server", "local",
+    ),
+}  # fmt: skip
 HEAVY = ("torch", "triton", "transformers", "safetensors")
 
 
-def imports_of(file: Path) -> list[tuple[int, str]]:
-    """(line, module) for every import in a file, those inside functions included."""
+def imports_of(file: Path, relative: bool = False) -> list[tuple[int, str]]:
+    """(line, module) for every import in a file, those inside functions included; relative ones only if allowed."""
     found = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}:{node.lineno}: relative import"
-            names = (
-                [f"diptych.{alias.name}" for alias in node.names] if node.module == "diptych" else [node.module or ""]
-            )
-            found += [(node.lineno, name) for name in names]
+            assert relative or node.level == 0, f"{file}:{node.lineno}: relative import"
+            found.append((node.lineno, node.module or ""))
     return found
 
 
@@ -56,9 +54,8 @@ def test_a_package_imports_only_what_lies_below_it(repository: Path, package: st
     for file in (repository / package).rglob("*.py"):
         name = file.relative_to(repository).as_posix()
         for line, module in imports_of(file):
-            top, _, rest = module.partition(".")
-            too_high = top == "diptych" and rest.partition(".")[0] not in ALLOWED[package]
-            if top in ALLOWED or (too_high and module not in EXCEPTIONS.get(name, set())):
+            top = module.partition(".")[0]
+            if top in ALLOWED and top not in ALLOWED[package] and module not in EXCEPTIONS.get(name, set()):
                 wrong.append(f"{name}:{line} imports {module}")
     assert not wrong
 
@@ -73,8 +70,81 @@ def modules_of(repository: Path, package: str) -> list[str]:
     for file in sorted((repository / package).rglob("*.py")):
         parts = file.relative_to(repository).with_suffix("").parts
         if parts[-1] != "__main__":
-            names.append(".".join(("diptych", *(parts[:-1] if parts[-1] == "__init__" else parts))))
+            names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     return names
+
+
+def edges_of(repository: Path, folders: Sequence[str]) -> dict[str, set[str]]:
+    """Which file imports which, imports inside functions included."""
+    files = {
+        file.relative_to(repository).as_posix() for folder in folders for file in (repository / folder).rglob("*.py")
+    }
+    edges: dict[str, set[str]] = {}
+    for name in files:
+        tree = ast.parse((repository / name).read_text(encoding="utf-8"))
+        for_types = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+        skipped = {id(node) for block in for_types for node in ast.walk(block)}
+        for node in ast.walk(tree):
+            if id(node) in skipped:
+                continue
+            if isinstance(node, ast.ImportFrom):
+                wanted = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module or ""]
+            elif isinstance(node, ast.Import):
+                wanted = [alias.name for alias in node.names]
+            else:
+                continue
+            paths = [f"{module.replace('.', '/')}{end}" for module in wanted for end in (".py", "/__init__.py")]
+            edges.setdefault(name, set()).update(path for path in paths if path in files and path != name)
+    return edges
+
+
+def circle_in(edges: Mapping[str, set[str]]) -> list[str]:
+    """Names that lead back to the first of them, or none."""
+    done: set[str] = set()
+
+    def follow(path: list[str]) -> list[str]:
+        for name in sorted(edges.get(path[-1], ())):
+            if name in path:
+                return [*path[path.index(name) :], name]
+            if name not in done and (found := follow([*path, name])):
+                return found
+        done.add(path[-1])
+        return []
+
+    return next((found for name in sorted(edges) if name not in done and (found := follow([name]))), [])
+
+
+def test_no_file_imports_what_imports_it(repository: Path) -> None:
+    edges = edges_of(repository, tuple(ALLOWED))
+    contents = {name: found for name, found in edges.items() if not name.endswith("/__init__.py")}
+    assert circle_in(contents) == []
+
+
+def test_no_folder_imports_what_imports_it(repository: Path) -> None:
+    folders: dict[str, set[str]] = {}
+    for name, found in edges_of(repository, tuple(ALLOWED)).items():
+        room = str(Path(name).parent)
+        folders.setdefault(room, set()).update({str(Path(other).parent) for other in found} - {room})
+    assert circle_in(folders) == []
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_a_room_imports_only_what_lies_below_it(repository: Path, package: str) -> None:
+    rooms = ROOMS[package]
+    assert set(rooms) == {file.parent.name for file in (repository / package).glob("*/__init__.py")}
+    wrong = []
+    for name, found in edges_of(repository, [package]).items():
+        parts = Path(name).parts
+        if len(parts) == 3:
+            rank = rooms.index(parts[1])
+            above = [path for path in found if len(Path(path).parts) == 3 and rooms.index(Path(path).parts[1]) > rank]
+            wrong += [f"{name} imports {path}" for path in above]
+    assert not wrong
+
+
+def test_a_circle_is_found() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle_in({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
 def test_the_router_never_imports_torch(repository: Path) -> None:
@@ -89,5 +159,13 @@ def test_the_router_never_imports_torch(repository: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_repository_root_is_not_importable(repository: Path) -> None:
-    assert str(repository) not in sys.path
+def test_nothing_goes_by_the_names_of_before(repository: Path) -> None:
+    """The distribution and its command are `diptych`; no package is."""
+    wrong = [
+        f"{file.relative_to(repository)}:{line}"
+        for folder in (*ALLOWED, "tests", "docs", "helm")
+        for file in (repository / folder).rglob("*.py")
+        for line, module in imports_of(file, relative=True)
+        if module.partition(".")[0] == "diptych"
+    ]
+    assert not wrong

@@ -1,0 +1,1 @@
+"""Decoders in torch: families, weights, and the tensors of a step."""

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diptych.common.errors import BlockError, ContextLengthExceeded, InvalidRequest
-from diptych.common.model.config import ModelConfig
-from diptych.common.model.kv_cache import KVCache
-from diptych.kernels import AttentionPlan, KVLayout, QuerySpan, plan_attention
+from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
+from common.kv.cache import KVCache
+from common.model_files.config import ModelConfig
+from kernels import AttentionPlan, KVLayout, QuerySpan, plan_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def check_chunk(chunk: SequenceChunk, config: ModelConfig, kv: KVCache) -> None:
     if not chunk.token_ids or chunk.start < 0:
         raise BlockError(f"a chunk of {len(chunk.token_ids)} tokens at {chunk.start} has nothing to run")
     if length > config.max_model_len:
-        raise ContextLengthExceeded(f"the sequence has {length} tokens, the model takes {config.max_model_len}")
+        raise ContextLengthExceeded(length, config.max_model_len, 0)
     if len(chunk.block_table) < needed:
         raise BlockError(
             f"{length} tokens need {needed} blocks of {kv.block_size}, the table has {len(chunk.block_table)}"

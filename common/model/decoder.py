@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diptych.common.model.batch import ForwardBatch
-from diptych.common.model.config import ModelConfig, RopeConfig
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.rope import RopeTable
-from diptych.common.model.weights import LayerWeights, ModelWeights
-from diptych.kernels import AttentionPlan, NativePlan, Program, Recorder, paged_attention, record, rotate_and_write
+from common.kv.cache import KVCache
+from common.model.batch import ForwardBatch
+from common.model.rope import RopeTable
+from common.model.weights import LayerWeights, ModelWeights
+from common.model_files.config import ModelConfig, RopeConfig
+from kernels import AttentionPlan, NativePlan, Program, Recorder, paged_attention, record, rotate_and_write
 
 
 @dataclass(frozen=True, slots=True)

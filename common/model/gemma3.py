@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from diptych.common.errors import ModelError
-from diptych.common.model.decoder import Decoder, Step
-from diptych.kernels import add_rms_norm, rms_norm
+from common.errors import ModelError
+from common.model.decoder import Decoder, Step
+from kernels import add_rms_norm, rms_norm
 
 
 class Gemma3(Decoder):

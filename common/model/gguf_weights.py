@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diptych.common.model.config import ModelConfig
-from diptych.common.model.gguf_codes import GROUP
-from diptych.common.model.gguf_file import GGUFFile
-from diptych.kernels import QuantisedWeight
+from common.gguf_format.codes import GROUP
+from common.gguf_format.tensors import GGUFFile
+from common.model_files.config import ModelConfig
+from kernels import QuantisedWeight
 
 TOP = {
     "model.embed_tokens.weight": "token_embd.weight",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from diptych.common.model.decoder import Decoder, Step
-from diptych.kernels import add_rms_norm, rms_norm
+from common.model.decoder import Decoder, Step
+from kernels import add_rms_norm, rms_norm
 
 
 class Llama(Decoder):

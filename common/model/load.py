@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diptych.common.errors import ModelError
-from diptych.common.model import config as configuration
-from diptych.common.model.config import ModelConfig
-from diptych.common.model.decoder import Decoder
-from diptych.common.model.gemma3 import Gemma3
-from diptych.common.model.gguf_file import GGUFFile
-from diptych.common.model.gguf_weights import GGUFWeights
-from diptych.common.model.kv_cache import torch_dtype
-from diptych.common.model.llama import Llama
-from diptych.common.model.quantization import Quantization
-from diptych.common.model.safetensors_weights import SafetensorsWeights
-from diptych.common.model.weights import Assembler, WeightSource
+from common.errors import ModelError
+from common.gguf_format.tensors import GGUFFile
+from common.kv.cache import torch_dtype
+from common.model.decoder import Decoder
+from common.model.gemma3 import Gemma3
+from common.model.gguf_weights import GGUFWeights
+from common.model.llama import Llama
+from common.model.safetensors_weights import SafetensorsWeights
+from common.model.weights import Assembler, WeightSource
+from common.model_files import config as configuration
+from common.model_files.config import ModelConfig
+from common.model_files.quantization import Quantization
 
 if TYPE_CHECKING:
-    from diptych.common.model.files import ModelFiles
+    from common.model_files.files import ModelFiles
 
 FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "gemma3": Gemma3}
 

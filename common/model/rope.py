@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from diptych.common.model.config import RopeConfig
+from common.model_files.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: Tensor | None = None) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diptych.common.errors import ModelError
-from diptych.kernels import QuantisedWeight
+from common.errors import ModelError
+from kernels import QuantisedWeight
 
 
 class SafetensorsWeights:

@@ -9,10 +9,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from diptych.common.errors import ModelError
-from diptych.common.model.config import ModelConfig
-from diptych.common.model.quantization import Quantization
-from diptych.kernels import Embedding, GatedLinear, Linear, QuantisedWeight, Weight, quantise, stack
+from common.errors import ModelError
+from common.model_files.config import ModelConfig
+from common.model_files.quantization import Quantization
+from kernels import Embedding, GatedLinear, Linear, QuantisedWeight, Weight, quantise, stack
 
 L = TypeVar("L", bound=Linear)
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diptych.kernels.gpu.decode_attention import decode_attention
-from diptych.kernels.gpu.plan import GPUPlan
-from diptych.kernels.gpu.prefill_attention import prefill_attention
-from diptych.kernels.gpu.scores import Scores
-from diptych.kernels.plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.gpu.decode_attention import decode_attention
+from kernels.gpu.device_plan import GPUPlan
+from kernels.gpu.prefill_attention import prefill_attention
+from kernels.gpu.scores import Scores
 
 
 def plan_attention(spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device) -> GPUPlan:

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.blocks import LARGEST, LEAST_SCALE
-from diptych.kernels.gpu.key_tile import dequantised
-from diptych.kernels.gpu.rounding import e4m3_bits, rounded
+from kernels.blocks import LARGEST, LEAST_SCALE
+from kernels.gpu.key_tile import dequantised
+from kernels.gpu.rounding import e4m3_bits, rounded
 
 WORDS = 2048  # of 4 bytes, that a program copies
 TILE = 4096  # numbers that a program holds while it quantises

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.gpu.key_tile import attend_tile, with_sink
-from diptych.kernels.gpu.plan import GPUPlan
-from diptych.kernels.gpu.rounding import rounded
-from diptych.kernels.gpu.scores import Scores, capability
+from kernels.gpu.device_plan import GPUPlan
+from kernels.gpu.key_tile import attend_tile, with_sink
+from kernels.gpu.rounding import rounded
+from kernels.gpu.scores import Scores, capability
 
 
 class PrefillConfig(NamedTuple):

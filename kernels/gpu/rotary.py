@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.gpu.rounding import e4m3_bits, rounded
+from kernels.gpu.rounding import e4m3_bits, rounded
 
 TILE = 1024  # numbers of a token that a program turns: heads are grouped to fill it
 

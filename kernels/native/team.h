@@ -1,5 +1,5 @@
 // Threads that compute one step together. How many of them may is asked again before each chain of operations, since workers of
-// one machine share its cores (common/core_share.py).
+// one machine share its cores (common/machine/core_share.py).
 //
 // A chain is over when its parts are done, whoever did them: nobody waits for a thread that has left, or that is only coming.
 #pragma once

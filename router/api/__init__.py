@@ -1,0 +1,1 @@
+"""The endpoints, in the shapes of OpenAI's and Anthropic's APIs."""

@@ -8,16 +8,25 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BeforeValidator, Field
 
-from diptych.common.errors import InvalidRequest
-from diptych.common.sampling_params import MAX_GRAMMAR_CHARS
-from diptych.router.api import fields as ours
-from diptych.router.api.errors import unsupported
-from diptych.router.api.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Fields, StopText
-from diptych.router.api.translation import function_tool, joined_text, named_tool
+from common.errors import InvalidRequest
+from common.wire.sampling_params import MAX_GRAMMAR_CHARS
+from router.request import fields as ours
+from router.request.errors import ThreadUnsupported, unsupported
+from router.request.extensions import EXTENSIONS, Extensions, Fields, StopText
+from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort
+from router.request.refused import Only, Refused
+from router.request.translation import function_tool, joined_text, named_tool
 
 TEXT = frozenset(("text",))
 UNSEEN = frozenset(("thinking", "redacted_thinking"))
 """Blocks of earlier answers that models are not shown again."""
+CLEARS_THINKING = "clear_thinking_20251015"
+NAMES = {
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "tool_choice.function": "tool_choice",
+}
+"""How fields of our own API are called here."""
 
 
 class Block(Fields):
@@ -30,21 +39,29 @@ class Block(Fields):
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[str, Field(max_length=256)] | None = Field(None, description='with type "tool_result"')
     content: str | Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    is_error: bool | None = None
+    caller: Annotated[Any, Only(({"type": "direct"},))] = None
+    toolset_name: Refused = None
 
 
 Content = str | Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class Turn(Fields):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Content
+    clear_at: Annotated[Any, Only(("never",))] = None
+    output_config: Refused = None
 
 
 class MessageTool(Fields):
     type: Annotated[str, Field(max_length=64)] | None = Field(None, description='null or "custom"')
-    name: Annotated[str, Field(pattern=ours.FUNCTION_NAME)]
+    name: Annotated[str, Field(pattern=ours.FUNCTION_NAME)] | None = None
     description: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
     input_schema: dict[str, Any] | None = None
+    input_examples: Refused = None
+    defer_loading: Refused = None
+    allowed_callers: Annotated[Any, Only(([], ["direct"]))] = None
 
 
 class MessageToolChoice(Fields):
@@ -59,6 +76,26 @@ class Metadata(Fields):
 
 class Thinking(Fields):
     type: Literal["enabled", "disabled", "adaptive"]
+    display: Literal["summarized", "omitted"] | None = Field(None, description="omitted: think, and do not show it")
+
+
+class OutputFormat(Fields):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Fields):
+    format: OutputFormat | None = Field(None, description="what the answer is held to")
+    effort: Effort | None = Field(None, description="for chat templates that know of it")
+    task_budget: Refused = None
+
+
+class Edit(Fields):
+    type: Annotated[Any, Only((CLEARS_THINKING,))]
+
+
+class ContextManagement(Fields):
+    edits: Annotated[list[Edit], Field(max_length=64, fail_fast=True)] | None = None
 
 
 class Conversation(Fields):
@@ -74,9 +111,22 @@ class Conversation(Fields):
     tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="the older name of output_config.format")
+    chat_template_kwargs: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
+    thread: Any = None
+
+    # Known to Anthropic, not here.
+    compaction: Refused = None
+    container: Refused = None
+    mcp_servers: Refused = None
 
     def as_chat(self) -> ChatRequest:
         """The same of our own API. Raises InvalidRequest."""
+        if self.thread is not None:
+            what = "this server stores no conversations: send all messages, without a thread"
+            raise ThreadUnsupported(f"thread: {what}", param="thread")
         return ChatRequest(**self._members())
 
     def longest_text(self) -> str | list[int]:
@@ -91,8 +141,12 @@ class Conversation(Fields):
         if not messages:
             raise InvalidRequest("messages: there is no text in them", param="messages")
         thinks = self.thinking is not None and self.thinking.type != "disabled"
-        members: dict[str, Any] = {"model": self.model, "messages": messages, "include_reasoning": thinks}
-        members["chat_template_kwargs"] = {"enable_thinking": thinks}  # for templates that know of it
+        shown = self.thinking is not None and self.thinking.display != "omitted"
+        members: dict[str, Any] = {"model": self.model, "messages": messages, "include_reasoning": thinks and shown}
+        variables = {"enable_thinking": thinks}  # for templates that know of it
+        members["chat_template_kwargs"] = variables | (self.chat_template_kwargs or {})
+        members["reasoning_effort"] = self.output_config.effort if self.output_config is not None else None
+        members["response_format"] = self._response_format()
         if self.messages[-1].role == "assistant" and messages[-1].role == "assistant":
             members["continue_final_message"] = True
         if self.tools:
@@ -102,8 +156,17 @@ class Conversation(Fields):
             members["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         return members
 
+    def _response_format(self) -> ours.ResponseFormat | None:
+        wanted = self.output_config.format if self.output_config is not None else None
+        if wanted is not None and self.output_format is not None:
+            raise InvalidRequest("output_format: is the older name of output_config.format", param="output_format")
+        wanted = wanted or self.output_format
+        if wanted is None:
+            return None
+        return ours.ResponseFormat(type="json_schema", json_schema=ours.NamedSchema(schema=wanted.json_schema))
 
-class MessagesRequest(Conversation):
+
+class MessagesRequest(Conversation, Extensions):
     """`POST /v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
@@ -114,8 +177,13 @@ class MessagesRequest(Conversation):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     metadata: Metadata | None = None
 
+    # Known to our other APIs, not here.
+    n: Annotated[Any, Only((1,))] = None
+    stop: Refused = None
+    response_format: Refused = None
+
     def _members(self) -> dict[str, Any]:
-        same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        same = ("max_tokens", "stream", "temperature", "top_p", *EXTENSIONS)
         user = self.metadata.user_id if self.metadata is not None else None
         members = super()._members() | {name: getattr(self, name) for name in same}
         return members | {"stop": self.stop_sequences or None, "user": user}
@@ -166,12 +234,16 @@ def _result(block: Block, where: str) -> ours.Message:
     text = (
         block.content if isinstance(block.content, str) else joined_text(block.content or (), TEXT, f"{where}.content")
     )
+    if block.is_error:  # a tool message has no member that says so
+        text = f"Error: {text}"
     return ours.Message(role="tool", content=text, tool_call_id=block.tool_use_id)
 
 
 def _tool(tool: MessageTool, index: int) -> ours.Tool:
     if tool.type not in (None, "custom"):
         raise unsupported(f"tools[{index}].type", f"{tool.type!r}, a tool of the server's,")
+    if tool.name is None:
+        raise InvalidRequest(f"tools[{index}].name: is required", param="tools")
     return function_tool(tool.name, tool.description, tool.input_schema)
 
 

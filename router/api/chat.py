@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diptych.common.errors import InvalidRequest
-from diptych.router.access.keys import ApiKey
-from diptych.router.api.choice import Choice, Piece
-from diptych.router.api.fields import ChatRequest, TokenizeRequest
-from diptych.router.api.logprobs import LogprobShapes
-from diptych.router.api.parts import AnswerParts, Call
-from diptych.router.api.plan import Plan, Prompt, check_num_sequences, fit, make_plan
-from diptych.router.api.service import Service
-from diptych.router.api.shape import Object
-from diptych.router.api.structure import answer_grammar, tool_calling
-from diptych.router.text.tools import CallPart, Function
+from common.errors import InvalidRequest
+from router.auth.keys import ApiKey
+from router.generation.choice import Choice, Piece
+from router.generation.logprobs import LogprobShapes
+from router.generation.parts import AnswerParts
+from router.generation.plan import Plan, Prompt, check_num_sequences, fit, make_plan
+from router.generation.service import Service
+from router.generation.shape import Object
+from router.generation.structure import answer_grammar, tool_calling
+from router.request.fields import ChatRequest, TokenizeRequest
+from router.text.answer_part import CallPart, Part, TextPart, ThoughtPart
+from router.text.tools import Function
 
 
 async def plan_chat(
@@ -22,7 +23,7 @@ async def plan_chat(
 ) -> Plan:
     """Renders and tokenises the conversation. Raises RequestError."""
     service.check_model(fields.model)
-    fields.refuse_unsupported()
+    fields.check()
     if fields.top_logprobs is not None and not fields.logprobs:
         raise InvalidRequest("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
     check_num_sequences(service, 1, fields.n or 1)
@@ -48,9 +49,14 @@ async def plan_chat(
 
 
 async def conversation_tokens(
-    service: Service, fields: ChatRequest | TokenizeRequest, functions: Sequence[Function] = (), *, limit: int = 0
+    service: Service,
+    fields: ChatRequest | TokenizeRequest,
+    functions: Sequence[Function] = (),
+    *,
+    limit: int = 0,
+    max_bytes: int = 0,
 ) -> list[int]:
-    """The messages rendered by the model's template, in tokens; `limit` is that of `TextPipeline.encode`.
+    """The messages rendered by the model's template, in tokens; the limits are those of `TextPipeline.encode`.
 
     The model is told of `functions` that it may call.
     """
@@ -62,8 +68,9 @@ async def conversation_tokens(
             functions=functions,
             add_generation_prompt=generation_prompt,
             continue_final_message=continued,
-            extra=fields.chat_template_kwargs,
+            extra=fields.template_variables if isinstance(fields, ChatRequest) else fields.chat_template_kwargs,
             limit=limit,
+            max_bytes=max_bytes,
         )
     except RecursionError as error:
         raise InvalidRequest("messages: nested too deeply", param="messages") from error
@@ -90,32 +97,35 @@ class ChatShape:
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def chunk(self, choice: Choice, piece: Piece) -> Object:
-        thought, text, calls = self._parts.taken_apart(choice, piece)
-        delta: Object = {"content": text} if text or not (piece.finish_reason or calls or thought) else {}
-        if thought:
-            delta["reasoning_content"] = thought
-        if calls:
-            delta["tool_calls"] = [self._call_delta(choice, part) for part in calls]
-        chunk: Object = {
-            "index": choice.index,
-            "delta": delta,
-            "logprobs": self._logprobs.chat(piece.scored) if self._logprobs is not None and piece.scored else None,
-            "finish_reason": self._parts.finish_reason(choice, piece.finish_reason) or None,
-        }
+    def chunks(self, choice: Choice, piece: Piece, *, at_least_one: bool) -> list[Object]:
+        """One for each part, in the order of the text; what is not of a part is in the first or in the last one."""
+        deltas = [self._delta(choice, part) for part in self._parts.taken_apart(choice, piece)]
+        scored = piece.scored if self._logprobs is not None else []
+        if not deltas:
+            if not (scored or piece.finish_reason or self._token_ids or at_least_one):
+                return []
+            deltas = [{} if piece.finish_reason else {"content": ""}]
+        chunks: list[Object] = [
+            {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+        ]
+        if self._logprobs is not None and scored:
+            chunks[0]["logprobs"] = self._logprobs.chat(scored)
+        if piece.finish_reason:
+            chunks[-1]["finish_reason"] = self._parts.finish_reason(choice, piece.finish_reason)
         if self._token_ids:
-            chunk["token_ids"] = piece.token_ids
-        return chunk
+            for chunk in chunks:
+                chunk["token_ids"] = piece.token_ids if chunk is chunks[0] else []
+        return chunks
 
     def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
         scored = [token for piece in pieces for token in piece.scored]
-        apart = [self._parts.taken_apart(choice, piece) for piece in pieces]
-        content = "".join([parts.text for parts in apart])
+        parts = self._parts.whole(choice, pieces)
+        content = "".join([part.text for part in parts if isinstance(part, TextPart)])
         message: Object = {"role": "assistant", "content": content, "refusal": None}
-        if thought := "".join([parts.thought for parts in apart]):
+        if thought := "".join([part.text for part in parts if isinstance(part, ThoughtPart)]):
             message["reasoning_content"] = thought
-        if calls := self._parts.whole(choice, [call for parts in apart for call in parts.calls]):
-            message |= {"content": content or None, "tool_calls": [_tool_call(call) for call in calls]}
+        if calls := [self._call(choice, part) for part in parts if isinstance(part, CallPart)]:
+            message |= {"content": content or None, "tool_calls": calls}
         whole: Object = {
             "index": choice.index,
             "message": message,
@@ -126,16 +136,17 @@ class ChatShape:
             whole["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
         return whole
 
-    def _call_delta(self, choice: Choice, part: CallPart) -> Object:
-        if not part.name:
-            return {"index": part.index, "function": {"arguments": part.arguments}}
+    def _delta(self, choice: Choice, part: Part) -> Object:
+        if isinstance(part, ThoughtPart):
+            return {"reasoning_content": part.text}
+        if isinstance(part, TextPart):
+            return {"content": part.text}
+        call = self._call(choice, part) if part.name else {"function": {"arguments": part.arguments}}
+        return {"tool_calls": [{"index": part.index, **call}]}
+
+    def _call(self, choice: Choice, part: CallPart) -> Object:
         function = {"name": part.name, "arguments": part.arguments}
-        return {
-            "index": part.index,
-            "id": self._parts.id_of(choice, part.index),
-            "type": "function",
-            "function": function,
-        }
+        return {"id": self._parts.id_of(choice, part.index), "type": "function", "function": function}
 
     def envelope(self, first: Choice, prompt_token_ids: list[int] | None) -> Object:
         members: Object = {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
@@ -144,7 +155,3 @@ class ChatShape:
                 first.request.prompt_token_ids, first.prompt_logprobs
             )
         return members
-
-
-def _tool_call(call: Call) -> Object:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diptych.common.errors import InvalidRequest
-from diptych.router.access.keys import ApiKey
-from diptych.router.api.choice import Choice, Piece, ScoredToken
-from diptych.router.api.fields import CompletionRequest
-from diptych.router.api.logprobs import LogprobShapes
-from diptych.router.api.plan import Plan, Prompt, check_num_sequences, fit, make_plan
-from diptych.router.api.service import Service
-from diptych.router.api.shape import Object
-from diptych.router.api.structure import answer_grammar
+from common.errors import InvalidRequest
+from router.auth.keys import ApiKey
+from router.generation.choice import Choice, Piece, ScoredToken
+from router.generation.logprobs import LogprobShapes
+from router.generation.plan import Plan, Prompt, check_num_sequences, fit, make_plan
+from router.generation.service import Service
+from router.generation.shape import Object
+from router.generation.structure import answer_grammar
+from router.request.fields import CompletionRequest
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -20,7 +20,7 @@ DEFAULT_MAX_TOKENS = 16
 async def plan_completion(service: Service, fields: CompletionRequest, key: ApiKey, traceparent: str) -> Plan:
     """Tokenises the prompts. Raises RequestError."""
     service.check_model(fields.model)
-    fields.refuse_unsupported()
+    fields.check()
     sources = _sources(fields.prompt)
     check_num_sequences(service, len(sources), fields.n or 1)
     grammar = await answer_grammar(service, fields)
@@ -103,9 +103,11 @@ class CompletionShape:
             chunk |= {"prompt_token_ids": prompt_token_ids, "token_ids": []}
         return chunk
 
-    def chunk(self, choice: Choice, piece: Piece) -> Object:
+    def chunks(self, choice: Choice, piece: Piece, *, at_least_one: bool) -> list[Object]:
         scores = piece.scored if self._logprobs is not None else []
         echoes = piece.first and self._scored_echo
+        if not (piece.text or scores or echoes or piece.finish_reason or self._token_ids or at_least_one):
+            return []
         chunk: Object = {
             "index": choice.index,
             "text": choice.echo + piece.text if echoes else piece.text,
@@ -114,7 +116,7 @@ class CompletionShape:
         }
         if self._token_ids:
             chunk["token_ids"] = piece.token_ids
-        return chunk
+        return [chunk]
 
     def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
         scored = [token for piece in pieces for token in piece.scored]

@@ -10,26 +10,26 @@ from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from diptych.common.errors import RequestError
-from diptych.router.access.keys import ApiKey
-from diptych.router.access.visit import Visit
-from diptych.router.api import responses
-from diptych.router.api.anthropic import MessagesFrames, plan_messages
-from diptych.router.api.anthropic_fields import MessagesRequest
-from diptych.router.api.chat import ChatShape, plan_chat
-from diptych.router.api.completions import CompletionShape, plan_completion
-from diptych.router.api.entrance import CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH
-from diptych.router.api.errors import CLIENT_CLOSED, MESSAGES_PATH, error_response
-from diptych.router.api.exchange import Exchange
-from diptych.router.api.fields import ChatRequest, CompletionRequest
-from diptych.router.api.frames import Frames, OpenAIFrames
-from diptych.router.api.openapi import documented
-from diptych.router.api.plan import Plan
-from diptych.router.api.responses_api import ResponsesFrames, plan_response
-from diptych.router.api.responses_fields import ResponsesRequest
-from diptych.router.api.service import Service
-from diptych.router.api.shape import Shape
-from diptych.router.request_log import RequestLog
+from common.errors import RequestError
+from router.api import schema
+from router.api.anthropic_fields import MessagesRequest
+from router.api.anthropic_messages import MessagesFrames, plan_messages
+from router.api.chat import ChatShape, plan_chat
+from router.api.completions import CompletionShape, plan_completion
+from router.api.openapi import documented
+from router.api.responses import ResponsesFrames, plan_response
+from router.api.responses_fields import ResponsesRequest
+from router.auth.keys import ApiKey
+from router.auth.visit import Visit
+from router.generation.exchange import Exchange
+from router.generation.frames import Frames, OpenAIFrames
+from router.generation.plan import Plan
+from router.generation.request_log import RequestLog
+from router.generation.service import Service
+from router.generation.shape import Shape
+from router.request.errors import CLIENT_CLOSED, error_response
+from router.request.fields import ChatRequest, CompletionRequest
+from router.request.paths import CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH, RESPONSES_PATH
 
 F = TypeVar("F", ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
 
@@ -38,24 +38,24 @@ def generate_routes(service: Service) -> APIRouter:
     """`/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`."""
     router = APIRouter(tags=["generate"])
 
-    @router.post(CHAT_PATH, **documented(ChatRequest, responses.ChatCompletion, streams=True))
+    @router.post(CHAT_PATH, **documented(ChatRequest, schema.ChatCompletion, streams=True))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await _serve(service, request, ChatRequest, plan_chat, _openai(ChatShape))
 
-    @router.post(COMPLETION_PATH, **documented(CompletionRequest, responses.Completion, streams=True))
+    @router.post(COMPLETION_PATH, **documented(CompletionRequest, schema.Completion, streams=True))
     async def completions(request: Request) -> Response:
         """Continue a text."""
         return await _serve(service, request, CompletionRequest, plan_completion, _openai(CompletionShape))
 
-    @router.post(RESPONSES_PATH, **documented(ResponsesRequest, responses.ResponseBody, streams=True))
+    @router.post(RESPONSES_PATH, **documented(ResponsesRequest, schema.ResponseBody, streams=True))
     async def respond(request: Request) -> Response:
         """Answer a conversation, in the shape of OpenAI's Responses API."""
         return await _serve(service, request, ResponsesRequest, plan_response, ResponsesFrames)
 
-    wrong = responses.AnthropicErrorBody
+    wrong = schema.AnthropicErrorBody
 
-    @router.post(MESSAGES_PATH, **documented(MessagesRequest, responses.AnthropicMessage, streams=True, error=wrong))
+    @router.post(MESSAGES_PATH, **documented(MessagesRequest, schema.AnthropicMessage, streams=True, error=wrong))
     async def messages(request: Request) -> Response:
         """Answer a conversation, in the shape of Anthropic's API."""
         return await _serve(service, request, MessagesRequest, plan_messages, MessagesFrames)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,17 +16,20 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from diptych.common import __version__
-from diptych.common.errors import InvalidRequest, Unavailable
-from diptych.router.api import responses
-from diptych.router.api.anthropic import count_tokens
-from diptych.router.api.anthropic_fields import CountTokensRequest
-from diptych.router.api.chat import conversation_tokens
-from diptych.router.api.errors import MESSAGES_PATH, error_response
-from diptych.router.api.fields import DetokenizeRequest, TokenizeRequest
-from diptych.router.api.openapi import documented
-from diptych.router.api.service import Service
-from diptych.router.api.structure import functions_of
+from common import __version__
+from common.errors import InvalidRequest, Unavailable
+from router.api import schema
+from router.api.anthropic_fields import CountTokensRequest
+from router.api.anthropic_messages import count_tokens
+from router.api.chat import conversation_tokens
+from router.api.openapi import documented
+from router.generation.service import Service
+from router.generation.structure import functions_of
+from router.request.errors import error_response, speaks_anthropic
+from router.request.fields import DetokenizeRequest, TokenizeRequest
+from router.request.large_body import check_number_of_ids
+from router.request.paths import MESSAGES_PATH, MODELS_PATH
+from router.text.pipeline import SHORT_TOKENS
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -41,7 +47,7 @@ def probe_routes(service: Service) -> APIRouter:
         """A chat page."""
         return HTMLResponse(page)
 
-    @router.get("/health", **documented(None, responses.Status))
+    @router.get("/health", **documented(None, schema.Status))
     async def health() -> Response:
         """200 while the process is alive and sound."""
         failure = service.failure()
@@ -49,7 +55,7 @@ def probe_routes(service: Service) -> APIRouter:
             return error_response(Unavailable(failure))
         return _json({"status": "ok"})
 
-    @router.get("/ready", **documented(None, responses.Readiness))
+    @router.get("/ready", **documented(None, schema.Readiness))
     async def ready() -> Response:
         """200 when requests would be served."""
         is_ready, detail = service.ready
@@ -57,8 +63,8 @@ def probe_routes(service: Service) -> APIRouter:
             return error_response(Unavailable(detail, retry_after_s=NOT_READY_RETRY_S))
         return _json({"status": "ready", "detail": detail})
 
-    @router.get("/ping", **documented(None, responses.Status))
-    @router.post("/ping", operation_id="ping_by_post", **documented(None, responses.Status))
+    @router.get("/ping", **documented(None, schema.Status))
+    @router.post("/ping", operation_id="ping_by_post", **documented(None, schema.Status))
     async def ping() -> Response:
         """Like `/health`, under SageMaker's name."""
         return await health()
@@ -68,19 +74,19 @@ def probe_routes(service: Service) -> APIRouter:
         """Prometheus text."""
         return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    @router.get("/version", **documented(None, responses.Version))
+    @router.get("/version", **documented(None, schema.Version))
     async def version() -> Response:
         """The version of this server."""
         return _json({"version": __version__})
 
-    @router.get("/load", **documented(None, responses.Load))
+    @router.get("/load", **documented(None, schema.Load))
     async def load() -> Response:
         """Requests in flight by stage, and each worker's load."""
         snapshot = service.client.load()
         workers = [asdict(worker) for worker in snapshot.workers]
         return _json({"server_load": sum(snapshot.stages.values()), "stages": snapshot.stages, "workers": workers})
 
-    @router.post("/reset_prefix_cache", **documented(None, responses.Status))
+    @router.post("/reset_prefix_cache", **documented(None, schema.Status))
     async def reset_prefix_cache() -> Response:
         """Have every worker forget the prefixes it cached."""
         service.client.reset_prefix_cache()
@@ -92,16 +98,22 @@ def probe_routes(service: Service) -> APIRouter:
 def model_routes(service: Service) -> APIRouter:
     """`/v1/models`."""
     router = APIRouter(tags=["models"])
+    wrong = schema.ErrorBody | schema.AnthropicErrorBody
+    listed, one = schema.ModelList | schema.AnthropicModelList, schema.Model | schema.AnthropicModel
 
-    @router.get("/v1/models", **documented(None, responses.ModelList))
-    async def models() -> Response:
-        """The served model."""
-        return _json({"object": "list", "data": [_model(service, service.model_name)]})
+    @router.get(MODELS_PATH, **documented(None, listed, error=wrong))
+    async def models(request: Request) -> Response:
+        """The served model; with the header `anthropic-version` in the shape of Anthropic's API."""
+        name = service.model_name
+        if speaks_anthropic(request.scope):
+            return _json(_anthropic_page(_anthropic_model(service, name), request.query_params))
+        return _json({"object": "list", "data": [_model(service, name)]})
 
-    @router.get("/v1/models/{model:path}", **documented(None, responses.Model))
-    async def model(model: str) -> Response:
+    @router.get(f"{MODELS_PATH}/{{model:path}}", **documented(None, one, error=wrong))
+    async def model(model: str, request: Request) -> Response:
         """The served model, by name."""
-        return _json(_model(service, service.check_model(model)))
+        name = service.check_model(model)
+        return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(service, name))
 
     return router
 
@@ -117,41 +129,62 @@ def _model(service: Service, name: str) -> dict[str, object]:
     }
 
 
+def _anthropic_model(service: Service, name: str) -> dict[str, object]:
+    created = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    unknown = dict.fromkeys(("max_tokens", "capabilities", "deprecated_at", "retires_at", "line"))
+    known = {"type": "model", "id": name, "display_name": name, "created_at": created, "lifecycle": "active"}
+    return {**known, "max_input_tokens": service.max_model_len, **unknown}
+
+
+def _anthropic_page(model: dict[str, object], asked: Mapping[str, str]) -> dict[str, object]:
+    """The one page of models, which is empty before and after the only one."""
+    data = [] if model["id"] in (asked.get("after_id"), asked.get("before_id")) else [model]
+    ends = model["id"] if data else None
+    return {"data": data, "has_more": False, "first_id": ends, "last_id": ends}
+
+
 def token_routes(service: Service) -> APIRouter:
     """`/tokenize`, `/detokenize`, `/tokenizer_info`: what a remote tokenizer needs."""
     router = APIRouter(tags=["tokens"])
     text, files = service.text, service.files
 
-    @router.post("/tokenize", **documented(TokenizeRequest, responses.Tokens))
+    @router.post("/tokenize", **documented(TokenizeRequest, schema.Tokens))
     async def tokenize(request: Request) -> Response:
         """The tokens of a text or of a rendered conversation."""
         with service.bodies.lease() as lease:
             fields = await service.read(request, TokenizeRequest, lease)
             service.check_model(fields.model)
             token_ids = await _tokens(service, fields)
-        names = [text.tokenizer.id_to_token(token_id) for token_id in token_ids] if fields.return_token_strs else None
         body = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
-        return _json(body | {"token_strs": names})
 
-    @router.post("/detokenize", **documented(DetokenizeRequest, responses.Text))
+        def answer() -> Response:
+            named = token_ids if fields.return_token_strs else ()
+            names = [text.tokenizer.id_to_token(token_id) for token_id in named]
+            return _json(body | {"token_strs": names if fields.return_token_strs else None})
+
+        return await text.apart(answer) if len(token_ids) > SHORT_TOKENS else answer()
+
+    @router.post("/detokenize", **documented(DetokenizeRequest, schema.Text))
     async def detokenize(request: Request) -> Response:
         """The text of tokens."""
         with service.bodies.lease() as lease:
             fields = await service.read(request, DetokenizeRequest, lease)
             service.check_model(fields.model)
+            check_number_of_ids(len(fields.tokens), service.max_detokenize_ids)
             shown = await text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
-        return _json({"prompt": shown})
+        many = len(fields.tokens) > SHORT_TOKENS
+        return await text.apart(partial(_json, {"prompt": shown})) if many else _json({"prompt": shown})
 
-    wrong = responses.AnthropicErrorBody
+    wrong = schema.AnthropicErrorBody
 
-    @router.post(f"{MESSAGES_PATH}/count_tokens", **documented(CountTokensRequest, responses.TokenCount, error=wrong))
+    @router.post(f"{MESSAGES_PATH}/count_tokens", **documented(CountTokensRequest, schema.TokenCount, error=wrong))
     async def message_tokens(request: Request) -> Response:
         """How many tokens the prompt of a conversation has, in the shape of Anthropic's API."""
         with service.bodies.lease() as lease:
             fields = await service.read(request, CountTokensRequest, lease)
             return _json({"input_tokens": await count_tokens(service, fields)})
 
-    @router.get("/tokenizer_info", **documented(None, responses.TokenizerInfo))
+    @router.get("/tokenizer_info", **documented(None, schema.TokenizerInfo))
     async def tokenizer_info() -> Response:
         """Special tokens and the chat template."""
         tokens = {"bos_token": files.bos_token or None, "eos_token": files.eos_token or None}
@@ -166,9 +199,11 @@ def token_routes(service: Service) -> APIRouter:
 async def _tokens(service: Service, fields: TokenizeRequest) -> list[int]:
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequest("prompt: send either prompt or messages", param="prompt")
+    most = service.max_tokenize_bytes
     if fields.prompt is not None:
-        return await service.text.encode(fields.prompt, add_special_tokens=fields.add_special_tokens is not False)
-    return await conversation_tokens(service, fields, functions_of(fields.tools or ()))
+        special = fields.add_special_tokens is not False
+        return await service.text.encode(fields.prompt, add_special_tokens=special, max_bytes=most)
+    return await conversation_tokens(service, fields, functions_of(fields.tools or ()), max_bytes=most)
 
 
 def _json(body: object) -> Response:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import UnionType
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from diptych.common import __version__
-from diptych.router.api.responses import ErrorBody
+from common import __version__
+from router.api.schema import ErrorBody
 
 REF = "#/components/schemas/{model}"
 STATUSES = {
@@ -32,10 +33,10 @@ STATUSES = {
 
 def documented(
     request: type[BaseModel] | None,
-    response: type[BaseModel],
+    response: type[BaseModel] | UnionType,
     *,
     streams: bool = False,
-    error: type[BaseModel] = ErrorBody,
+    error: type[BaseModel] | UnionType = ErrorBody,
 ) -> dict[str, Any]:
     """Arguments of a route that takes `request` as its body and answers with `response`, or an `error`."""
     answers: dict[int | str, dict[str, Any]] = {

@@ -1,302 +1,210 @@
-"""The shapes of answers, for the schema; answers themselves are written as plain dictionaries."""
+"""`POST /v1/responses`: OpenAI's Responses API without its memory, answered by the same means as conversations."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pydantic import BaseModel
-
-
-class Error(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    error: Error
-
-
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class AlternativeToken(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ContentToken(AlternativeToken):
-    top_logprobs: list[AlternativeToken]
-
-
-class ChatLogprobs(BaseModel):
-    content: list[ContentToken]
-    refusal: None = None
-
-
-class CalledFunction(BaseModel):
-    name: str
-    arguments: str
-
-
-class ToolCall(BaseModel):
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class ChatMessage(BaseModel):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    token_ids: list[int] | None = None
-
-
-class PromptToken(BaseModel):
-    """A token of a prompt, or one that might have been there."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptToken] | None]
-
-
-class ChatCompletion(BaseModel):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-
-
-class CompletionLogprobs(BaseModel):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-
-
-class Completion(BaseModel):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class OutputText(BaseModel):
-    type: Literal["output_text"]
-    text: str
-    annotations: list[dict[str, Any]]
-    logprobs: list[ContentToken]
-
-
-class OutputItem(BaseModel):
-    """A message has `role` and `content`; a call `call_id`, `name` and `arguments`."""
-
-    type: Literal["message", "function_call"]
-    id: str
-    status: Literal["completed", "incomplete", "in_progress"]
-    role: Literal["assistant"] | None = None
-    content: list[OutputText] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-
-
-class InputTokensDetails(BaseModel):
-    cached_tokens: int
-
-
-class OutputTokensDetails(BaseModel):
-    reasoning_tokens: int
-
-
-class ResponseUsage(BaseModel):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class IncompleteDetails(BaseModel):
-    reason: Literal["max_output_tokens"]
-
-
-class ResponseBody(BaseModel):
-    """Of `/v1/responses`, with the request's own settings."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["completed", "incomplete"]
-    error: None
-    incomplete_details: IncompleteDetails | None
-    instructions: str | None
-    max_output_tokens: int | None
-    model: str
-    output: list[OutputItem]
-    parallel_tool_calls: bool
-    previous_response_id: None
-    store: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_p: float
-    truncation: Literal["disabled"]
-    usage: ResponseUsage
-    user: str | None
-    metadata: dict[str, str]
-
-
-class AnthropicBlock(BaseModel):
-    type: Literal["text", "tool_use", "thinking"]
-    thinking: str | None = None
-    signature: str | None = None
-    text: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-
-
-class AnthropicUsage(BaseModel):
-    """`input_tokens` are those of the prompt that were not found in a prefix cache."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_read_input_tokens: int
-    cache_creation_input_tokens: int
-
-
-class AnthropicMessage(BaseModel):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[AnthropicBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-    stop_sequence: str | None
-    usage: AnthropicUsage
-
-
-class AnthropicError(BaseModel):
-    type: str
-    message: str
-
-
-class AnthropicErrorBody(BaseModel):
-    type: Literal["error"]
-    error: AnthropicError
-
-
-class TokenCount(BaseModel):
-    input_tokens: int
-
-
-class Model(BaseModel):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"]
-    data: list[Model]
-
-
-class Status(BaseModel):
-    status: str
-
-
-class Readiness(Status):
-    """`detail`: what does not keep requests from being served, and should not be so."""
-
-    detail: str = ""
-
-
-class Version(BaseModel):
-    version: str
-
-
-class WorkerStatus(BaseModel):
-    worker_id: str
-    role: str
-    state: str
-    address: str
-    num_requests: int
-    num_booked_requests: int
-    num_queued_tokens: int
-    num_available_blocks: int
-    num_blocks: int
-    reason: str
-
-
-class Load(BaseModel):
-    server_load: int
-    stages: dict[str, int]
-    workers: list[WorkerStatus]
-
-
-class Tokens(BaseModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class Text(BaseModel):
-    prompt: str
-
-
-class TokenizerInfo(BaseModel):
-    tokenizer_class: str
-    vocab_size: int
-    model_max_length: int
-    bos_token: str | None
-    bos_token_id: int | None
-    eos_token: str | None
-    eos_token_id: int | None
-    pad_token: str | None
-    chat_template: str | None
+from collections.abc import Sequence
+
+import orjson
+
+from common.errors import RequestError
+from router.api.chat import plan_chat
+from router.api.responses_fields import NAMES, ResponsesRequest
+from router.auth.keys import ApiKey
+from router.generation.choice import Choice, Piece, ScoredToken
+from router.generation.logprobs import LogprobShapes
+from router.generation.parts import AnswerParts
+from router.generation.plan import Plan
+from router.generation.request_log import RequestLog
+from router.generation.service import Service
+from router.generation.shape import Object
+from router.request.translation import named_as
+from router.text.answer_part import CallPart, Part, TextPart, ThoughtPart
+
+MANY_ITEMS = 1000
+
+
+async def plan_response(service: Service, fields: ResponsesRequest, key: ApiKey, traceparent: str) -> Plan:
+    """Renders and tokenises the conversation. Raises RequestError."""
+    few = isinstance(fields.input, str) or len(fields.input) <= MANY_ITEMS
+    chat = fields.as_chat() if few else await service.text.apart(fields.as_chat)  # it takes long
+    with named_as(NAMES):
+        return await plan_chat(service, chat, key, traceparent, prefix="resp")
+
+
+class ResponsesFrames:
+    """A response of items: a message of text, and calls of functions. Events open, fill and close them in turn."""
+
+    def __init__(self, service: Service, fields: ResponsesRequest, plan: Plan, log: RequestLog) -> None:
+        self._fields, self._plan, self._log = fields, plan, log
+        self._parts = AnswerParts(service, plan.fields)
+        self._logprobs = LogprobShapes(service.text, fields.top_logprobs or 0) if fields.wants_logprobs else None
+        self._items: list[Object] = []
+        self._text: list[str] = []
+        self._arguments: list[str] = []
+        self._scores: list[object] = []
+        self._waiting: list[ScoredToken] = []  # for the part that they are of
+        self._is_open = False
+        self._num_events = 0
+
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
+        (choice,) = self._plan.choices
+        parts = pieces[0]  # as one: its events are made for nobody
+        text, scored = "".join([part.text for part in parts]), [token for part in parts for token in part.scored]
+        self.chunk(choice, Piece(text, scored=scored, finish_reason=choice.finish_reason))
+        return self._response(choice)
+
+    def opening(self) -> bytes:
+        begun = self._response(None)
+        return self._event("response.created", {"response": begun}) + self._event(
+            "response.in_progress", {"response": begun}
+        )
+
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+        if self._logprobs is not None:
+            self._waiting += piece.scored
+        events = [self._add(choice, part) for part in self._parts.taken_apart(choice, piece)]
+        if piece.finish_reason:
+            if not self._items:
+                events.append(self._begin_message())
+            cut = piece.finish_reason == "length" and not (self._in_call and self._parts.calls_are_whole(choice))
+            events.append(self._end_item("incomplete" if cut else "completed"))
+        return b"".join(events)
+
+    def ending(self) -> bytes:
+        response = self._response(self._plan.choices[0])
+        return self._event(f"response.{response['status']}", {"response": response})
+
+    def error(self, error: RequestError) -> bytes:
+        failed = {"status": "failed", "error": {"code": error.code or error.type, "message": error.message}}
+        return self._event("response.failed", {"response": self._response(None) | failed})
+
+    # ------------------------------------------------------------ items
+
+    def _add(self, choice: Choice, part: Part) -> bytes:
+        if isinstance(part, ThoughtPart):
+            return b""  # it is not shown
+        return self._say(part) if isinstance(part, TextPart) else self._add_call(choice, part)
+
+    def _say(self, part: TextPart) -> bytes:
+        begun = self._begin_message() if not self._is_open or self._in_call else b""
+        scores = self._scores_of(part)
+        self._text.append(part.text)
+        self._scores += scores
+        added = {"delta": part.text, "logprobs": scores}
+        return begun + self._event("response.output_text.delta", self._part() | added)
+
+    def _begin_message(self) -> bytes:
+        self._text, self._scores = [], []
+        name = f"msg_{self._plan.id}_{len(self._items)}"
+        begun = self._begin({"type": "message", "id": name, "role": "assistant", "content": []})
+        return begun + self._event("response.content_part.added", self._part() | {"part": self._output_text()})
+
+    def _add_call(self, choice: Choice, part: CallPart) -> bytes:
+        begun = b""
+        if part.name:
+            call_id = self._parts.id_of(choice, part.index)
+            call = {"type": "function_call", "id": f"fc_{call_id}", "call_id": call_id, "name": part.name}
+            begun = self._begin({**call, "arguments": ""})
+            self._arguments = []
+        if not part.arguments:
+            return begun
+        self._arguments.append(part.arguments)
+        where = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return begun + self._event("response.function_call_arguments.delta", {**where, "delta": part.arguments})
+
+    def _begin(self, item: Object) -> bytes:
+        """A new item, behind the one before."""
+        ended = self._end_item()
+        self._items.append(item | {"status": "in_progress"})
+        self._is_open = True
+        where = {"output_index": len(self._items) - 1}
+        return ended + self._event("response.output_item.added", {**where, "item": self._items[-1]})
+
+    def _end_item(self, status: str = "completed") -> bytes:
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        item, where = self._items[-1], {"output_index": len(self._items) - 1}
+        if item["type"] == "message":
+            part = self._output_text()
+            item |= {"content": [part]}
+            said = {"text": part["text"], "logprobs": part["logprobs"]}
+            ended = self._event("response.output_text.done", self._part() | said)
+            ended += self._event("response.content_part.done", self._part() | {"part": part})
+        else:
+            item |= {"arguments": "".join(self._arguments)}
+            called = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
+            ended = self._event("response.function_call_arguments.done", {**where, **called})
+        item["status"] = status
+        return ended + self._event("response.output_item.done", {**where, "item": item})
+
+    # ------------------------------------------------------------ inside
+
+    def _part(self) -> Object:
+        """Where text is added."""
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+
+    def _output_text(self) -> Object:
+        return {"type": "output_text", "text": "".join(self._text), "annotations": [], "logprobs": [*self._scores]}
+
+    def _scores_of(self, part: TextPart) -> list[object]:
+        """Those of the tokens that begin in this text. Those before it are of calls or of a thought."""
+        if self._logprobs is None:
+            return []
+        end = part.start + len(part.text)
+        scored = [token for token in self._waiting if part.start <= token.start < end]
+        self._waiting = [token for token in self._waiting if token.start >= end]
+        return [*self._logprobs.tokens(scored)]
+
+    @property
+    def _in_call(self) -> bool:
+        return bool(self._items) and self._items[-1]["type"] == "function_call"
+
+    def _response(self, choice: Choice | None) -> Object:
+        """The response; of a `choice` that is finished, or as it begins."""
+        fields, cut = self._fields, choice is not None and choice.finish_reason == "length"
+        wanted = fields.text.format if fields.text is not None else None
+        return {
+            "id": self._plan.id,
+            "object": "response",
+            "created_at": self._plan.created,
+            "status": "in_progress" if choice is None else "incomplete" if cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": fields.instructions,
+            "max_output_tokens": fields.max_output_tokens,
+            "model": self._plan.model,
+            "output": [] if choice is None else self._items,
+            "parallel_tool_calls": fields.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": 1.0 if fields.temperature is None else fields.temperature,
+            "text": {"format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True)},
+            "tool_choice": _shown_choice(fields),
+            "tools": [tool.model_dump() for tool in fields.tools or ()],
+            "top_p": 1.0 if fields.top_p is None else fields.top_p,
+            "truncation": "disabled",
+            "usage": None if choice is None else self._usage(),
+            "user": fields.user,
+            "metadata": fields.metadata or {},
+        }
+
+    def _usage(self) -> Object:
+        num_input, num_output = self._plan.num_prompt_tokens, self._log.num_output_tokens
+        return {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": self._log.num_cached_tokens},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": num_input + num_output,
+        }
+
+    def _event(self, kind: str, members: Object) -> bytes:
+        self._num_events += 1
+        data = {"type": kind, "sequence_number": self._num_events - 1} | members
+        return f"event: {kind}\ndata: ".encode() + orjson.dumps(data) + b"\n\n"
+
+
+def _shown_choice(fields: ResponsesRequest) -> object:
+    choice = fields.tool_choice
+    return "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump()

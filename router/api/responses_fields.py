@@ -7,17 +7,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from diptych.common.errors import InvalidRequest
-from diptych.common.sampling_params import MAX_GRAMMAR_CHARS
-from diptych.router.api import fields as ours
-from diptych.router.api.errors import unsupported
-from diptych.router.api.fields import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Fields
-from diptych.router.api.translation import function_tool, joined_text, named_tool
+from common.errors import InvalidRequest
+from common.wire.sampling_params import MAX_GRAMMAR_CHARS
+from router.request import fields as ours
+from router.request.errors import unsupported
+from router.request.extensions import EXTENSIONS, Extensions, Fields, JsonSchema, StopText
+from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort
+from router.request.refused import Only, Refused
+from router.request.translation import function_tool, joined_text, named_tool
 
 TEXT_PARTS = frozenset(("input_text", "output_text", "text"))
 WITH_LOGPROBS = "message.output_text.logprobs"
-SAME = ("model", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls", "user")
-"""Members that mean the same in our own API."""
+SAME = ("model", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls", "user", "stop")
+"""Members that mean the same in our own API, beside the extensions."""
+NAMES = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "tool_choice.function": "tool_choice",
+}
+"""How fields of our own API are called here."""
 
 
 class Part(Fields):
@@ -40,6 +50,9 @@ class Item(Fields):
     name: Annotated[str, Field(max_length=64)] | None = None
     arguments: str | None = Field(None, description="JSON")
     output: Content | None = Field(None, description='with type "function_call_output"')
+    namespace: Refused = None
+    is_async: Refused = Field(None, alias="async")
+    caller: Annotated[Any, Only(({"type": "direct"},))] = None
 
 
 class ResponseTool(Fields):
@@ -48,6 +61,9 @@ class ResponseTool(Fields):
     description: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    is_async: Refused = Field(None, alias="async", exclude=True)
+    defer_loading: Annotated[Refused, Field(exclude=True)] = None
+    allowed_callers: Annotated[Any, Only(([], ["direct"])), Field(exclude=True)] = None
 
 
 class ChosenTool(Fields):
@@ -59,15 +75,26 @@ class TextFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(max_length=256)] | None = None
     description: str | None = None
-    json_schema: ours.JsonSchema | None = Field(None, alias="schema")
+    json_schema: JsonSchema | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
 class TextOptions(Fields):
     format: TextFormat | None = None
+    verbosity: Annotated[Any, Only(("medium",))] = None
 
 
-class ResponsesRequest(Fields):
+class Reasoning(Fields):
+    """How the model thinks. What it thinks is not in the response, so there is no summary of it either."""
+
+    effort: Effort | None = Field(None, description="for chat templates that know of it")
+    summary: Annotated[Any, Only(("auto",))] = None
+    generate_summary: Annotated[Any, Only(("auto",))] = None
+    context: Annotated[Any, Only(("auto", "current_turn"))] = None
+    mode: Annotated[Any, Only(("standard",))] = None
+
+
+class ResponsesRequest(Extensions):
     """`POST /v1/responses`. Nothing is stored here: a conversation is sent whole each time."""
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
@@ -89,13 +116,25 @@ class ResponsesRequest(Fields):
     store: bool | None = Field(None, description="nothing is stored, whatever it says")
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = None
     user: Annotated[str, Field(max_length=4096)] | None = None
+    reasoning: Reasoning | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
-    # Known, not here: refused unless null or the value that changes nothing.
-    previous_response_id: Any = None
-    conversation: Any = None
-    prompt: Any = None
-    background: bool | None = None
-    truncation: Literal["auto", "disabled"] | None = None
+    # Known to OpenAI, not here.
+    previous_response_id: Refused = None
+    conversation: Refused = None
+    prompt: Refused = None
+    background: Refused = None
+    context_management: Refused = None
+    moderation: Refused = None
+    truncation: Annotated[Any, Only(("disabled",))] = None
+
+    # Known to our other APIs, not here.
+    n: Annotated[Any, Only((1,))] = None
+    max_tokens: Refused = None
+    messages: Refused = None
+    response_format: Refused = None
+    reasoning_effort: Refused = None
 
     def longest_text(self) -> str | list[int]:
         """Of the last item: templates leave others out."""
@@ -110,15 +149,12 @@ class ResponsesRequest(Fields):
 
     def as_chat(self) -> ChatRequest:
         """The same of our own API. Raises InvalidRequest."""
-        for name in ("previous_response_id", "conversation", "prompt", "background"):
-            if getattr(self, name):
-                raise unsupported(name, "what needs a memory of earlier responses")
-        if self.truncation == "auto":
-            raise unsupported("truncation", "'auto'")
-        members: dict[str, Any] = {name: getattr(self, name) for name in SAME}
+        members: dict[str, Any] = {name: getattr(self, name) for name in (*SAME, *EXTENSIONS)}
         members |= {
             "messages": list(self._messages()),
             "max_completion_tokens": self.max_output_tokens,
+            "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "logprobs": self.wants_logprobs or None,
             "response_format": _response_format(self.text),
             "tools": [_tool(tool, i) for i, tool in enumerate(self.tools)] if self.tools else None,

@@ -9,9 +9,9 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from diptych.router.discovery.endpoint import Endpoint, Publish
-from diptych.router.discovery.status import DiscoveryStatus
-from diptych.router.dispatch.worker import Role
+from common.wire.message_fields import Role
+from router.discovery.endpoint import Endpoint, Publish
+from router.discovery.status import DiscoveryStatus
 
 LOOKUP_TIMEOUT_S = 5.0
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from diptych.router.dispatch.worker import Role
+from common.wire.message_fields import Role
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -14,9 +14,10 @@ import random
 import time
 from collections.abc import Callable, Mapping
 
-from diptych.common.kubernetes import KubernetesClient, KubernetesError
-from diptych.router.discovery.endpoint import Publish
-from diptych.router.discovery.slices import (
+from common.cluster.api import KubernetesClient, KubernetesError
+from common.wire.message_fields import Role
+from router.discovery.endpoint import Publish
+from router.discovery.slices import (
     SERVICE_LABEL,
     EndpointSlice,
     ErrorStatus,
@@ -25,8 +26,7 @@ from diptych.router.discovery.slices import (
     WatchEvent,
     parse,
 )
-from diptych.router.discovery.status import DiscoveryStatus
-from diptych.router.dispatch.worker import Role
+from router.discovery.status import DiscoveryStatus
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from diptych.common.kubernetes import KubernetesError
-from diptych.router.discovery.endpoint import Endpoint
-from diptych.router.dispatch.worker import Role
+from common.cluster.api import KubernetesError
+from common.wire.message_fields import Role
+from router.discovery.endpoint import Endpoint
 
 SERVICE_LABEL = "kubernetes.io/service-name"
 PORT_NAME = "control"

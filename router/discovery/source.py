@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from diptych.common.settings import RouterConfig
-from diptych.router.discovery.endpoint import Publish
-from diptych.router.discovery.status import DiscoveryStatus
-from diptych.router.dispatch.worker import Role
+from common.config import RouterConfig
+from common.wire.message_fields import Role
+from router.discovery.endpoint import Publish
+from router.discovery.status import DiscoveryStatus
 
 
 class Source(Protocol):
@@ -25,13 +25,13 @@ def open_source(config: RouterConfig, publish: Publish) -> Source | None:
     services |= dict.fromkeys(config.prefill_services, "prefill")
     match config.discovery:
         case "dns":
-            from diptych.router.discovery.dns_source import DNSSource
+            from router.discovery.dns_source import DNSSource
 
             return DNSSource(services, publish, interval_s=config.discovery_interval_s)
         case "kubernetes":
             # Imported here: an HTTP client that no other router needs.
-            from diptych.common.kubernetes import KubernetesClient
-            from diptych.router.discovery.kubernetes_source import KubernetesSource
+            from common.cluster.api import KubernetesClient
+            from router.discovery.kubernetes_source import KubernetesSource
 
             access = config.cluster
             namespace = access.namespace(config.discovery_namespace, "discovery_namespace")

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from diptych.router.discovery.endpoint import Endpoint
-from diptych.router.dispatch.worker import Role
+from common.wire.message_fields import Role
+from router.discovery.endpoint import Endpoint
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median_low
 from types import MappingProxyType
 
-from diptych.common.errors import Overloaded
-from diptych.common.settings import RouterConfig
-from diptych.router.dispatch.flight import Assignment, Flight, Stage
-from diptych.router.dispatch.load import DispatchCounters
-from diptych.router.dispatch.patience import Patience
-from diptych.router.dispatch.registry import WorkerRegistry
-from diptych.router.dispatch.worker import Worker
+from common.config import RouterConfig
+from common.errors import Overloaded
+from router.dispatch.load import DispatchCounters
+from router.dispatch.patience import Patience
+from router.dispatch.request_state import Assignment, RequestState, Stage
+from router.fleet.registry import WorkerRegistry
+from router.fleet.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ class Admission:
             longest_s = min(longest_s, config.slo_ttft_ms / 1000)
         self._patience = Patience(longest_s, min(longest_s, config.overload_wait_s))
 
-    def observe(self, flights: Iterable[Flight], now: float) -> None:
+    def observe(self, states: Iterable[RequestState], now: float) -> None:
         """Look at what runs: how long some wait for their first token, and others are being decoded; once a tick."""
         waiting, decoding = [], []
-        for flight in flights:
-            stage, worker = flight.stage, flight.waits_for
+        for state in states:
+            stage, worker = state.stage, state.waits_for
             if worker is not None and stage is Stage.PREFILL:
-                waiting.append((worker.address, now - flight.progress_at))
+                waiting.append((worker.address, now - state.progress_at))
             elif worker is not None and stage is Stage.DECODE:
                 decoding.append((worker.address, now - worker.delivered_at))
         self._observed, self._lasting = observed_waits_s(waiting), lasting_s(decoding)
@@ -78,30 +78,30 @@ class Admission:
         if self._refusal(short=True) is not None or is_longer(self._config.local_prefill_threshold):
             raise self._counted(error)
 
-    def expect(self, flight: Flight) -> None:
+    def expect(self, state: RequestState) -> None:
         """A request was placed: note when its first token should come, the prompts before it and its own computed."""
-        assignment = flight.waits_for
+        assignment = state.waits_for
         if assignment is None:
-            flight.expected_s = 0.0
+            state.expected_s = 0.0
             return
         worker = self._registry.workers[assignment.address]
-        flight.expected_s = prefill_wait_s(worker)
+        state.expected_s = prefill_wait_s(worker)
         self._prompt_s += SMOOTHING * (prefill_s(worker, assignment.booking.num_tokens) - self._prompt_s)
 
-    def learn(self, flight: Flight, assignment: Assignment, now: float) -> None:
+    def learn(self, state: RequestState, assignment: Assignment, now: float) -> None:
         """The first tokens of `assignment` are here: compare with what was expected when it was placed."""
-        expected_s, flight.expected_s = flight.expected_s, 0.0
-        if expected_s < MIN_EXPECTED_S or assignment is not flight.waits_for or flight.stage is not Stage.PREFILL:
+        expected_s, state.expected_s = state.expected_s, 0.0
+        if expected_s < MIN_EXPECTED_S or assignment is not state.waits_for or state.stage is not Stage.PREFILL:
             return
         known = self._slowness.get(assignment.address, 1.0)
-        ratio = min(MAX_SLOWNESS, max(1.0, (now - flight.progress_at) / expected_s))
+        ratio = min(MAX_SLOWNESS, max(1.0, (now - state.progress_at) / expected_s))
         self._slowness[assignment.address] = known + SMOOTHING * (ratio - known)
 
     def forget(self, address: str) -> None:
         """Another worker is there now, or none."""
         self._slowness.pop(address, None)
 
-    def shed(self, flights: Iterable[Flight], now: float) -> list[tuple[Flight, Overloaded]]:
+    def shed(self, states: Iterable[RequestState], now: float) -> list[tuple[RequestState, Overloaded]]:
         """Who has waited in vain: once a tick, and nobody unless patience has just become brief.
 
         Then it is those who wait for a first token, and would do so for longer yet than a new request may; who came
@@ -114,8 +114,8 @@ class Admission:
             log.info("load has come down to what can be served", extra={"new_requests_may_wait_s": was_s})
             return []
         shed = [
-            (flight, _shed(now - flight.progress_at, wait_s, limit_s))
-            for flight, wait_s in waits_of(flights, self._registry.workers, self._slowness)
+            (state, _shed(now - state.progress_at, wait_s, limit_s))
+            for state, wait_s in waits_of(states, self._registry.workers, self._slowness)
             if wait_s > limit_s
         ]
         log.warning(
@@ -169,22 +169,22 @@ def lasting_s(decoding: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def waits_of(
-    flights: Iterable[Flight], workers: Mapping[str, Worker], slowness: Mapping[str, float] = NOTHING
-) -> list[tuple[Flight, float]]:
+    states: Iterable[RequestState], workers: Mapping[str, Worker], slowness: Mapping[str, float] = NOTHING
+) -> list[tuple[RequestState, float]]:
     """Who waits for a first token, in the order of their placing, and seconds until their worker comes to them."""
-    by_address: dict[str, list[tuple[Flight, Assignment]]] = {}
-    for flight in flights:
-        assignment = flight.waits_for
-        if assignment is not None and flight.stage is Stage.PREFILL and not flight.stream.token_ids:
-            by_address.setdefault(assignment.address, []).append((flight, assignment))
+    by_address: dict[str, list[tuple[RequestState, Assignment]]] = {}
+    for state in states:
+        assignment = state.waits_for
+        if assignment is not None and state.stage is Stage.PREFILL and not state.stream.token_ids:
+            by_address.setdefault(assignment.address, []).append((state, assignment))
     waits = []
     for address, placed in by_address.items():
         num_tokens, worker = 0, workers[address]
         placed.sort(key=lambda one: one[0].progress_at)
-        for index, (flight, assignment) in enumerate(placed):
+        for index, (state, assignment) in enumerate(placed):
             place_s = decode_wait_s(worker, num_after=len(placed) - index) if worker.role == "decode" else 0.0
             prompts_s = prefill_s(worker, num_tokens) * slowness.get(address, 1.0)
-            waits.append((flight, max(prompts_s, place_s)))
+            waits.append((state, max(prompts_s, place_s)))
             num_tokens += assignment.booking.num_tokens
     return waits
 

@@ -8,11 +8,12 @@ workers, retries, and joins what they send into one ordered stream in which no t
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from diptych.common.sampling_params import SamplingParams, TokenLogprobs
+from common.wire.sampling_params import SamplingParams, TokenLogprobs
+from router.dispatch.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,8 @@ class GenerationRequest:
     """One sequence to generate. `request_id` is the router's own (unique, never a client's text).
 
     `deadline_s` is how long the request may take from now until its last token. `params.seed` is always set.
-    `cache_salt` keeps prefix cache entries of different tenants apart. `traceparent` is W3C's, or empty.
+    `cache_salt` keeps prefix cache entries of different tenants apart. `traceparent` is W3C's, or empty. `prompt`, of
+    the same tokens and salt, is shared with the other requests that answer this prompt, if there are any.
     """
 
     request_id: str
@@ -29,6 +31,7 @@ class GenerationRequest:
     cache_salt: str = ""
     deadline_s: float = 600.0
     traceparent: str = ""
+    prompt: Prompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class TokenEvent:
     """
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: str = ""
     num_cached_tokens: int = 0
     timeline: RequestTimeline | None = None
@@ -100,5 +103,5 @@ class GenerationClient(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence (prompt + output, tokens) that the connected workers take; 0 while none is known."""
+        """The longest sequence (prompt + output, tokens) that all ready workers take; 0 while none is known."""
         ...

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from diptych.common.scaling import backlog_s, pressure
-from diptych.router.dispatch.flight import Flight
-from diptych.router.dispatch.worker import Role, Worker, WorkerState
+from common.wire.message_fields import Role
+from common.worker.scaling import backlog_s, pressure
+from router.dispatch.request_state import RequestState
+from router.fleet.worker import Worker, WorkerState
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 STATES = (*(str(state) for state in WorkerState), "withheld")
@@ -40,8 +41,8 @@ class DemandMeter:
 
     def measure(
         self,
-        flights: Iterable[Flight],
-        queue: Collection[Flight],
+        states: Iterable[RequestState],
+        queue: Collection[RequestState],
         workers: Collection[Worker],
         p95_token_s: float,
         slo_s: float,
@@ -51,26 +52,26 @@ class DemandMeter:
         self._learn_rate(ready)
         decode = [worker for worker in ready if worker.role == "decode"]
         return Demand(
-            {"decode": len(queue), "prefill": self._num_without_prefill(flights, ready)},
+            {"decode": len(queue), "prefill": self._num_without_prefill(states, ready)},
             self._backlog_s(queue, workers),
             sum(pressure(_kv_usage(worker), p95_token_s, slo_s) for worker in decode),
             _by_state(workers),
         )
 
-    def _num_without_prefill(self, flights: Iterable[Flight], ready: Collection[Worker]) -> int:
+    def _num_without_prefill(self, states: Iterable[RequestState], ready: Collection[Worker]) -> int:
         """Those that wait, and those that a decode worker serves alone because no prefill worker is there."""
         if not self.has_prefill or any(worker.role == "prefill" for worker in ready):
             return 0
         return sum(
-            not flight.done and flight.prefill is None and len(flight.request.prompt_token_ids) > self.threshold
-            for flight in flights
+            not state.done and state.prefill is None and len(state.request.prompt_token_ids) > self.threshold
+            for state in states
         )
 
-    def _backlog_s(self, queue: Iterable[Flight], workers: Iterable[Worker]) -> float:
+    def _backlog_s(self, queue: Iterable[RequestState], workers: Iterable[Worker]) -> float:
         if not self.has_prefill:
             return 0.0
         booked = sum(worker.booked.num_tokens for worker in workers if worker.role == "prefill")
-        lengths = (len(flight.request.prompt_token_ids) for flight in queue)
+        lengths = (len(state.request.prompt_token_ids) for state in queue)
         held = sum(length for length in lengths if length > self.threshold)
         return backlog_s(booked + held, self.prefill_tokens_per_s)
 

@@ -4,37 +4,41 @@
                ^          │ P lost before D delivered: next attempt, same D, another P or none
                └──────────┘ D lost: next attempt anywhere, the output so far becomes part of the prompt
 
-Everything between two awaits is immediate: workers' messages, lost workers and ticks change a `Flight`, and the
-consumer waits on nothing but its flight, whose deadline timer bounds that wait.
+Everything between two awaits is immediate: workers' messages, lost workers and ticks change a `RequestState`, and the
+consumer waits on nothing but its request, whose deadline timer bounds that wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
-from diptych.common.errors import DeadlineExceeded, InternalError, InvalidRequest, RequestError, Unavailable
-from diptych.common.messages import PromptScores, RequestFailed, ResetPrefixCache, TokenDelta, TokenOutput
-from diptych.common.settings import RouterConfig
-from diptych.router.dispatch.admission import Admission
-from diptych.router.dispatch.client import GenerationRequest, TokenEvent
-from diptych.router.dispatch.demand import Demand, DemandMeter
-from diptych.router.dispatch.fleet import CONTROL_HWM, WorkerFleet
-from diptych.router.dispatch.flight import Assignment, Flight, Stage
-from diptych.router.dispatch.handover import HandOvers
-from diptych.router.dispatch.load import DispatchCounters, DispatchLoad, WorkerLoad
-from diptych.router.dispatch.placement import Placement
-from diptych.router.dispatch.policy import RoutingPolicy
-from diptych.router.dispatch.prefix_index import PrefixIndex
-from diptych.router.dispatch.recovery import Recovery
-from diptych.router.dispatch.stream import StreamConflict
-from diptych.router.dispatch.worker import WorkerState
+from common.config import RouterConfig
+from common.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
+from common.wire.messages import PromptScores, RequestFailed, ResetPrefixCache, TokenDelta, TokenOutput
+from router.dispatch.admission import Admission
+from router.dispatch.client import GenerationRequest, TokenEvent
+from router.dispatch.demand import Demand, DemandMeter
+from router.dispatch.handover import HandOvers
+from router.dispatch.load import DispatchCounters, DispatchLoad, WorkerLoad
+from router.dispatch.placement import Placement
+from router.dispatch.policy import RoutingPolicy
+from router.dispatch.recovery import Recovery, refusal
+from router.dispatch.request_state import Assignment, RequestState, Stage
+from router.dispatch.silence import why_left
+from router.dispatch.stream import StreamConflict, TokensDiffer
+from router.fleet.fleet import CONTROL_HWM, WorkerFleet
+from router.fleet.prefix_index import PrefixIndex
+from router.fleet.worker import WorkerState
+
+log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
-DEADLINE_SLACK_S = 0.1
-"""A worker's clock of the same deadline may ring this much earlier than ours."""
+MAX_PLACED_A_TURN = 32
+"""Requests of the queue that are placed before the event loop turns: each takes most of a millisecond."""
 
 
 class Dispatcher:
@@ -49,8 +53,8 @@ class Dispatcher:
     ) -> None:
         self._config = config
         self._clock = time.monotonic
-        self._flights: dict[str, Flight] = {}
-        self._queue: dict[str, Flight] = {}
+        self._states: dict[str, RequestState] = {}
+        self._queue: dict[str, RequestState] = {}
         self._index = PrefixIndex()
         self._counters = DispatchCounters()
         self._last_max_model_len = 0
@@ -80,22 +84,22 @@ class Dispatcher:
     async def close(self) -> None:
         """Fail what is in flight, tell the workers, close every socket. Takes well under a second."""
         self._open = False
-        for flight in list(self._flights.values()):
-            self._fail(flight, Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S))
+        for state in list(self._states.values()):
+            self._fail(state, Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S))
         await self.fleet.close()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """See `GenerationClient.generate`."""
-        flight = self._admit(request)
+        state = self._admit(request)
         try:
-            self._try_place(flight, self._clock())
+            self._try_place(state, self._clock())
             while True:
-                event = await flight.next_event()
+                event = await state.next_event()
                 yield event
                 if event.finish_reason:
                     return
         finally:
-            self._end(flight)
+            self._end(state)
 
     def check_room(self, is_longer: Callable[[int], bool]) -> None:
         """See `GenerationClient.check_room`."""
@@ -130,7 +134,7 @@ class Dispatcher:
     def load(self) -> DispatchLoad:
         """Where requests are and how the workers are, in numbers."""
         stages = dict.fromkeys((str(stage) for stage in Stage if stage is not Stage.DONE), 0)
-        stages |= Counter(str(flight.stage) for flight in self._flights.values() if not flight.done)
+        stages |= Counter(str(state.stage) for state in self._states.values() if not state.done)
         counters = self._counters
         return DispatchLoad(
             stages,
@@ -146,49 +150,49 @@ class Dispatcher:
     def demand(self, p95_token_s: float, slo_s: float) -> Demand:
         """What is asked of the pools; see `DemandMeter.measure`."""
         queue, workers = self._queue.values(), self.fleet.registry.workers.values()
-        return self._demand.measure(self._flights.values(), queue, workers, p95_token_s, slo_s)
+        return self._demand.measure(self._states.values(), queue, workers, p95_token_s, slo_s)
 
     # ------------------------------------------------------------ for the fleet
 
     def on_output(self, address: str, output: TokenOutput) -> None:
         for delta in output.outputs:
-            if (told := self._told(address, output.epoch, delta)) is not None:
+            if (told := self._match_assignment(address, output.epoch, delta)) is not None:
                 self._on_delta(*told, delta)
         if self.fleet.registry.workers[address].state is WorkerState.DRAINING:  # sooner than at the next tick
-            known = (self._flights.get(delta.request_id) for delta in output.outputs)
-            self._handovers.leave((flight for flight in known if flight is not None), self._clock())
+            known = (self._states.get(delta.request_id) for delta in output.outputs)
+            self._handovers.leave((state for state in known if state is not None), self._clock())
 
     def on_scores(self, address: str, scores: PromptScores) -> None:
-        if (told := self._told(address, scores.epoch, scores)) is None:
+        if (told := self._match_assignment(address, scores.epoch, scores)) is None:
             return
-        flight, assignment = told
+        state, assignment = told
         try:
-            flight.scored(scores, self._clock())
+            state.scored(scores, self._clock())
         except StreamConflict as conflict:
-            self._recover(flight, assignment, f"{assignment.role} worker {assignment.worker_id} sent {conflict}")
+            self._on_conflict(state, assignment, conflict)
 
     def on_failed(self, address: str, failed: RequestFailed) -> None:
-        flight = self._flights.get(failed.request_id)
-        if flight is None or flight.done:
+        state = self._states.get(failed.request_id)
+        if state is None or state.done:
             return
-        if flight.may_give_up_handover(address, failed.attempt):
-            self._give_up_handover(flight, f"worker {failed.worker_id} failed in {failed.phase}: {failed.message}")
+        if state.may_give_up_handover(address, failed.attempt):
+            self._give_up_handover(state, f"worker {failed.worker_id} failed in {failed.phase}: {failed.message}")
             return
-        assignment = flight.assignment(address, failed.attempt)
+        assignment = state.assignment(address, failed.attempt)
         if assignment is None or failed.attempt != assignment.attempt:
             return
         reason = f"{assignment.role} worker {failed.worker_id} failed in {failed.phase}: {failed.message}"
-        if failed.retryable or flight.is_through_with(assignment):
-            self._recover(flight, assignment, reason)
+        if failed.retryable or state.is_through_with(assignment):
+            self._recover(state, assignment, reason)
         else:
-            self._fail(flight, _refusal(failed, reason, self._remaining_s(flight)))
+            self._fail(state, refusal(failed, reason, self._remaining_s(state)))
 
     def on_lost(self, address: str, reason: str) -> None:
-        for flight in list(self._flights.values()):
-            for assignment in (flight.successor, flight.prefill, flight.decode):
-                if assignment is not None and assignment.address == address and not flight.done:
+        for state in list(self._states.values()):
+            for assignment in (state.successor, state.prefill, state.decode):
+                if assignment is not None and assignment.address == address and not state.done:
                     why = f"{assignment.role} worker {assignment.worker_id} {reason}"
-                    self._recover(flight, assignment, why, died=True)
+                    self._recover(state, assignment, why, died=True)
 
     def on_started(self, address: str) -> None:
         self._index.clear(address)
@@ -200,210 +204,214 @@ class Dispatcher:
     def uses(self, address: str) -> bool:
         return any(
             assignment is not None and assignment.address == address
-            for flight in self._flights.values()
-            if not flight.done
+            for state in self._states.values()
+            if not state.done
             # A prefill worker's part is over when the decode worker speaks.
             for assignment in (
-                (flight.decode, flight.successor)
-                if flight.stage is Stage.DECODE
-                else (flight.prefill, flight.decode, flight.successor)
+                (state.decode, state.successor)
+                if state.stage is Stage.DECODE
+                else (state.prefill, state.decode, state.successor)
             )
         )
 
     def on_ready(self, address: str) -> None:
         epoch = self.fleet.registry.workers[address].epoch
-        for flight in self._flights.values():
-            flight.lives(address, epoch)
+        for state in self._states.values():
+            state.forgive_death(address, epoch)
         self._serve_queue(self._clock())
 
     def on_tick(self, now: float) -> None:
-        self._handovers.leave(self._flights.values(), now)
+        self._handovers.leave(self._states.values(), now)
         self._serve_queue(now)
-        for flight in list(self._flights.values()):
-            self._check_progress(flight, now)
-        self._admission.observe(self._flights.values(), now)
-        for flight, error in self._admission.shed(self._flights.values(), now):
-            self._fail(flight, error)
+        for state in list(self._states.values()):
+            self._check_progress(state, now)
+        self._admission.observe(self._states.values(), now)
+        for state, error in self._admission.shed(self._states.values(), now):
+            self._fail(state, error)
 
     # ------------------------------------------------------------ a request's life
 
     def _check_bounds(self) -> None:
         if not self._open:
             raise Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S)
-        if len(self._flights) >= self._config.max_inflight:
+        if len(self._states) >= self._config.max_inflight:
             num = self._config.max_inflight
             raise Unavailable(f"{num} requests are in flight, the most this router takes", retry_after_s=RETRY_AFTER_S)
 
-    def _admit(self, request: GenerationRequest) -> Flight:
+    def _admit(self, request: GenerationRequest) -> RequestState:
         self._check_bounds()
-        if request.request_id in self._flights:
+        if request.request_id in self._states:
             raise InvalidRequest(f"request {request.request_id} is already being served", param="request_id")
         if not request.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         self._admission.check(len(request.prompt_token_ids))
         try:
-            flight = Flight(request, self._clock())
+            state = RequestState(request, self._clock())
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"the prompt holds what is no token id: {error}", param="prompt") from error
-        self._flights[request.request_id] = flight
+        self._states[request.request_id] = state
         loop = asyncio.get_running_loop()
-        flight.deadline_timer = loop.call_later(request.deadline_s, self._on_deadline, flight)
-        self._queue[request.request_id] = flight
-        return flight
+        state.deadline_timer = loop.call_later(request.deadline_s, self._on_deadline, state)
+        self._queue[request.request_id] = state
+        return state
 
     def _serve_queue(self, now: float) -> None:
-        """Place what waits, oldest first; what waited too long fails."""
-        for flight in list(self._queue.values()):
-            if self._try_place(flight, now) or now - flight.queued_at <= self._config.queue_timeout_s:
+        """Place what waits, oldest first, so many a turn of the event loop; what waited too long fails."""
+        num_placed = 0
+        for state in list(self._queue.values()):
+            if self._try_place(state, now):
+                num_placed += 1
+                if num_placed == MAX_PLACED_A_TURN:
+                    asyncio.get_running_loop().call_soon(lambda: self._serve_queue(self._clock()))
+                    return
                 continue
-            why = flight.last_failure or self.fleet.registry.missing("decode", now) or "workers take no messages"
-            waited = f"waited {now - flight.queued_at:.1f} s for a worker: {why}"
-            self._fail(flight, Unavailable(waited, retry_after_s=RETRY_AFTER_S))
+            if now - state.queued_at <= self._config.queue_timeout_s:
+                continue
+            waited = f"waited {now - state.queued_at:.1f} s for a worker: {self._placement.obstacle(state, now)}"
+            self._fail(state, Unavailable(waited, retry_after_s=RETRY_AFTER_S))
 
-    def _try_place(self, flight: Flight, now: float) -> bool:
-        if now < flight.not_before or not self._recovery.may_be_placed(flight):
+    def _try_place(self, state: RequestState, now: float) -> bool:
+        if now < state.not_before or not self._recovery.may_be_placed(state):
             return False
-        if not self._placement.place(flight, now):
+        if not self._placement.place(state, now):
             return False
-        self._admission.expect(flight)
-        del self._queue[flight.request.request_id]
-        kind = "prefill" if flight.decode is None else "remote" if flight.prefill else "local"
+        self._admission.expect(state)
+        del self._queue[state.request.request_id]
+        kind = "prefill" if state.decode is None else "remote" if state.prefill else "local"
         self._counters.num_choices[kind] += 1
         return True
 
-    def _told(self, address: str, epoch: int, said: TokenDelta | PromptScores) -> tuple[Flight, Assignment] | None:
+    def _match_assignment(
+        self, address: str, epoch: int, said: TokenDelta | PromptScores
+    ) -> tuple[RequestState, Assignment] | None:
         """Whose request a worker speaks of; None, and the worker is told to stop, if it is not to be listened to."""
         worker = self.fleet.registry.workers[address]
         current = worker.hello is not None and worker.epoch == epoch
-        flight = self._flights.get(said.request_id)
-        assignment = flight.assignment(address, said.attempt) if flight and current and not flight.done else None
-        if flight is not None and assignment is not None and assignment.epoch == epoch:
-            return flight, assignment
+        state = self._states.get(said.request_id)
+        assignment = state.assignment(address, said.attempt) if state and current and not state.done else None
+        if state is not None and assignment is not None and assignment.epoch == epoch:
+            return state, assignment
         self._counters.num_stale_deltas += 1
         if current:  # whoever was to be told that this is over has not heard it
             self.fleet.abort(address, said.request_id, said.attempt)
         return None
 
-    def _on_delta(self, flight: Flight, assignment: Assignment, delta: TokenDelta) -> None:
+    def _on_delta(self, state: RequestState, assignment: Assignment, delta: TokenDelta) -> None:
         first = not assignment.delivered
         if delta.finish_reason in ("abort", "moved"):
-            self._on_left(flight, assignment, delta.finish_reason)
+            self._on_left(state, assignment, delta.finish_reason)
             return
-        if assignment is flight.successor:
-            self._take_over(flight, moved=False)
+        if not delta.token_ids and not delta.finish_reason:
+            state.renew(assignment, self._clock())
+            return
+        if assignment is state.successor:
+            self._take_over(state, moved=False)
         now = self._clock()
         if first:
-            self._admission.learn(flight, assignment, now)
+            self._admission.learn(state, assignment, now)
         try:
-            flight.received(assignment, delta, now)
+            state.received(assignment, delta, now)
         except StreamConflict as conflict:
-            self._recover(flight, assignment, f"{assignment.role} worker {assignment.worker_id} sent {conflict}")
+            self._on_conflict(state, assignment, conflict)
             return
         if first:
             self.fleet.registry.on_request_served(assignment.address)
             self._placement.computed(assignment)
-            if assignment is flight.decode:
-                self._placement.remember(flight, assignment)
-                self._placement.spare_prefill(flight)
-        if flight.stream.finish_reason:
-            self._finish(flight, assignment)
-        elif flight.decode is None:
-            self._recover(flight, assignment, f"prefill worker {assignment.worker_id} did not end a one-token request")
+            if assignment is state.decode:
+                self._placement.remember(state, assignment)
+                self._placement.spare_prefill(state)
+        if state.stream.finish_reason:
+            self._finish(state, assignment)
+        elif state.decode is None:
+            self._recover(state, assignment, f"prefill worker {assignment.worker_id} did not end a one-token request")
 
-    def _on_left(self, flight: Flight, assignment: Assignment, how: str) -> None:
+    def _on_left(self, state: RequestState, assignment: Assignment, how: str) -> None:
         """The worker does not go on with a request that is not over: another does by now, or has to."""
-        if how == "moved" and assignment is flight.decode and flight.successor is not None:
-            self._take_over(flight, moved=True)
+        if how == "moved" and assignment is state.decode and state.successor is not None:
+            self._take_over(state, moved=True)
         else:
-            self._recover(flight, assignment, f"{assignment.role} worker {assignment.worker_id} {how} the request")
+            self._recover(state, assignment, f"{assignment.role} worker {assignment.worker_id} {how} the request")
 
-    def _take_over(self, flight: Flight, *, moved: bool) -> None:
+    def _on_conflict(self, state: RequestState, assignment: Assignment, conflict: StreamConflict) -> None:
+        """The worker is at fault, unless it computed anew what another had computed before it."""
+        what = f"{assignment.role} worker {assignment.worker_id} sent {conflict}"
+        if not (isinstance(conflict, TokensDiffer) and state.may_differ):
+            self._recover(state, assignment, what)
+            return
+        log.info("request %s begins again behind the tokens that were sent: %s", state.request.request_id, what)
         now = self._clock()
-        self._handovers.succeed(flight, now, moved=moved)
-        self._handovers.leave(self._flights.values(), now)
+        self._recovery.continue_behind(state, assignment, now)
+        if state.request.request_id in self._queue:
+            self._try_place(state, now)
 
-    def _give_up_handover(self, flight: Flight, reason: str) -> None:
+    def _take_over(self, state: RequestState, *, moved: bool) -> None:
         now = self._clock()
-        self._handovers.fail(flight, reason, now)
-        self._handovers.leave(self._flights.values(), now)
+        self._handovers.succeed(state, now, moved=moved)
+        self._handovers.leave(self._states.values(), now)
 
-    def _finish(self, flight: Flight, last: Assignment) -> None:
-        """The last token is here. A decode worker that still expects KV is told not to."""
-        flight.done = True
-        self._placement.settle(flight)
-        if flight.decode is not None and last is flight.decode:
-            self._placement.remember(flight, last)
+    def _give_up_handover(self, state: RequestState, reason: str) -> None:
+        now = self._clock()
+        self._handovers.fail(state, reason, now)
+        self._handovers.leave(self._states.values(), now)
+
+    def _finish(self, state: RequestState, last: Assignment) -> None:
+        """The last token is here. A decode worker that still expects KV, or may come to do so, is told not to."""
+        state.done = True
+        self._placement.settle(state)
+        decode = state.decode
+        if last is decode:
+            self._placement.remember(state, last)
             self.fleet.registry.on_request_finished(last.address, last.timeline.decode_s)
-        elif flight.decode is not None:
-            self.fleet.abort(flight.decode.address, flight.request.request_id, flight.attempt)
+        # One that was given another attempt may have ended the first before it read of that, and begin anew.
+        if decode is not None and (last is not decode or decode.attempt > decode.first_attempt):
+            self.fleet.abort(decode.address, state.request.request_id, state.attempt)
 
-    def _recover(self, flight: Flight, assignment: Assignment, reason: str, *, died: bool = False) -> None:
+    def _recover(self, state: RequestState, assignment: Assignment, reason: str, *, died: bool = False) -> None:
         now = self._clock()
-        if assignment is flight.successor:
-            self._give_up_handover(flight, reason)
+        if assignment is state.successor:
+            self._give_up_handover(state, reason)
             return
-        if self.fleet.registry.workers[assignment.address].ready:
+        if self.fleet.registry.workers[assignment.address].ready and not state.is_through_with(assignment):
             self.fleet.registry.on_request_failed(assignment.address, now)
-        error = self._recovery.recover(flight, assignment, reason, now, died=died)
+        error = self._recovery.recover(state, assignment, reason, now, died=died)
         if error is not None:
-            self._fail(flight, error)
-        elif flight.request.request_id in self._queue:
-            self._try_place(flight, now)
+            self._fail(state, error)
+        elif state.request.request_id in self._queue:
+            self._try_place(state, now)
 
-    def _check_progress(self, flight: Flight, now: float) -> None:
+    def _check_progress(self, state: RequestState, now: float) -> None:
         """A worker that lost a message of ours, or whose message was lost, looks healthy: notice it here."""
-        assignment = flight.waits_for
-        if flight.done or assignment is None:
+        assignment = state.waits_for
+        if state.done or assignment is None:
             return
-        who, waited_s = f"{assignment.role} worker {assignment.worker_id}", now - flight.progress_at
-        if waited_s > self._token_limit_s(flight):
-            self._recover(flight, assignment, f"{who} sent no token for {waited_s:.1f} s in the {flight.stage} phase")
-        elif waited_s > self._config.worker_timeout_s:
-            idle_since = self.fleet.registry.workers[assignment.address].idle_since
-            if flight.stream.has_gap:
-                self._recover(flight, assignment, f"tokens of {who} are missing")
-            elif idle_since is not None and now - idle_since > self._config.worker_timeout_s:
-                self._recover(flight, assignment, f"{who} has lost the request")
+        idle_since = self.fleet.registry.workers[assignment.address].idle_since
+        if why := why_left(state, assignment, self._config, idle_since, now):
+            self._recover(state, assignment, why)
 
-    def _on_deadline(self, flight: Flight) -> None:
-        if not flight.done:
-            allowed = f"{flight.request.deadline_s:g} s"
-            self._fail(flight, DeadlineExceeded(f"the request's {allowed} were over in its {flight.stage} phase"))
+    def _on_deadline(self, state: RequestState) -> None:
+        if not state.done:
+            allowed = f"{state.request.deadline_s:g} s"
+            self._fail(state, DeadlineExceeded(f"the request's {allowed} were over in its {state.stage} phase"))
 
-    def _fail(self, flight: Flight, error: RequestError) -> None:
-        if flight.done:
+    def _fail(self, state: RequestState, error: RequestError) -> None:
+        if state.done:
             return
         self._counters.num_failures[type(error).__name__] += 1
-        self._queue.pop(flight.request.request_id, None)
-        self._placement.withdraw(flight)
-        flight.fail(error)
+        self._queue.pop(state.request.request_id, None)
+        self._placement.withdraw(state)
+        state.fail(error)
 
-    def _end(self, flight: Flight) -> None:
+    def _end(self, state: RequestState) -> None:
         """The consumer is through with the request, whether it is over or not."""
-        if flight.deadline_timer is not None:
-            flight.deadline_timer.cancel()
-        self._queue.pop(flight.request.request_id, None)
-        self._flights.pop(flight.request.request_id, None)
-        if not flight.done:
-            flight.done = True
-            self._placement.withdraw(flight)
+        if state.deadline_timer is not None:
+            state.deadline_timer.cancel()
+        self._queue.pop(state.request.request_id, None)
+        self._states.pop(state.request.request_id, None)
+        if not state.done:
+            state.done = True
+            self._placement.withdraw(state)
 
     # ------------------------------------------------------------ inside
 
-    def _token_limit_s(self, flight: Flight) -> float:
-        """How long the next token of a placed request may take."""
-        prefills = flight.stage is Stage.PREFILL
-        return self._config.prefill_timeout_s if prefills else self._config.token_timeout_s
-
-    def _remaining_s(self, flight: Flight) -> float:
-        return max(0.0, flight.deadline - self._clock())
-
-
-def _refusal(failed: RequestFailed, reason: str, remaining_s: float) -> RequestError:
-    """The error of a failure that no other worker would mend.
-
-    What a worker refuses before computing is the request's own fault and never a 5xx, which clients would retry.
-    """
-    if remaining_s < DEADLINE_SLACK_S:
-        return DeadlineExceeded(reason)
-    return InvalidRequest(failed.message) if failed.phase in ("queue", "grammar") else InternalError(reason)
+    def _remaining_s(self, state: RequestState) -> float:
+        return max(0.0, state.deadline - self._clock())

@@ -12,11 +12,11 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from diptych.router.dispatch.flight import Flight
-from diptych.router.dispatch.load import DispatchCounters
-from diptych.router.dispatch.placement import Placement
-from diptych.router.dispatch.registry import WorkerRegistry
-from diptych.router.dispatch.worker import Worker, WorkerState
+from router.dispatch.load import DispatchCounters
+from router.dispatch.placement import Placement
+from router.dispatch.request_state import RequestState
+from router.fleet.registry import WorkerRegistry
+from router.fleet.worker import Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +33,12 @@ class HandOvers:
     """What waits to be placed again goes into `queue`, as after a failure, but counts as none."""
 
     def __init__(
-        self, registry: WorkerRegistry, placement: Placement, queue: dict[str, Flight], counters: DispatchCounters
+        self, registry: WorkerRegistry, placement: Placement, queue: dict[str, RequestState], counters: DispatchCounters
     ) -> None:
         self._registry, self._placement, self._queue, self._counters = registry, placement, queue, counters
-        self._open: dict[str, Flight] = {}
+        self._open: dict[str, RequestState] = {}
 
-    def leave(self, flights: Iterable[Flight], now: float) -> None:
+    def leave(self, states: Iterable[RequestState], now: float) -> None:
         """Take requests off draining workers, as far as others have room; at each tick, and whenever one has left."""
         self._expire(now)
         targets = self._registry.ready("decode")
@@ -46,80 +46,82 @@ class HandOvers:
         draining = {worker.address for worker in workers if worker.state is WorkerState.DRAINING}
         if not draining or not targets:
             return
-        for flight in list(flights):
-            decode = flight.decode
-            if flight.done or decode is None or decode.address not in draining or flight.successor is not None:
+        for state in list(states):
+            decode = state.decode
+            if state.done or decode is None or decode.address not in draining or state.successor is not None:
                 continue
             if not decode.delivered:
-                self._place_again(flight, now)
-            elif now >= flight.handover_after and not flight.stream.has_gap:
-                self._begin(flight, targets, now)
+                if self._placement.usable("decode", state):  # else it is served here to its end
+                    self._place_again(state, now)
+            elif now >= state.handover_after and not state.stream.has_gap:
+                self._begin(state, targets, now)
 
-    def succeed(self, flight: Flight, now: float, *, moved: bool) -> None:
+    def succeed(self, state: RequestState, now: float, *, moved: bool) -> None:
         """The new worker goes on. Unless the old one said that it `moved`, it is told to forget the request.
 
         It says so once the new one has acknowledged all KV: only then, or by its tokens, is known what that one holds.
         """
-        before, successor = flight.decode, flight.successor
+        before, successor = state.decode, state.successor
         if before is None or successor is None:
-            raise RuntimeError(f"request {flight.request.request_id} is handed over by nobody, or to nobody")
-        flight.succeed(now)
+            raise RuntimeError(f"request {state.request.request_id} is handed over by nobody, or to nobody")
+        state.succeed(now)
         if moved:
-            self._placement.remember(flight, successor)
-        self._placement.leave(flight, before, abort=not moved)
-        self._close(flight, "done")
+            self._placement.remember(state, successor)
+        self._placement.leave(state, before, abort=not moved)
+        self._close(state, "done")
 
-    def fail(self, flight: Flight, reason: str, now: float) -> None:
+    def fail(self, state: RequestState, reason: str, now: float) -> None:
         """The old worker goes on; the new one is told to forget the request."""
-        successor, flight.successor = flight.successor, None
+        successor, state.successor = state.successor, None
         if successor is not None:
-            self._placement.leave(flight, successor, abort=True)
-        flight.handover_after = now + RETRY_S
-        self._close(flight, "failed")
-        log.info("request %s is not handed over: %s", flight.request.request_id, reason)
+            self._placement.leave(state, successor, abort=True)
+        state.handover_after = now + RETRY_S
+        self._close(state, "failed")
+        log.info("request %s is not handed over: %s", state.request.request_id, reason)
 
     # ------------------------------------------------------------ inside
 
-    def _begin(self, flight: Flight, targets: Sequence[Worker], now: float) -> None:
-        source = self._registry.workers[flight.decode.address] if flight.decode else None
+    def _begin(self, state: RequestState, targets: Sequence[Worker], now: float) -> None:
+        source = self._registry.workers[state.decode.address] if state.decode else None
         if source is None:
             return
-        num_reserved = min(RESERVED_TOKENS, flight.num_remaining)
-        num_tokens = len(flight.request.prompt_token_ids) + len(flight.stream.token_ids)
+        num_reserved = min(RESERVED_TOKENS, state.num_remaining)
+        num_tokens = len(state.request.prompt_token_ids) + len(state.stream.token_ids)
         busy = Counter(open_.successor.address for open_ in self._open.values() if open_.successor)
-        target = choose_target(targets, source, num_tokens=num_tokens + num_reserved, busy=busy)
+        num_left = state.num_remaining - num_reserved
+        target = choose_target(targets, source, num_tokens=num_tokens + num_reserved, num_left=num_left, busy=busy)
         if target is None:
             return
-        self._open[flight.request.request_id] = flight
-        flight.handover_until = now + TIMEOUT_S
-        if not self._placement.hand_over(flight, target, num_reserved):
-            self.fail(flight, "a worker takes no messages", now)
+        self._open[state.request.request_id] = state
+        state.handover_until = now + TIMEOUT_S
+        if not self._placement.hand_over(state, target, num_reserved):
+            self.fail(state, "a worker takes no messages", now)
 
-    def _place_again(self, flight: Flight, now: float) -> None:
+    def _place_again(self, state: RequestState, now: float) -> None:
         """Nothing has come from its decode worker: to begin anew elsewhere costs computing, and no token."""
-        self._placement.withdraw(flight)
-        flight.attempt += 1
-        flight.queued_at = now
-        self._queue[flight.request.request_id] = flight
+        self._placement.withdraw(state)
+        state.begin_attempt()
+        state.queued_at = now
+        self._queue[state.request.request_id] = state
 
     def _expire(self, now: float) -> None:
-        for flight in list(self._open.values()):
-            if flight.done or flight.successor is None:  # it ended, or its old worker was lost
-                self._close(flight, "ended")
-            elif now > flight.handover_until:
-                self.fail(flight, f"nothing was heard of it for {TIMEOUT_S:g} s", now)
+        for state in list(self._open.values()):
+            if state.done or state.successor is None:  # it ended, or its old worker was lost
+                self._close(state, "ended")
+            elif now > state.handover_until:
+                self.fail(state, f"nothing was heard of it for {TIMEOUT_S:g} s", now)
 
-    def _close(self, flight: Flight, outcome: str) -> None:
-        if self._open.pop(flight.request.request_id, None) is not None:
+    def _close(self, state: RequestState, outcome: str) -> None:
+        if self._open.pop(state.request.request_id, None) is not None:
             self._counters.num_handovers[outcome] += 1
 
 
 def choose_target(
-    workers: Sequence[Worker], source: Worker, *, num_tokens: int, busy: Mapping[str, int]
+    workers: Sequence[Worker], source: Worker, *, num_tokens: int, num_left: int = 0, busy: Mapping[str, int]
 ) -> Worker | None:
     """The worker that takes a sequence of `num_tokens` from `source` best, or None when none has room for it now.
 
-    `busy`: hand-overs under way to a worker's address.
+    It may become `num_left` tokens longer yet. `busy`: hand-overs under way to a worker's address.
     """
 
     def fits(worker: Worker) -> bool:
@@ -129,12 +131,20 @@ def choose_target(
             and busy.get(worker.address, 0) < MAX_PER_TARGET
             and not worker.suspect
             and worker.num_requests < max(1, hello.max_num_seqs)
-            and num_tokens <= hello.max_model_len
+            and num_tokens <= worker.max_tokens
             and -(-num_tokens // hello.block_size) <= worker.num_available_blocks
         )
 
-    def cost(worker: Worker) -> tuple[int, int, int, int, str]:
+    def cost(worker: Worker) -> tuple[bool, int, int, int, int, str]:
         crowd = worker.num_requests + busy.get(worker.address, 0)
-        return (crowd, worker.num_queued_tokens, -worker.num_available_blocks, worker.num_dispatched, worker.address)
+        cuts = num_tokens + num_left > worker.max_tokens
+        return (
+            cuts,
+            crowd,
+            worker.num_queued_tokens,
+            -worker.num_available_blocks,
+            worker.num_dispatched,
+            worker.address,
+        )
 
     return min((worker for worker in workers if fits(worker)), key=cost, default=None)

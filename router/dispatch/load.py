@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from diptych.router.dispatch.connection import Connection
-from diptych.router.dispatch.worker import Worker
+from router.fleet.worker import Worker
+from router.fleet.worker_connection import Connection
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from diptych.router.dispatch.registry import by_fingerprint
-from diptych.router.dispatch.worker import Worker
+from router.fleet.registry import by_fingerprint
+from router.fleet.worker import Worker
 
 OUTPUT_RESERVE = 256
 """Output tokens a decode worker should have room for before it counts as fitting; nobody knows the real length."""
@@ -83,7 +83,8 @@ class RoutingPolicy:
 
         return min(workers, key=cost)
 
-    def _decode_cost(self, worker: Worker, shape: RequestShape) -> tuple[bool, bool, int, int, int, str]:
+    def _decode_cost(self, worker: Worker, shape: RequestShape) -> tuple[bool, bool, bool, int, int, int, str]:
+        cuts = shape.num_tokens + shape.num_remaining > worker.max_tokens  # the answer, if it becomes that long
         hello = worker.identity
         num_requests = worker.num_requests
         overflow = max(0, num_requests + 1 - max(1, hello.max_num_seqs))
@@ -93,4 +94,4 @@ class RoutingPolicy:
         lacks_room = num_blocks > worker.num_available_blocks
         # A request beyond max_num_seqs waits for a whole other one to end: far worse than a place in the batch.
         cost = worker.num_queued_tokens + self.request_cost * (num_requests + 4 * overflow) - hit
-        return (worker.suspect, lacks_room, cost, num_requests, worker.num_dispatched, worker.address)
+        return (cuts, worker.suspect, lacks_room, cost, num_requests, worker.num_dispatched, worker.address)

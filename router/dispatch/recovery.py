@@ -5,16 +5,28 @@ request whose every worker dies before it got anywhere may be what kills them: f
 suspect. Suspects are placed one at a time, so that those who were only near are cleared, and the one that is not ends
 after `max_retries` moves, like every request that gets nowhere. A worker that was only silent, and comes back, has not
 died of anything.
+
+The replacement of a prefill worker computes anew what the first one may have sent already, and may round differently.
+Then the request begins again behind the tokens that were sent. No worker failed, so this counts as no failure; it can
+happen once for each replacement, which does.
 """
 
 from __future__ import annotations
 
 import logging
 
-from diptych.common.errors import FatalRequest, RequestError, Unavailable
-from diptych.router.dispatch.flight import Assignment, Flight
-from diptych.router.dispatch.load import DispatchCounters
-from diptych.router.dispatch.placement import Placement
+from common.errors import (
+    DeadlineExceeded,
+    FatalRequest,
+    InternalError,
+    InvalidRequest,
+    RequestError,
+    Unavailable,
+)
+from common.wire.messages import RequestFailed
+from router.dispatch.load import DispatchCounters
+from router.dispatch.placement import Placement
+from router.dispatch.request_state import Assignment, RequestState
 
 log = logging.getLogger(__name__)
 
@@ -22,59 +34,79 @@ BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 RETRY_AFTER_S = 1.0
 SUSPECT_DEATHS = 2
+DEADLINE_SLACK_S = 0.1
+"""A worker's clock of the same deadline may ring this much earlier than ours."""
 
 
 class Recovery:
     """Moves requests off workers that failed them. A request that it puts into `queue` waits to be placed again."""
 
     def __init__(
-        self, max_retries: int, placement: Placement, queue: dict[str, Flight], counters: DispatchCounters
+        self, max_retries: int, placement: Placement, queue: dict[str, RequestState], counters: DispatchCounters
     ) -> None:
         self._max_retries, self._placement, self._queue, self._counters = max_retries, placement, queue, counters
-        self._on_trial: Flight | None = None
+        self._on_trial: RequestState | None = None
 
     def recover(
-        self, flight: Flight, failed: Assignment, reason: str, now: float, *, died: bool = False
+        self, state: RequestState, failed: Assignment, reason: str, now: float, *, died: bool = False
     ) -> RequestError | None:
         """React to the loss of one worker, which `died` or lives on; the error that ends the request, or None."""
-        decode = flight.decode
-        if failed is flight.prefill and decode is not None and decode.delivered:
+        decode = state.decode
+        if state.is_through_with(failed):
             self._placement.computed(failed)
             return None
-        flight.moves(failed, reason, now, died=died)
-        if flight.num_fruitless > self._max_retries:
-            return _given_up(flight)
+        state.record_failure(failed, reason, now, died=died)
+        if state.num_fruitless > self._max_retries:
+            return _given_up(state)
         self._counters.num_retries[failed.role] += 1
-        log.info("request %s moves: %s", flight.request.request_id, reason)
-        if failed is flight.prefill and decode is not None and self.may_be_placed(flight):
-            self._placement.remove(flight, failed)
-            if self._placement.replace_prefill(flight, now):
+        log.info("request %s moves: %s", state.request.request_id, reason)
+        if failed is state.prefill and decode is not None and self.may_be_placed(state):
+            self._placement.remove(state, failed)
+            if self._placement.replace_prefill(state, now):
                 return None
-        self._placement.withdraw(flight)
-        flight.attempt += 1
-        self._requeue(flight, now)
+        self._requeue(state, now)
         return None
 
-    def may_be_placed(self, flight: Flight) -> bool:
+    def continue_behind(self, state: RequestState, differing: Assignment, now: float) -> None:
+        """Honest workers disagree: what was sent stays, and becomes part of the prompt of a new attempt."""
+        if state.is_through_with(differing):
+            self._placement.computed(differing)
+            return
+        self._requeue(state, now)
+
+    def may_be_placed(self, state: RequestState) -> bool:
         """False for a suspect while another one is on trial."""
-        if flight.num_deaths < SUSPECT_DEATHS:
+        if state.num_deaths < SUSPECT_DEATHS:
             return True
         other = self._on_trial
-        if other is not None and other is not flight and not other.done and not other.got_further:
+        if other is not None and other is not state and not other.done and not other.got_further:
             return False
-        self._on_trial = flight
+        self._on_trial = state
         return True
 
-    def _requeue(self, flight: Flight, now: float) -> None:
+    def _requeue(self, state: RequestState, now: float) -> None:
         """Wait to be placed: at once the first time, then ever longer, so that no request hammers a sick worker."""
-        flight.queued_at = now
-        if flight.num_fruitless > 1:
-            flight.not_before = now + min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (flight.num_fruitless - 2))
-        self._queue[flight.request.request_id] = flight
+        self._placement.withdraw(state)
+        state.begin_attempt()
+        state.stream.drop_ahead()
+        state.queued_at = now
+        if state.num_fruitless > 1:
+            state.not_before = now + min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (state.num_fruitless - 2))
+        self._queue[state.request.request_id] = state
 
 
-def _given_up(flight: Flight) -> RequestError:
-    number = flight.num_fruitless
-    if flight.num_deaths == number > 1:
-        return FatalRequest(f"{number} workers in a row died with this request; the last: {flight.last_failure}")
-    return Unavailable(f"gave up after {number} attempts; the last: {flight.last_failure}", retry_after_s=RETRY_AFTER_S)
+def _given_up(state: RequestState) -> RequestError:
+    number = state.num_fruitless
+    if state.num_deaths == number > 1:
+        return FatalRequest(f"{number} workers in a row died with this request; the last: {state.last_failure}")
+    return Unavailable(f"gave up after {number} attempts; the last: {state.last_failure}", retry_after_s=RETRY_AFTER_S)
+
+
+def refusal(failed: RequestFailed, reason: str, remaining_s: float) -> RequestError:
+    """The error of a failure that no other worker would mend.
+
+    What a worker refuses before computing is the request's own fault and never a 5xx, which clients would retry.
+    """
+    if remaining_s < DEADLINE_SLACK_S:
+        return DeadlineExceeded(reason)
+    return InvalidRequest(failed.message) if failed.phase in ("queue", "grammar") else InternalError(reason)

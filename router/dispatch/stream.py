@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from diptych.common.messages import TokenDelta
-from diptych.common.sampling_params import TokenLogprobs
+from common.wire.messages import TokenDelta
+from common.wire.sampling_params import TokenLogprobs
 
 
 class StreamConflict(Exception):
     """A worker sent tokens that cannot belong to this sequence: it and the stream have parted ways."""
+
+
+class TokensDiffer(StreamConflict):
+    """They are not those that were sent before. Honest workers that compute the same tokens may round differently."""
 
 
 class TokenStream:
@@ -70,6 +74,11 @@ class TokenStream:
         self._scores_taken = True
         return scores
 
+    def drop_scores(self) -> None:
+        """Forget log-probabilities of the prompt that were not taken: they come again, from another worker."""
+        if not self._scores_taken:
+            self._scores.clear()
+
     def drop_ahead(self) -> None:
         """Forget what ran ahead: its sender is no longer the one to listen to."""
         self._ahead.clear()
@@ -96,7 +105,7 @@ class TokenStream:
     def _append(self, delta: TokenDelta) -> bool:
         known = self.token_ids[delta.index : delta.index + len(delta.token_ids)]
         if tuple(known) != delta.token_ids[: len(known)]:
-            raise StreamConflict(f"other tokens from output position {delta.index} on than were sent before")
+            raise TokensDiffer(f"other tokens from output position {delta.index} on than were sent before")
         fresh = delta.token_ids[len(known) :]
         self.token_ids.extend(fresh)
         if self._with_logprobs:

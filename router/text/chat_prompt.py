@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diptych.common.errors import InvalidRequest
-from diptych.common.model.template import ChatTemplate
-from diptych.router.text.messages import template_messages
-from diptych.router.text.tools import Function, knows_tools, speaks_of_tools, told
+from common.errors import InvalidRequest
+from common.model_files.template import ChatTemplate
+from router.text.conversation import template_messages
+from router.text.tools import Function, knows_tools, speaks_of_tools, told
 
 OPEN_END = "\ue0f1OPEN-END\ue0f1"  # private use characters: in no template
 

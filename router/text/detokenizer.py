@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from diptych.common.model.tokenizer import Tokenizer
-from diptych.router.text.joiner import ByteJoiner, ContextJoiner, RunJoiner
-from diptych.router.text.token_table import Joining, TokenTable, token_table
+from common.model_files.tokenizer import Tokenizer
+from router.text.joiner import ByteJoiner, ContextJoiner, RunJoiner
+from router.text.token_table import Joining, TokenTable, token_table
 
 
 class Joiner(Protocol):

@@ -13,12 +13,14 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from diptych.common.sampling_params import MAX_GRAMMAR_CHARS
+from common.wire.sampling_params import MAX_GRAMMAR_CHARS
+from router.text.closed_schema import closed
 
 WHITESPACE = r"\n[ \t]{0,32}| "
 """Between the parts of a JSON text, if anything: a small model that may do more fills its answer with blanks."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 MAX_PROBLEM_CHARS = 400
+"""Of what the library's parser of GBNF says."""
 ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[ \t\n\r\f\v]"}
 PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))")
@@ -31,9 +33,12 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
 
 
 def json_expression(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str:
-    """A rule's right side: JSON text of a schema. `lenient` leaves out what the library does not know of schemas."""
+    """A rule's right side: JSON text of a schema, its objects `closed`.
+
+    `lenient` leaves out what the library does not know of schemas.
+    """
     options = {"whitespace_pattern": WHITESPACE, **({"lenient": True} if lenient else {})}
-    known = {**schema, "x-guidance": options} if isinstance(schema, Mapping) else schema
+    known = {**closed(schema), "x-guidance": options} if isinstance(schema, Mapping) else schema
     return f"%json {json.dumps(known, ensure_ascii=False)}"
 
 
@@ -65,12 +70,13 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def checked(grammar: str) -> str:
-    """The grammar. Raises ValueError for one that workers could not use. May take half a second."""
+def bounded(grammar: str) -> str:
+    """The grammar. Raises ValueError for one that is longer than a message to a worker may hold."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"a grammar of {len(grammar):,} characters, at most {MAX_GRAMMAR_CHARS:,} are taken")
-    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
-    if failed:
-        problem = PLACE.sub("", " ".join(messages).strip().split("\n   1 |", 1)[0])
-        raise ValueError(problem[:MAX_PROBLEM_CHARS])
     return grammar
+
+
+def told(problem: str) -> str:
+    """What a client is told of a problem that compiling its grammar has."""
+    return PLACE.sub("", problem)

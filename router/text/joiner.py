@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 
-from diptych.common.model.tokenizer import Tokenizer
-from diptych.router.text.token_table import TokenTable
+from common.model_files.tokenizer import Tokenizer
+from router.text.token_table import TokenTable
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 16  # far more than the tokens of one character

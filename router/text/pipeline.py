@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from diptych.common.errors import ContextLengthExceeded, InvalidRequest, Unavailable
-from diptych.common.model.files import ModelFiles
-from diptych.common.model.template import ChatTemplate
-from diptych.common.model.tokenizer import Tokenizer
-from diptych.router.text.chat_prompt import chat_prompt
-from diptych.router.text.token_floor import TokenFloor, token_floor
-from diptych.router.text.token_table import TokenText, token_table
-from diptych.router.text.tools import Function
+from common.errors import ContextLengthExceeded, InvalidRequest, Unavailable
+from common.grammar.checks import GrammarChecks
+from common.model_files.files import ModelFiles
+from common.model_files.template import ChatTemplate
+from common.model_files.tokenizer import Tokenizer
+from router.text.chat_prompt import chat_prompt
+from router.text.token_floor import TokenFloor, token_floor
+from router.text.token_table import TokenText, token_table
+from router.text.tools import Function
 
 Result = TypeVar("Result")
 
@@ -46,12 +47,14 @@ class TextPipeline:
         eos_token: str = "",
         eos_token_ids: tuple[int, ...] = (),
         floor: TokenFloor | None = None,
+        grammars: GrammarChecks | None = None,
     ) -> None:
+        """Owns `grammars`, without which no grammar has a problem."""
         self.tokenizer, self.model_id = tokenizer, model_id
         self.max_model_len, self.vocab_size = max_model_len, vocab_size or tokenizer.vocab_size
         self.eos_token, self.eos_token_ids = eos_token, eos_token_ids
         self._template = template or ChatTemplate(None, model_id=model_id)
-        self._floor = floor or TokenFloor()
+        self._floor, self.grammars = floor or TokenFloor(), grammars
         self._table = token_table(tokenizer)
         self._long = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="text-long")
         self._short = ThreadPoolExecutor(1, thread_name_prefix="text-short") if threads > 1 else self._long
@@ -72,6 +75,7 @@ class TextPipeline:
             eos_token=files.eos_token,
             eos_token_ids=files.eos_token_ids,
             floor=token_floor(files.tokenizer, tokenizer),
+            grammars=GrammarChecks(files, files.vocab_size),
         )
 
     @property
@@ -84,14 +88,17 @@ class TextPipeline:
         """Jobs that wait or run."""
         return self._pending
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True, limit: int = 0) -> list[int]:
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: int = 0, max_bytes: int = 0
+    ) -> list[int]:
         """Token ids of a plain prompt.
 
-        A text that must have more than `limit` tokens (0: no limit) is refused before it is tokenised; a shorter one
-        is not checked. Raises ContextLengthExceeded, InvalidRequest for text that is not Unicode, Unavailable.
+        A text that must have more than `limit` tokens (0: no limit), or has more than `max_bytes` of UTF-8 (0: no
+        limit), is refused before it is tokenised; a shorter one is not checked. Raises ContextLengthExceeded,
+        InvalidRequest for the latter and for text that is not Unicode, Unavailable.
         """
         return await self._run(
-            lambda: self._encode(text, add_special_tokens, limit, "prompt"), short=len(text) <= SHORT_CHARS
+            lambda: self._encode(text, add_special_tokens, limit, max_bytes, "prompt"), short=len(text) <= SHORT_CHARS
         )
 
     async def encode_chat(
@@ -103,6 +110,7 @@ class TextPipeline:
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
         limit: int = 0,
+        max_bytes: int = 0,
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template.
 
@@ -120,17 +128,26 @@ class TextPipeline:
                 continue_final_message=continue_final_message,
                 extra=extra,
             )
-            return self._encode(text, False, limit, "messages")
+            return self._encode(text, False, limit, max_bytes, "messages")
 
         return await self._run(job, short=_num_chars(messages) <= SHORT_CHARS)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Raises InvalidRequest for an id outside the vocabulary, Unavailable."""
-        self.check_ids(token_ids)
-        return await self._run(
-            lambda: self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
-            short=len(token_ids) <= SHORT_TOKENS,
-        )
+
+        def job() -> str:
+            self.check_ids(token_ids)
+            return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        return await self._run(job, short=len(token_ids) <= SHORT_TOKENS)
+
+    async def grammar_problem(self, grammar: str) -> str:
+        """Why workers could not use a grammar, or "". Raises Unavailable when it cannot be found out."""
+        if self.grammars is None:
+            return ""
+        # Shielded: others may wait for the same grammar when this request's client leaves.
+        verdict = await asyncio.shield(asyncio.wrap_future(self.grammars.submit(grammar)))
+        return verdict.problem
 
     async def apart(self, job: Callable[[], Result]) -> Result:
         """The result of other long work, done where long texts are tokenised. Raises Unavailable as they do."""
@@ -170,10 +187,16 @@ class TextPipeline:
         """Drop what waits and end the threads once their current jobs are done."""
         for pool in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self.grammars is not None:
+            self.grammars.close()
 
-    def _encode(self, text: str, add_special_tokens: bool, limit: int, param: str) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, limit: int, max_bytes: int, param: str) -> list[int]:
         if limit:
             self._check_length(text, limit, param)
+        if max_bytes and (num_bytes := len(text.encode(errors="surrogatepass"))) > max_bytes:
+            raise InvalidRequest(
+                f"{param}: a prompt of {num_bytes:,} bytes, at most {max_bytes:,} are tokenised here", param=param
+            )
         ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if ids and max(ids) >= self.vocab_size:
             self.check_ids(ids, param=param)
@@ -182,11 +205,7 @@ class TextPipeline:
     def _check_length(self, text: str, limit: int, param: str) -> None:
         floor = self._floor.of(text)
         if floor > limit:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(text):,} characters, which are at least {floor:,} tokens; at most {limit:,} "
-                "tokens are taken",
-                param=param,
-            )
+            raise ContextLengthExceeded(floor, limit, where=param, at_least=True)
 
     async def _run(self, job: Callable[[], Result], *, short: bool) -> Result:
         if self._pending >= self._max_pending:

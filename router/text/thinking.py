@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from diptych.router.text.tools import overlap
+from router.text.tools import overlap
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -52,12 +52,12 @@ class ThinkingScanner:
             said, self._held = self._held, ""
         return thought, said
 
-    def flush(self) -> tuple[str, str]:
-        """What was held back, at the end."""
+    def flush(self, *, cut: bool) -> tuple[str, str]:
+        """What was held back, at the end. Where the answer was `cut` off, what may begin a mark is left out."""
         held, self._held = self._held, ""
         if self._place is _Place.THOUGHT:
-            return held.rstrip(), ""
-        return "", held if self._place is _Place.BEGIN else ""
+            return held[: len(held) - (overlap(held, CLOSE) if cut else 0)].rstrip(), ""
+        return "", held if self._place is _Place.BEGIN and not cut else ""
 
     def _look_for_begin(self) -> None:
         begun = self._held.lstrip()

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.common.model.tokenizer import Tokenizer
+from common.model_files.tokenizer import Tokenizer
 
 NFC_SHRINKS = 4  # composing never makes UTF-8 more than three times shorter (three jamo to one syllable)
 LOSSLESS_SPLITS = frozenset(("ByteLevel", "Digits", "Metaspace"))

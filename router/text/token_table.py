@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from diptych.common.model.tokenizer import BYTE_TOKEN, Tokenizer
+from common.model_files.tokenizer import BYTE_TOKEN, Tokenizer
 
 TABLES_KEPT = 4
 

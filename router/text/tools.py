@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
-from diptych.router.text.grammar import ANY_OBJECT, json_expression, literal, rule
+from router.text.answer_part import CallPart, Part, TextPart, joined
+from router.text.grammar import ANY_OBJECT, json_expression, literal, rule
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NAME, ARGUMENTS = '\n{"name": "', '", "arguments": '
@@ -59,7 +60,7 @@ def call_grammar(
     rules += rule("call", f"{literal(OPEN)} body") if required or answer is not None else ""
     rules += rule("body", " | ".join(f"body_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
-        schema = NO_ARGUMENTS if function.parameters is None else {**ANY_OBJECT, **function.parameters}
+        schema = NO_ARGUMENTS if function.parameters is None else {**function.parameters, **ANY_OBJECT}
         rules += rule(f"body_{i}", f"{literal(NAME + function.name + ARGUMENTS)} arguments_{i} {literal(END)}")
         rules += rule(f"arguments_{i}", json_expression(schema, lenient=True))
     return rules
@@ -130,75 +131,110 @@ def _call_text(function: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- of a text
 
 
-@dataclass(frozen=True, slots=True)
-class CallPart:
-    """More of call `index` of an answer: `name` comes with its first part, `arguments` are JSON in pieces."""
+class _Place(Enum):
+    """Where in an answer the scanner is."""
 
-    index: int
-    name: str = ""
-    arguments: str = ""
+    BEGIN = "begin"  # of an answer that has calls from its first character on, or none
+    PLAIN = "plain"  # an answer that has none
+    TEXT = "text"
+    GAP = "gap"  # behind a call, where blanks are no text
+    NAME = "name"
+    ARGUMENTS = "arguments"
+    END = "end"  # of a call
 
 
 class CallScanner:
-    """Takes a text that keeps to `call_grammar` apart, as it arrives. Text may be cut off anywhere."""
+    """Takes a text that keeps to `call_grammar` apart, as it arrives. Text may be cut off anywhere.
 
-    def __init__(self) -> None:
+    `start` is the text's place in the answer. With `only_calls`, a text that does not begin with a call has none: it
+    is JSON, which may show a call's mark in its strings.
+    """
+
+    def __init__(self, *, start: int = 0, only_calls: bool = False) -> None:
         self.num_calls = 0
-        self._held = ""
-        self._in_call = False
-        self._arguments: _Extent | None = None
+        self._place = _Place.BEGIN if only_calls else _Place.TEXT
+        self._held, self._end = "", start
+        self._extent = _Extent()
 
-    def push(self, text: str) -> tuple[str, list[CallPart]]:
-        """What this adds: text that is no call, and parts of calls."""
+    @property
+    def calls_are_whole(self) -> bool:
+        """Whether each call whose name is known has all of its arguments."""
+        return self._place is not _Place.ARGUMENTS
+
+    def push(self, text: str) -> list[Part]:
+        """What this adds, in the order of the text: what is said between calls, and parts of calls."""
         self._held += text
-        said: list[str] = []
-        parts: list[CallPart] = []
-        while self._advance(said, parts):
+        self._end += len(text)
+        parts: list[Part] = []
+        while self._advance(parts):
             continue
-        return "".join(said), parts
+        return joined(parts)
 
-    def flush(self) -> str:
-        """At the end: text that only looked like a call's beginning. What a call lacks then, it lacks."""
-        held, self._held = self._held, ""
-        return "" if self._in_call else held
+    def flush(self, *, cut: bool) -> list[Part]:
+        """At the end: text that may begin a call. Where the text was `cut` off it is left out, as a call's name is."""
+        parts: list[Part] = []
+        if self._place in (_Place.BEGIN, _Place.TEXT) and not cut:
+            self._say(self._held, parts)
+        self._held = ""
+        return parts
 
-    def _advance(self, said: list[str], parts: list[CallPart]) -> bool:
+    def _advance(self, parts: list[Part]) -> bool:
         """One part of what is held; whether there may be another."""
-        if self._arguments is not None:
-            return self._take_arguments(self._arguments, parts)
-        if self._in_call:
-            return self._take_name(parts)
-        if self.num_calls:  # between and behind calls there are line breaks
-            self._held = self._held.lstrip()
-        before, found, after = self._held.partition(OPEN)
-        if found:
-            said.append(before)
-            self._held, self._in_call = after, True
-            return True
-        kept = overlap(self._held, OPEN)
-        said.append(self._held[: len(self._held) - kept])
-        self._held = self._held[len(self._held) - kept :]
-        return False
+        match self._place:
+            case _Place.BEGIN:
+                return self._look_for_begin()
+            case _Place.PLAIN:
+                return self._say(self._held, parts)
+            case _Place.TEXT:
+                return self._take_text(parts)
+            case _Place.GAP:
+                self._held = self._held.lstrip()
+                return bool(self._held) and self._go_on(_Place.TEXT, self._held)
+            case _Place.NAME:
+                return self._take_name(parts)
+            case _Place.ARGUMENTS:
+                return self._take_arguments(parts)
+            case _Place.END:
+                _, found, after = self._held.partition(END)
+                return bool(found) and self._go_on(_Place.GAP, after)
 
-    def _take_name(self, parts: list[CallPart]) -> bool:
+    def _look_for_begin(self) -> bool:
+        if len(self._held) < len(OPEN) and OPEN.startswith(self._held):
+            return False
+        return self._go_on(_Place.TEXT if self._held.startswith(OPEN) else _Place.PLAIN, self._held)
+
+    def _take_text(self, parts: list[Part]) -> bool:
+        said, found, after = self._held.partition(OPEN)
+        if not found:
+            said = said[: len(said) - overlap(said, OPEN)]
+        self._say(said, parts)
+        return bool(found) and self._go_on(_Place.NAME, after)
+
+    def _take_name(self, parts: list[Part]) -> bool:
         head, found, after = self._held.partition(ARGUMENTS)
         if not found:
             return False
         parts.append(CallPart(self.num_calls, name=head.removeprefix(NAME)))
         self.num_calls += 1
-        self._held, self._arguments = after, _Extent()
-        return True
+        self._extent = _Extent()
+        return self._go_on(_Place.ARGUMENTS, after)
 
-    def _take_arguments(self, extent: _Extent, parts: list[CallPart]) -> bool:
-        if not extent.complete:
-            length = extent.measure(self._held)
-            if length:
-                parts.append(CallPart(self.num_calls - 1, arguments=self._held[:length]))
-                self._held = self._held[length:]
-        if not extent.complete or END not in self._held:
-            return False
-        self._held = self._held.partition(END)[2]
-        self._in_call, self._arguments = False, None
+    def _take_arguments(self, parts: list[Part]) -> bool:
+        length = self._extent.measure(self._held)
+        if length:
+            parts.append(CallPart(self.num_calls - 1, arguments=self._held[:length]))
+        self._held = self._held[length:]
+        return self._extent.complete and self._go_on(_Place.END, self._held)
+
+    def _say(self, text: str, parts: list[Part]) -> bool:
+        """Give out the beginning of what is held, after which there is nothing more to find in it for now."""
+        if text:
+            parts.append(TextPart(text, self._end - len(self._held)))
+            self._held = self._held[len(text) :]
+        return False
+
+    def _go_on(self, place: _Place, held: str) -> bool:
+        self._place, self._held = place, held
         return True
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from diptych.benchmarks.peers.openvino_server import Front, serve
-from diptych.benchmarks.peers.peer import Launch, Process
+from benchmarks.compare.openvino_server import Front, serve
+from benchmarks.compare.peer import Launch, Process
 
 LONGEST = 20
 

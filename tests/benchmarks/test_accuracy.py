@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diptych.benchmarks import accuracy
-from diptych.common.model.tiny import make_tiny_model
+from benchmarks import accuracy
+from common.model_files.tiny import make_tiny_model
 
 
 def test_perplexity_of_certain_and_of_uniform_guesses() -> None:

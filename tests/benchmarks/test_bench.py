@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from diptych.benchmarks import bench
-from diptych.benchmarks.config import BenchConfig
-from diptych.common.config import read
+from benchmarks import bench
+from benchmarks.config import BenchConfig
+from common.config.sources import read
 
 from .conftest import ScriptedServer
 
@@ -97,7 +97,7 @@ def test_an_interrupt_reports_what_was_measured(server: ScriptedServer, tmp_path
     before = len(server.bodies)
     output = tmp_path / "r.json"
     flags = ["--url", server.url, "--model=slow", "--output-len=4", "--concurrency=2", "--warmup=0"]
-    command = [sys.executable, "-P", "-m", "diptych.benchmarks.bench", *flags, f"--output={output}"]
+    command = [sys.executable, "-P", "-m", "benchmarks.bench", *flags, f"--output={output}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
         while len(server.bodies) < before + 6:
             assert process.poll() is None

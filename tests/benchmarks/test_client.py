@@ -4,7 +4,7 @@ import socket
 import httpx
 import pytest
 
-from diptych.benchmarks.client import (
+from benchmarks.client import (
     FALLBACK_TOKEN_IDS,
     CompletionClient,
     EventReader,
@@ -13,10 +13,10 @@ from diptych.benchmarks.client import (
     ask_server,
     ask_token_ids,
 )
-from diptych.benchmarks.http_stream import HttpPool
-from diptych.benchmarks.stack import free_port
-from diptych.benchmarks.summary import RequestRecord
-from diptych.benchmarks.workload import RequestPlan
+from benchmarks.http_stream import HttpPool
+from benchmarks.stack import free_port
+from benchmarks.summary import RequestRecord
+from benchmarks.workload import RequestPlan
 
 from .conftest import ScriptedServer
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from diptych.benchmarks import compare
-from diptych.benchmarks.compare import PEERS, choose_variant, num_requests, peer_environments, token_ids
-from diptych.benchmarks.peers.peer import Launch, Peer, PeerError, Site
-from diptych.benchmarks.peers.ratios import METRICS, Cell, Load, find_problem, parse_loads, ratios, rows
-from diptych.benchmarks.summary import RequestRecord, Summary, summarise
-from diptych.common.model.files import resolve_model
+from benchmarks.compare import __main__ as compare
+from benchmarks.compare.__main__ import PEERS, choose_variant, num_requests, peer_environments, token_ids
+from benchmarks.compare.peer import Launch, Peer, PeerError, Site
+from benchmarks.compare.ratios import METRICS, Cell, Load, find_problem, parse_loads, ratios, rows
+from benchmarks.summary import RequestRecord, Summary, summarise
+from common.model_files.resolve import resolve_model
 
 from .fake_engine import fake_process
 

@@ -11,12 +11,12 @@ import httpx
 import psutil
 import pytest
 
-from diptych.benchmarks.compare import Engine, measure
-from diptych.benchmarks.peers.peer import Launch, PeerError, Process
-from diptych.benchmarks.peers.ratios import Load
-from diptych.benchmarks.peers.running import RunningEngine
-from diptych.benchmarks.stack import free_port
-from diptych.benchmarks.summary import Summary
+from benchmarks.compare.__main__ import Engine, measure
+from benchmarks.compare.peer import Launch, PeerError, Process
+from benchmarks.compare.ratios import Load
+from benchmarks.compare.running import RunningEngine
+from benchmarks.stack import free_port
+from benchmarks.summary import Summary
 
 from .fake_engine import fake_process
 
@@ -139,7 +139,7 @@ def test_a_comparison_that_is_told_to_end_ends_what_it_started(tmp_path: Path) -
         "--per-user",
         "100000",
     ]
-    program = [sys.executable, "-P", "-m", "diptych.benchmarks.compare", "--diptych", "own=", *flags]
+    program = [sys.executable, "-P", "-m", "benchmarks.compare", "--diptych", "own=", *flags]
     with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as comparing:
         started: list[psutil.Process] = []
         deadline = time.monotonic() + 100

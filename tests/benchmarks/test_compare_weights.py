@@ -9,12 +9,13 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
-from diptych.benchmarks.peers.peer import PeerError
-from diptych.benchmarks.peers.weights import EMBEDDING, GGUF_TYPES, convert, quantise_rows, write_folder, write_gguf
-from diptych.common.model.files import ModelFiles, resolve_model
-from diptych.common.model.gguf_file import GGUFFile
-from diptych.common.model.gguf_metadata import read_gguf_head
-from diptych.common.model.load import load_model
+from benchmarks.compare.peer import PeerError
+from benchmarks.compare.weights import EMBEDDING, GGUF_TYPES, convert, quantise_rows, write_folder, write_gguf
+from common.gguf_format.metadata import read_gguf_head
+from common.gguf_format.tensors import GGUFFile
+from common.model.load import load_model
+from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
 
 MATRIX, NORM = "blk.0.ffn_up.weight", "blk.0.ffn_norm.weight"
 GENERATOR = torch.Generator().manual_seed(3)

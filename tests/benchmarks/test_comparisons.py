@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from diptych.benchmarks import interference, kv_wire, overlap
-from diptych.benchmarks.arms import Target
-from diptych.benchmarks.conditions import conditions
-from diptych.benchmarks.interference import ARMS, Result, Run
-from diptych.benchmarks.overlap import DISAGGREGATED, LENGTHS, LOCAL, Cell
-from diptych.benchmarks.summary import RequestRecord
+from benchmarks import interference, kv_wire, overlap
+from benchmarks.arms import Target
+from benchmarks.conditions import conditions
+from benchmarks.interference import ARMS, Result, Run
+from benchmarks.overlap import DISAGGREGATED, LENGTHS, LOCAL, Cell
+from benchmarks.summary import RequestRecord
 
 from .conftest import ScriptedServer
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from diptych.benchmarks import cpu
-from diptych.common.model.tiny import make_tiny_model
-from diptych.kernels.native_backend import native_backend
+from benchmarks import cpu
+from common.model_files.tiny import make_tiny_model
+from kernels.native_backend import native_backend
 
 
 @pytest.mark.parametrize(("quantization", "kv_dtype"), [("none", "auto"), ("int8", "int8"), ("none", "fp8")])

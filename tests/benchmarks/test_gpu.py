@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from diptych.benchmarks import gpu
-from diptych.benchmarks.gpu_case import words_of
-from diptych.benchmarks.gpu_chip import Chip, numbered
-from diptych.benchmarks.gpu_gate import difference, poisoned
-from diptych.benchmarks.gpu_shape import DRY, LLAMA_8B
-from diptych.benchmarks.time_limit import TimeOver, time_limit
+from benchmarks import gpu
+from benchmarks.gpu_case import words_of
+from benchmarks.gpu_chip import Chip, numbered
+from benchmarks.gpu_gate import difference, poisoned
+from benchmarks.gpu_shape import DRY, LLAMA_8B
+from benchmarks.time_limit import TimeOver, time_limit
 
 
 @pytest.mark.interpret
 @pytest.mark.timeout(400)
 def test_a_dry_run_checks_and_measures_everything(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
-    program = [sys.executable, "-P", "-m", "diptych.benchmarks.gpu", "--dry-run", f"--output={output}"]
+    program = [sys.executable, "-P", "-m", "benchmarks.gpu", "--dry-run", f"--output={output}"]
     command = [*program, "--only", *gpu.SECTIONS, *gpu.MORE_SECTIONS]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, env=environment)
@@ -43,7 +43,7 @@ def test_a_dry_run_checks_and_measures_everything(tmp_path: Path) -> None:
 
 BROKEN = """
 import sys
-from diptych.benchmarks import gpu, gpu_suite
+from benchmarks import gpu, gpu_suite
 
 def check(suite):
     suite.problems["a kernel"] = "off by 7"
@@ -77,7 +77,7 @@ def test_what_fails_is_told_and_the_rest_is_measured(tmp_path: Path, passed: boo
 
 STOPPED = """
 import os, signal, sys, time
-from diptych.benchmarks import gpu, gpu_suite
+from benchmarks import gpu, gpu_suite
 
 def check(suite):
     suite._note("gather blocks, of 16", lambda: "the bytes differ")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from diptych.benchmarks import sampling
-from diptych.kernels.native_backend import native_backend
+from benchmarks import sampling
+from kernels.native_backend import native_backend
 
 
 def test_every_kind_has_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.benchmarks.stack import Stack, StackError, StackProcess, free_port
+from benchmarks.stack import Stack, StackError, StackProcess, free_port
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 ADDRESSES = """

@@ -3,8 +3,8 @@ import statistics
 
 import pytest
 
-from diptych.benchmarks.trace import TraceRow
-from diptych.benchmarks.workload import (
+from benchmarks.trace import TraceRow
+from benchmarks.workload import (
     LengthRange,
     Vocabulary,
     Workload,

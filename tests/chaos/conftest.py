@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from diptych.benchmarks.stack import Stack
+from benchmarks.stack import Stack
 
 from .streams import MODEL
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from diptych.common.messages import KVBlocks, Message
+from common.wire.messages import KVBlocks, Message
 
 DELAY_S = 0.3
 

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from diptych.benchmarks.stack import Place
+from benchmarks.stack import Place
 
 BRIDGE_HOST = 1
 IP_TIMEOUT_S = 10.0

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from diptych.benchmarks.stack import Stack
-from diptych.common.messages import Message
+from benchmarks.stack import Stack
+from common.wire.messages import Message
 
 from .faults import Fault, Rule
 from .streams import Ask, Client, Heard, answers, difference, plan

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from diptych.benchmarks.stack import StackProcess
+from benchmarks.stack import StackProcess
 
 from .watch import counter
 

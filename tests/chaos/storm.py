@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from diptych.benchmarks.stack import Stack, StackProcess
+from benchmarks.stack import Stack, StackProcess
 
 from .streams import Ask, Client, Heard, difference
 from .watch import POLL_S, is_ready

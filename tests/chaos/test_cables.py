@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from diptych.benchmarks.stack import Stack
+from benchmarks.stack import Stack
 
 from .network import Network, why_not
 from .streams import Ask, Client, Heard, answers, difference, plan

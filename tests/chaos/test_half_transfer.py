@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from diptych.benchmarks.stack import Stack, StackProcess
-from diptych.common.messages import KVBlocks, KVDone, KVGrant, KVOpen, Message
+from benchmarks.stack import Stack, StackProcess
+from common.wire.messages import KVBlocks, KVDone, KVGrant, KVOpen, Message
 
 from .faults import Fault, Rule
 from .rig import Rig

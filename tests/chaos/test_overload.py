@@ -13,7 +13,7 @@ import httpx
 import orjson
 import pytest
 
-from diptych.benchmarks.stack import Stack
+from benchmarks.stack import Stack
 
 from .streams import Ask, Client, Heard, answers, plan
 from .watch import fetch, memory_mib, settle, until

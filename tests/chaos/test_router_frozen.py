@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diptych.benchmarks.stack import Stack
+from benchmarks.stack import Stack
 
 from .streams import Ask, Client, Heard, answers, difference, plan
 from .watch import counter, settle, until

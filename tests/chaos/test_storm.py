@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.benchmarks.stack import Stack
+from benchmarks.stack import Stack
 
 from .storm import Load, Storm, longest_gaps, summary
 from .streams import Client, Heard, answers, plan

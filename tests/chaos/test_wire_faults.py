@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.benchmarks.stack import StackProcess
-from diptych.common.messages import (
+from benchmarks.stack import StackProcess
+from common.wire.messages import (
     AbortRequest,
     AnyMessage,
     DecodeRequest,

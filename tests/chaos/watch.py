@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import httpx
 import psutil
 
-from diptych.benchmarks.stack import Stack, StackProcess
+from benchmarks.stack import Stack, StackProcess
 
 PROBE_TIMEOUT_S = 30.0
 POLL_S = 0.05

@@ -23,9 +23,10 @@ from typing import Any, Self
 import msgspec
 import zmq
 
-from diptych.benchmarks.stack import StackProcess
-from diptych.common.errors import WireError
-from diptych.common.messages import AnyMessage, WorkerHello, decode, encode
+from benchmarks.stack import StackProcess
+from common.errors import WireError
+from common.wire.codec import decode, encode
+from common.wire.messages import AnyMessage, WorkerHello
 
 from .faults import Fault, Rule
 

@@ -8,8 +8,8 @@ import sys
 import psutil
 import pytest
 
-from diptych.common import __version__
-from diptych.common.cli import COMMANDS, main
+from common import __version__
+from common.cli import COMMANDS, main
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +36,7 @@ def test_every_command_is_a_module(command: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_needs_no_torch(command: str) -> None:
     program = (
-        "import sys, diptych.common.cli as cli\n"
+        "import sys, common.cli as cli\n"
         "try:\n"
         f"    cli.main([{command!r}, '--help'])\n"
         "except SystemExit as end:\n"
@@ -51,7 +51,7 @@ def test_help_of_a_command_needs_no_torch(command: str) -> None:
 FIRST_PROCESS = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
 WAITING = """
 import sys
-import diptych.common.cli as cli
+import common.cli as cli
 cli.end_when_told()
 print("imports", flush=True)
 sys.stdin.readline()

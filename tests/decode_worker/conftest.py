@@ -10,12 +10,23 @@ import numpy as np
 import pytest
 import zmq
 
-from diptych.common.block_pool import BlockPool
-from diptych.common.engine import RouterLost
-from diptych.common.kv_sender import KVSender
-from diptych.common.kv_wire import checksum
-from diptych.common.message_fields import pack_tokens
-from diptych.common.messages import (
+from common.grammar.grammars import Grammars
+from common.kv.block_pool import BlockPool
+from common.kv.cache import KVCache
+from common.kv.quantised_staging import quantised_incoming
+from common.kv.shared_memory import SharedMemory
+from common.model.batch import SequenceChunk
+from common.model.decoder import Decoder
+from common.model_files.resolve import resolve_model
+from common.runner.runner import ModelRunner
+from common.sampling.sampler import Sampler
+from common.transfer.frames import checksum
+from common.transfer.incoming import Landing
+from common.transfer.receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from common.transfer.sender import KVSender
+from common.wire.codec import decode, encode
+from common.wire.message_fields import pack_tokens
+from common.wire.messages import (
     AbortRequest,
     AnyMessage,
     DecodeRequest,
@@ -27,29 +38,24 @@ from diptych.common.messages import (
     KVOpen,
     Message,
     TokenDelta,
-    decode,
-    encode,
 )
-from diptych.common.metrics import WorkerMetrics
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.decoder import Decoder
-from diptych.common.model.files import resolve_model
-from diptych.common.model.grammar import Grammars
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.quantised_staging import quantised_incoming
-from diptych.common.model.runner import ModelRunner
-from diptych.common.model.sampler import Sampler
-from diptych.common.sampling_params import SamplingParams, TokenLogprobs
-from diptych.common.shared_memory import SharedMemory
-from diptych.decode_worker.engine import DecodeEngine
-from diptych.decode_worker.flight import Launcher
-from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
-from diptych.decode_worker.landing import Landing
-from diptych.decode_worker.recorder import Recorder
-from diptych.decode_worker.scheduler import DecodeScheduler
-from diptych.decode_worker.transfers import IncomingTransfers
+from common.wire.sampling_params import SamplingParams, TokenLogprobs
+from common.worker.engine import RouterLost
+from common.worker.metrics import WorkerMetrics
+from decode_worker.engine import DecodeEngine
+from decode_worker.engine_config import DecodeEngineConfig
+from decode_worker.grants import IncomingTransfers
+from decode_worker.pipeline import Launcher
+from decode_worker.recorder import Recorder
+from decode_worker.scheduler import DecodeScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, prompt, wait
+
+
+@pytest.fixture(autouse=True)
+def an_idle_engine_waits_but_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for its next command keeps the others of its test from their turns."""
+    monkeypatch.setattr("common.worker.engine.IDLE_WAIT_S", 0.001)
 
 
 class Peer:
@@ -227,10 +233,18 @@ class EngineRig(RouterSide):
         metrics = WorkerMetrics("m", "d", lambda: self.engine.status)
         self.engine = DecodeEngine(
             self.sent.extend,
-            (worker_id, 7),
+            DecodeEngineConfig(
+                identity=(worker_id, 7),
+                eos_token_ids=eos,
+                max_model_len=1024,
+                max_waiting=max_waiting,
+                grant_timeout_s=30.0,
+                transfer_timeout_s=30.0,
+                handover_timeout_s=30.0,
+                max_draft_tokens=max_draft_tokens,
+            ),
             DecodeScheduler(
-                BlockPool(num_blocks),
-                block_size=16,
+                BlockPool(num_blocks, 16),
                 max_num_seqs=max_num_seqs,
                 local_prefill_chunk=chunk,
                 watermark=watermark,
@@ -240,15 +254,8 @@ class EngineRig(RouterSide):
             IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"),
             Recorder(metrics, block_size=16),
             self.sender,
-            eos_token_ids=eos,
-            max_model_len=1024,
-            max_waiting=max_waiting,
-            grant_timeout_s=30.0,
-            transfer_timeout_s=30.0,
-            handover_timeout_s=30.0,
             launcher=None if launcher is None else launcher(runner, sampler),
             grammars=self.grammars,
-            max_draft_tokens=max_draft_tokens,
         )
         self.receiver.start()
         self.sender.start()

@@ -1,4 +1,4 @@
-"""Guesses of a test's own making: the true tokens, some of them wrong, for engines to which rows cost nothing."""
+"""Draft tokens of a test's own making: the true tokens, some of them wrong, for engines to which rows cost nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from diptych.decode_worker import drafter
-from diptych.decode_worker.drafts import LONGEST_MATCH, NOTHING, Draft
+from decode_worker import speculation
+from decode_worker.draft_tokens import LONGEST_MATCH, NOTHING, Draft
 
 Rig = Any  # EngineRig of conftest, which other modules cannot import
 
@@ -21,13 +21,13 @@ class Prophet:
         """Of its tokens a share of `wrong` is another one."""
         self.texts: list[list[int]] = []
         self.wrong, self._rng = wrong, random.Random(1)
-        patch.setattr(drafter, "Lookup", lambda: self)
-        patch.setattr(drafter.RowCosts, "seconds", lambda costs, num_rows: 1.0)
+        patch.setattr(speculation, "Lookup", lambda: self)
+        patch.setattr(speculation.RowCosts, "seconds", lambda costs, num_rows: 1.0)
 
     def knows(self, tokens: list[int], answer: list[int]) -> None:
         self.texts.append([*tokens, *answer])
 
-    def guess(self, token_ids: Sequence[int], num_unseen: int, num_tokens: int) -> Draft:
+    def draft_for(self, token_ids: Sequence[int], num_unseen: int, num_tokens: int) -> Draft:
         known = list(token_ids)
         for text in self.texts:
             if text[: len(known)] == known:
@@ -38,12 +38,12 @@ class Prophet:
 
 
 def counted(rig: Rig) -> dict[str, int]:
-    """What an engine's metrics say: steps, tokens, and of those guessed, how many were right."""
+    """What an engine's metrics say: steps, tokens, and of those drafted, how many were right."""
     metrics = rig.engine._recorder._metrics
     counters = {
         "steps": metrics.steps,
         "tokens": metrics.generation_tokens,
-        "guessed": metrics.draft_tokens,
+        "drafted": metrics.draft_tokens,
         "right": metrics.accepted_tokens,
     }
     return {name: int(counter._value.get()) for name, counter in counters.items()}

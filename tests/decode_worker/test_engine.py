@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from diptych.common.engine import MAX_FAILED_STEPS, RouterLost
-from diptych.common.messages import AbortRequest, PrefillRequest, ResetPrefixCache, RouterHeartbeat
-from diptych.common.sampling_params import SamplingParams
+from common.sampling.penalties import TokenCounts
+from common.wire.messages import AbortRequest, PrefillRequest, ResetPrefixCache, RouterHeartbeat
+from common.wire.sampling_params import SamplingParams
+from common.worker.engine import MAX_FAILED_STEPS, RouterLost
 
 from ..engine_rig import prompt
 
@@ -41,6 +42,30 @@ def test_preempted_sequences_give_the_same_tokens(make_engine: Callable[..., Rig
         assert engine.tokens(name) == engine.oracle(tokens, 60)
     assert any(engine.deltas(name)[-1].timeline.num_preemptions for name in prompts)
     assert not engine.deltas("r0")[-1].timeline.num_preemptions  # the oldest goes through
+
+
+def test_a_sequence_is_counted_once_for_its_penalties(
+    make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at each token, nor again after a preemption: a prompt may have a hundred thousand tokens."""
+    counted: list[int] = []
+    count = TokenCounts.__init__
+
+    def noted(self: TokenCounts, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> None:
+        counted.append(len(prompt))
+        count(self, prompt, output)
+
+    engine = make_engine(num_blocks=10, chunk=24)
+    params = {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "temperature": 0.7, "seed": 1}
+    prompts = {f"r{seed}": prompt(20 + seed, seed) for seed in range(4)}
+    monkeypatch.setattr(TokenCounts, "__init__", noted)
+    for name, tokens in prompts.items():
+        engine.ask(tokens, name, max_tokens=60, **params)
+    engine.until(lambda: engine.is_clean)
+    assert sorted(counted) == [20, 21, 22, 23]
+    for name, tokens in prompts.items():
+        assert engine.tokens(name) == engine.oracle(tokens, 60, **params)
+    assert any(engine.deltas(name)[-1].timeline.num_preemptions for name in prompts)
 
 
 def test_a_long_prompt_here_never_takes_more_than_its_chunk(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from diptych.common.engine import RequestReceived
-from diptych.common.messages import AbortRequest, KVAck, KVFailed, KVWait
-from diptych.decode_worker import transfers
+from common.wire.messages import AbortRequest, KVAck, KVFailed, KVWait
+from common.worker.engine import RequestReceived
+from decode_worker import grants
+from decode_worker.sequence import RequestStatus
 
 from ..engine_rig import prompt
 
@@ -137,26 +138,60 @@ def test_a_new_attempt_without_prefill_worker_computes_the_rest_here(engine: Rig
     assert engine.deltas(attempt=1)[0].num_cached_tokens == 32
 
 
-@pytest.mark.parametrize("end", ["abort", "silence", "gave up"])
+@pytest.mark.parametrize("end", ["abort", "silence"])
 def test_what_has_landed_is_cached_when_the_rest_does_not_come(engine: Rig, end: str) -> None:
     tokens = prompt(70)
     transferring(engine, tokens)
     engine.peer.ship(0, 2)
     engine.peer.ship(3, 1)
     engine.landed_blocks("a", 0, 3)
-    match end:
-        case "abort":
-            engine.tell(AbortRequest(request_id="a", attempt=0))
-        case "silence":
-            engine.later(31)
-        case _:
-            engine.peer.send(KVFailed(request_id="a", attempt=0, reason="no more"))
+    if end == "abort":
+        engine.tell(AbortRequest(request_id="a", attempt=0))
+    else:
+        engine.later(31)
     engine.until(lambda: engine.is_clean)
     assert engine.engine.check_integrity().cached == 2
     engine.ask(tokens, "again")
     engine.until(lambda: engine.is_clean)
     assert engine.tokens("again") == engine.oracle(tokens)
     assert engine.deltas("again")[0].num_cached_tokens == 32
+
+
+def test_nothing_is_kept_of_what_its_sender_gave_up(engine: Rig) -> None:
+    tokens = prompt(70)
+    transferring(engine, tokens)
+    engine.peer.ship(0, 2)
+    engine.landed_blocks("a", 0, 2)
+    engine.peer.send(KVFailed(request_id="a", attempt=0, reason="its step failed"))
+    engine.until(lambda: engine.is_clean)
+    assert engine.engine.check_integrity().cached == 0
+    engine.ask(tokens, "again")
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens("again") == engine.oracle(tokens)
+
+
+def test_a_request_whose_prefill_worker_is_replaced_waits_for_the_next_one_not_for_room(
+    make_engine: Callable[..., Rig],
+) -> None:
+    engine = make_engine(num_blocks=6)
+    tokens = prompt(40)
+    engine.ask(prompt(60, 9), "b", max_tokens=30)
+    engine.until(lambda: len(engine.tokens("b")) > 1)
+    engine.ask(tokens, remote=True)
+    engine.peer.open("a", 3)
+    engine.until(lambda: engine.engine.scheduler.queue)
+    engine.ask(tokens, attempt=1, remote=True)  # the prefill worker died; the next one has a long queue
+    engine.turn(2)
+    engine.tell(AbortRequest(request_id="b", attempt=0))
+    engine.turn(4)
+    assert engine.engine.scheduler.find("a").status is RequestStatus.EXPECTING
+    assert engine.engine.check_integrity().owned == 0
+    engine.later(31)
+    assert not engine.failures("a")
+    other = engine.another_peer()
+    engine.ship(tokens, engine.granted(tokens, attempt=1, peer=other), attempt=1, peer=other)
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens(attempt=1) == engine.oracle(tokens)
 
 
 def test_a_new_attempt_before_any_grant(make_engine: Callable[..., Rig]) -> None:
@@ -380,7 +415,7 @@ def test_giving_up_late_harms_nobody(engine: Rig) -> None:
 def test_an_announcement_nobody_asked_for_is_refused_in_time(engine: Rig) -> None:
     engine.peer.open("unknown", 3)
     engine.until(lambda: engine.engine._transfers._early)
-    engine.later(transfers.EARLY_OPEN_S + 1)
+    engine.later(grants.EARLY_OPEN_S + 1)
     assert "unknown request" in engine.peer.read().reason
 
 
@@ -401,7 +436,7 @@ def test_an_announcement_taken_back_is_forgotten(engine: Rig) -> None:
 
 
 def test_announcements_nobody_asked_for_are_bounded(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "MAX_EARLY_OPENS", 4)
+    monkeypatch.setattr(grants, "MAX_EARLY_OPENS", 4)
     for number in range(6):
         engine.peer.open(f"unknown{number}", 1)
     engine.until(lambda: len(engine.engine._transfers._early) == 4 and engine.peer.socket.poll(0))

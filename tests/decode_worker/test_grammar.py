@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from diptych.common.model.step_thread import StepThread
+from common.runner.step_thread import StepThread
+from common.wire.messages import AbortRequest
+from decode_worker.sequence import RequestStatus
 
-from ..engine_rig import prompt
+from ..engine_rig import ENDLESS, SLOW, Compiler, prompt
 
 DATE = r"start: /[0-9]{4}-[0-9]{2}-[0-9]{2}( [a-z]{5,9})?/"
 PATTERN = re.compile(rb"\d{4}-\d{2}-\d{2}( [a-z]{5,9})?")
@@ -82,6 +84,81 @@ def test_a_grammar_at_fault_fails_its_request_alone(make_engine: Callable[..., A
     (failed,) = rig.failures("bad")
     assert failed.phase == "grammar" and not failed.retryable and "unknown name" in failed.message
     assert rig.tokens("good") == rig.oracle(prompt(31), 30, grammar=DATE)
+
+
+def test_a_stream_goes_on_while_a_grammar_is_compiled(make_engine: Callable[..., Any], launcher: Any) -> None:
+    """One that takes longer than anything may: another grammar is compiled and used meanwhile."""
+    rig = make_engine(grammars=True, launcher=launcher, num_blocks=64)
+    compiler = Compiler(rig.grammars)
+    rig.ask(prompt(20), "running", max_tokens=40, ignore_eos=True)
+    rig.until(lambda: len(rig.tokens("running")) > 1)
+    rig.ask(prompt(30), "endless", grammar=ENDLESS)
+    rig.ask(prompt(31), "quick", grammar=DATE, max_tokens=30)
+    rig.until(lambda: rig.deltas("quick") and rig.deltas("quick")[-1].finish_reason)
+    rig.until(lambda: rig.deltas("running")[-1].finish_reason)
+    assert rig.tokens("running") == rig.oracle(prompt(20), 40, ignore_eos=True)
+    assert rig.tokens("quick") == rig.oracle(prompt(31), 30, grammar=DATE)
+    assert not rig.deltas("endless") and not rig.failures("endless")
+    sequence = rig.engine.scheduler.find("endless")
+    assert sequence.blocks == [] and not rig.engine.has_work and rig.engine.status.num_waiting == 1
+    compiler.go_on()
+    rig.until(lambda: rig.is_clean)
+    (failed,) = rig.failures("endless")
+    assert failed.phase == "grammar" and not failed.retryable and "too complex" in failed.message
+
+
+def test_kv_is_not_granted_room_before_its_grammar_is_there(make_engine: Callable[..., Any], launcher: Any) -> None:
+    """The worker that has it is told to hold it, and other KV does not wait behind it."""
+    rig = make_engine(grammars=True, launcher=launcher, num_blocks=64)
+    compiler = Compiler(rig.grammars)
+    late, early = prompt(40), prompt(50, 1)
+    for name, tokens, grammar in (("late", late, SLOW), ("early", early, "")):
+        rig.ask(tokens, name, remote=True, max_tokens=20, grammar=grammar)
+        rig.peer.open(name, -(-len(tokens) // 16))
+    rig.until(lambda: len(rig.engine.scheduler) == 2)
+    rig.until(lambda: rig.engine.scheduler.find("early").status is RequestStatus.TRANSFERRING)
+    waiting = rig.engine.scheduler.find("late")
+    rig.until(lambda: waiting.status is RequestStatus.OPENED)
+    rig.turn(3)
+    assert waiting.status is RequestStatus.OPENED and waiting.blocks == []
+    compiler.go_on()
+    rig.until(lambda: waiting.status is RequestStatus.TRANSFERRING)
+    for name in ("late", "early"):
+        rig.tell(AbortRequest(request_id=name, attempt=0))
+    rig.until(lambda: rig.is_clean)
+
+
+def test_what_waits_for_its_grammar_can_be_aborted_or_computed_here(
+    make_engine: Callable[..., Any], launcher: Any
+) -> None:
+    rig = make_engine(grammars=True, launcher=launcher, num_blocks=64)
+    compiler = Compiler(rig.grammars)
+    for name in ("aborted", "here", "opened"):
+        rig.ask(prompt(40), name, remote=name != "aborted", max_tokens=30, grammar=SLOW)
+    rig.peer.open("opened", 3)
+    rig.until(lambda: len(rig.engine.scheduler.unready) == 2)
+    rig.tell(AbortRequest(request_id="aborted", attempt=0))
+    rig.ask(prompt(40), "here", attempt=1, max_tokens=30, grammar=SLOW)
+    rig.ask(prompt(40), "opened", attempt=1, max_tokens=30, grammar=SLOW)
+    rig.until(lambda: rig.engine.scheduler.find("aborted") is None)
+    rig.turn(3)
+    assert sorted(each.request_id for each in rig.engine.scheduler.unready) == ["here", "opened"]
+    compiler.go_on()
+    rig.until(lambda: rig.is_clean)
+    assert rig.tokens("here", attempt=1) == rig.tokens("opened", attempt=1) == rig.oracle(prompt(40), 30, grammar=SLOW)
+    assert not rig.deltas("aborted") and not rig.failures("aborted")
+
+
+def test_a_grammar_that_nobody_finds_time_for_moves_its_request(
+    make_engine: Callable[..., Any], launcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_engine(grammars=True, launcher=launcher)
+    Compiler(rig.grammars)
+    monkeypatch.setattr("common.worker.awaited_grammars.GRAMMAR_TIMEOUT_S", 0.05)
+    rig.ask(prompt(40), grammar=SLOW)
+    rig.until(lambda: rig.is_clean)
+    (failed,) = rig.failures()
+    assert failed.phase == "grammar" and failed.retryable and "within 0.05 s" in failed.message
 
 
 def test_a_worker_without_grammars_refuses_them(make_engine: Callable[..., Any]) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from diptych.common.kv_wire import checksum
-from diptych.common.messages import DecodeRequest, HandOver, KVBlocks, KVDone, KVFailed, Message
+from common.transfer.frames import checksum
+from common.wire.messages import DecodeRequest, HandOver, KVBlocks, KVDone, KVFailed, Message
 
 from ..engine_rig import prompt
 from ..hostile import forged, garbage

@@ -8,8 +8,8 @@ import pytest
 import zmq
 from msgspec import structs
 
-from diptych.common.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVWait
-from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from common.transfer.receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVWait
 
 Rig = Any  # ReceiverRig and Peer of conftest, which test modules cannot import
 Peer = Any

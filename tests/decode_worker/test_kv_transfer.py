@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diptych.common.kv_sender import KVSender
-from diptych.common.messages import KVDone, KVGrant, KVTarget
-from diptych.common.outgoing_transfer import TransferEnded
-from diptych.common.shared_memory import SharedMemory
-from diptych.decode_worker.kv_receiver import TransferFailed, TransferLanded, TransferOpened
-from diptych.decode_worker.landing import Landing
+from common.kv.shared_memory import SharedMemory
+from common.transfer.incoming import Landing
+from common.transfer.outgoing import TransferEnded
+from common.transfer.receiver import TransferFailed, TransferLanded, TransferOpened
+from common.transfer.sender import KVSender
+from common.wire.messages import KVDone, KVGrant, KVTarget
 
 from ..engine_rig import wait
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.common.messages import KVDone
-from diptych.decode_worker.landing import Landing
+from common.transfer.incoming import Landing
+from common.wire.messages import KVDone
 
 
 def landing(*landed: int, first_block: int = 0, done: bool = False) -> Landing:

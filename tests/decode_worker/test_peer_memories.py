@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 import zmq
 
-from diptych.common.messages import KVOpen
-from diptych.common.shared_memory import SharedMemory
-from diptych.decode_worker import peer_memories
-from diptych.decode_worker.peer_memories import PeerMemories
+from common.kv.shared_memory import SharedMemory
+from common.transfer import peer_memories
+from common.transfer.peer_memories import PeerMemories
+from common.wire.messages import KVOpen
 
 
 @pytest.fixture
@@ -99,3 +100,24 @@ def test_hostile_offers_are_not_remembered_for_ever(
     for number in range(20):
         memories.of(opened(memory, worker=f"p{number}"))
     assert first.closed and num_files() <= files + 2 * (4 - 1)
+
+
+def test_a_refused_offer_is_tried_again_and_logged_once(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, soft = 0.0, resource.getrlimit(resource.RLIMIT_NOFILE)
+    memories = PeerMemories(share=True, clock=lambda: now)
+    with caplog.at_level("INFO"):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, soft[1]))  # no more files for a while
+        try:
+            assert memories.of(opened(memory)) is None
+            now += peer_memories.RETRY_S
+            assert memories.of(opened(memory)) is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, soft)
+        assert memories.of(opened(memory)) is None  # refused a moment ago
+        now += peer_memories.RETRY_S
+        assert memories.of(opened(memory)) is not None
+    memories.close()
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 2 and "Too many open files" in lines[0] and "shared memory" in lines[1]

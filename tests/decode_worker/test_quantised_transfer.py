@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych.common.kv_sender import KVSender
-from diptych.common.kv_wire import checksum
-from diptych.common.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVTarget
-from diptych.common.model.config import from_hf
-from diptych.common.model.files import resolve_model
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.quantised_staging import QuantisedIncoming, QuantisedOutgoing, quantised_outgoing
-from diptych.common.model.staging import CopyStream
-from diptych.common.outgoing_transfer import TransferEnded
-from diptych.decode_worker.kv_receiver import TransferFailed, TransferLanded, TransferOpened
-from diptych.decode_worker.landing import Landing
-from diptych.kernels import gather_blocks, scatter_blocks
+from common.kv.cache import KVCache
+from common.kv.quantised_staging import QuantisedIncoming, QuantisedOutgoing, quantised_outgoing
+from common.kv.staging import CopyStream
+from common.model_files.config import from_hf
+from common.model_files.resolve import resolve_model
+from common.transfer.frames import checksum
+from common.transfer.incoming import Landing
+from common.transfer.outgoing import TransferEnded
+from common.transfer.receiver import TransferFailed, TransferLanded, TransferOpened
+from common.transfer.sender import KVSender
+from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVTarget
+from kernels import gather_blocks, scatter_blocks
 
 from ..engine_rig import prompt, wait
 

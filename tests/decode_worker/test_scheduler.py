@@ -5,21 +5,22 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from diptych.common.block_hash import BlockHasher
-from diptych.common.block_pool import BlockPool
-from diptych.common.errors import BlockError
-from diptych.common.message_fields import pack_tokens
-from diptych.common.messages import DecodeRequest
-from diptych.common.sampling_params import SampledToken, SamplingParams
-from diptych.decode_worker.scheduler import DecodeScheduler, SchedulerOutput
-from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
+from common.errors import BlockError
+from common.kv.block_hash import BlockHasher
+from common.kv.block_pool import BlockPool
+from common.wire.message_fields import pack_tokens
+from common.wire.messages import DecodeRequest
+from common.wire.sampling_params import SampledToken, SamplingParams
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequence import DecodeSequence, RequestStatus
+from decode_worker.step import SchedulerOutput
 
 SIZE = 4
 
 
 def scheduler(num_blocks: int = 32, *, seqs: int = 8, chunk: int = 8, watermark: float = 0.0) -> DecodeScheduler:
     return DecodeScheduler(
-        BlockPool(num_blocks), block_size=SIZE, max_num_seqs=seqs, local_prefill_chunk=chunk, watermark=watermark
+        BlockPool(num_blocks, SIZE), max_num_seqs=seqs, local_prefill_chunk=chunk, watermark=watermark
     )
 
 
@@ -110,10 +111,59 @@ def test_headroom_is_kept_for_those_already_here_but_not_from_the_only_one() -> 
     assert not plan.has_work  # a block is free, two must stay so
 
 
+def test_a_request_whose_grammar_is_compiled_may_be_announced_again() -> None:
+    plan = scheduler()
+    sequence = request("a", [1] * 9, remote=True)
+    sequence.request = structs.replace(sequence.request, params=SamplingParams(max_tokens=4, grammar="g"))
+    plan.add(sequence)
+    plan.open(sequence)
+    assert plan.unready == [sequence]
+    plan.expect_again(sequence)
+    assert not plan.unready and sequence.status is RequestStatus.EXPECTING
+    plan.open(sequence)
+    plan.remove(sequence)
+    assert not plan.unready and not plan.queue and plan.check_integrity().owned == 0
+
+
+def test_younger_requests_pass_one_that_does_not_fit_until_they_have_as_many_blocks_as_it_needs() -> None:
+    plan = scheduler(num_blocks=16)
+    first = request("first", [1] * 36, 0.0)  # 9 of 16 blocks, and one more as it decodes
+    plan.add(first)
+    run(plan)
+    large = request("large", [2] * 32, 1.0)
+    plan.add(large)
+    for at in range(2, 7):
+        plan.add(request(f"small{at}", [at] * 11, float(at)))  # 3 blocks each
+    assert plan.has_work
+    run(plan)
+    assert [s.request_id for s in plan.running] == ["first", "small2", "small3"]
+    assert large.num_passing_blocks == 6
+    for small in plan.running[1:]:
+        plan.remove(small)
+    run(plan)  # there is room for two more, but then nine blocks would have passed one that needs eight
+    assert [s.request_id for s in plan.running] == ["first"]
+    plan.remove(first)
+    run(plan)
+    assert [s.request_id for s in plan.running] == ["large", "small4", "small5"]
+    assert plan.check_integrity().owned == 8 + 2 * 3
+
+
+def test_nothing_passes_a_preempted_sequence() -> None:
+    plan = scheduler(num_blocks=9)
+    for at, name in enumerate("ab"):
+        decoding(plan, name, 14, float(at))
+    while not (preempted := run(plan).preempted):
+        assert all(sequence.num_tokens < 20 for sequence in plan.running)
+    assert [s.request_id for s in preempted] == ["b"]
+    plan.add(request("small", [3], 2.0))
+    run(plan)
+    assert [s.request_id for s in plan.running] == ["a"]
+
+
 def test_a_landed_sequence_decodes_in_the_next_step_and_shares_its_prefix() -> None:
     plan = scheduler()
     sequence = granted(plan, "a", 8, 1.0)
-    plan.land(sequence)
+    plan.start_decoding(sequence)
     sequence.append(SampledToken(5))
     assert shape(run(plan)) == [("a", 8, 1)]
     assert plan.num_transferring == 0
@@ -212,10 +262,11 @@ def launch(plan: DecodeScheduler) -> SchedulerOutput:
 def test_a_step_is_scheduled_while_the_one_before_is_in_flight() -> None:
     plan = scheduler()
     sequence = decoding(plan, "a", 7, 0.0)  # 8 tokens, the last one sampled
-    assert shape(launch(plan)) == [("a", 7, 1)]
+    first = launch(plan)
+    assert shape(first) == [("a", 7, 1)]
     assert shape(launch(plan)) == [("a", 8, 1)]
     assert (len(sequence.blocks), sequence.num_pending, sequence.num_remaining) == (3, 2, 1)
-    assert plan.completed(sequence)
+    assert plan.completed(first.chunks[0])
     sequence.append(SampledToken(7))
     assert (sequence.num_published, sequence.num_pending) == (2, 1)
 
@@ -223,22 +274,55 @@ def test_a_step_is_scheduled_while_the_one_before_is_in_flight() -> None:
 def test_a_block_is_published_when_its_last_step_has_ended() -> None:
     plan = scheduler()
     sequence = decoding(plan, "a", 7, 0.0)
-    launch(plan)
+    chunks = launch(plan).chunks
     assert (sequence.num_computed, sequence.num_published) == (8, 1)
-    plan.completed(sequence)
+    plan.completed(chunks[0])
     assert sequence.num_published == 2
+
+
+def test_a_block_whose_step_failed_is_not_published() -> None:
+    plan = scheduler()
+    sequence = decoding(plan, "a", 7, 0.0)
+    failed, later = launch(plan).chunks[0], launch(plan).chunks[0]
+    plan.failed(failed)
+    assert (sequence.num_pending, sequence.num_published) == (1, 1)
+    with pytest.raises(BlockError, match="written from slot 0 on|only 3 of its 4 slots"):
+        plan.completed(later)  # had the engine not removed the sequence
+
+
+def test_lent_blocks_cannot_be_released() -> None:
+    plan = scheduler()
+    sequence = decoding(plan, "a", 7, 0.0)
+    sequence.lent = True
+    with pytest.raises(BlockError, match="a transfer reads or writes"):
+        plan.remove(sequence)
+
+
+def test_a_sequence_is_withdrawn_from_transfers_before_it_loses_its_blocks() -> None:
+    plan = scheduler(num_blocks=4)
+    for at, name in enumerate("ab"):
+        decoding(plan, name, 7, float(at)).lent = name == "b"
+    for sequence in plan.running:
+        sequence.append(SampledToken(7))
+    seen: list[tuple[str, int]] = []
+
+    def withdraw(sequence: DecodeSequence) -> None:
+        seen.append((sequence.request_id, len(sequence.blocks)))
+        sequence.lent = False
+
+    assert [s.request_id for s in plan.schedule(1.0, withdraw).preempted] == ["b"]
+    assert seen == [("b", 2)]
 
 
 def test_a_removed_sequence_keeps_its_blocks_until_every_step_of_it_has_ended() -> None:
     plan = scheduler()
     sequence = decoding(plan, "a", 7, 0.0)
-    launch(plan)
-    launch(plan)
+    chunks = [launch(plan).chunks[0] for _ in range(2)]
     plan.remove(sequence)
     assert len(plan) == 0 and not plan.running and plan.check_integrity().owned == 3
-    assert not plan.completed(sequence)
+    assert not plan.completed(chunks[0])
     assert plan.check_integrity().owned == 3
-    assert not plan.completed(sequence)
+    assert not plan.completed(chunks[1])
     assert plan.check_integrity().owned == 0
 
 

@@ -6,13 +6,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from diptych.common.block_hash import BlockHasher
-from diptych.common.block_pool import BlockPool
-from diptych.common.message_fields import pack_tokens
-from diptych.common.messages import DecodeRequest
-from diptych.common.sampling_params import SampledToken, SamplingParams
-from diptych.decode_worker.scheduler import DecodeScheduler, SchedulerOutput
-from diptych.decode_worker.sequence import DecodeSequence, RequestStatus
+from common.kv.block_hash import BlockHasher
+from common.kv.block_pool import BlockPool
+from common.wire.message_fields import pack_tokens
+from common.wire.messages import DecodeRequest
+from common.wire.sampling_params import SampledToken, SamplingParams
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequence import DecodeSequence, RequestStatus
+from decode_worker.step import SchedulerOutput
 
 SIZE, BLOCKS, MAX_SEQS, CHUNK = 4, 12, 4, 6
 
@@ -23,7 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.plan = DecodeScheduler(
-            BlockPool(BLOCKS), block_size=SIZE, max_num_seqs=MAX_SEQS, local_prefill_chunk=CHUNK, watermark=0.1
+            BlockPool(BLOCKS, SIZE), max_num_seqs=MAX_SEQS, local_prefill_chunk=CHUNK, watermark=0.1
         )
         self.cells: dict[tuple[int, int], tuple[int, ...]] = {}
         self.count = 0
@@ -112,7 +113,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(s.accepted_at > age for s in output.preempted for age in kept)
         left = [s for s in queue if s.status is not RequestStatus.RUNNING and s not in output.granted]
         admitted = [s for s in queue if s not in left]
-        assert all(a.accepted_at < b.accepted_at for a in admitted for b in left)
+        for waiting in left:
+            passing = [s for s in admitted if s.accepted_at > waiting.accepted_at]
+            assert not passing or waiting.status is not RequestStatus.PREEMPTED
+            assert waiting.num_passing_blocks <= -(-waiting.num_room_tokens // SIZE)
 
     @invariant()
     def every_block_has_its_owner(self) -> None:
@@ -162,7 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(num_more):
             sequence.append(SampledToken(len(sequence.token_ids) % 3))
         self.compute(sequence, sequence.num_computed, sequence.num_tokens)
-        self.plan.land(sequence)
+        self.plan.start_decoding(sequence)
         self.append(sequence)
 
     def arrive_in_part(self, sequence: DecodeSequence, num_more: int) -> int:

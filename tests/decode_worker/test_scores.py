@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from diptych.common.messages import PromptScores, TokenOutput
-from diptych.common.model.step_thread import StepThread
+from common.runner.step_thread import StepThread
+from common.wire.messages import PromptScores, TokenOutput
 
 from ..engine_rig import prompt
 from ..scores import check_scores, joined

@@ -11,15 +11,15 @@ import pytest
 import torch
 import zmq
 
-from diptych.common.kv_sender import KVSender
-from diptych.common.messages import KVDone, KVGrant, KVTarget
-from diptych.common.model.config import from_hf
-from diptych.common.model.files import resolve_model
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.staging import CopyStream, StagedIncoming, StagedOutgoing
-from diptych.common.outgoing_transfer import TransferEnded
-from diptych.decode_worker.kv_receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
-from diptych.decode_worker.landing import Landing
+from common.kv.cache import KVCache
+from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing
+from common.model_files.config import from_hf
+from common.model_files.resolve import resolve_model
+from common.transfer.incoming import Landing
+from common.transfer.outgoing import TransferEnded
+from common.transfer.receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from common.transfer.sender import KVSender
+from common.wire.messages import KVDone, KVGrant, KVTarget
 
 NUM_BLOCKS = 40
 CPU = torch.device("cpu")

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from diptych.common.messages import AbortRequest
-from diptych.common.model.batch import ForwardBatch
-from diptych.common.model.runner import ModelRunner
-from diptych.common.model.sampler import Sampler
-from diptych.common.model.step_thread import StepThread
+from common.model.batch import ForwardBatch
+from common.runner.runner import ModelRunner
+from common.runner.step_thread import StepThread
+from common.sampling.sampler import Sampler
+from common.wire.messages import AbortRequest
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
-from diptych.common.block_pool import BlockPool
-from diptych.common.engine import RequestReceived
-from diptych.common.kv_sender import KVSender
-from diptych.common.message_fields import pack_tokens
-from diptych.common.messages import (
+from common.kv.block_pool import BlockPool
+from common.kv.cache import KVCache
+from common.model.load import load_model
+from common.model_files.resolve import resolve_model
+from common.runner.runner import ModelRunner
+from common.sampling.sampler import Sampler
+from common.transfer.sender import KVSender
+from common.wire.message_fields import pack_tokens
+from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
     KVTarget,
@@ -23,14 +27,10 @@ from diptych.common.messages import (
     RequestFailed,
     TokenOutput,
 )
-from diptych.common.model.files import resolve_model
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.load import load_model
-from diptych.common.model.runner import ModelRunner
-from diptych.common.model.sampler import Sampler
-from diptych.common.sampling_params import SamplingParams
-from diptych.prefill_worker.engine import PrefillEngine
-from diptych.prefill_worker.scheduler import PrefillScheduler
+from common.wire.sampling_params import SamplingParams
+from common.worker.engine import RequestReceived
+from prefill_worker.engine import PrefillEngine
+from prefill_worker.scheduler import PrefillScheduler
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 
@@ -56,7 +56,7 @@ class Service:
         self.prefill = PrefillEngine(
             self.sent.extend,
             ("p", 5),
-            PrefillScheduler(BlockPool(num_blocks), block_size=16, max_num_batched_tokens=32, max_num_seqs=4),
+            PrefillScheduler(BlockPool(num_blocks, 16), max_num_batched_tokens=32, max_num_seqs=4),
             # A model of its own: a model's buffers serve one thread.
             ModelRunner(load_model(resolve_model("tiny-random")), self.kv),
             Sampler(decode.model.config.vocab_size),

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from diptych.benchmarks.stack import Stack
+from benchmarks.stack import Stack
 
 MODEL = "tiny-random"
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4  # one token a byte

@@ -15,8 +15,8 @@ import httpx
 import pytest
 import torch
 
-from diptych.benchmarks.stack import Stack, StackProcess
-from diptych.common.model.files import resolve_model
+from benchmarks.stack import Stack, StackProcess
+from common.model_files.resolve import resolve_model
 
 SETTLE_S = 60.0
 PROBE_TIMEOUT_S = 30.0
@@ -101,6 +101,8 @@ def holding(worker: StackProcess) -> str:
     reply = httpx.get(f"{worker.http_url}/health", timeout=PROBE_TIMEOUT_S, trust_env=False)
     if reply.status_code != 200:
         return f"not healthy: {reply.text}\n{worker.log_tail()}"
+    if "blocks" not in reply.json():
+        return f"starting: {reply.text}"
     blocks: dict[str, int] = reply.json()["blocks"]
     return f"owns blocks: {blocks}" if blocks["owned"] else ""
 

@@ -7,8 +7,8 @@ import signal
 import sys
 from typing import Any
 
-from diptych.common.model.runner import ModelRunner
-from diptych.decode_worker.__main__ import main
+from common.runner.runner import ModelRunner
+from decode_worker.__main__ import main
 
 POISON = [13, 13, 13, 66, 66, 66]
 prepare = ModelRunner.prepare

@@ -16,8 +16,8 @@ VICTIM = "decode-1"
 
 
 def serve(folder: str, flags: list[str]) -> int:
-    from diptych.router.child import Child
-    from diptych.router.serve import main
+    from router.local.child import Child
+    from router.local.serve import main
 
     usual = Child.command
 
@@ -30,9 +30,9 @@ def serve(folder: str, flags: list[str]) -> int:
 
 
 def work(folder: Path, flags: list[str]) -> int:
-    from diptych.common.model.runner import ModelRunner
-    from diptych.common.worker_process import WorkerProcess
-    from diptych.decode_worker.__main__ import main
+    from common.runner.runner import ModelRunner
+    from common.worker.process import WorkerProcess
+    from decode_worker.__main__ import main
 
     run, start = ModelRunner.run, WorkerProcess._start_engine
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from diptych.benchmarks.stack import Stack, StackProcess
+from benchmarks.stack import Stack, StackProcess
 
 
 def run_instead(worker: StackProcess, script: str, *argv: str) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 
-from diptych.benchmarks.stack import StackProcess, free_port
-from diptych.common.listening import in_url
+from benchmarks.stack import StackProcess, free_port
+from common.wire.listening import in_url
 
 from ..kubernetes_api import KubernetesAPI
 
@@ -41,7 +41,7 @@ class Pods:
         flags += ("--kubernetes-api", api, "--kubernetes-credentials", folder)
         flags += ("--queue-timeout-s", "140", "--local-prefill-threshold", "0")
         flags += ("--slo-ttft-ms", "600000", "--slo-tpot-ms", "600000")
-        self.router = self._start("router", "diptych.router", *flags, *discovery)
+        self.router = self._start("router", "router", *flags, *discovery)
 
     def _start(self, name: str, module: str, *flags: str, env: dict[str, str] | None = None) -> StackProcess:
         command = [sys.executable, "-P", "-m", module, "--model", MODEL, *flags]
@@ -56,7 +56,7 @@ class Pods:
         name = f"{role}-{self.num_started}"
         worker = self._start(
             name,
-            *(f"diptych.{role}_worker", "--worker-id", name, "--address-file", str(self.folder / f"{name}.json")),
+            *(f"{role}_worker", "--worker-id", name, "--address-file", str(self.folder / f"{name}.json")),
             *("--host", self.listen, "--advertise-host", self.host, "--allow-remote"),
             *("--dtype", "float32", "--kv-memory-gib", "0.1", "--threads", "1", "--drain-timeout-s", "60"),
             *("--pod-deletion-cost", "--kubernetes-api", self.api.url),

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.benchmarks.stack import Stack
+from benchmarks.stack import Stack
 
 from .asking import owned, wait_until
 

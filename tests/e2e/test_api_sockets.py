@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.benchmarks.stack import Stack, StackProcess
+from benchmarks.stack import Stack, StackProcess
 
 from .asking import MODEL, PROBE_TIMEOUT_S, PROMPT, complete, owned, wait_until
 

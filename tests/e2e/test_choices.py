@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.benchmarks.stack import StackProcess
+from benchmarks.stack import StackProcess
 
 from .asking import MODEL, PROBE_TIMEOUT_S, wait_until
 from .conftest import samples

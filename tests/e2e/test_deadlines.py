@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.benchmarks.stack import Stack
+from benchmarks.stack import Stack
 
 from .asking import MODEL, PROBE_TIMEOUT_S, complete, owned, wait_until
 from .conftest import samples
@@ -178,6 +178,29 @@ def test_a_prefill_worker_that_sends_no_token_loses_its_requests(
         assert system.generate(prompts, max_tokens=20, cache_salt="hangs") == expected
         why = rf"prefill worker {victim.name} sent no token for [\d.]+ s in the prefill phase"
         assert re.search(why, system.stack.router.log.read_text())
+    wait_until_all_ready(system.stack)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_prompt_that_takes_longer_than_the_deadline_is_computed_once(
+    system_of: Any, random_prompts: Any, tmp_path: Path, role: str
+) -> None:
+    """The worker that computes it in slow steps says that it goes on, and so nobody begins it again."""
+    num_prefill = 1 if role == "prefill" else 0
+    flags = ("--prefill-timeout-s", str(TIMEOUT_S), *BLIND)
+    steps = ("--max-num-batched-tokens", "256") if num_prefill else ()
+    system, flag = (
+        system_of(num_prefill, 1, router_flags=flags, worker_flags=NEVER_STUCK, prefill_flags=steps),
+        tmp_path / "slow",
+    )
+    victim = system.stack.workers(role)[0]
+    prompts = random_prompts((2500,), vocab_size=256, seed=34)
+    with running_instead(system.stack, victim, "hanging_worker.py", role, str(flag)):
+        wait_until_all_ready(system.stack)
+        expected = system.generate(prompts, max_tokens=10)
+        flag.write_text("0.6" if num_prefill else "0.3")
+        assert system.generate(prompts, max_tokens=10, cache_salt="slow") == expected
+        assert "moves:" not in system.stack.router.log.read_text()
     wait_until_all_ready(system.stack)
 
 

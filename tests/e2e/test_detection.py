@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from common.worker.step_times import LONGEST_S
+
 from .other_program import running_instead
 
 pytestmark = pytest.mark.e2e
@@ -106,3 +108,20 @@ def test_a_worker_that_wakes_up_drops_what_was_given_away(system_of: Any, random
     wait_until(lambda: state_of(system, victim) == "ready", "the worker is not used again")
     wait_until(lambda: system.metric("vllm:num_requests_running", "decode") == 0, "something runs that nobody wants")
     assert system.generate(prompts, max_tokens=NUM_TOKENS) == expected
+
+
+@pytest.mark.slow
+def test_a_first_step_of_more_than_a_minute_is_waited_for(system_of: Any, random_prompts: Any, tmp_path: Path) -> None:
+    """A large model on a slow machine. How slow it is has shown while it warmed up."""
+    system, flag = system_of(1, 1, router_flags=FLAGS), tmp_path / "slow"
+    (prompt,) = random_prompts((320,), vocab_size=256, seed=13)
+    expected = system.generate([prompt], max_tokens=10)
+    victim = system.stack.workers("prefill")[0]
+    flag.write_text("0.2 a token")
+    with running_instead(system.stack, victim, "hanging_worker.py", "prefill", str(flag)):
+        wait_until(lambda: state_of(system, victim) == "ready", "the worker is not ready")
+        began = time.monotonic()
+        assert system.generate([prompt], max_tokens=10) == expected
+        assert time.monotonic() - began > LONGEST_S
+        assert "stuck" not in system.stack.router.log.read_text()
+        assert "moves:" not in system.stack.router.log.read_text()

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from diptych.benchmarks.stack import StackProcess
-from diptych.common.pod_deletion_cost import ANNOTATION
+from benchmarks.stack import StackProcess
+from common.worker.pod_deletion_cost import ANNOTATION
 
 from .pods import NUM_TOKENS, PATIENCE_S, Load, Pods, answers, complete, get, until
 
@@ -102,7 +102,7 @@ def test_names_are_looked_up(pods: Pods) -> None:
 )
 def test_a_discovery_that_cannot_work_is_refused(flags: list[str], said: str, tmp_path: Path) -> None:
     log = tmp_path / "router.log"
-    router = StackProcess("router", "router", [sys.executable, "-P", "-m", "diptych.router", *flags], log)
+    router = StackProcess("router", "router", [sys.executable, "-P", "-m", "router", *flags], log)
     env: dict[str, Any] = {name: text for name, text in os.environ.items() if not name.startswith("KUBERNETES_")}
     router.start(env=env)
     router.wait(time.monotonic() + 60)

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import pytest
 import zmq
 
-from diptych.benchmarks.stack import StackProcess
-from diptych.common.message_fields import pack_tokens
-from diptych.common.messages import (
+from benchmarks.stack import StackProcess
+from common.wire.codec import decode, encode
+from common.wire.message_fields import pack_tokens
+from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
     KVAck,
@@ -26,10 +27,8 @@ from diptych.common.messages import (
     RouterHello,
     TokenOutput,
     WorkerHeartbeat,
-    decode,
-    encode,
 )
-from diptych.common.sampling_params import SamplingParams
+from common.wire.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.e2e
 
@@ -46,7 +45,7 @@ class Worker:
         log = folder / f"{role}.log"
         flags = ("--model", "tiny-random", "--kv-memory-gib", "0.05", "--threads", "1", "--drain-timeout-s", "60")
         flags = (*flags, "--router-timeout-s", "300")  # the test sends no heartbeats
-        command = [sys.executable, "-P", "-m", f"diptych.{role}_worker", *flags]
+        command = [sys.executable, "-P", "-m", f"{role}_worker", *flags]
         self.process = StackProcess(role, role, [*command, "--address-file", str(log.with_suffix(".json"))], log)
         self.process.start()
         deadline = time.monotonic() + PATIENCE_S

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.benchmarks.stack import StackProcess
+from benchmarks.stack import StackProcess
 
 from .asking import PROBE_TIMEOUT_S, wait_until
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.benchmarks.stack import StackProcess
+from benchmarks.stack import StackProcess
 
 from .asking import wait_until
 

@@ -16,10 +16,11 @@ import httpx
 import pytest
 import zmq
 
-from diptych.benchmarks.stack import StackProcess, free_port
-from diptych.common.curve import Curve
-from diptych.common.key_file import KeyPair, write_key_pair
-from diptych.common.messages import RouterHello, encode
+from benchmarks.stack import StackProcess, free_port
+from common.wire.codec import encode
+from common.wire.curve import Curve
+from common.wire.curve_keys import KeyPair, write_key_pair
+from common.wire.messages import RouterHello
 
 from ..hostile import forged, garbage
 from .asking import wait_until
@@ -88,7 +89,7 @@ def test_another_router_is_told_why_it_gets_no_worker(
     system: Any, keys: Keys, tmp_path: Path, name: str, why: str
 ) -> None:
     port, (worker,) = free_port(), system.stack.workers("decode")
-    command = [sys.executable, "-P", "-m", "diptych.router", "--model", system.stack.model, "--port", str(port)]
+    command = [sys.executable, "-P", "-m", "router", "--model", system.stack.model, "--port", str(port)]
     flags = ("--curve-key", keys.file(name)) if name else ()
     router = StackProcess(
         "other", "router", [*command, "--decode", worker.addresses["address"], *flags], tmp_path / "log"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.common.listening import has_ipv6, listen
+from common.wire.listening import has_ipv6, listen
 
 from .pods import NUM_TOKENS, Pods, answers, complete, until
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.common.key_file import KeyPair, write_key_pair
+from common.wire.curve_keys import KeyPair, write_key_pair
 
 from .asking import wait_until
 

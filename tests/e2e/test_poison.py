@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.benchmarks.stack import Stack
+from benchmarks.stack import Stack
 
 from .asking import MODEL, PROBE_TIMEOUT_S, wait_until
 from .conftest import READY_S, System

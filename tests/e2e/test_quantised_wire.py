@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.files import resolve_model
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.load import load_model
-from diptych.common.model.runner import ModelRunner
-from diptych.kernels import gather_blocks, scatter_blocks
+from common.kv.cache import KVCache
+from common.model.batch import SequenceChunk
+from common.model.load import load_model
+from common.model_files.resolve import resolve_model
+from common.runner.runner import ModelRunner
+from kernels import gather_blocks, scatter_blocks
 
 from .asking import wait_until
 

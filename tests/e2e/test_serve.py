@@ -31,7 +31,7 @@ class Served:
     """One `diptych serve` in a process group of its own."""
 
     def __init__(
-        self, log: Path, *flags: str, program: Sequence[str] = ("-m", "diptych.router.serve"), wait: bool = True
+        self, log: Path, *flags: str, program: Sequence[str] = ("-m", "router.local.serve"), wait: bool = True
     ) -> None:
         self.log = log
         command = [sys.executable, "-P", *program, "--model", "tiny-random", "--port", "0", *flags]
@@ -119,7 +119,7 @@ def test_two_services_side_by_side_end_by_control_c_and_by_sigterm(served: list[
     first, second = served
     assert first.url != second.url
     assert ask(first.url) == ask(second.url)  # two pools and one: the same answer
-    assert len(first.members()) == 4  # serve, router, prefill, decode
+    assert len(first.members()) == 7  # serve, router, prefill, decode, and the grammar compilers of these three
     assert first.end(signal.SIGINT, whole_group=True) == set()
     assert ask(second.url)
     assert second.end(signal.SIGTERM, whole_group=True) == set()

@@ -9,11 +9,11 @@ import httpx
 import pytest
 import torch
 
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.files import resolve_model
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.load import load_model
-from diptych.common.model.runner import ModelRunner
+from common.kv.cache import KVCache
+from common.model.batch import SequenceChunk
+from common.model.load import load_model
+from common.model_files.resolve import resolve_model
+from common.runner.runner import ModelRunner
 
 from .asking import wait_until
 from .test_failures import ALL_REMOTE, NUM_TOKENS, SLOW_PREFILL, random_order, run_with

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,11 @@ import httpx
 import openai
 import pytest
 
-from diptych.common.model.files import resolve_model
-from diptych.common.model.tokenizer import Tokenizer
+from common.model_files.resolve import resolve_model
+from common.model_files.tokenizer import Tokenizer
 
-from .asking import MODEL, wait_until
-from .test_failures import ALL_REMOTE, PATIENCE_S, SLOW_PREFILL, is_busy, run_with, states
+from .asking import MODEL, PROBE_TIMEOUT_S, wait_until
+from .test_failures import ALL_REMOTE, PATIENCE_S, SLOW_PREFILL, is_busy, num_moves, run_with, states
 from .test_handover import handovers
 
 pytestmark = pytest.mark.e2e
@@ -116,6 +117,64 @@ def test_what_cannot_be_matched_is_the_clients_error(http: httpx.Client, grammar
     assert reply.status_code == 400 and reply.json()["error"]["param"].startswith("structured_outputs.")
 
 
+ENDLESS = {"json": {"type": "integer", "multipleOf": 99999989}}
+FORCED = [{"regex": f"(a{{4000}}){{{500 + i}}}"} for i in range(12)]
+TRIVIAL = {"json": {"type": "boolean"}}
+LONG_S = 300.0
+"""Grammars at their bounds, and streams beside them, on a busy machine."""
+
+
+def test_grammars_beyond_their_bounds_are_refused_and_nobody_notices(system_of: Any, random_prompts: Any) -> None:
+    """They took a minute and gigabytes of the engine, of one worker after the other."""
+    system = system_of(2, 2, router_flags=ALL_REMOTE, prefill_flags=SLOW_PREFILL)
+    wait_until(lambda: states(system).count("ready") == 4, "all workers are used")
+    prompts = random_prompts((30, 90, 200, 340, 500, 700), vocab_size=256, seed=17)
+    expected = system.generate(prompts, max_tokens=600, cache_salt="alone")
+    pids, moves = {worker.name: worker.pid for worker in system.stack.workers()}, num_moves(system)
+    over, not_ready, ready = threading.Event(), [], []
+
+    def probe() -> None:
+        while not over.is_set():
+            reply = httpx.get(f"{system.stack.url}/ready", timeout=PROBE_TIMEOUT_S, trust_env=False)
+            (ready if reply.status_code == 200 else not_ready).append(reply.text)
+            over.wait(0.1)
+
+    with httpx.Client(base_url=system.stack.url, timeout=LONG_S, trust_env=False) as client:
+
+        def ask(form: dict[str, Any]) -> httpx.Response:
+            body = {"model": MODEL, "prompt": "Say.", "max_tokens": 20, "structured_outputs": form}
+            return client.post("/v1/completions", json=body)
+
+        with ThreadPoolExecutor(20) as pool:
+            probing = pool.submit(probe)
+            try:
+                streams = pool.submit(
+                    system.generate,
+                    prompts,
+                    max_tokens=600,
+                    ignore_eos=True,
+                    cache_salt="beside",
+                    deadline_s=LONG_S,
+                )
+                wait_until(lambda: any(is_busy(system, worker) for worker in system.stack.workers("decode")), "busy")
+                offenders = [pool.submit(ask, form) for form in (ENDLESS, *FORCED)]
+                served = ask(TRIVIAL)
+                refused = [offender.result(LONG_S) for offender in offenders]
+                assert streams.result(LONG_S) == expected
+            finally:
+                over.set()
+            probing.result(PATIENCE_S)
+    assert served.status_code == 200 and served.json()["choices"][0]["text"] in ("true", "false")
+    for reply in refused:
+        assert reply.status_code == 400, reply.text
+        error = reply.json()["error"]
+        assert error["type"] == "invalid_request_error" and error["param"].startswith("structured_outputs."), error
+    assert "too complex" in refused[0].json()["error"]["message"]
+    assert num_moves(system) == moves and states(system) == ["ready"] * 4
+    assert {worker.name: worker.pid for worker in system.stack.workers()} == pids
+    assert ready and not not_ready
+
+
 # ---------------------------------------------------------------- a real model
 
 TOOL = {
@@ -159,6 +218,38 @@ def test_the_sdk_calls_a_function_and_hands_back_its_result(sdk: openai.OpenAI) 
     said = answer.choices[0].message.model_dump(exclude_none=True)
     after = sdk.chat.completions.create(messages=[*ASK, said, result], **{**asked, "max_tokens": 30})
     assert after.choices[0].message.content or after.choices[0].message.tool_calls
+
+
+def test_arguments_have_no_members_that_are_not_named(sdk: openai.OpenAI) -> None:
+    """A small model invents some where it may, at this temperature in most answers."""
+    tool: Any = json.loads(json.dumps(TOOL))
+    del tool["function"]["parameters"]["additionalProperties"]
+    asked: Any = {
+        "model": "smollm2-135m",
+        "messages": ASK,
+        "tools": [tool],
+        "tool_choice": "required",
+        "max_tokens": 60,
+    }
+    answer = sdk.chat.completions.create(n=16, temperature=1.3, seed=1, parallel_tool_calls=False, **asked)
+    called = [call for choice in answer.choices for call in choice.message.tool_calls or ()]
+    assert len(called) == 16 and {choice.finish_reason for choice in answer.choices} == {"tool_calls"}
+    for call in called:
+        assert call.type == "function" and json.loads(call.function.arguments).keys() <= {"city", "unit"}
+
+
+def test_a_call_is_streamed_part_by_part_and_cut_off_anywhere(sdk: openai.OpenAI) -> None:
+    """With the tokens of a real model, of which several make up a mark."""
+    asked: Any = {"model": "smollm2-135m", "messages": ASK, "tools": [TOOL], "temperature": 0, "stream": True}
+    for num_tokens in range(1, 36):
+        required = "required" if num_tokens % 2 else "auto"
+        chunks = sdk.chat.completions.create(max_tokens=num_tokens, tool_choice=required, **asked)
+        _, *choices = [chunk.choices[0] for chunk in chunks]
+        for choice in choices:
+            assert choice.finish_reason or choice.delta.content or choice.delta.tool_calls
+            assert len(choice.delta.tool_calls or ()) <= 1
+            assert not (choice.delta.content and (required == "required" or "<tool" in choice.delta.content))
+        assert choices[-1].finish_reason in ("length", "tool_calls")
 
 
 def test_the_sdk_parses_an_answer_of_a_schema(sdk: openai.OpenAI) -> None:

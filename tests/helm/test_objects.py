@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from diptych.common.config import Sources
-from diptych.common.config_field import fields_of
-from diptych.common.settings import CONFIG_CLASSES
+from common.config import CONFIG_CLASSES
+from common.config.field import fields_of
+from common.config.sources import Sources
 
 from .chart import EXAMPLES, Object, Rendered, containers, render
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from diptych.common.settings import RouterConfig
+from common.config import RouterConfig
 
 from .chart import CHART, Refused, render
 
@@ -142,7 +142,7 @@ def test_dashboards_are_what_make_docs_writes() -> None:
 
 
 def test_the_chart_has_the_version_of_the_code() -> None:
-    from diptych.common import __version__
+    from common import __version__
 
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     assert chart["appVersion"] == __version__

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych.kernels import KVLayout, QuerySpan, torch_backend
-from diptych.kernels.dispatch import Backend
-from diptych.kernels.native_backend import native_backend
+from kernels import KVLayout, QuerySpan, torch_backend
+from kernels.dispatch import Backend
+from kernels.native_backend import native_backend
 
 
 @pytest.fixture(params=["torch", "native"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.kernels import KVLayout, QuerySpan, reference, torch_backend
+from kernels import KVLayout, QuerySpan, reference, torch_backend
 
 MIXED = [(1, 0), (1, 4), (13, 5), (1, 128), (334, 129), (1, 1327), (1, 63), (64, 64), (2, 62), (1, 1000)]
 

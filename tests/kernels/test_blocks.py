@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from diptych.kernels import gather_blocks, scatter_blocks, wire_bytes
-from diptych.kernels.blocks import _pieces
+from kernels import gather_blocks, scatter_blocks, wire_bytes
+from kernels.blocks import _pieces
 
 SHAPE = (7, 2, 3, 16, 2, 80)
 IDS = torch.tensor([5, 0, 3])

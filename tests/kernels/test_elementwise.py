@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.kernels import reference
+from kernels import reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diptych.kernels import Embedding, KVLayout, Linear, QuerySpan, plan_attention, quantise, record, rms_norm
-from diptych.kernels.native_backend import native_backend
+from kernels import Embedding, KVLayout, Linear, QuerySpan, plan_attention, quantise, record, rms_norm
+from kernels.native_backend import native_backend
 
 DTYPES = [torch.float32, torch.bfloat16]
 IDS = torch.tensor([0, 1, 31, 32, 95, 99, 7, 99])

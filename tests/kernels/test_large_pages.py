@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from diptych.kernels import large_pages
-from diptych.kernels.large_pages import CHUNK, LARGE_PAGE, LINE, Arena
+from kernels import large_pages
+from kernels.large_pages import CHUNK, LARGE_PAGE, LINE, Arena
 
 MAPS = Path("/proc/self/maps")
 

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diptych.kernels import Embedding, GatedLinear, Linear, QuantisedWeight, quantise, reference, stack
-from diptych.kernels.native_backend import NativeBackend, native_backend
-from diptych.kernels.packed import BFLOAT16, BRAIN, FLOAT32, HALF, SHORT
+from kernels import Embedding, GatedLinear, Linear, QuantisedWeight, quantise, reference, stack
+from kernels.native_backend import NativeBackend, native_backend
+from kernels.packed import BFLOAT16, BRAIN, FLOAT32, HALF, SHORT
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 0.01, "atol": 0.1}}
@@ -169,7 +169,7 @@ def test_narrow_weights_give_the_same_product(
     weight, bias = torch.randn(960, 576).to(dtype).float(), torch.randn(960)
     gated, x = torch.randn(320, 576).to(dtype).float(), torch.randn(131, 576)
     narrow, narrow_gated = Linear(weight, bias), GatedLinear(gated)
-    monkeypatch.setattr("diptych.kernels.linear.pack_widened", lambda *_, **__: None)
+    monkeypatch.setattr("kernels.linear.pack_widened", lambda *_, **__: None)
     wide, wide_gated = Linear(weight, bias), GatedLinear(gated)
     assert wide.native is not None
     assert wide.native.format == FLOAT32
@@ -259,7 +259,7 @@ def test_stacked_parts_are_as_one() -> None:
 
 
 def test_quantised_weights_without_kernels_are_made_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diptych.kernels.linear.native_backend", lambda: None)
+    monkeypatch.setattr("kernels.linear.native_backend", lambda: None)
     weight, x = quantised(torch.randn(64, 128), 8), torch.randn(3, 128)
     linear = Linear(weight, dtype=torch.float32)
     assert linear.native is None

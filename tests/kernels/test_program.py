@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.decoder import Decoder
-from diptych.common.model.files import resolve_model
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.load import load_model
-from diptych.common.model.runner import ModelRunner
-from diptych.common.model.tiny import make_tiny_model
-from diptych.kernels import Linear, record
-from diptych.kernels.native_backend import native_backend
-from diptych.kernels.program import NotRecordable, Recorder
+from common.kv.cache import KVCache
+from common.model.batch import SequenceChunk
+from common.model.decoder import Decoder
+from common.model.load import load_model
+from common.model_files.resolve import resolve_model
+from common.model_files.tiny import make_tiny_model
+from common.runner.runner import ModelRunner
+from kernels import Linear, record
+from kernels.native_backend import native_backend
+from kernels.program import NotRecordable, Recorder
 
 KINDS = [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"), ("bfloat16", "int4")]
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.common.model.sampler import Sampler, SamplingRow
-from diptych.common.sampling_params import SamplingParams
-from diptych.kernels import Draw, SamplingTensors, bits_allowed, sample
-from diptych.kernels import sampling as sampling_module
-from diptych.kernels.sampling import sample_by_sorting, uniform
+from common.sampling.sampler import Sampler, SamplingRow
+from common.wire.sampling_params import SamplingParams
+from kernels import Draw, SamplingTensors, bits_allowed, sample
+from kernels import sampling as sampling_module
+from kernels.sampling import sample_by_sorting, uniform
 
 CPU = torch.device("cpu")
 KINDS: list[dict[str, float]] = [

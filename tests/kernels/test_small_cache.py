@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych.kernels import KVLayout, QuerySpan, reference, torch_backend
-from diptych.kernels.kv_region import numbers_of, packed, scales_of, unpacked
-from diptych.kernels.native_backend import native_backend
+from kernels import KVLayout, QuerySpan, reference, torch_backend
+from kernels.kv_region import numbers_of, packed, scales_of, unpacked
+from kernels.native_backend import native_backend
 
 from .conftest import Case
 

@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 import zmq
 
-from diptych.common.block_pool import BlockPool
-from diptych.common.kv_sender import KVSender
-from diptych.common.message_fields import pack_tokens
-from diptych.common.messages import (
+from common.grammar.grammars import Grammars
+from common.kv.block_pool import BlockPool
+from common.kv.cache import KVCache
+from common.kv.quantised_staging import quantised_outgoing
+from common.model.decoder import Decoder
+from common.model_files.resolve import resolve_model
+from common.runner.runner import ModelRunner
+from common.sampling.sampler import Sampler
+from common.transfer.outgoing import TransferEnded
+from common.transfer.sender import KVSender
+from common.wire.codec import decode, encode
+from common.wire.message_fields import pack_tokens
+from common.wire.messages import (
     AnyMessage,
     KVAck,
     KVDone,
@@ -22,23 +31,19 @@ from diptych.common.messages import (
     KVTarget,
     Message,
     PrefillRequest,
-    decode,
-    encode,
 )
-from diptych.common.metrics import WorkerMetrics
-from diptych.common.model.decoder import Decoder
-from diptych.common.model.files import resolve_model
-from diptych.common.model.grammar import Grammars
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.quantised_staging import quantised_outgoing
-from diptych.common.model.runner import ModelRunner
-from diptych.common.model.sampler import Sampler
-from diptych.common.outgoing_transfer import TransferEnded
-from diptych.common.sampling_params import SamplingParams
-from diptych.prefill_worker.engine import PrefillEngine
-from diptych.prefill_worker.scheduler import PrefillScheduler
+from common.wire.sampling_params import SamplingParams
+from common.worker.metrics import WorkerMetrics
+from prefill_worker.engine import PrefillEngine
+from prefill_worker.scheduler import PrefillScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, wait
+
+
+@pytest.fixture(autouse=True)
+def an_idle_engine_waits_but_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for its next command keeps the others of its test from their turns."""
+    monkeypatch.setattr("common.worker.engine.IDLE_WAIT_S", 0.001)
 
 
 class DecodeSide:
@@ -171,9 +176,7 @@ class EngineRig(DecodeSide, RouterSide):
         self.model, self.eos = model, eos
         self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
         self.kv = KVCache(model.config, num_blocks, 16, "float32")
-        scheduler = PrefillScheduler(
-            BlockPool(num_blocks), block_size=16, max_num_batched_tokens=budget, max_num_seqs=4
-        )
+        scheduler = PrefillScheduler(BlockPool(num_blocks, 16), max_num_batched_tokens=budget, max_num_seqs=4)
         sender = self.make_sender(
             self.kv.block, self.kv.block_bytes, lambda event: self.engine.notify(event), lease_s, 1,
             quantise=quantised_outgoing(self.kv).view if quantise else None,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from diptych.common.engine import MAX_FAILED_STEPS, RouterLost
-from diptych.common.errors import BlockError
-from diptych.common.messages import (
+from common.errors import BlockError
+from common.transfer.outgoing import TransferEnded
+from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
     KVBlocks,
@@ -20,8 +20,8 @@ from diptych.common.messages import (
     ResetPrefixCache,
     RouterHeartbeat,
 )
-from diptych.common.outgoing_transfer import TransferEnded
-from diptych.common.sampling_params import SamplingParams
+from common.wire.sampling_params import SamplingParams
+from common.worker.engine import MAX_FAILED_STEPS, RouterLost
 
 from ..engine_rig import prompt
 
@@ -341,7 +341,7 @@ def test_steps_that_only_raise_end_the_engine(engine: Rig, monkeypatch: pytest.M
 
 
 def test_broken_ownership_ends_the_engine(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diptych.common.engine.IDLE_CHECK_S", 0.0)
+    monkeypatch.setattr("common.worker.engine.IDLE_CHECK_S", 0.0)
     engine.ask(prompt(20))
     engine.engine.scheduler.pool.allocate(1)
     with pytest.raises(BlockError, match="1 refs, 0 owners"):

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..engine_rig import prompt
+import pytest
+
+from common.wire.messages import AbortRequest
+
+from ..engine_rig import ENDLESS, SLOW, Compiler, prompt
 
 AB = 'start: "ab" /[c-f]{3}/'
 
@@ -39,6 +43,42 @@ def test_a_grammar_at_fault_fails_its_request_alone(make_engine: Callable[..., A
         (failed,) = rig.failures(name)
         assert failed.phase == "grammar" and not failed.retryable and why in failed.message
     assert rig.deltas("good")[0].token_ids == (ord("a"),)
+
+
+def test_prompts_go_on_while_a_grammar_is_compiled(make_engine: Callable[..., Any]) -> None:
+    """One that takes longer than anything may: it owns no blocks, and other prompts and grammars do not wait for it."""
+    rig = make_engine(grammars=True)
+    compiler = Compiler(rig.grammars)
+    rig.ask(prompt(30), "endless", grammar=ENDLESS)
+    rig.ask(prompt(60), "slow", grammar=SLOW)
+    rig.ask(prompt(50), "quick", grammar=AB)
+    rig.ask(prompt(20, 1), "free")
+    rig.until(lambda: rig.deltas("quick") and rig.deltas("free"))
+    assert rig.deltas("quick")[0].token_ids == (ord("a"),)
+    scheduler = rig.engine.scheduler
+    assert [each.request_id for each in scheduler.unready] == ["endless", "slow"]
+    assert scheduler.pool.counts.owned == 0 and not rig.engine.has_work and rig.engine.status.num_waiting == 2
+    compiler.go_on()
+    rig.until(lambda: rig.is_clean)
+    (failed,) = rig.failures("endless")
+    assert failed.phase == "grammar" and not failed.retryable and "too complex" in failed.message
+    assert list(rig.deltas("slow")[0].token_ids) == rig.oracle(prompt(60), grammar=SLOW)
+
+
+def test_what_waits_for_its_grammar_can_be_aborted_or_be_too_late(
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_engine(grammars=True)
+    Compiler(rig.grammars)
+    for name in ("aborted", "late"):
+        rig.ask(prompt(30), name, grammar=SLOW)
+    rig.turn(2)
+    rig.tell(AbortRequest(request_id="aborted", attempt=0))
+    rig.until(lambda: len(rig.engine.scheduler.unready) == 1)
+    monkeypatch.setattr("common.worker.awaited_grammars.GRAMMAR_TIMEOUT_S", 0.05)
+    rig.until(lambda: rig.is_clean)
+    (failed,) = rig.failures("late")
+    assert failed.phase == "grammar" and failed.retryable and not rig.failures("aborted")
 
 
 def test_a_worker_without_grammars_refuses_them(make_engine: Callable[..., Any]) -> None:

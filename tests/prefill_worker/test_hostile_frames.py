@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from diptych.common.curve import Curve
-from diptych.common.key_file import KeyPair
-from diptych.common.message_fields import pack_tokens
-from diptych.common.messages import KVBlocks, KVDone, KVGrant, KVTarget, Message, PrefillRequest, encode
-from diptych.common.sampling_params import SamplingParams
+from common.wire.codec import encode
+from common.wire.curve import Curve
+from common.wire.curve_keys import KeyPair
+from common.wire.message_fields import pack_tokens
+from common.wire.messages import KVBlocks, KVDone, KVGrant, KVTarget, Message, PrefillRequest
+from common.wire.sampling_params import SamplingParams
 
 from ..engine_rig import prompt
 from ..hostile import forged, garbage
@@ -142,8 +143,8 @@ def test_a_router_that_sends_it_nowhere_fails_its_own_request(engine: Engine) ->
 
 
 def test_addresses_of_this_process_are_no_message() -> None:
-    from diptych.common.errors import WireError
-    from diptych.common.messages import decode
+    from common.errors import WireError
+    from common.wire.codec import decode
 
     for address in ("inproc://kv-sender", "ipc:///run/x", "tcp://", "udp://1.2.3.4:5", "tcp://a b:1"):
         request = PrefillRequest(

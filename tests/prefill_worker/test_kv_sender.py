@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from diptych.common import kv_sender
-from diptych.common.kv_wire import SEND_HWM
-from diptych.common.messages import KVAck, KVBlocks, KVDone, KVFailed, KVMemory, KVOpen, KVTarget, KVWait
+from common.transfer import sender as sender_module
+from common.transfer.frames import SEND_HWM
+from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVMemory, KVOpen, KVTarget, KVWait
 
 Rig = Any  # SenderRig of conftest, which test modules cannot import
 
@@ -135,7 +135,7 @@ def test_waiting_renews_the_lease(rig: Rig) -> None:
 def test_slow_computing_costs_no_lease_and_says_so(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_sender, "ANNOUNCE_S", 0.15)
+    monkeypatch.setattr(sender_module, "ANNOUNCE_S", 0.15)
     rig = make_rig(lease_s=0.8)  # the grant comes in time on a busy machine too
     rig.open()
     rig.read_open()
@@ -303,7 +303,7 @@ def test_a_slow_reader_bounds_what_is_sent(make_rig: Callable[..., Rig]) -> None
 
 
 def test_idle_connections_are_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_sender, "IDLE_CONNECTION_S", 0.0)
+    monkeypatch.setattr(sender_module, "IDLE_CONNECTION_S", 0.0)
     rig.open()
     rig.read_open()
     rig.sender.cancel("a", 0, "aborted")

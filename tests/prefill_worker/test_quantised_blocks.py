@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.common.messages import KVBlocks, KVDone, KVMemory
-from diptych.common.model.kv_cache import KVCache
-from diptych.kernels import gather_blocks
+from common.kv.cache import KVCache
+from common.wire.messages import KVBlocks, KVDone, KVMemory
+from kernels import gather_blocks
 
 from ..engine_rig import prompt
 

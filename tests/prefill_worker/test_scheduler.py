@@ -6,22 +6,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from diptych.common.block_hash import BlockHasher
-from diptych.common.block_pool import BlockPool
-from diptych.common.message_fields import pack_tokens
-from diptych.common.messages import PrefillRequest
-from diptych.common.sampling_params import SamplingParams
-from diptych.prefill_worker.scheduler import PrefillScheduler
-from diptych.prefill_worker.sequence import PrefillSequence
+from common.kv.block_hash import BlockHasher
+from common.kv.block_pool import BlockPool
+from common.wire.message_fields import pack_tokens
+from common.wire.messages import PrefillRequest
+from common.wire.sampling_params import SamplingParams
+from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.sequence import PrefillSequence
 
 SIZE = 4
 PARAMS = SamplingParams(max_tokens=8)
 
 
 def scheduler(num_blocks: int = 32, budget: int = 8, max_num_seqs: int = 4) -> PrefillScheduler:
-    return PrefillScheduler(
-        BlockPool(num_blocks), block_size=SIZE, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs
-    )
+    return PrefillScheduler(BlockPool(num_blocks, SIZE), max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
 
 
 def prompt(name: str, tokens: list[int], at: float = 0.0, salt: str = "") -> PrefillSequence:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diptych.common.messages import AbortRequest, PromptScores, TokenOutput
+from common.wire.messages import AbortRequest, PromptScores, TokenOutput
 
 from ..engine_rig import ROUTER, prompt
 from ..scores import check_scores, joined

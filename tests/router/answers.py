@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-from diptych.common.model.files import resolve_model
-from diptych.common.model.grammar import Grammars
-from diptych.common.model.tiny import EOS, VOCAB_SIZE
-from diptych.kernels import bits_allowed
+import functools
+
+from common.grammar.checks import GrammarChecks
+from common.grammar.grammars import Grammars
+from common.model_files.resolve import resolve_model
+from common.model_files.tiny import EOS, VOCAB_SIZE
+from kernels import bits_allowed
+from router.text.grammar import bounded, told
+
+
+def checked(grammar: str) -> str:
+    """The grammar, if a router would send it to workers. Raises ValueError with what it would say instead."""
+    problem = told(_checks().submit(bounded(grammar)).result(60).problem)
+    if problem:
+        raise ValueError(problem)
+    return grammar
+
+
+@functools.cache
+def _checks() -> GrammarChecks:
+    return GrammarChecks(resolve_model("tiny-random"), VOCAB_SIZE)
+
+
+@functools.cache
+def _grammars() -> Grammars:
+    return Grammars(resolve_model("tiny-random"), VOCAB_SIZE, _checks())
 
 
 def is_answer(grammar: str, text: str) -> bool:
     """Asks for each byte in turn, and for the end behind the last one."""
-    grammars = Grammars(resolve_model("tiny-random"), VOCAB_SIZE)
-    try:
-        constraint, tokens = grammars.constraint(grammar), [*text.encode(), EOS]
-        masks = (bits_allowed(constraint.allowed(tokens[:i]), VOCAB_SIZE) for i in range(len(tokens)))
-        return all(bool(mask[token_id]) for mask, token_id in zip(masks, tokens, strict=True))
-    finally:
-        grammars.close()
+    constraint, tokens = _grammars().constraint(grammar), [*text.encode(), EOS]
+    masks = (bits_allowed(constraint.allowed(tokens[:i]), VOCAB_SIZE) for i in range(len(tokens)))
+    return all(bool(mask[token_id]) for mask, token_id in zip(masks, tokens, strict=True))
+
+
+def close() -> None:
+    """After the last question of a session."""
+    if _checks.cache_info().currsize:
+        _grammars().close()

@@ -17,10 +17,10 @@ import pytest
 import trustme
 import yaml
 
-from diptych.common.settings import RouterConfig, ServeConfig
-from diptych.router.child import Child
-from diptych.router.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, Pulse, watch
-from diptych.router.probe import Health, ask_health, claim_port
+from common.config import RouterConfig, ServeConfig
+from router.local.child import Child
+from router.local.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, Pulse, watch
+from router.local.probe import Health, ask_health, claim_port
 
 GOLDEN = Path(__file__).parents[1] / "helm" / "golden" / "default.yaml"
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych.router.dispatch.client import RequestTimeline
-from diptych.router.dispatch.load import DispatchLoad, WorkerLoad
-from diptych.router.metrics import RouterMetrics
+from router.dispatch.client import RequestTimeline
+from router.dispatch.load import DispatchLoad, WorkerLoad
+from router.observe.metrics import RouterMetrics
 
 WORKER = WorkerLoad("tcp://127.0.0.1:1", "decode", "decode-0", "suspect", 3, 70, 90, 100, 2, 0.0, 0.0, 6, 7, 8)
 LOAD = DispatchLoad(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -12,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from diptych.common.config_field import fields_of, to_argv
-from diptych.common.errors import ConfigError
-from diptych.common.settings import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig
-from diptych.router import supervisor as supervisor_module
-from diptych.router.child import Child, child_environment
-from diptych.router.probe import claim_port, ready_reason
-from diptych.router.serve import main, summary
-from diptych.router.serve_plan import ROUTER_OWN, WORKER_OWN, ServePlan, build_parser, read_plan
-from diptych.router.supervisor import StartFailed, Supervisor, describe_exit
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig
+from common.config.field import fields_of, to_argv
+from common.errors import ConfigError
+from router.local import supervisor as supervisor_module
+from router.local.child import Child, child_environment
+from router.local.probe import claim_port, ready_reason
+from router.local.processes import ROUTER_OWN, WORKER_OWN, ServePlan, build_parser, read_plan
+from router.local.serve import main, summary
+from router.local.supervisor import StartFailed, Supervisor, describe_exit
 
 # ---------------------------------------------------------------- the plan
 
@@ -212,6 +213,30 @@ async def test_a_worker_that_dies_comes_back_on_its_address(records: Path) -> No
     assert first_port == second_port
 
 
+async def test_a_child_that_cannot_be_spawned_now_is_spawned_later(
+    records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without memory or processes to spare for one worker must not cost the others."""
+    supervisor = pretended(records, "--prefill", "0")
+    await supervisor.start()
+    running = asyncio.create_task(supervisor.run())
+    decode, failures = supervisor.decode[0], [errno.EAGAIN, errno.ENOMEM]
+    start = decode.start
+
+    async def start_or_fail() -> None:
+        if failures:
+            code = failures.pop()
+            raise OSError(code, os.strerror(code))
+        await start()
+
+    monkeypatch.setattr(decode, "start", start_or_fail)
+    decode.send(signal.SIGKILL)
+    await until(lambda: running.done() or (records / "decode-0").read_text().count("\n") == 2)
+    assert supervisor.router.alive
+    supervisor.stop()
+    await running
+
+
 async def test_a_router_that_hangs_is_replaced(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "STOP_GRACE_S", 0.2)
     supervisor = pretended(records, "--prefill", "0", "--liveness-s", "1.8")
@@ -284,8 +309,8 @@ async def test_a_second_signal_does_not_wait(records: Path, monkeypatch: pytest.
 def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import asyncio, time\n"
-        "from diptych.router.child import Child\n"
-        "from diptych.common.settings import RouterConfig\n"
+        "from router.local.child import Child\n"
+        "from common.config import RouterConfig\n"
         "async def main():\n"
         "    child = Child('idle', 'idle', RouterConfig())\n"
         "    await child.start()\n"
@@ -313,5 +338,5 @@ def test_exits_are_described() -> None:
 
 
 def test_a_child_is_told_to_keep_the_working_folder_off_its_path() -> None:
-    command = Child("router", "diptych.router", RouterConfig(port=0)).command()
-    assert command == [sys.executable, "-P", "-m", "diptych.router", "--port=0"]
+    command = Child("router", "router", RouterConfig(port=0)).command()
+    assert command == [sys.executable, "-P", "-m", "router", "--port=0"]

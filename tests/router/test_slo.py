@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from diptych.common.errors import InvalidRequest, Overloaded, RequestError, Unavailable
-from diptych.common.sampling_params import SamplingParams
-from diptych.router.dispatch.client import GenerationRequest, TokenEvent
-from diptych.router.dispatch.dispatcher import Dispatcher
-from diptych.router.measured_client import MeasuredClient
-from diptych.router.slo import RecentShare, SLOWindow
+from common.errors import InvalidRequest, Overloaded, RequestError, Unavailable
+from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import GenerationRequest, TokenEvent
+from router.dispatch.dispatcher import Dispatcher
+from router.observe.measured_client import MeasuredClient
+from router.observe.slo import RecentShare, SLOWindow
 
 REQUEST = GenerationRequest("r", [1], SamplingParams(max_tokens=4))
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from diptych.common.model.files import ModelFiles, resolve_model
-from diptych.common.model.tiny import make_tiny_model
+from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
+from common.model_files.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.decoder import Decoder
-from diptych.common.model.files import ModelFiles
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.load import load_model
-from diptych.common.model.runner import ModelRunner
+from common.kv.cache import KVCache
+from common.model.batch import SequenceChunk
+from common.model.decoder import Decoder
+from common.model.load import load_model
+from common.model_files.files import ModelFiles
+from common.runner.runner import ModelRunner
 
 
 def files_of(folder: Path) -> ModelFiles:

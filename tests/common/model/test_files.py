@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from diptych.common.errors import ModelError
-from diptych.common.model import describe
-from diptych.common.model.files import ModelFiles, resolve_model
-from diptych.common.model.tokenizer import Tokenizer
+from common.errors import ModelError
+from common.model_files import describe
+from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
+from common.model_files.tokenizer import Tokenizer
 
 
 def edit(path: Path, **changes: Any) -> None:
@@ -105,7 +106,7 @@ def test_a_damaged_cached_model_is_refused(smollm2_files: ModelFiles, cache: Pat
 
 
 def test_without_download_a_missing_model_is_an_error(cache: Path) -> None:
-    with pytest.raises(ModelError, match="python -m diptych.common.model.fetch smollm2-135m"):
+    with pytest.raises(ModelError, match="python -m common.model_files.fetch smollm2-135m"):
         resolve_model("smollm2-135m", download=False)
 
 
@@ -187,8 +188,8 @@ def test_a_cache_that_cannot_be_written_is_named(tiny_folder: Path, monkeypatch:
 
 def test_neither_torch_nor_transformers_is_loaded() -> None:
     code = (
-        "import sys; from diptych.common.model import files, template, tokenizer, tiny, fetch, describe\n"
-        "files.resolve_model('smollm2-135m')\n"
+        "import sys; from common.model_files import resolve, template, tokenizer, tiny, fetch, describe\n"
+        "resolve.resolve_model('smollm2-135m')\n"
         "sys.exit(sum(name in sys.modules for name in ('torch', 'triton', 'transformers', 'gguf')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from diptych.common.model.fingerprint import layout_fingerprint
+from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
 
 FIELDS = {
     "model_id": "m",
@@ -41,5 +41,13 @@ def test_fields_do_not_run_into_each_other() -> None:
 
 
 def test_needs_no_torch() -> None:
-    program = "import sys, diptych.common.model.fingerprint; print('torch' in sys.modules)"
+    program = "import sys, common.model_files.fingerprint; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-P", "-c", program], text=True).strip() == "False"
+
+
+def test_weights_are_told_apart_by_model_content_and_how_they_are_kept() -> None:
+    """Not by number types, nor by the cache's layout: an answer may go on with other rounding."""
+    known = weights_fingerprint("m", "abc", "none")
+    others = [("n", "abc", "none"), ("m", "abd", "none"), ("m", "abc", "int8"), ("ma", "bc", "none")]
+    assert len({known, *(weights_fingerprint(*other) for other in others)}) == 5
+    assert weights_fingerprint("m", "abc", "none") == known

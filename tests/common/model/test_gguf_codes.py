@@ -5,7 +5,7 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from diptych.common.model.gguf_codes import read_codes
+from common.gguf_format.codes import read_codes
 
 KINDS = [(GGMLQuantizationType.Q8_0, 8), (GGMLQuantizationType.Q4_0, 4), (GGMLQuantizationType.Q4_1, 4)]
 

@@ -6,8 +6,8 @@ import gguf
 import numpy as np
 import pytest
 
-from diptych.common.errors import ModelError
-from diptych.common.model.gguf_metadata import read_gguf_head
+from common.errors import ModelError
+from common.gguf_format.metadata import read_gguf_head
 
 
 @pytest.fixture

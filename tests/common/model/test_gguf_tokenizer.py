@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from diptych.common.errors import ModelError
-from diptych.common.model.gguf_tokenizer import convert_gguf_tokenizer
-from diptych.common.model.tokenizer import Tokenizer, byte_alphabet
+from common.errors import ModelError
+from common.gguf_format.tokenizer import convert_gguf_tokenizer
+from common.model_files.tokenizer import Tokenizer, byte_alphabet
 
 ALPHABET = byte_alphabet()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +10,14 @@ import msgspec
 import pytest
 import torch
 
-from diptych.common.model import grammar as grammar_module
-from diptych.common.model.files import resolve_model
-from diptych.common.model.grammar import COMPILED_KEPT, Constraint, Grammars, unsampled
-from diptych.common.model.sampler import Sampler, SamplingRow
-from diptych.common.model.tiny import EOS, IM_END, VOCAB_SIZE
-from diptych.common.model.tokenizer import Tokenizer
-from diptych.common.sampling_params import SamplingParams
-from diptych.kernels import bits_allowed
+from common.grammar.grammar import Constraint, unsampled
+from common.grammar.grammars import Grammars
+from common.model_files.resolve import resolve_model
+from common.model_files.tiny import EOS, IM_END, VOCAB_SIZE
+from common.model_files.tokenizer import Tokenizer
+from common.sampling.sampler import Sampler, SamplingRow
+from common.wire.sampling_params import SamplingParams
+from kernels import bits_allowed
 
 ENDS = {EOS, IM_END}
 PADDED = VOCAB_SIZE + 11  # rows of the model beyond its tokenizer's tokens
@@ -26,7 +25,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": 
 JSON = f"start: %json {json.dumps({**SCHEMA, 'x-guidance': {'whitespace_flexible': False}})}"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
     made = Grammars(resolve_model("tiny-random"), PADDED)
     yield made
@@ -98,13 +97,6 @@ def test_answers_of_one_grammar_do_not_share_their_place(grammars: Grammars) -> 
     assert allowed(second, "") == {ord("a")}
 
 
-def test_a_bounded_number_of_compiled_grammars_is_kept(grammars: Grammars) -> None:
-    for i in range(2 * COMPILED_KEPT):
-        grammars.prepare(f'start: "{i}"')
-        assert len(grammars._compiled) <= COMPILED_KEPT
-    assert allowed(grammars.constraint('start: "0"'), "") == {ord("0")}  # compiled anew
-
-
 def test_a_model_without_an_end_token_has_no_grammars() -> None:
     files = resolve_model("tiny-random")
     grammars = Grammars(msgspec.structs.replace(files, eos_token_ids=()), 300)
@@ -114,12 +106,15 @@ def test_a_model_without_an_end_token_has_no_grammars() -> None:
         grammars.close()
 
 
-def test_one_that_takes_too_long_to_compile_fails_its_request(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.01)
-    grammars._thread.submit(time.sleep, 0.5)
-    assert "was not compiled within" in grammars.constraint('start: "late"').problem
+def test_what_is_forced_is_found_once_and_followed(grammars: Grammars) -> None:
+    """It may be a hundred thousand characters, and is asked for behind each token."""
+    text = "x" * 50
+    constraint = grammars.constraint(f'start: "{text}" /[ab]/')
+    for end in range(50):
+        assert constraint.forced(list(text[:end].encode())) == list(text[end:].encode())
+    assert constraint.forced(list(text.encode())) == []
+    other = grammars.constraint('start: "ab" | "xbcd"')
+    assert other.forced([]) == [] and other.forced([ord("x")]) == list(b"bcd")
 
 
 def row(constraint: Constraint, output: str = "", *, banned: tuple[int, ...] = (), **fields: object) -> SamplingRow:

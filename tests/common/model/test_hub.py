@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.common.model.files import resolve_model
+from common.model_files.resolve import resolve_model
 
 pytest.importorskip("huggingface_hub")
 
@@ -98,7 +98,7 @@ def hub() -> Iterator[Hub]:
 def fetch(hub: Hub, cache: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     host = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
     environment = {**os.environ, **host, "HF_HOME": str(cache / "hub"), "DIPTYCH_CACHE": str(cache)}
-    command = [sys.executable, "-P", "-m", "diptych.common.model.fetch", MODEL, *flags]
+    command = [sys.executable, "-P", "-m", "common.model_files.fetch", MODEL, *flags]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 

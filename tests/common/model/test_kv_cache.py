@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from diptych.common.errors import BlockError, ModelError
-from diptych.common.model.config import ModelConfig, from_hf
-from diptych.common.model.kv_cache import KVCache, block_bytes, torch_dtype
-from diptych.common.shared_memory import PeerMemory
-from diptych.kernels.kv_region import packed, unpacked
+from common.errors import BlockError, ModelError
+from common.kv.cache import KVCache, block_bytes, torch_dtype
+from common.kv.shared_memory import PeerMemory
+from common.model_files.config import ModelConfig, from_hf
+from kernels.kv_region import packed, unpacked
 
 
 @pytest.fixture

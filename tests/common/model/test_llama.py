@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.common.model.files import ModelFiles
-from diptych.common.model.load import load_model
-from diptych.common.model.tokenizer import Tokenizer
+from common.model.load import load_model
+from common.model_files.files import ModelFiles
+from common.model_files.tokenizer import Tokenizer
 
 from .generation import Pool, load, logits_along, prompt, transformers_greedy, transformers_model
 

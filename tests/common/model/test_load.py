@@ -15,14 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diptych.common.errors import ModelError
-from diptych.common.model.config import from_gguf, from_hf
-from diptych.common.model.files import ModelFiles
-from diptych.common.model.gguf_file import GGUFFile
-from diptych.common.model.load import load_model, open_model
-from diptych.common.model.oracle import Oracle
-from diptych.common.model.quantization import Quantization
+from common.errors import ModelError
+from common.gguf_format.tensors import GGUFFile
+from common.model.load import load_model, open_model
+from common.model_files.config import from_gguf, from_hf
+from common.model_files.files import ModelFiles
+from common.model_files.quantization import Quantization
 
+from ...oracle import Oracle
 from .generation import Pool, files_of, load, prompt
 
 Damage = Callable[[Path], None]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.decoder import Decoder
-from diptych.common.model.oracle import Oracle, generate
-from diptych.common.model.tiny import make_tiny_model
-from diptych.common.sampling_params import SamplingParams
+from common.model.batch import SequenceChunk
+from common.model.decoder import Decoder
+from common.model_files.tiny import make_tiny_model
+from common.wire.sampling_params import SamplingParams
 
+from ...oracle import Oracle, generate
 from .generation import Pool, load, prompt, transformers_greedy, transformers_model
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from diptych.common.errors import BlockError
-from diptych.common.model.config import from_hf
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.quantised_staging import quantised_incoming, quantised_outgoing
-from diptych.kernels import gather_blocks, scatter_blocks
+from common.errors import BlockError
+from common.kv.cache import KVCache
+from common.kv.quantised_staging import quantised_incoming, quantised_outgoing
+from common.model_files.config import from_hf
+from kernels import gather_blocks, scatter_blocks
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.common.model.sampler import Sampler, SamplingRow
-from diptych.common.model.scores import LOGPROB_FLOOR
-from diptych.common.sampling_params import SamplingParams
-from diptych.kernels.sampling import uniform as noise_of
+from common.sampling.logprobs import LOGPROB_FLOOR
+from common.sampling.sampler import Sampler, SamplingRow
+from common.wire.sampling_params import SamplingParams
+from kernels.sampling import uniform as noise_of
 
 VOCAB = 200
 

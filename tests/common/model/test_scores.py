@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.scores import LOGPROB_FLOOR, max_scored_tokens, prompt_scores, separate, token_scores
+from common.model.batch import SequenceChunk
+from common.sampling.logprobs import LOGPROB_FLOOR, max_scored_tokens, prompt_scores, separate, token_scores
 
 
 def logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:

@@ -11,13 +11,10 @@ import pytest
 import torch
 import zmq
 
-from diptych.benchmarks.stack import free_port
-from diptych.common import kv_wire
-from diptych.common.errors import BlockError
-from diptych.common.messages import KVBlocks, decode
-from diptych.common.model.config import from_hf
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.staging import (
+from benchmarks.stack import free_port
+from common.errors import BlockError
+from common.kv.cache import KVCache
+from common.kv.staging import (
     BlocksInPlace,
     CopyStream,
     StagedIncoming,
@@ -25,6 +22,10 @@ from diptych.common.model.staging import (
     incoming_blocks,
     outgoing_blocks,
 )
+from common.model_files.config import from_hf
+from common.transfer import frames as kv_frames
+from common.wire.codec import decode
+from common.wire.messages import KVBlocks
 
 CPU = torch.device("cpu")
 
@@ -73,8 +74,8 @@ def test_a_buffer_is_not_reused_before_its_frame_has_left(make_kv: Callable[[], 
         sender.set(zmq.LINGER, 0)
         sender.connect(f"tcp://127.0.0.1:{port}")
         expected = [bytes(kv.block(index)) for index in (0, 1, 2, 3)]
-        assert kv_wire.try_send_blocks(sender, "a", 0, 0, [blocks.view(0), blocks.view(1)])
-        assert kv_wire.try_send_blocks(sender, "a", 0, 2, [blocks.view(2), blocks.view(3)])
+        assert kv_frames.try_send_blocks(sender, "a", 0, 0, [blocks.view(0), blocks.view(1)])
+        assert kv_frames.try_send_blocks(sender, "a", 0, 2, [blocks.view(2), blocks.view(3)])
         assert blocks.num_buffers == 4  # nothing has left: nobody listens
         kv.tensor.zero_()
         with context.socket(zmq.ROUTER) as late:
@@ -85,7 +86,7 @@ def test_a_buffer_is_not_reused_before_its_frame_has_left(make_kv: Callable[[], 
                 _, header, *parts = late.recv_multipart()
                 message = decode(header)
                 assert isinstance(message, KVBlocks)
-                assert message.checksums == tuple(kv_wire.checksum(memoryview(part)) for part in parts)
+                assert message.checksums == tuple(kv_frames.checksum(memoryview(part)) for part in parts)
                 frames += parts
             assert frames == expected
         deadline = time.monotonic() + 60

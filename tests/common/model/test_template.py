@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from diptych.common.errors import InvalidRequest, ModelError
-from diptych.common.model.files import ModelFiles
-from diptych.common.model.template import ChatTemplate
-from diptych.common.model.tiny import CHAT_TEMPLATE
+from common.errors import InvalidRequest, ModelError
+from common.model_files.files import ModelFiles
+from common.model_files.template import ChatTemplate
+from common.model_files.tiny import CHAT_TEMPLATE
 
 USER = [{"role": "user", "content": "Hi <b> & 'you'"}]
 TALK = [{"role": "system", "content": "Be brief."}, *USER, {"role": "assistant", "content": "é😀"}, *USER]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from diptych.common.model.files import resolve_model
-from diptych.common.model.tiny import BOS, EOS, IM_END, VOCAB_SIZE, make_tiny_model
+from common.model_files.resolve import resolve_model
+from common.model_files.tiny import BOS, EOS, IM_END, VOCAB_SIZE, make_tiny_model
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:

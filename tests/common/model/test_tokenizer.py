@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import sys
+import threading
+import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
-from diptych.common.errors import InvalidRequest, ModelError
-from diptych.common.model.files import ModelFiles
-from diptych.common.model.tokenizer import Tokenizer
+from common.errors import InvalidRequest, ModelError
+from common.model_files.files import ModelFiles
+from common.model_files.tokenizer import LONG_CHARS, LONG_TOKENS, Tokenizer
 
 CORPUS = (
     "",
@@ -143,3 +150,96 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model"')
     with pytest.raises(ModelError, match="not a readable tokenizer"):
         Tokenizer.from_file(tmp_path / "tokenizer.json")
+
+
+BYTE_FALLBACK = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    return made
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("▁a", -1.0), ("a", -2.0)], 0, False))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return made
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "a"]
+    made = tokenizers.Tokenizer(models.Unigram([(piece, -float(len(piece))) for piece in pieces], 0, True))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Sequence(BYTE_FALLBACK)
+    return made
+
+
+def word_pieces() -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2}, unk_token="[UNK]"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    return made
+
+
+@pytest.mark.parametrize("make", [byte_level, metaspace, byte_fallback, word_pieces])
+def test_a_long_text_is_encoded_and_decoded_as_the_library_does(make: Callable[[], tokenizers.Tokenizer]) -> None:
+    inner = make()
+    inner.add_special_tokens(["<|end|>"])
+    tokenizer = Tokenizer(inner)
+    text = "  aa a é 🧿<|end|> aaa   a" * (LONG_TOKENS // 8)
+    assert len(text) > LONG_CHARS
+    ids = inner.encode(text).ids
+    assert tokenizer.encode(text) == ids
+    ids = [*ids, *range(inner.get_vocab_size() + 1)] * 4  # bytes of a character apart, and an id without a token
+    assert len(ids) > LONG_TOKENS
+    for skip in (False, True):
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == inner.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "tiny", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_long_text_of_a_model_is_encoded_and_decoded_as_the_library_does(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(name)
+    inner, text = tokenizer._inner, "\n".join(CORPUS) * 20
+    for special in (False, True):
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        assert ids == inner.encode(text, add_special_tokens=special).ids and len(ids) > LONG_TOKENS
+    for start in (0, 1, 2):
+        assert tokenizer.decode(ids[start:]) == inner.decode(ids[start:])
+
+
+@contextmanager
+def other_thread() -> Iterator[Callable[[], int]]:
+    """How often another thread has run. From here on it does only when the GIL is free: nothing takes it away."""
+    interval, turns, ends = sys.getswitchinterval(), [0], threading.Event()
+
+    def turn() -> None:
+        while not ends.is_set():
+            turns[0] += 1
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    sys.setswitchinterval(1000)
+    try:
+        yield lambda: turns[0]
+    finally:
+        sys.setswitchinterval(interval)
+        ends.set()
+        thread.join()
+
+
+def test_other_threads_run_while_a_long_text_is_encoded_or_decoded(smollm2: Tokenizer) -> None:
+    text = "the quick brown fox jumps over the lazy dog " * 5000
+    with other_thread() as num_turns:
+        before = num_turns()
+        ids = smollm2.encode(text)
+        encoded = num_turns()
+        smollm2.decode(ids)
+        assert num_turns() > encoded > before
+
+
+def test_a_text_is_tokenised_by_the_thread_that_asks(tiny: Tokenizer) -> None:
+    before = len(list(Path("/proc/self/task").iterdir()))
+    tiny.decode(tiny.encode("x" * 100_000))
+    assert len(list(Path("/proc/self/task").iterdir())) == before

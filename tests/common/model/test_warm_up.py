@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.common.errors import ConfigError
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.runner import ModelRunner
-from diptych.common.model.warm_up import largest_step, run_every_kind, step_tokens, warmed_up
-from diptych.common.settings import DecodeWorkerConfig, PrefillWorkerConfig
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.errors import ConfigError
+from common.kv.cache import KVCache
+from common.runner.runner import ModelRunner
+from common.runner.warm_up import largest_step, run_every_kind, step_tokens, warmed_up
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.kernels import reference
-from diptych.kernels.gpu import attention
-from diptych.kernels.gpu.plan import GPUPlan
+from kernels import reference
+from kernels.gpu import attention
+from kernels.gpu.device_plan import GPUPlan
 
 
 def attend(

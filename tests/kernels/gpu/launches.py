@@ -18,18 +18,19 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.files import resolve_model
-from diptych.common.model.graph_capture import PlainRecorder
-from diptych.common.model.graph_runner import GraphRunner
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.load import load_model
-from diptych.common.model.runner import ModelRunner
-from diptych.common.model.sampler import Sampler, SamplingRow
-from diptych.common.model.tiny import make_tiny_model
-from diptych.common.model.warm_up import run_every_kind
-from diptych.common.sampling_params import SamplingParams
-from diptych.kernels import dispatch, linear, sampling, triton_backend
+from common.kv.cache import KVCache
+from common.model.batch import SequenceChunk
+from common.model.load import load_model
+from common.model_files.resolve import resolve_model
+from common.model_files.tiny import make_tiny_model
+from common.runner.graph_capture import PlainRecorder
+from common.runner.graph_runner import GraphRunner
+from common.runner.runner import ModelRunner
+from common.runner.warm_up import run_every_kind
+from common.sampling.sampler import Sampler, SamplingRow
+from common.wire.sampling_params import SamplingParams
+from kernels import dispatch, linear, sampling
+from kernels.gpu import backend as triton_backend
 
 MAX_SEQS, SIZE, NUM_BLOCKS = 12, 16, 80
 

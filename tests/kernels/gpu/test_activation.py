@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diptych.kernels import reference
-from diptych.kernels.gpu.activation import BLOCK, gated
+from kernels import reference
+from kernels.gpu.activation import BLOCK, gated
 
 pytestmark = pytest.mark.interpret
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}

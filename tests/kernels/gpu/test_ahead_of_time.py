@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.kernels.gpu.decode_attention import REDUCE_CHUNK, DecodeConfig, decode_config
-from diptych.kernels.gpu.prefill_attention import prefill_config
-from diptych.kernels.gpu.work_list import MAX_SPLITS, SPLIT_TOKENS
+from kernels.gpu.decode_attention import REDUCE_CHUNK, DecodeConfig, decode_config
+from kernels.gpu.prefill_attention import prefill_config
+from kernels.gpu.work_list import MAX_SPLITS, SPLIT_TOKENS
 
 from .compiled import MULTIPROCESSOR_REGISTERS, SHARED_BYTES_LIMIT, Compiled, Job, compile_kernels
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600)]
-PACKAGE = "diptych.kernels.gpu"
+PACKAGE = "kernels.gpu"
 POINTERS = {
     **{"q": "*bf16", "out": "*bf16", "sinks": "*fp32", "partial": "*fp32", "lse": "*fp32"},
     **dict.fromkeys(("block_tables", "spans", "items", "total", "counts", "tiles"), "*i32"),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from diptych import kernels
-from diptych.kernels import dispatch, reference, torch_backend
+import kernels
+from kernels import dispatch, reference, torch_backend
 
 pytestmark = pytest.mark.cpu
 SPANS = [(1, 40), (13, 5), (1, 0), (20, 0), (1, 90), (1, 41)]

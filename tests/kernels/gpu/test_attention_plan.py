@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.kernels import KVLayout, QuerySpan
-from diptych.kernels.gpu import attention, work_list
-from diptych.kernels.gpu.plan import GPUPlan
-from diptych.kernels.torch_backend import TorchPlan
+from kernels import KVLayout, QuerySpan
+from kernels.gpu import attention, work_list
+from kernels.gpu.device_plan import GPUPlan
+from kernels.torch_backend import TorchPlan
 
 pytestmark = pytest.mark.interpret
 LAYOUT = KVLayout(100, 2, 2, 16, 64)

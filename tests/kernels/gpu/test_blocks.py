@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diptych.kernels import blocks as plain
-from diptych.kernels.gpu import blocks
+from kernels import blocks as plain
+from kernels.gpu import blocks
 
 pytestmark = pytest.mark.interpret
 SHAPES = [(2, 1, 16, 2, 64), (1, 3, 16, 2, 80), (1, 1, 24, 2, 24), (1, 1, 64, 2, 128)]  # of one block

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diptych.kernels.gpu import activation, blocks, norm, rotary, sampling
+from kernels.gpu import activation, blocks, norm, rotary, sampling
 
 from .compiled import Compiled, Job, compile_kernels
 
@@ -23,7 +23,7 @@ def norm_job(width: int, add: bool) -> Job:
     if not add:
         constants |= {"delta": None, "total": None}
     aligned = ("width", "stride_x", "stride_delta")
-    return Job("diptych.kernels.gpu.norm:norm_rows", signature | numbers, constants, 90, warps, 3, aligned)
+    return Job("kernels.gpu.norm:norm_rows", signature | numbers, constants, 90, warps, 3, aligned)
 
 
 def rotary_job(heads: int, kv_heads: int, dim: int, normed: bool, fp8: bool) -> Job:
@@ -35,19 +35,19 @@ def rotary_job(heads: int, kv_heads: int, dim: int, normed: bool, fp8: bool) -> 
     constants |= {"BLOCK_HEADS": block_heads, "NORM": normed, "FP8": fp8}
     if not normed:
         constants |= {"q_norm": None, "k_norm": None}
-    return Job("diptych.kernels.gpu.rotary:rotate_tokens", signature, constants, 90, warps, 3, ("stride_qkv",))
+    return Job("kernels.gpu.rotary:rotate_tokens", signature, constants, 90, warps, 3, ("stride_qkv",))
 
 
 def gated_job(gelu: bool) -> Job:
     signature = {"gate_up": "*bf16", "out": "*bf16", "width": "i32", "stride_row": "i32"}
     constants = {"GELU": gelu, "BLOCK": activation.BLOCK}
-    return Job("diptych.kernels.gpu.activation:gate_rows", signature, constants, aligned=("width", "stride_row"))
+    return Job("kernels.gpu.activation:gate_rows", signature, constants, aligned=("width", "stride_row"))
 
 
 def copy_job(to_buffer: bool) -> Job:
     signature = {"kv": "*i32", "buffer": "*i32", "block_ids": "*i64", "num_words": "i32"}
     constants = {"TO_BUFFER": to_buffer, "BLOCK": blocks.WORDS}
-    return Job("diptych.kernels.gpu.blocks:copy_words", signature, constants, aligned=("num_words",))
+    return Job("kernels.gpu.blocks:copy_words", signature, constants, aligned=("num_words",))
 
 
 def quantised_job(name: str) -> Job:
@@ -57,7 +57,7 @@ def quantised_job(name: str) -> Job:
         signature |= {"largest": "fp32", "least_scale": "fp32"}
     constants = {"NUMBERS": 32 * 8 * 64 * 2 * 128, "HEADS": 32 * 8, "BLOCK_SIZE": 64, "HEAD_DIM": 128}
     constants |= {"BLOCK_SLOTS": slots, "BLOCK_D": width}
-    return Job(f"diptych.kernels.gpu.blocks:{name}", signature, constants, aligned=("row_bytes",))
+    return Job(f"kernels.gpu.blocks:{name}", signature, constants, aligned=("row_bytes",))
 
 
 def sampling_job(search: bool) -> Job:
@@ -65,7 +65,7 @@ def sampling_job(search: bool) -> Job:
     types = ["*fp32", "*fp32", "*i32", "*fp64", "*fp32", "*i64", "*i64", "*fp32", "*i32", "*i64"]
     signature = dict(zip(names, types, strict=True)) | {"vocab": "i32", "stride_row": "i32"}
     constants = {"SEARCH": search, "BLOCK": sampling.sampling_block(128256)}
-    return Job("diptych.kernels.gpu.sampling:draw_tokens", signature, constants, 90, 16, 3, ("vocab", "stride_row"))
+    return Job("kernels.gpu.sampling:draw_tokens", signature, constants, 90, 16, 3, ("vocab", "stride_row"))
 
 
 # What it is -> the job, the widest reads and writes that are expected of it (32-bit words), and a limit on registers.

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.kernels import KVLayout, QuerySpan, reference
-from diptych.kernels.gpu import attention, work_list
-from diptych.kernels.gpu.plan import GPUPlan
+from kernels import KVLayout, QuerySpan, reference
+from kernels.gpu import attention, work_list
+from kernels.gpu.device_plan import GPUPlan
 
 from .attention_case import attend, error
 
@@ -74,7 +74,7 @@ def test_float8_cache(
 ) -> None:
     """Converted by the chip, and by shifting bits for chips that cannot; small numbers are subnormal ones in e4m3."""
     if by_bits:
-        monkeypatch.setattr("diptych.kernels.gpu.scores.capability", lambda device: (8, 0))
+        monkeypatch.setattr("kernels.gpu.scores.capability", lambda device: (8, 0))
     case = make_case([(1, 40), (1, 600)], block=64, dtype=dtype)
     case.kv[:, :, :, ::2] *= 0.01
     case.kv = case.kv.to(torch.float8_e4m3fn)

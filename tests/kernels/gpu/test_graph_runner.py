@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from diptych.common.errors import BlockError, ContextLengthExceeded, InvalidRequest
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.decoder import Decoder
-from diptych.common.model.graph_capture import GraphRecorder, PlainRecorder, nothing_collected
-from diptych.common.model.graph_runner import FROM_HOST, GraphRunner
-from diptych.common.model.kv_cache import KVCache
-from diptych.common.model.load import load_model
-from diptych.common.model.oracle import generate
-from diptych.common.model.runner import ModelRunner
-from diptych.common.model.sampler import Sampler, SamplingRow
-from diptych.common.model.step_launcher import StepLauncher
-from diptych.common.model.tiny import make_tiny_model
-from diptych.common.sampling_params import SamplingParams
-from diptych.kernels import triton_backend
+from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
+from common.kv.cache import KVCache
+from common.model.batch import SequenceChunk
+from common.model.decoder import Decoder
+from common.model.load import load_model
+from common.model_files.tiny import make_tiny_model
+from common.runner.graph_capture import GraphRecorder, PlainRecorder, nothing_collected
+from common.runner.graph_runner import FROM_HOST, GraphRunner
+from common.runner.runner import ModelRunner
+from common.runner.step_launcher import StepLauncher
+from common.sampling.sampler import Sampler, SamplingRow
+from common.wire.sampling_params import SamplingParams
+from kernels.gpu import backend as triton_backend
 
 from ...common.model.generation import files_of, prompt
+from ...oracle import generate
 from .conftest import ON_GPU
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else [pytest.mark.interpret]
@@ -35,8 +35,8 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diptych.kernels.dispatch.backend", lambda kind: triton_backend)
-    monkeypatch.setattr("diptych.kernels.linear.native_backend", lambda: None)
+    monkeypatch.setattr("kernels.dispatch.backend", lambda kind: triton_backend)
+    monkeypatch.setattr("kernels.linear.native_backend", lambda: None)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_steps_fed_by_each_other_give_the_oracles_tokens(runner: GraphRunner, mo
 
 
 def test_rows_of_one_sequence_are_those_of_steps_of_its_own(runner: GraphRunner, model: Decoder) -> None:
-    """A step that checks guesses: right ones, a wrong one, and one behind it that crosses into the next block."""
+    """A step that checks draft tokens: right ones, a wrong one, and one behind it that crosses into the next block."""
     tokens, row = prompt(14, seed=13), SamplingRow(GREEDY, 0)
     launcher = StepLauncher(runner, Sampler(model.config.vocab_size))
     plain = ModelRunner(model, runner.kv)
@@ -90,8 +90,8 @@ def test_rows_of_one_sequence_are_those_of_steps_of_its_own(runner: GraphRunner,
         chunk = SequenceChunk((tokens[13] if not found else found[-1],), 13 + place, (5, 7))
         found += launcher.launch([chunk], [FROM_HOST], [row]).read()
     runner.kv.tensor[7] = float("nan")
-    guesses = [tokens[13], found[0], (found[1] + 1) % 250, 9]
-    chunks = [SequenceChunk((token,), 13 + place, (5, 7)) for place, token in enumerate(guesses)]
+    drafts = [tokens[13], found[0], (found[1] + 1) % 250, 9]
+    chunks = [SequenceChunk((token,), 13 + place, (5, 7)) for place, token in enumerate(drafts)]
     assert launcher.launch(chunks, [FROM_HOST] * 4, [row] * 4).read()[:2] == found[:2]
     assert launcher.launch([SequenceChunk((found[1],), 15, (5, 7))], [FROM_HOST], [row]).read() == found[2:]
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diptych.kernels import reference
-from diptych.kernels.gpu.norm import add_rms_norm, rms_norm
+from kernels import reference
+from kernels.gpu.norm import add_rms_norm, rms_norm
 
 pytestmark = pytest.mark.interpret
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -71,7 +71,7 @@ def test_float8_cache(
     make_case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, by_bits: bool
 ) -> None:
     if by_bits:
-        monkeypatch.setattr("diptych.kernels.gpu.scores.capability", lambda device: (8, 0))
+        monkeypatch.setattr("kernels.gpu.scores.capability", lambda device: (8, 0))
     case = make_case([(20, 30), (9, 0)], block=64, dtype=dtype)
     case.kv = case.kv.to(torch.float8_e4m3fn)
     options = {"k_scale": 0.5, "v_scale": 2.5}

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych.kernels import reference
-from diptych.kernels.gpu.rotary import rotate_and_write
+from kernels import reference
+from kernels.gpu.rotary import rotate_and_write
 
 pytestmark = pytest.mark.interpret
 BLOCKS, LAYERS, LAYER, TOKENS = 9, 3, 1, 7

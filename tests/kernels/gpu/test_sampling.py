@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.common.model.sampler import Sampler, SamplingRow
-from diptych.common.sampling_params import SamplingParams
-from diptych.kernels.gpu.sampling import MAX_BLOCK, MAX_VOCAB, sample
-from diptych.kernels.sampling import Draw, SamplingTensors
+from common.sampling.sampler import Sampler, SamplingRow
+from common.wire.sampling_params import SamplingParams
+from kernels.gpu.sampling import MAX_BLOCK, MAX_VOCAB, sample
+from kernels.sampling import Draw, SamplingTensors
 
 pytestmark = pytest.mark.interpret
 FILTERS: list[dict[str, Any]] = [

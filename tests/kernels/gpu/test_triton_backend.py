@@ -12,16 +12,17 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from diptych.common.model.batch import SequenceChunk
-from diptych.common.model.kv_cache import SMALL_DTYPES
-from diptych.common.model.oracle import Oracle, generate
-from diptych.common.model.tiny import make_tiny_model
-from diptych.common.sampling_params import SamplingParams
-from diptych.kernels import device as device_module
-from diptych.kernels import torch_backend, triton_backend
-from diptych.kernels.dispatch import backend
+from common.kv.cache import SMALL_DTYPES
+from common.model.batch import SequenceChunk
+from common.model_files.tiny import make_tiny_model
+from common.wire.sampling_params import SamplingParams
+from kernels import device as device_module
+from kernels import torch_backend
+from kernels.dispatch import backend
+from kernels.gpu import backend as triton_backend
 
 from ...common.model.generation import Pool, load, prompt
+from ...oracle import Oracle, generate
 from .conftest import ON_GPU
 
 OPERATIONS = ("add_rms_norm", "gated", "paged_attention", "plan_attention", "rms_norm", "rotate_and_write")
@@ -40,8 +41,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return call
 
     chosen = SimpleNamespace(**{name: counting(name) for name in OPERATIONS})
-    monkeypatch.setattr("diptych.kernels.dispatch.backend", lambda kind: chosen)
-    monkeypatch.setattr("diptych.kernels.linear.native_backend", lambda: None)
+    monkeypatch.setattr("kernels.dispatch.backend", lambda kind: chosen)
+    monkeypatch.setattr("kernels.linear.native_backend", lambda: None)
     return counted
 
 
@@ -84,7 +85,7 @@ def test_cuda_takes_triton() -> None:
 def test_without_triton_it_is_torch_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "diptych.kernels.triton_backend", None)
+    monkeypatch.setitem(sys.modules, "kernels.gpu.backend", None)
     with caplog.at_level(logging.WARNING):
         found: ModuleType | None = device_module.triton_backend.__wrapped__("cuda")
     assert found is None and "plain torch" in caplog.text

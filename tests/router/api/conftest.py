@@ -15,18 +15,19 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from diptych.common.errors import RequestError
-from diptych.common.model.files import ModelFiles, resolve_model
-from diptych.common.sampling_params import TokenLogprobs
-from diptych.common.settings import RouterConfig
-from diptych.common.stop import finish_reason
-from diptych.router.api.app import build_app
-from diptych.router.api.server import Server, listen, server_of
-from diptych.router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
-from diptych.router.dispatch.load import DispatchLoad, WorkerLoad
-from diptych.router.metrics import RouterMetrics
-from diptych.router.text.pipeline import TextPipeline
-from diptych.router.tracing import Tracing
+from common.config import RouterConfig
+from common.errors import RequestError
+from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
+from common.sampling.finish import finish_reason
+from common.wire.sampling_params import TokenLogprobs
+from router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
+from router.dispatch.load import DispatchLoad, WorkerLoad
+from router.generation.tracing import Tracing
+from router.observe.metrics import RouterMetrics
+from router.server.app import build_app
+from router.server.server import Server, listen, server_of
+from router.text.pipeline import TextPipeline
 
 MODEL = "tiny-random"
 EOS = 259
@@ -187,8 +188,7 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
     yield run
     for server, client, tracing in started:
         await client.aclose()
-        for sockets in server.servers:
-            sockets.close()
+        server.stop_listening()
         await until(lambda server=server: not server.server_state.connections and not server.server_state.tasks)
         server.config.app.state.service.gate.close()
         if tracing is not None:

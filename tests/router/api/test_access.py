@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.common.errors import ConfigError, Unavailable
-from diptych.router.access.limits import CONCURRENCY_RETRY_S
-from diptych.router.api.errors import InvalidField
+from common.errors import ConfigError, Unavailable
+from router.auth.limits import CONCURRENCY_RETRY_S
+from router.request.errors import InvalidField
 
 ALICE, BOB = "alices-secret-key-1", "bobs-secret-key-22"
 

@@ -10,8 +10,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from diptych.common.errors import InternalError, Overloaded
-from diptych.router.api.anthropic_fields import MessagesRequest
+from common.errors import InternalError, Overloaded
+from router.api.anthropic_fields import MessagesRequest
 
 ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -229,7 +229,7 @@ BLOCK = {"type": "text", "text": "x"}
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, r"messages\[0\].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, r"content\[0\].type: 'image'"),
         ({"messages": [{"role": "user", "content": [BLOCK, {"type": "document"}]}]}, r"content\[1\].type: 'document'"),
         ({"messages": [{"role": "user", "content": [BLOCK, {"type": "tool_use", "id": "a"}]}]}, r"content\[1\].type"),
@@ -247,7 +247,7 @@ BLOCK = {"type": "text", "text": "x"}
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name: is required"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "none of the tools"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
-        ({"max_tokens": 10**6}, "1,000,000"),
+        ({"max_tokens": 10**6}, "1000000"),
     ],
 )
 async def test_what_is_wrong_is_said(running: Any, fields: dict[str, Any], said: str) -> None:

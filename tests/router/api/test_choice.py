@@ -5,11 +5,11 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diptych.common.sampling_params import SamplingParams, TokenLogprobs
-from diptych.router.api.choice import Choice
-from diptych.router.dispatch.client import GenerationRequest, TokenEvent
-from diptych.router.text.detokenizer import Detokenizer
-from diptych.router.text.stop import StopScanner
+from common.wire.sampling_params import SamplingParams, TokenLogprobs
+from router.dispatch.client import GenerationRequest, TokenEvent
+from router.generation.choice import Choice
+from router.text.detokenizer import Detokenizer
+from router.text.stop_strings import StopScanner
 
 output = st.text("ab é🙂", min_size=1, max_size=12).map(lambda text: list(text.encode()))
 stop_strings = st.lists(st.text("ab é", min_size=1, max_size=3), max_size=3)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from diptych.router.api.plan import derive_seed
+from router.generation.plan import derive_seed
 
 
 async def test_a_completion(running: Any) -> None:
@@ -69,7 +69,7 @@ async def test_every_sampling_field_arrives(running: Any) -> None:
 
 
 async def test_nulls_are_defaults_and_unknown_fields_nothing(running: Any) -> None:
-    from diptych.router.api.fields import CompletionRequest
+    from router.request.fields import CompletionRequest
 
     fields = dict.fromkeys(set(CompletionRequest.model_fields) - {"prompt"})
     body = (await running.completion(**fields, something_new={"a": [1]})).json()

@@ -7,14 +7,19 @@ import contextlib
 import json
 import random
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import trustme
 
-from diptych.router.api import connection as connection_module
-from diptych.router.api.body import BodyBudget
-from diptych.router.api.connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED
+from router.request.body import BodyBudget
+from router.server import http_connection as connection_module
+from router.server import server as server_module
+from router.server.http_connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -183,6 +188,54 @@ async def test_an_answer_that_nobody_reads_holds_no_connection(
         await closed(running)
 
 
+@pytest.mark.parametrize(
+    "request_data", [GET, POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY], ids=["any", "a generation"]
+)
+async def test_a_request_behind_an_answer_that_nobody_reads_holds_no_connection(
+    start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch, request_data: bytes
+) -> None:
+    monkeypatch.setattr(connection_module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(server_module, "SEND_GRACE_S", 0.1)
+    running = await start(request_timeout_s=0.1)
+    running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by accept
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", int(running.url.rpartition(":")[2])))
+        await loop.sock_sendall(client, b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+        await tools.until(lambda: running.server.server_state.connections)
+        (connection,) = running.server.server_state.connections
+        await tools.until(lambda: connection.cycle is not None and connection.cycle.response_complete)
+        await loop.sock_sendall(client, request_data)
+        await tools.until(lambda: not connection.idle)
+        await asyncio.wait_for(closed(running), 10)
+        await tools.until(lambda: not running.server.server_state.tasks)
+    assert await rejected(running, "unread_answer") == 1
+
+
+async def test_a_slow_reader_of_a_stream_is_not_cut(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "CLOSE_S", 0.0)
+    running = await start()
+    running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    body = b'{"prompt": "hi", "max_tokens": 2000, "stream": true}'
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", int(running.url.rpartition(":")[2])))
+        await loop.sock_sendall(client, POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await tools.until(lambda: running.server.server_state.connections)
+        (connection,) = running.server.server_state.connections
+        await tools.until(lambda: connection.unread_since is not None)
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+            running.server.check_connections()
+        heard = b""
+        while b"[DONE]" not in heard:
+            heard = heard[-16:] + await asyncio.wait_for(loop.sock_recv(client, 65536), 10)
+
+
 # ---------------------------------------------------------------- how many
 
 
@@ -193,6 +246,88 @@ async def test_a_new_connection_takes_the_place_of_an_idle_one(start: Any, conne
         data = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         assert (await raw(running, connect, data)).startswith(b"HTTP/1.1 200")
     assert any(reader.at_eof() for reader, _ in idle)
+
+
+async def test_the_longest_idle_makes_room(start: Any, tools: Any, connect: Connect) -> None:
+    """Whoever has just connected and is about to ask stays, and so does who asked last."""
+    running = await start(max_connections=3)
+    first, second = await connect(running), await connect(running)
+    await tools.until(lambda: len(running.server.server_state.connections) == 2)
+    first[1].write(GET)
+    assert b"200 OK" in await first[0].readuntil(b"}")
+    later = [await connect(running) for _ in range(2)]
+    assert await all_of(second[0]) == b""
+    for reader, writer in (first, *later):
+        writer.write(GET)
+        assert b"200 OK" in await reader.readuntil(b"}")
+
+
+async def test_peers_that_never_end_tls_hold_no_more_places_than_there_are(
+    start: Any, tools: Any, tmp_path: Path
+) -> None:
+    """They leave the goodbye of TLS unanswered, which asyncio waits half a minute for."""
+    running = await start(max_connections=3, **certificate(tmp_path))
+    clients = [await shaken_hands(running) for _ in range(4)]
+    clients += [
+        await shaken_hands(running, GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")) for _ in range(8)
+    ]
+    async with asyncio.timeout(10):
+        await tools.until(lambda: len(running.server.server_state.connections) <= 3)
+    async with httpx.AsyncClient(verify=False, trust_env=False) as honest:
+        answer = await honest.get(running.url.replace("http:", "https:") + "/health")
+    assert answer.status_code == 200
+    for client in clients:
+        client.close()
+
+
+async def test_no_more_handshakes_are_under_way_than_there_are_places(
+    start: Any, tools: Any, connect: Connect, tmp_path: Path
+) -> None:
+    running = await start(max_connections=3, **certificate(tmp_path))
+    silent = [await connect(running) for _ in range(10)]
+    ended = [asyncio.create_task(all_of(reader)) for reader, _ in silent]
+    async with asyncio.timeout(10):
+        await tools.until(lambda: sum(task.done() for task in ended) >= 7)
+    async with httpx.AsyncClient(verify=False, trust_env=False) as honest:
+        url = running.url.replace("http:", "https:")
+        assert (await honest.get(url + "/health")).status_code == 200
+        metrics = (await honest.get(url + "/metrics")).text
+    assert 'reason="handshake"} 8.0' in metrics
+    for _, writer in silent:
+        writer.close()
+    await asyncio.gather(*ended)
+
+
+def certificate(folder: Path) -> dict[str, str]:
+    """Settings for TLS."""
+    issued = trustme.CA().issue_cert("127.0.0.1")
+    issued.cert_chain_pems[0].write_to_path(folder / "tls.crt")
+    issued.private_key_pem.write_to_path(folder / "tls.key")
+    return {"tls_cert": str(folder / "tls.crt"), "tls_key": str(folder / "tls.key")}
+
+
+async def shaken_hands(running: Any, data: bytes = b"") -> socket.socket:
+    """A TLS connection whose client sends `data`, and reads nothing any more."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing)
+    client, loop = socket.socket(), asyncio.get_running_loop()
+    client.setblocking(False)
+    await loop.sock_connect(client, ("127.0.0.1", int(running.url.rpartition(":")[2])))
+    done = False
+    while not done:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            tls.do_handshake()
+            done = True
+        await loop.sock_sendall(client, outgoing.read())
+        if not done:
+            incoming.write(await loop.sock_recv(client, 65536))
+    if data:
+        tls.write(data)
+        await loop.sock_sendall(client, outgoing.read())
+    await loop.sock_recv(client, 65536)  # tickets: the server is done as well
+    return client
 
 
 async def test_no_place_is_taken_from_a_request(start: Any, tools: Any, connect: Connect) -> None:
@@ -228,6 +363,8 @@ HOSTILE = {
     "a huge length": POST + b"Content-Length: 99999999999999999999\r\n\r\n",
     "a bad chunk": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
     "a huge chunk": POST + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\nabc",
+    "an upgrade with a bad chunk": POST
+    + b"Connection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
     "a chunk that is longer": POST + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcdef\r\n0\r\n\r\n",
 }
 
@@ -299,9 +436,33 @@ async def test_a_trailer_is_no_header(start: Any, connect: Connect) -> None:
     assert answer.startswith(b"HTTP/1.1 401")
 
 
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+
+
 async def test_an_upgrade_is_ignored(running: Any, connect: Connect) -> None:
-    data = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    data = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"
     assert (await raw(running, connect, data)).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "rest", [b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY), CHUNKED], ids=["a length", "chunks"]
+)
+@pytest.mark.parametrize("piece", [1, 50, 10_000])
+async def test_a_body_behind_a_declined_upgrade_is_read(
+    running: Any, connect: Connect, rest: bytes, piece: int
+) -> None:
+    """Java's HTTP client asks for HTTP/2 in the clear with its first request, whatever that is."""
+    ask = POST + UPGRADE + rest
+    last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    reader, writer = await connect(running)
+    data = ask * 3 + last
+    for at in range(0, len(data), piece):
+        writer.write(data[at : at + piece])
+        await asyncio.sleep(0)
+    answer = await all_of(reader)
+    assert answer.count(b"HTTP/1.1 200") == 4 and answer.index(b"version") > answer.rindex(b"text_completion")
+    assert [len(request.prompt_token_ids) for request in running.engine.requests] == [2] * 3
 
 
 # ---------------------------------------------------------------- bodies

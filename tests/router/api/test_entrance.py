@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from diptych.common.errors import Overloaded
-from diptych.router.api import connection as connection_module
-from diptych.router.api.entrance import GENERATING
+from common.errors import Overloaded
+from router.request.paths import GENERATING
+from router.server import http_connection as connection_module
 
 KEY = "alices-secret-key-1"
 PATHS = sorted(GENERATING)

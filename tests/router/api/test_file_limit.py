@@ -10,9 +10,9 @@ import sys
 import httpx
 import pytest
 
-from diptych.common.settings import RouterConfig
-from diptych.router.api.server import files_needed
-from diptych.router.dispatch.fleet import MAX_DISCOVERED
+from common.config import RouterConfig
+from router.fleet.fleet import MAX_DISCOVERED
+from router.server.server import connections_possible, files_needed
 
 LOW = 200
 NOBODY = "tcp://127.0.0.1:9"
@@ -25,11 +25,20 @@ def test_workers_that_may_be_discovered_count() -> None:
     assert files_needed(found) - files_needed(three) == (MAX_DISCOVERED - 3) * 8
 
 
+@pytest.mark.parametrize(("files", "connections"), [(100_000, 4096), (4000, 4000 - 256 - 8), (256, 128)])
+def test_no_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch, files: int, connections: int) -> None:
+    """Whoever finds no descriptor is cut off without a word; whoever finds no place hears 503."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    assert connections_possible(RouterConfig(decode=(NOBODY,))) == connections
+    with_tls = RouterConfig(decode=(NOBODY,), tls_cert="a.crt", tls_key="a.key")  # handshakes have descriptors too
+    assert connections_possible(with_tls) == min(4096, (2 * connections if files == 100_000 else connections) // 2)
+
+
 @pytest.mark.e2e
 def test_the_limit_is_raised_at_start_and_the_log_says_so() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     flags = f"--port 0 --log-json --model tiny-random --decode {NOBODY} --max-connections 300"
-    line = ["sh", "-c", f"ulimit -Sn {LOW}; exec {sys.executable} -P -m diptych.router {flags}"]
+    line = ["sh", "-c", f"ulimit -Sn {LOW}; exec {sys.executable} -P -m router {flags}"]
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:

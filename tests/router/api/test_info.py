@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import threading
 from typing import Any
 
+import orjson
 import pytest
 
-from diptych.common import __version__
+from common import __version__
+from common.model_files.tokenizer import Tokenizer
+from router.api import info
 
 
 async def test_health_and_ready(start: Any, tools: Any) -> None:
@@ -78,6 +82,57 @@ async def test_tokens_that_do_not_exist(running: Any) -> None:
     assert (await running.http.post("/detokenize", json={"tokens": [999]})).json()["error"]["param"] == "tokens"
 
 
+@pytest.mark.parametrize("most", [2_000, 500_000])  # a body of either size is looked at by other code
+async def test_a_text_that_is_too_long_to_be_tokenised(start: Any, most: int) -> None:
+    http = (await start(max_tokenize_bytes=most)).http
+    ok, long = "é" * (most // 2), "é" * (most // 2) + "e"
+    assert (await http.post("/tokenize", json={"prompt": ok})).json()["count"] == most
+    reply = await http.post("/tokenize", json={"prompt": long})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+    assert f"a prompt of {most + 1:,} bytes, at most {most:,}" in reply.json()["error"]["message"]
+    chat = {"messages": [{"role": "user", "content": long}]}
+    reply = await http.post("/tokenize", json=chat)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+    reply = await http.post("/v1/messages/count_tokens", json=chat)
+    assert reply.status_code == 400 and f"at most {most:,} are tokenised here" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("most", [500, 125_000])
+async def test_too_many_ids_to_be_made_into_text(start: Any, most: int) -> None:
+    http = (await start(max_tokenize_bytes=4 * most)).http
+    assert (await http.post("/detokenize", json={"tokens": [104] * most})).json() == {"prompt": "h" * most}
+    reply = await http.post("/detokenize", json={"tokens": [104] * (most + 1)})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
+    assert f"{most + 1:,} ids, at most {most:,}" in reply.json()["error"]["message"]
+
+
+async def test_what_may_be_tokenised_grows_with_the_model(running: Any, start: Any, tools: Any) -> None:
+    service = running.app.state.service
+    assert (service.max_tokenize_bytes, service.max_detokenize_ids) == (2**20, 2**18)
+    service = (await start(tools.Engine(max_model_len=2**17))).app.state.service
+    assert (service.max_tokenize_bytes, service.max_detokenize_ids) == (2**21, 2**19)
+
+
+async def test_long_answers_are_written_beside_the_event_loop(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[str] = set()
+
+    def noted(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(Tokenizer, "id_to_token", noted(Tokenizer.id_to_token))
+    monkeypatch.setattr(info, "_json", noted(info._json))
+    text = "hé" * 5000
+    reply = await running.http.post("/tokenize", json={"prompt": text, "return_token_strs": True})
+    body = orjson.loads(reply.content)
+    assert (body["count"], len(body["token_strs"])) == (15_000, 15_000)
+    assert (await running.http.post("/detokenize", json={"tokens": body["tokens"]})).json() == {"prompt": text}
+    assert threads and all(name.startswith("text-long") for name in threads)
+
+
 async def test_what_a_remote_tokenizer_asks(running: Any) -> None:
     info = (await running.http.get("/tokenizer_info")).json()
     assert (info["bos_token"], info["eos_token"], info["eos_token_id"]) == ("<|bos|>", "<|im_end|>", 259)
@@ -115,17 +170,17 @@ async def test_the_schema_has_every_endpoint_and_real_models(running: Any) -> No
 
 
 async def test_answers_are_what_the_schema_says(running: Any) -> None:
-    from diptych.router.api import responses
+    from router.api import schema
 
     whole = {"max_tokens": 2, "return_token_ids": True}
     chat = (await running.chat(logprobs=True, top_logprobs=2, **whole)).content
-    responses.ChatCompletion.model_validate_json(chat, extra="forbid", strict=True)
+    schema.ChatCompletion.model_validate_json(chat, extra="forbid", strict=True)
     completion = (await running.completion(logprobs=2, **whole)).content
-    responses.Completion.model_validate_json(completion, extra="forbid", strict=True)
+    schema.Completion.model_validate_json(completion, extra="forbid", strict=True)
     for path, model in (
-        ("/v1/models", responses.ModelList), ("/load", responses.Load), ("/tokenizer_info", responses.TokenizerInfo),
-        ("/version", responses.Version), ("/ready", responses.Status),
+        ("/v1/models", schema.ModelList), ("/load", schema.Load), ("/tokenizer_info", schema.TokenizerInfo),
+        ("/version", schema.Version), ("/ready", schema.Status),
     ):  # fmt: skip
         model.model_validate_json((await running.http.get(path)).content, strict=True)
     error = (await running.completion(n=0)).content
-    responses.ErrorBody.model_validate_json(error, extra="forbid", strict=True)
+    schema.ErrorBody.model_validate_json(error, extra="forbid", strict=True)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from diptych.common.errors import InvalidRequest, RequestError
-from diptych.router.api.body import parse
-from diptych.router.api.fields import MAX_PARTS, ChatRequest, CompletionRequest, DetokenizeRequest
-from diptych.router.api.large_body import LARGE_BYTES, MAX_FIELD_BYTES, parse_large
+from common.errors import InvalidRequest, RequestError
+from router.request.body import parse
+from router.request.fields import MAX_PARTS, ChatRequest, CompletionRequest, DetokenizeRequest
+from router.request.large_body import LARGE_BYTES, MAX_FIELD_BYTES, parse_large
 
 MAX_LEN = 100_000
+MAX_IDS = 300_000
 PADDING = "x" * LARGE_BYTES
 PART = {"type": "text", "text": "hi"}
 
@@ -59,7 +60,7 @@ def outcome(parsed: Any) -> Any:
 )
 def test_a_large_body_means_what_a_small_one_means(model: type[BaseModel], body: dict[str, Any]) -> None:
     for data in (json.dumps(body).encode(), json.dumps(body, indent=1, ensure_ascii=False).encode()):
-        assert outcome(lambda data=data: parse_large(data, model, MAX_LEN)) == outcome(
+        assert outcome(lambda data=data: parse_large(data, model, MAX_LEN, MAX_IDS)) == outcome(
             lambda data=data: parse(data, model)
         )
 
@@ -77,7 +78,7 @@ def test_a_large_body_means_what_a_small_one_means(model: type[BaseModel], body:
 )
 def test_what_is_no_json_object(data: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        parse_large(data, CompletionRequest, MAX_LEN)
+        parse_large(data, CompletionRequest, MAX_LEN, MAX_IDS)
 
 
 @pytest.mark.parametrize(
@@ -86,15 +87,15 @@ def test_what_is_no_json_object(data: bytes, message: str) -> None:
 )
 def test_token_ids_that_do_not_fit_are_counted_and_not_made(prompt: Any, param: str) -> None:
     data = json.dumps({"prompt": prompt}).encode()
-    with pytest.raises(RequestError, match="the prompt has 100,000 tokens and the model takes 100,000") as caught:
-        parse_large(data, CompletionRequest, MAX_LEN)
+    with pytest.raises(RequestError, match="length is 100000 tokens.*100000 in the prompt") as caught:
+        parse_large(data, CompletionRequest, MAX_LEN, MAX_IDS)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
 
 
 def test_a_field_beside_the_prompt_has_a_bound() -> None:
     data = json.dumps(chat("hi", chat_template_kwargs={"x": "a" * MAX_FIELD_BYTES})).encode()
     with pytest.raises(InvalidRequest, match="chat_template_kwargs: may have at most 1,048,576 bytes"):
-        parse_large(data, ChatRequest, MAX_LEN)
+        parse_large(data, ChatRequest, MAX_LEN, MAX_IDS)
 
 
 async def test_small_requests_do_not_wait_for_large_ones(running: Any, tools: Any) -> None:

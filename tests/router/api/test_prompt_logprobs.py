@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diptych.router.api.logprobs import LogprobShapes
+from router.generation.logprobs import LogprobShapes
 
 ECHO = {
     "tokens": ["h", "i", "T", "h"],

@@ -11,14 +11,16 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from diptych.common.model.files import ModelFiles
-from diptych.router.text.pipeline import TextPipeline
+from common.model_files.files import ModelFiles
+from router.text.pipeline import TextPipeline
 
 THOUGHT = "The user greets. I greet."
 ANSWER = f"<think>\n{THOUGHT}\n</think>\n\nHello!"
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
-TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
+TEMPLATE = """{% if reasoning_effort %}Effort: {{ reasoning_effort }}
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% if opened %}<think>
@@ -64,6 +66,30 @@ async def test_streamed(start: Any, tools: Any, per_event: int) -> None:
     assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == THOUGHT
     assert "".join(delta.get("content") or "" for delta in deltas) == "Hello!"
     assert "think" not in json.dumps(events)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": HI, "reasoning_effort": "high"}),
+        ("/v1/chat/completions", {"messages": HI, "chat_template_kwargs": {"reasoning_effort": "high"}}),
+        ("/v1/responses", {"input": "hi", "reasoning": {"effort": "high"}}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 9, "output_config": {"effort": "high"}}),
+    ],
+)
+async def test_the_template_is_told_how_much_to_think(
+    thinking: Any, text: TextPipeline, path: str, fields: dict[str, Any]
+) -> None:
+    assert (await thinking.http.post(path, json=fields)).status_code == 200
+    prompt = text.tokenizer.decode(thinking.engine.requests[0].prompt_token_ids)
+    assert prompt.startswith("Effort: high\n")
+
+
+async def test_no_effort_at_all_is_no_thought(thinking: Any, text: TextPipeline) -> None:
+    for fields in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}, {}):
+        await thinking.chat(**fields)
+    ends = [text.tokenizer.decode(request.prompt_token_ids)[-12:] for request in thinking.engine.requests]
+    assert ["</think>" in end for end in ends] == [True, True, False]
 
 
 async def test_a_template_that_opens_the_thought(start: Any, tools: Any) -> None:
@@ -162,3 +188,31 @@ async def test_the_responses_api_leaves_thoughts_out(thinking: Any) -> None:
         async with sdk.responses.stream(model="tiny-random", input="hi") as stream:
             streamed = await stream.get_final_response()
     assert response.output_text == streamed.output_text == "Hello!"
+
+
+@pytest.mark.parametrize("per_event", [1, 7, 1000])
+async def test_log_probabilities_of_a_response_are_those_of_its_text(start: Any, tools: Any, per_event: int) -> None:
+    running = await answering(start, tools, f"<think>hm</think>\n\nHello. {CALL}\nBye.", per_event)
+    asked: Any = {"model": "tiny-random", "input": "hi", "include": ["message.output_text.logprobs"]}
+    asked["tools"] = [{"type": "function", "name": "now", "parameters": None, "strict": None}]
+    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as sdk:
+        whole = await sdk.responses.create(**asked)
+        async with sdk.responses.stream(**asked) as stream:
+            streamed = await stream.get_final_response()
+    for response in (whole, streamed):
+        messages = [item for item in response.output if item.type == "message"]
+        shown = [(part.text, "".join(token.token for token in part.logprobs)) for m in messages for part in m.content]  # type: ignore[union-attr]
+        assert shown == [("Hello. ", "Hello. "), ("Bye.", "Bye.")]
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 40))
+async def test_no_part_of_a_mark_is_shown_wherever_an_answer_is_cut_off(
+    start: Any, tools: Any, num_tokens: int
+) -> None:
+    running = await answering(start, tools, f"<think>hm</think>\n{CALL}")
+    fields = {"max_tokens": num_tokens, "tools": TOOLS}
+    message = (await running.chat(**fields)).json()["choices"][0]["message"]
+    deltas = [event["choices"][0]["delta"] for event in (await running.events("chat", **fields))[:-1]]
+    for name in ("content", "reasoning_content"):
+        assert (message.get(name) or "") == "".join(delta.get(name) or "" for delta in deltas)
+        assert (message.get(name) or "") in ("", "h", "hm") and "hm" not in (message["content"] or "")

@@ -10,8 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from diptych.common.errors import InternalError
-from diptych.router.api.responses_fields import ResponsesRequest
+from common.errors import InternalError
+from router.api.responses_fields import ResponsesRequest
 
 ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -248,7 +248,7 @@ async def test_the_form_comes_back(running: Any) -> None:
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 10**6}, "1,000,000"),
+        ({"max_output_tokens": 10**6}, "1000000"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         (

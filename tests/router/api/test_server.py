@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.common.errors import Unavailable
-from diptych.common.settings import RouterConfig
-from diptych.router.api.app import build_app
-from diptych.router.api.server import listen, serve, stop_on_signals
-from diptych.router.metrics import RouterMetrics
+from common.config import RouterConfig
+from common.errors import Unavailable
+from router.observe.metrics import RouterMetrics
+from router.server.app import build_app
+from router.server.server import listen, serve, stop_on_signals
 
 
 class Served:
@@ -78,7 +78,7 @@ async def test_answers_that_take_too_long_end_with_an_error(served: Served, tool
 # ---------------------------------------------------------------- the process
 
 FLAGS = ["--model", "tiny-random", "--decode", "tcp://127.0.0.1:1"]
-COMMAND = [sys.executable, "-P", "-m", "diptych.router", *FLAGS]
+COMMAND = [sys.executable, "-P", "-m", "router", *FLAGS]
 
 
 @pytest.mark.e2e

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diptych.common.sampling_params import MAX_GRAMMAR_CHARS
+from common.wire.sampling_params import MAX_GRAMMAR_CHARS
 
 from ..answers import is_answer
 
@@ -98,7 +98,11 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/x"}}}]}, "tools", "exist"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
     ({"tool_choice": "always"}, "tool_choice", "'required'"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice.function.name",
+        "'g'",
+    ),
     ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex", "with tools only JSON"),
 ]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from diptych.common.errors import ConfigError, Unavailable
-from diptych.common.settings import RouterConfig
-from diptych.router.dispatch.client import RequestTimeline
-from diptych.router.tracing import Phase, Tracing, phases
+from common.config import RouterConfig
+from common.errors import ConfigError, Unavailable
+from router.dispatch.client import RequestTimeline
+from router.generation.tracing import Phase, Tracing, phases
 
 from ...collector import Collector, attributes
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from diptych.common.cluster_access import ClusterAccess
-from diptych.common.kubernetes import KubernetesClient
-from diptych.router.discovery.endpoint import Endpoint
-from diptych.router.discovery.kubernetes_source import KubernetesSource
+from common.cluster.access import ClusterAccess
+from common.cluster.api import KubernetesClient
+from router.discovery.endpoint import Endpoint
+from router.discovery.kubernetes_source import KubernetesSource
 
 from ...kubernetes_api import KubernetesAPI
 

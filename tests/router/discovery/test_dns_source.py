@@ -7,8 +7,8 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from diptych.router.discovery.dns_source import DNSSource, resolve
-from diptych.router.discovery.endpoint import Endpoint
+from router.discovery.dns_source import DNSSource, resolve
+from router.discovery.endpoint import Endpoint
 
 P, D = "p.example:7001", "d.example:7002"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from diptych.router.discovery.endpoint import Endpoint
-from diptych.router.discovery.slices import EndpointSlice, SliceStore, parse
+from router.discovery.endpoint import Endpoint
+from router.discovery.slices import EndpointSlice, SliceStore, parse
 
 from ...kubernetes_api import endpoint
 

@@ -11,8 +11,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from diptych.common.message_fields import unpack_tokens
-from diptych.common.messages import (
+from common.config import RouterConfig
+from common.wire.codec import decode, encode
+from common.wire.message_fields import unpack_tokens
+from common.wire.messages import (
     AbortRequest,
     AnyMessage,
     DecodeRequest,
@@ -27,13 +29,10 @@ from diptych.common.messages import (
     TokenOutput,
     WorkerHeartbeat,
     WorkerHello,
-    decode,
-    encode,
 )
-from diptych.common.sampling_params import SamplingParams, TokenLogprobs
-from diptych.common.settings import RouterConfig
-from diptych.router.dispatch.client import GenerationRequest, TokenEvent
-from diptych.router.dispatch.dispatcher import Dispatcher
+from common.wire.sampling_params import SamplingParams, TokenLogprobs
+from router.dispatch.client import GenerationRequest, TokenEvent
+from router.dispatch.dispatcher import Dispatcher
 
 PATIENT_S = 1.0
 """Silence that is no worker's fault, on a machine that has other things to do, is shorter. Deaths are told at once."""

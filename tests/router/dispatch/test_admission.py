@@ -1,10 +1,10 @@
 import pytest
 
-from diptych.common.errors import Overloaded
-from diptych.common.messages import TokenDelta, WorkerHeartbeat, WorkerHello
-from diptych.common.sampling_params import SamplingParams
-from diptych.common.settings import RouterConfig
-from diptych.router.dispatch.admission import (
+from common.config import RouterConfig
+from common.errors import Overloaded
+from common.wire.messages import TokenDelta, WorkerHeartbeat, WorkerHello
+from common.wire.sampling_params import SamplingParams
+from router.dispatch.admission import (
     MAX_RETRY_AFTER_S,
     Admission,
     lasting_s,
@@ -13,11 +13,11 @@ from diptych.router.dispatch.admission import (
     refusal,
     waits_of,
 )
-from diptych.router.dispatch.client import GenerationRequest
-from diptych.router.dispatch.flight import Assignment, Flight
-from diptych.router.dispatch.load import DispatchCounters
-from diptych.router.dispatch.patience import NUM_REFUSED, NUM_WINDOWS, WINDOW_S
-from diptych.router.dispatch.registry import WorkerRegistry
+from router.dispatch.client import GenerationRequest
+from router.dispatch.load import DispatchCounters
+from router.dispatch.patience import NUM_REFUSED, NUM_WINDOWS, WINDOW_S
+from router.dispatch.request_state import Assignment, RequestState
+from router.fleet.registry import WorkerRegistry
 
 
 def worker(role: str = "prefill", *, service_s: float = 0.0, **beat: object):
@@ -189,14 +189,14 @@ def first_token(admission, prefill, num_tokens, after_s):
     """A prompt is placed on `prefill` at 0 and its first token comes."""
     registry = admission._registry
     request = GenerationRequest("r", [1] * num_tokens, SamplingParams(max_tokens=2))
-    flight = Flight(request, 0.0)
+    state = RequestState(request, 0.0)
     booking = registry.book(prefill.address, num_tokens=num_tokens, num_blocks=1)
     assignment = Assignment("prefill", prefill.address, "p", 1, 0, booking, 0, 0)
-    flight.assigned(assignment, 0.0)
-    admission.expect(flight)
-    admission.learn(flight, assignment, after_s)
-    flight.received(assignment, TokenDelta("r", 0, 0, (7,)), after_s)
-    admission.learn(flight, assignment, 100.0)  # what comes later is no first token
+    state.assigned(assignment, 0.0)
+    admission.expect(state)
+    admission.learn(state, assignment, after_s)
+    state.received(assignment, TokenDelta("r", 0, 0, (7,)), after_s)
+    admission.learn(state, assignment, 100.0)  # what comes later is no first token
     registry.release(booking)
 
 
@@ -235,19 +235,19 @@ def test_a_short_prediction_that_proves_wrong_says_nothing():
 
 def placed(admission, worker, num_tokens, now):
     """A prompt that waits at `worker`."""
-    flight = Flight(GenerationRequest(f"r{now}", [1] * num_tokens, SamplingParams(max_tokens=2)), now)
+    state = RequestState(GenerationRequest(f"r{now}", [1] * num_tokens, SamplingParams(max_tokens=2)), now)
     booking = admission._registry.book(worker.address, num_tokens=num_tokens, num_blocks=1)
-    flight.assigned(Assignment(worker.role, worker.address, worker.worker_id, 1, 0, booking, 0, 0), now)
-    admission.expect(flight)
-    return flight
+    state.assigned(Assignment(worker.role, worker.address, worker.worker_id, 1, 0, booking, 0, 0), now)
+    admission.expect(state)
+    return state
 
 
-def overload(admission, flights, now=0.0):
+def overload(admission, states, now=0.0):
     """Refusals for as long as it takes; what is shed at the end."""
     for turn in range(NUM_WINDOWS + 1):
         for _ in range(NUM_REFUSED):
             assert refuses(admission, 1000)
-        if shed := admission.shed(flights, now + turn * WINDOW_S):
+        if shed := admission.shed(states, now + turn * WINDOW_S):
             return dict(shed)
     return {}
 
@@ -255,67 +255,67 @@ def overload(admission, flights, now=0.0):
 def test_an_overload_that_lasts_makes_the_queue_short():
     prefill = worker(full_tokens_per_s=1000.0)
     admission = admission_of(prefill, decode(), slo_ttft_ms=0.0)
-    flights = [placed(admission, prefill, 100, now / 10) for now in range(350)]
+    states = [placed(admission, prefill, 100, now / 10) for now in range(350)]
     assert admission.limit_s == 30.0
-    shed = overload(admission, reversed(flights))
+    shed = overload(admission, reversed(states))
     assert admission.limit_s == 0.5
-    assert list(shed) == flights[6:], "who came first keeps his place"
-    error = shed[flights[10]]
+    assert list(shed) == states[6:], "who came first keeps his place"
+    error = shed[states[10]]
     assert (error.status, error.retry_after_s) == (429, 1.0)
     assert "1.0 s more" in error.message and "the most is 0.5 s" in error.message
-    for flight in shed:
-        admission._registry.release(flight.waits_for.booking)
+    for state in shed:
+        admission._registry.release(state.waits_for.booking)
     assert refuses(admission, 1000), "0.6 s of prompts are there"
-    admission._registry.release(flights[0].waits_for.booking)
+    admission._registry.release(states[0].waits_for.booking)
     assert not refuses(admission, 1000)
 
 
 def test_a_short_queue_has_room_for_a_few_prompts_however_long():
     prefill = worker(full_tokens_per_s=1000.0)
     admission = admission_of(prefill, decode(), slo_ttft_ms=0.0)
-    flights = [placed(admission, prefill, 2000, float(now)) for now in range(100)]
-    shed = overload(admission, flights)
+    states = [placed(admission, prefill, 2000, float(now)) for now in range(100)]
+    shed = overload(admission, states)
     assert admission.limit_s == pytest.approx(6.0, abs=0.1)
-    assert list(shed) == flights[3:]
-    for flight in shed:
-        admission._registry.release(flight.waits_for.booking)
+    assert list(shed) == states[3:]
+    for state in shed:
+        admission._registry.release(state.waits_for.booking)
     assert refuses(admission, 1000)
-    admission._registry.release(flights[0].waits_for.booking)
+    admission._registry.release(states[0].waits_for.booking)
     assert not refuses(admission, 1000)
 
 
 def test_places_of_decode_workers_are_waited_for_in_turn():
     batch = decode(service_s=40.0, num_running=4)
     admission = admission_of(worker(), batch, slo_ttft_ms=0.0, local_prefill_threshold=2000)
-    flights = [placed(admission, batch, 1, float(now)) for now in range(20)]
-    waits = [wait_s for _, wait_s in waits_of(flights, admission._registry.workers)]
+    states = [placed(admission, batch, 1, float(now)) for now in range(20)]
+    waits = [wait_s for _, wait_s in waits_of(states, admission._registry.workers)]
     assert waits == [10.0 * (1 + turn) for turn in range(20)]
 
 
 def test_whose_stream_has_begun_is_never_shed():
     prefill = worker(full_tokens_per_s=1000.0)
     admission = admission_of(prefill, decode(), slo_ttft_ms=0.0)
-    flights = [placed(admission, prefill, 1000, float(now)) for now in range(40)]
-    late = flights[20]
+    states = [placed(admission, prefill, 1000, float(now)) for now in range(40)]
+    late = states[20]
     late.received(late.waits_for, TokenDelta("r", 0, 0, (7,)), 20.0)
-    shed = overload(admission, flights)
-    assert late not in shed and flights[19] in shed
+    shed = overload(admission, states)
+    assert late not in shed and states[19] in shed
 
 
 def test_with_an_slo_the_queue_is_short_already():
     prefill = worker(full_tokens_per_s=1000.0)
     admission = admission_of(prefill, decode(), slo_ttft_ms=500.0)
-    flights = [placed(admission, prefill, 100, float(now)) for now in range(20)]
-    assert overload(admission, flights) == {}
+    states = [placed(admission, prefill, 100, float(now)) for now in range(20)]
+    assert overload(admission, states) == {}
     assert admission.limit_s == 0.5
 
 
 def test_patience_comes_back_when_all_can_be_served():
     prefill = worker(full_tokens_per_s=1000.0)
     admission = admission_of(prefill, decode(), slo_ttft_ms=0.0)
-    flights = [placed(admission, prefill, 1000, float(now)) for now in range(40)]
-    assert overload(admission, flights)
-    for flight in flights:
-        admission._registry.release(flight.waits_for.booking)
+    states = [placed(admission, prefill, 1000, float(now)) for now in range(40)]
+    assert overload(admission, states)
+    for state in states:
+        admission._registry.release(state.waits_for.booking)
     assert admission.shed([], 1000.0) == []
     assert admission.limit_s == 30.0

@@ -8,10 +8,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from diptych.common.curve import Curve
-from diptych.common.key_file import KeyPair
-from diptych.common.messages import AbortRequest, RouterHeartbeat, decode
-from diptych.router.dispatch.connection import Connection, ConnectionEvents
+from common.wire.codec import decode
+from common.wire.curve import Curve
+from common.wire.curve_keys import KeyPair
+from common.wire.messages import AbortRequest, RouterHeartbeat
+from router.fleet.worker_connection import Connection, ConnectionEvents
 
 
 class Recorder:

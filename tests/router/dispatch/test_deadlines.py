@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from diptych.common.errors import FatalRequest, Overloaded, Unavailable
-from diptych.common.messages import AbortRequest, DecodeRequest, PrefillRequest
-from diptych.router.dispatch import patience
+from common.errors import FatalRequest, Overloaded, Unavailable
+from common.wire.messages import AbortRequest, DecodeRequest, PrefillRequest
+from router.dispatch import patience
 
 PROMPT = list(range(1, 13))
 
@@ -119,10 +119,10 @@ async def test_a_long_stream_outlives_more_workers_than_it_may_retry(cluster, to
     worker = cluster.decode[0]
     worker.token_s = 0.005
     task = asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT, max_tokens=60)))
-    await tools.until(lambda: dispatcher._flights)
-    (flight,) = dispatcher._flights.values()
+    await tools.until(lambda: dispatcher._states)
+    (state,) = dispatcher._states.values()
     for deaths in range(1, 5):
-        await tools.until(lambda goal=10 * deaths: len(flight.stream.token_ids) >= goal)
+        await tools.until(lambda goal=10 * deaths: len(state.stream.token_ids) >= goal)
         worker.die()
         await worker.restart()
     tokens, last = await task
@@ -194,15 +194,15 @@ async def test_a_worker_that_was_only_silent_makes_nobody_a_suspect(cluster, too
         worker.token_s = 30.0
     work = asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT)))
     await tools.until(lambda: any(worker.of(DecodeRequest) for worker in cluster.decode))
-    (flight,) = dispatcher._flights.values()
-    now, decode = time.monotonic(), flight.decode
-    flight.moves(decode, "silent", now, died=True)
-    flight.moves(decode, "silent again", now, died=True)
-    assert flight.num_deaths == 1  # one life ends once
-    flight.moves(dataclasses.replace(decode, epoch=decode.epoch + 1), "restarted, and silent", now, died=True)
-    assert flight.num_deaths == 2 and flight.num_fruitless == 3
+    (state,) = dispatcher._states.values()
+    now, decode = time.monotonic(), state.decode
+    state.record_failure(decode, "silent", now, died=True)
+    state.record_failure(decode, "silent again", now, died=True)
+    assert state.num_deaths == 1  # one life ends once
+    state.record_failure(dataclasses.replace(decode, epoch=decode.epoch + 1), "restarted, and silent", now, died=True)
+    assert state.num_deaths == 2 and state.num_fruitless == 3
     dispatcher.on_ready(decode.address)
-    assert flight.num_deaths == 1  # its earlier life goes on; the other one does not
+    assert state.num_deaths == 1  # its earlier life goes on; the other one does not
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
 

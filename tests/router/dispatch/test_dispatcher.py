@@ -3,12 +3,14 @@
 import asyncio
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import uvloop
 
-from diptych.common.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from diptych.common.messages import AbortRequest, DecodeRequest, PrefillRequest, ResetPrefixCache
+from common.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from common.wire.messages import AbortRequest, DecodeRequest, PrefillRequest, ResetPrefixCache
+from router.dispatch.dispatcher import MAX_PLACED_A_TURN
 
 PROMPT = list(range(1, 13))
 
@@ -239,8 +241,8 @@ async def test_a_slow_reader_gets_everything_in_fewer_events(cluster, tools):
     dispatcher = await cluster.start()
     stream = dispatcher.generate(tools.request(PROMPT, max_tokens=50))
     tokens = list((await anext(stream)).token_ids)
-    flight = next(iter(dispatcher._flights.values()))
-    await tools.until(lambda: flight.done)
+    state = next(iter(dispatcher._states.values()))
+    await tools.until(lambda: state.done)
     rest = [event.token_ids async for event in stream]
     assert len(rest) <= 1
     assert tokens + [token for event in rest for token in event] == tools.expected(PROMPT, 50)
@@ -293,6 +295,35 @@ def test_it_runs_on_uvloop(tools):
 
 
 def test_importing_the_dispatcher_loads_no_torch():
-    code = "import sys, diptych.router.dispatch.dispatcher; print([m for m in ('torch', 'triton') if m in sys.modules])"
+    code = "import sys, router.dispatch.dispatcher; print([m for m in ('torch', 'triton') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert out.stdout.strip() == "[]"
+
+
+async def test_a_long_queue_is_placed_without_holding_the_event_loop(cluster, tools, monkeypatch):
+    dispatcher = await cluster.start(prefill=0)
+    cluster.decode[0].die()
+    await tools.until(lambda: not dispatcher.fleet.registry.ready("decode"))
+    tasks = [asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT))) for _ in range(100)]
+    await tools.until(lambda: len(dispatcher._queue) == 100)
+    turn, turns, place = 0, [], dispatcher._placement.place
+
+    def noted(state, now):
+        placed = place(state, now)
+        if placed:
+            turns.append(turn)
+        return placed
+
+    async def count():
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    monkeypatch.setattr(dispatcher._placement, "place", noted)
+    await cluster.decode[0].restart()
+    for task in tasks:
+        assert (await task)[0] == tools.expected(PROMPT, 8)
+    counting.cancel()
+    assert max(Counter(turns).values()) <= 2 * MAX_PLACED_A_TURN  # a tick may come in the same turn

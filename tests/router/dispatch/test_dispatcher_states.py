@@ -1,6 +1,8 @@
 """The dispatcher over an imagined fleet, under any order of deaths, restarts, pauses, losses, repetitions and aborts.
 
-Each request ends exactly once and with the tokens of an undisturbed run, and nothing stays booked.
+Each request ends exactly once and with the tokens of an undisturbed run, and nothing stays booked. Where workers round
+differently, or have other weights, each token is one that some worker computes behind exactly those before it, by the
+weights of the first.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,8 +20,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from diptych.common.message_fields import unpack_tokens
-from diptych.common.messages import (
+from common.config import RouterConfig
+from common.wire.message_fields import unpack_tokens
+from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
     HandOver,
@@ -32,11 +35,10 @@ from diptych.common.messages import (
     WorkerHeartbeat,
     WorkerHello,
 )
-from diptych.common.sampling_params import SamplingParams
-from diptych.common.settings import RouterConfig
-from diptych.router.dispatch.client import GenerationRequest
-from diptych.router.dispatch.connection import Connection
-from diptych.router.dispatch.dispatcher import Dispatcher
+from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import GenerationRequest
+from router.dispatch.dispatcher import Dispatcher
+from router.fleet.worker_connection import Connection
 
 BEAT_S, TIMEOUT_S, TOKEN_TIMEOUT_S = 0.25, 1.0, 4.0
 POOLS = ("prefill", "prefill", "decode", "decode", "decode")
@@ -44,9 +46,13 @@ T = TypeVar("T")
 KV = dict[tuple[str, int, str, int], list[int]]
 
 
-def next_token(tokens: list[int]) -> int:
+ROUNDINGS = range(3)
+
+
+def next_token(tokens: list[int], rounding: int = 0, weights: int = 0) -> int:
     """Depends on the whole sequence, so a lost or repeated token shows."""
-    return (sum((i + 1) * t for i, t in enumerate(tokens)) * 31 + len(tokens)) % 997
+    exact = (sum((i + 1) * t for i, t in enumerate(tokens)) * 31 + len(tokens)) % 997
+    return exact + 1000 * rounding + 10_000 * weights
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
@@ -54,6 +60,16 @@ def expected(prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
+
+
+def follows(prompt: list[int], tokens: list[int]) -> bool:
+    """Whether workers of one model may have made these tokens, each behind those before it."""
+    weights = {token // 10_000 for token in tokens}
+    known = [*prompt, *tokens]
+    possible = (
+        {next_token(known[:i], r, w) for r in ROUNDINGS for w in weights} for i in range(len(prompt), len(known))
+    )
+    return len(weights) <= 1 and all(token in choices for token, choices in zip(tokens, possible, strict=True))
 
 
 @dataclass
@@ -73,6 +89,8 @@ class Worker:
     role: str
     address: str
     kv: KV
+    rounding: int = 0
+    weights: int = 0
     epoch: int = 1
     alive: bool = True
     awake: bool = True
@@ -89,7 +107,8 @@ class Worker:
     @property
     def hello(self) -> WorkerHello:
         return WorkerHello(
-            worker_id=self.name, role=self.role, epoch=self.epoch, fingerprint="f", model="m", block_size=4,
+            worker_id=self.name, role=self.role, epoch=self.epoch, fingerprint=f"{self.weights}", model="m",
+            weights=f"{self.weights}", block_size=4,
             num_blocks=1000, max_model_len=4096, max_num_seqs=8,
             kv_address="tcp://127.0.0.1:1" if self.role == "decode" else "",
         )  # fmt: skip
@@ -143,7 +162,7 @@ class Worker:
             return
         known = job.tokens[len(unpack_tokens(request.prompt)) - request.num_output_tokens + job.index :]
         if not known:
-            known = [next_token(job.tokens)]
+            known = [next_token(job.tokens, self.rounding, self.weights)]
             job.tokens += known
         self.put(job, known)
         if isinstance(request, PrefillRequest):
@@ -186,6 +205,11 @@ class Worker:
             request_id = list(self.jobs)[number % len(self.jobs)]
             self.fail(request_id, self.jobs.pop(request_id).request.attempt, "queue")
 
+    def go_on(self) -> None:
+        """Say of every request that it makes progress."""
+        for request_id, job in self.jobs.items() if self.awake else ():
+            self.send(TokenDelta(request_id, job.request.attempt, job.index, ()))
+
     def forget(self) -> None:
         self.jobs.clear()
         self.inbox.clear()
@@ -204,18 +228,25 @@ class Asked:
 
 
 class DispatcherMachine(RuleBasedStateMachine):
+    roundings: Sequence[int] = (0,) * len(POOLS)
+    weights: Sequence[int] = (0,) * len(POOLS)
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 100.0
         self.num_lost = 0
         self.kv: KV = {}
-        self.workers = [Worker(role, f"tcp://127.0.0.1:{number}", self.kv) for number, role in enumerate(POOLS, 1)]
+        self.workers = [
+            Worker(role, f"tcp://127.0.0.1:{number}", self.kv, rounding, weights)
+            for number, (role, rounding, weights) in enumerate(zip(POOLS, self.roundings, self.weights, strict=True), 1)
+        ]
         self.by_address = {worker.address: worker for worker in self.workers}
         self.asked: list[Asked] = []
         self.said: list[tuple[Worker, Message]] = []
         self.loop = asyncio.new_event_loop()
         self.patch = patch.object(Connection, "send", lambda connection, message: self.carry(connection, message))
         self.patch.start()
+        self.blamed: list[str] = []
         self.dispatcher = self.run(self.make_dispatcher)
         for worker in self.workers:
             self.greet(worker)
@@ -231,6 +262,10 @@ class DispatcherMachine(RuleBasedStateMachine):
         dispatcher = Dispatcher(config)
         dispatcher._open = True
         dispatcher._clock = dispatcher.fleet._clock = lambda: self.now
+        recover = dispatcher._recovery.recover
+        dispatcher._recovery.recover = lambda state, failed, reason, now, **how: (  # type: ignore[method-assign]
+            self.blamed.append(reason) or recover(state, failed, reason, now, **how)  # type: ignore[func-returns-value]
+        )
         return dispatcher
 
     # ------------------------------------------------------------ what can happen
@@ -287,6 +322,15 @@ class DispatcherMachine(RuleBasedStateMachine):
             worker.forget()
             self.run(lambda: self.dispatcher.fleet._on_cut(worker.address))
 
+    @precondition(lambda self: any(self.transferring()))
+    @rule()
+    def die_in_transfer(self) -> None:
+        """The client has its first token, the decode worker not yet its KV."""
+        victim = self.transferring()[0]
+        self.kv.clear()
+        self.num_lost += 1
+        self.die(self.workers.index(victim), False)
+
     @rule(index=st.integers(0, 4))
     def restart(self, index: int) -> None:
         worker = self.workers[index]
@@ -313,6 +357,10 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 4), number=st.integers(0, 99))
     def refuse(self, index: int, number: int) -> None:
         self.workers[index].refuse(number)
+
+    @rule(index=st.integers(0, 4))
+    def go_on(self, index: int) -> None:
+        self.workers[index].go_on()
 
     @rule(index=st.integers(0, 4), outgoing=st.booleans())
     def lose(self, index: int, outgoing: bool) -> None:
@@ -342,13 +390,18 @@ class DispatcherMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_wrong_was_streamed(self) -> None:
         for asked in self.asked:
-            assert asked.tokens == expected(asked.prompt, asked.count)[: len(asked.tokens)]
+            assert self.is_right(asked)
             assert len(asked.ends) <= 1
 
     @invariant()
+    def nobody_is_blamed_for_rounding(self) -> None:
+        """All of them are honest."""
+        assert not [reason for reason in self.blamed if "other tokens" in reason]
+
+    @invariant()
     def bookings_belong_to_requests(self) -> None:
-        flights = self.dispatcher._flights.values()
-        used = [a.booking.serial for f in flights for a in (f.prefill, f.decode, f.successor) if a is not None]
+        states = self.dispatcher._states.values()
+        used = [a.booking.serial for f in states for a in (f.prefill, f.decode, f.successor) if a is not None]
         booked = [serial for worker in self.dispatcher.fleet.registry.workers.values() for serial in worker.bookings]
         assert set(booked) <= set(used)
         assert len(used) == len(set(used))
@@ -372,14 +425,16 @@ class DispatcherMachine(RuleBasedStateMachine):
                 self.pass_time(BEAT_S)
             for asked in self.asked:
                 assert asked.ends in (["length"], ["aborted"])
-                assert asked.ends == ["aborted"] or asked.tokens == expected(asked.prompt, asked.count)
+                assert asked.ends == ["aborted"] or len(asked.tokens) == asked.count
+                assert self.is_right(asked)
+            self.nobody_is_blamed_for_rounding()
             self.pass_time(BEAT_S)
             for worker in self.workers:
                 while worker.inbox:
                     worker.read()
                 # One that speaks is told to forget it; one that waits for KV in vain has deadlines of its own.
                 assert all(job.tokens is None and self.num_lost for job in worker.jobs.values())
-            assert not self.dispatcher._flights
+            assert not self.dispatcher._states
             assert not self.dispatcher._queue
             for known in self.dispatcher.fleet.registry.workers.values():
                 assert (known.booked.num_requests, known.booked.num_tokens, known.booked.num_blocks) == (0, 0, 0)
@@ -392,10 +447,22 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ inside
 
+    def is_right(self, asked: Asked) -> bool:
+        """Whether what was streamed is what honest workers make."""
+        if any(self.roundings) or any(self.weights):
+            return follows(asked.prompt, asked.tokens)
+        return asked.tokens == expected(asked.prompt, asked.count)[: len(asked.tokens)]
+
     def streaming(self) -> list[Worker]:
         """Decode workers whose tokens come."""
-        decode = [flight.decode for flight in self.dispatcher._flights.values() if not flight.done]
+        decode = [state.decode for state in self.dispatcher._states.values() if not state.done]
         return [self.by_address[one.address] for one in decode if one is not None and one.delivered]
+
+    def transferring(self) -> list[Worker]:
+        """Prefill workers that have sent a first token, of which the decode worker has not told yet."""
+        states = [state for state in self.dispatcher._states.values() if state.stage == "transfer"]
+        prefill = [self.by_address[state.prefill.address] for state in states if state.prefill is not None]
+        return [worker for worker in prefill if worker.alive]
 
     async def consume(self, request: GenerationRequest, asked: Asked) -> None:
         reason = "nothing"
@@ -460,8 +527,23 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.run(tick)
 
 
+class RoundingMachine(DispatcherMachine):
+    """Every worker rounds in its own way: what one computes anew is not what another sent."""
+
+    roundings = (0, 1, 2, 0, 1)
+
+
+class WeightsMachine(DispatcherMachine):
+    """In the middle of a rolling change of the model; both have prefill and decode workers."""
+
+    roundings = (0, 1, 0, 1, 2)
+    weights = (0, 1, 0, 0, 1)
+
+
 TestDispatcherMachine = DispatcherMachine.TestCase
-TestDispatcherMachine.settings = settings(
+TestRoundingMachine = RoundingMachine.TestCase
+TestWeightsMachine = WeightsMachine.TestCase
+TestDispatcherMachine.settings = TestRoundingMachine.settings = TestWeightsMachine.settings = settings(
     derandomize=True,
     deadline=None,
     max_examples=80,

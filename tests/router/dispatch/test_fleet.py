@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from diptych.common.messages import AbortRequest, DecodeRequest
-from diptych.router.discovery.endpoint import Endpoint
-from diptych.router.dispatch.fleet import MAX_DISCOVERED
+from common.wire.messages import AbortRequest, DecodeRequest
+from router.discovery.endpoint import Endpoint
+from router.fleet.fleet import MAX_DISCOVERED
 
 
 def listed(*workers: Any, **conditions: bool) -> list[Endpoint]:
@@ -174,7 +174,7 @@ async def test_nothing_is_left_of_workers_that_came_and_went(cluster: Any, tools
 async def test_discovery_cannot_bring_more_workers_than_the_router_holds(
     cluster: Any, tools: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diptych.router.dispatch.fleet.MAX_DISCOVERED", 2)
+    monkeypatch.setattr("router.fleet.fleet.MAX_DISCOVERED", 2)
     assert MAX_DISCOVERED > 100
     dispatcher = await cluster.start(0, 1)
     (worker,) = cluster.decode

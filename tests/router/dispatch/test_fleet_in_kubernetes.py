@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diptych.common.messages import DecodeRequest
+from common.wire.messages import DecodeRequest
 
 from ...kubernetes_api import KubernetesAPI
 

@@ -6,17 +6,18 @@ from functools import partial
 import pytest
 from msgspec import structs
 
-from diptych.common.messages import (
+from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
     HandOver,
+    PrefillRequest,
     TokenDelta,
     TokenOutput,
     WorkerHeartbeat,
     WorkerHello,
 )
-from diptych.router.dispatch import handover
-from diptych.router.dispatch.worker import Worker, WorkerState
+from router.dispatch import handover
+from router.fleet.worker import Worker, WorkerState
 
 PROMPT = list(range(1, 13))
 LONG = 400
@@ -34,12 +35,12 @@ async def streaming(dispatcher, tools, cluster, *, prompt=PROMPT, **options):
     """A request that its decode worker has begun to answer, and the task that collects its tokens."""
     request = tools.request(prompt, **options)
     task = asyncio.create_task(tools.collect(dispatcher, request))
-    await tools.until(lambda: request.request_id in dispatcher._flights and assigned(dispatcher, request).delivered)
+    await tools.until(lambda: request.request_id in dispatcher._states and assigned(dispatcher, request).delivered)
     return task, next(w for w in cluster.decode if w.address == assigned(dispatcher, request).address)
 
 
 def assigned(dispatcher, request):
-    decode = dispatcher._flights[request.request_id].decode
+    decode = dispatcher._states[request.request_id].decode
     return decode if decode is not None else type("Nobody", (), {"delivered": False})
 
 
@@ -130,7 +131,7 @@ async def test_many_streams_leave_a_few_at_a_time(cluster, tools, monkeypatch):
 
     def count(router, order):
         nonlocal most
-        most = max(most, sum(flight.successor is not None for flight in dispatcher._flights.values()))
+        most = max(most, sum(state.successor is not None for state in dispatcher._states.values()))
         return False
 
     old.on_handover = count
@@ -267,7 +268,7 @@ async def test_a_stream_whose_target_failed_after_it_had_moved(cluster, tools):
     task, old = await streaming(dispatcher, tools, cluster, max_tokens=150)
     targets = [worker for worker in cluster.decode if worker is not old]
 
-    def moves(router, order):
+    def record_failure(router, order):
         target = next(worker for worker in targets if worker.worker_id == order.target.worker_id)
         message, tokens = old.sequences[order.request_id]
         target.fail(router, structs.replace(message, attempt=order.new_attempt))
@@ -279,7 +280,7 @@ async def test_a_stream_whose_target_failed_after_it_had_moved(cluster, tools):
 
     for target in targets:
         target.on_request = lambda router, message: message.num_reserved_tokens > 0
-    old.on_handover = moves
+    old.on_handover = record_failure
     drain(old)
     tokens, last = await task
     assert tokens == tools.expected(PROMPT, 150)
@@ -380,3 +381,28 @@ def test_the_emptiest_worker_gets_the_stream():
     assert choose(busy={}) is empty
     assert choose(busy={"c": 4}) is crowded
     assert choose(busy={"b": handover.MAX_PER_TARGET, "c": handover.MAX_PER_TARGET}) is None
+
+
+async def test_a_prefill_worker_that_dies_in_the_middle_disturbs_nothing(cluster, tools):
+    """The stream is at the new worker, which has not said anything yet: nothing of it is to be prefilled again."""
+    dispatcher = await start(cluster, prefill=2)
+    task, old = await streaming(dispatcher, tools, cluster, max_tokens=LONG)
+    new = other_than(cluster, old)
+    send, held = new.send, []
+    new.send = lambda router, message: (held.append if isinstance(message, TokenOutput) else partial(send, router))(
+        message
+    )
+    drain(old)
+    await tools.until(lambda: dispatcher.load().num_handovers and held)
+    (router,) = new.routers
+    victim = next(worker for worker in cluster.prefill if worker.of(PrefillRequest))
+    victim.die()
+    await tools.until(lambda: len(dispatcher.fleet.registry.ready("prefill")) == 1)
+    await tools.until(lambda: not dispatcher.fleet.registry.workers[victim.address].hello)
+    new.send = send
+    for message in held:
+        send(router, message)
+    hurry(cluster)
+    assert (await task)[0] == tools.expected(PROMPT, LONG)
+    assert len(new.of(DecodeRequest)) == 1
+    assert not dispatcher.load().num_retries

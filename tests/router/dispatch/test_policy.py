@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.common.messages import WorkerHello
-from diptych.router.dispatch.policy import RequestShape, RoutingPolicy
-from diptych.router.dispatch.registry import WorkerRegistry
-from diptych.router.dispatch.worker import WorkerState
+from common.wire.messages import WorkerHello
+from router.dispatch.policy import RequestShape, RoutingPolicy
+from router.fleet.registry import WorkerRegistry
+from router.fleet.worker import WorkerState
 
 POLICY = RoutingPolicy(local_prefill_threshold=64)
 

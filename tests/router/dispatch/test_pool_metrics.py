@@ -9,10 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych.router.discovery.endpoint import Endpoint
-from diptych.router.discovery.status import DiscoveryStatus
-from diptych.router.pool_metrics import PoolCollector
-from diptych.router.slo import SLOWindow
+from router.discovery.endpoint import Endpoint
+from router.discovery.status import DiscoveryStatus
+from router.observe.pool_metrics import PoolCollector
+from router.observe.slo import SLOWindow
 
 
 class Scraper:

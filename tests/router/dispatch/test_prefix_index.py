@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.common.block_hash import block_hashes
-from diptych.router.dispatch.prefix_index import PrefixIndex
+from common.kv.block_hash import block_hashes
+from router.fleet.prefix_index import PrefixIndex
 
 
 def test_a_shared_prefix_is_a_hit():

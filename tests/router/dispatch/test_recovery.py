@@ -5,8 +5,9 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from diptych.common.errors import InvalidRequest, Unavailable
-from diptych.common.messages import AbortRequest, DecodeRequest, PrefillRequest, TokenDelta, TokenOutput, encode
+from common.errors import InvalidRequest, Unavailable
+from common.wire.codec import encode
+from common.wire.messages import AbortRequest, DecodeRequest, PrefillRequest, TokenDelta, TokenOutput
 
 PROMPT = list(range(1, 13))
 
@@ -336,3 +337,56 @@ async def test_workers_killed_at_random_under_load(cluster, tools):
         await tools.until(lambda victim=victim: dispatcher.fleet.registry.workers[victim.address].ready)
     assert [tokens for tokens, _ in await asyncio.gather(*work)] == [tools.expected(p, 40) for p in prompts]
     await tools.until(lambda: not any(worker.num_booked_requests for worker in dispatcher.load().workers))
+
+
+async def test_a_draining_decode_worker_is_not_asked_to_begin_again(cluster, tools):
+    """It refuses new attempts: the loss of the prefill worker alone would count as two failures."""
+    dispatcher = await cluster.start(prefill=1)
+    cluster.prefill[0].token_s = 30.0
+    task = asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT)))
+    await tools.until(lambda: cluster.prefill[0].of(PrefillRequest))
+    cluster.decode[0].beat["draining"] = True
+    await tools.until(lambda: not dispatcher.fleet.registry.ready("decode"))
+    cluster.prefill[0].die()
+    await tools.until(lambda: dispatcher.load().stages["queue"])
+    cluster.decode[0].beat.clear()
+    tokens, last = await task
+    assert tokens == tools.expected(PROMPT, 8)
+    assert last.timeline.num_attempts == 2
+    assert len(cluster.decode[0].of(DecodeRequest)) == 2
+
+
+async def test_a_decode_worker_that_ended_before_it_read_of_another_attempt_forgets_that(cluster, tools):
+    """Its answer is complete. It would wait for KV that no one sends until the request's time is over."""
+    dispatcher = await cluster.start(prefill=2)
+    (decode,) = cluster.decode
+    held = []
+    decode.on_request = lambda router, message: held.append((router, message)) or True
+    task = asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT)))
+    await tools.until(lambda: held and any(worker.of(PrefillRequest) for worker in cluster.prefill))
+    for worker in cluster.prefill:
+        worker.on_request = lambda router, message: True
+    next(worker for worker in cluster.prefill if worker.of(PrefillRequest)).die()
+    await tools.until(lambda: len(held) == 2)
+    router, first = held[0]
+    decode.output(router, first, 0, tools.expected(PROMPT, 8), "length")
+    assert (await task)[0] == tools.expected(PROMPT, 8)
+    await tools.until(lambda: any(message.attempt == 1 for message in decode.of(AbortRequest)))
+
+
+async def test_lost_tokens_of_a_decode_worker_are_not_its_prefill_workers(cluster, tools):
+    """The first token is lost on both ways. The prefill worker has no more part in it, and cannot send it again."""
+    dispatcher = await cluster.start(decode=2)
+    cluster.prefill[0].on_request = lambda router, message: message.attempt == 0
+
+    def skip(worker, router, message):
+        if message.attempt == 0:
+            worker.output(router, message, 1, [1, 2])
+        return message.attempt == 0
+
+    for worker in cluster.decode:
+        worker.on_request = lambda router, message, worker=worker: skip(worker, router, message)
+    tokens, last = await tools.collect(dispatcher, tools.request(PROMPT))
+    assert tokens == tools.expected(PROMPT, 8)
+    assert last.timeline.num_attempts == 2
+    assert dispatcher.load().num_retries == {"decode": 1}

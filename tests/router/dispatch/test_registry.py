@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.common.messages import WorkerHeartbeat, WorkerHello
-from diptych.router.dispatch.registry import WorkerRegistry
-from diptych.router.dispatch.worker import WorkerState
+from common.wire.messages import WorkerHeartbeat, WorkerHello
+from router.fleet.registry import WorkerRegistry
+from router.fleet.worker import WorkerState
 
 P, D = "tcp://p:1", "tcp://d:1"
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from diptych.common.messages import DecodeRequest, PrefillRequest, PromptScores
-from diptych.common.sampling_params import TokenLogprobs
+from common.wire.messages import DecodeRequest, PrefillRequest, PromptScores
+from common.wire.sampling_params import TokenLogprobs
 
 PROMPT = list(range(1, 41))
 SCORES = tuple(TokenLogprobs(-float(token)) for token in PROMPT[1:])

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.common.messages import TokenDelta
-from diptych.common.sampling_params import TokenLogprobs
-from diptych.router.dispatch.stream import StreamConflict, TokenStream
+from common.wire.messages import TokenDelta
+from common.wire.sampling_params import TokenLogprobs
+from router.dispatch.stream import StreamConflict, TokenStream
 
 
 def delta(index, *tokens, finish="", logprobs=()):

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import tokenizers
 
-from diptych.common.model.files import ModelFiles, resolve_model
-from diptych.common.model.tiny import make_tiny_model
-from diptych.common.model.tokenizer import Tokenizer
-from diptych.router.text.pipeline import TextPipeline
+from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
+from common.model_files.tiny import make_tiny_model
+from common.model_files.tokenizer import Tokenizer
+from router.text.pipeline import TextPipeline
 
 SPECIAL = ("<s>", "</s>", "<|end|>")
 WORDS = ("▁", "▁the", "▁cat", "s", "at", "▁sat", "é", "漢", "🙂", "▁▁", "\n", "a", "b", "c", "ab", "bc")

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from diptych.common.errors import InvalidRequest
-from diptych.common.model.template import ChatTemplate
-from diptych.router.text.chat_prompt import chat_prompt
+from common.errors import InvalidRequest
+from common.model_files.template import ChatTemplate
+from router.text.chat_prompt import chat_prompt
 
 SOURCE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}"

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from diptych.common.model.files import resolve_model
-from diptych.common.model.tokenizer import Tokenizer
-from diptych.router.text.detokenizer import Detokenizer
-from diptych.router.text.token_table import Joining, token_table
+from common.model_files.resolve import resolve_model
+from common.model_files.tokenizer import Tokenizer
+from router.text.detokenizer import Detokenizer
+from router.text.token_table import Joining, token_table
 
 MODELS = ["tiny-random", "smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)]
 BYTES_OF_GEMMA3 = st.integers(238, 238 + 255)

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from diptych.common.sampling_params import MAX_GRAMMAR_CHARS
-from diptych.router.text.grammar import (
-    checked,
+from common.wire.sampling_params import MAX_GRAMMAR_CHARS
+from router.text.grammar import (
     choice_grammar,
     free_grammar,
     json_grammar,
     regex_grammar,
 )
 
-from ..answers import is_answer
+from ..answers import checked, is_answer
 
 
 def accepts(grammar: str, text: str) -> bool:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from diptych.common.errors import InvalidRequest
-from diptych.router.text.messages import template_messages
+from common.errors import InvalidRequest
+from router.text.conversation import template_messages
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.common.errors import InvalidRequest
-from diptych.router.text.stop import MAX_STOP_CHARS, StopScanner
+from common.errors import InvalidRequest
+from router.text.stop_strings import MAX_STOP_CHARS, StopScanner
 
 TEXTS = st.text(alphabet="abc\n", max_size=40)
 STOPS = st.lists(st.text(alphabet="abc\n", min_size=1, max_size=6), max_size=4)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from diptych.router.text.thinking import ThinkingScanner, begins_inside, thinks
+from router.text.thinking import ThinkingScanner, begins_inside, thinks
 
 CASES = [
     ("<think>\nWell.\n\nHm.\n</think>\n\nYes.", False, ("Well.\n\nHm.", "Yes.")),
@@ -27,9 +27,9 @@ CASES = [
 ]
 
 
-def taken_apart(pieces: list[str], *, inside: bool) -> tuple[str, str]:
+def taken_apart(pieces: list[str], *, inside: bool, cut: bool = False) -> tuple[str, str]:
     scanner = ThinkingScanner(inside=inside)
-    parts = [scanner.push(piece) for piece in pieces] + [scanner.flush()]
+    parts = [scanner.push(piece) for piece in pieces] + [scanner.flush(cut=cut)]
     return "".join([thought for thought, _ in parts]), "".join([said for _, said in parts])
 
 
@@ -39,6 +39,13 @@ def test_however_it_is_cut(text: str, inside: bool, expected: tuple[str, str]) -
     assert taken_apart(list(text), inside=inside) == expected
     for first, second in itertools.combinations(range(len(text)), 2):
         assert taken_apart([text[:first], text[first:second], text[second:]], inside=inside) == expected
+
+
+@pytest.mark.parametrize("end", range(len("<think>\nWell.\n</think>")))
+def test_an_answer_that_is_cut_off_shows_no_part_of_a_mark(end: int) -> None:
+    begun = "<think>\nWell.\n</think>"[:end]
+    thought, text = taken_apart(list(begun), inside=False, cut=True)
+    assert text == "" and thought == begun.removeprefix("<think>").partition("<")[0].strip() * (end >= len("<think>"))
 
 
 def test_a_thought_is_not_held_longer_than_it_must_be() -> None:

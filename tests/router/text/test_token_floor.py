@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diptych.common.model.files import resolve_model
-from diptych.common.model.tokenizer import Tokenizer
-from diptych.router.text.token_floor import TokenFloor, token_floor
+from common.model_files.resolve import resolve_model
+from common.model_files.tokenizer import Tokenizer
+from router.text.token_floor import TokenFloor, token_floor
 
 MODELS = ["tiny-random", "smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)]
 

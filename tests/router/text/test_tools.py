@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from diptych.common.model.template import ChatTemplate
-from diptych.router.text.chat_prompt import chat_prompt
-from diptych.router.text.grammar import checked
-from diptych.router.text.tools import CallPart, CallScanner, Function, call_grammar, knows_tools
+from common.model_files.template import ChatTemplate
+from router.text.answer_part import CallPart, Part, TextPart, joined
+from router.text.chat_prompt import chat_prompt
+from router.text.tools import CallScanner, Function, call_grammar, knows_tools
 
-from ..answers import is_answer
+from ..answers import checked, is_answer
 
 WEATHER = Function(
     "get_weather",
@@ -68,58 +71,148 @@ def test_what_schemas_have_that_is_not_known_is_left_out() -> None:
     assert accepts(call_grammar([odd], required=True, several=False), OTHER)
 
 
+@pytest.mark.parametrize("parameters", [{"type": "string"}, {"type": ["object", "null"]}, {}, {"properties": {}}])
+def test_arguments_are_an_object_whatever_a_client_calls_them(parameters: dict[str, Any]) -> None:
+    """By its braces the scanner knows where they end."""
+    grammar = call_grammar([Function("now", None, parameters)], required=True, several=False)
+    assert accepts(grammar, OTHER)
+    assert not any(accepts(grammar, OTHER.replace("{}", other)) for other in ('""', "null", "[]"))
+
+
 # ---------------------------------------------------------------- taking an answer apart
 
 
-def taken_apart(text: str, size: int) -> tuple[str, list[tuple[str, str]], CallScanner]:
-    """Content, and name and arguments of each call, of a text that comes in pieces of a size."""
-    scanner, content, calls = CallScanner(), "", list[tuple[str, str]]()
-    for i in range(0, len(text), size):
-        more, parts = scanner.push(text[i : i + size])
-        content += more
-        for part in parts:
-            assert part.index == len(calls) - (not part.name), "parts belong to the call that began last"
-            if part.name:
-                calls.append((part.name, part.arguments))
-            else:
-                calls[-1] = (calls[-1][0], calls[-1][1] + part.arguments)
-    return content + scanner.flush(), calls, scanner
+def parts_of(pieces: list[str], *, cut: bool = False, **options: Any) -> list[Part]:
+    """All parts of a text that comes in these pieces, each whole."""
+    scanner = CallScanner(**options)
+    parts = [part for piece in pieces for part in scanner.push(piece)] + scanner.flush(cut=cut)
+    begun = 0
+    for part in parts:
+        if isinstance(part, CallPart):
+            assert bool(part.name) == (part.index == begun), "parts belong to the call that began last"
+            begun += bool(part.name)
+    assert begun == scanner.num_calls
+    return joined(parts)
+
+
+def taken_apart(text: str, size: int, **options: Any) -> list[str | tuple[str, str]]:
+    """What is said, and name and arguments of each call, in order, of a text that comes in pieces of a size."""
+    parts = parts_of([text[i : i + size] for i in range(0, len(text), size)], **options)
+    assert all(text[part.start :].startswith(part.text) for part in parts if isinstance(part, TextPart))
+    return [
+        (part.name, part.arguments) if isinstance(part, CallPart) else part.text
+        for part in parts
+        if isinstance(part, CallPart | TextPart)
+    ]
 
 
 TRICKY = json.dumps({"a": '}\n</tool_call>"\\', "b": [{"c": "{"}], "d": {}})
+WEATHER_CALL, NOW_CALL = ("get_weather", '{"city": "Paris"}'), ("now", "{}")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize(
-    ("text", "content", "calls"),
+    ("text", "expected"),
     [
-        ("plain <text> <tool", "plain <text> <tool", []),
-        (CALL, "", [("get_weather", '{"city": "Paris"}')]),
-        (f"See: {CALL}\n{OTHER}", "See: ", [("get_weather", '{"city": "Paris"}'), ("now", "{}")]),
-        (OTHER.replace("{}", TRICKY), "", [("now", TRICKY)]),
-        (f"{OTHER}\n\nDone.", "Done.", [("now", "{}")]),
-        ("<<tool_call>\n" + OTHER.removeprefix("<tool_call>\n"), "<", [("now", "{}")]),
-        ("", "", []),
+        ("plain <text> <tool", ["plain <text> <tool"]),
+        (CALL, [WEATHER_CALL]),
+        (f"See: {CALL}\n{OTHER}", ["See: ", WEATHER_CALL, NOW_CALL]),
+        (OTHER.replace("{}", TRICKY), [("now", TRICKY)]),
+        (f"{OTHER}\n\nDone. \n Bye.", [NOW_CALL, "Done. \n Bye."]),
+        (f"a {CALL} b \n{OTHER} c", ["a ", WEATHER_CALL, "b \n", NOW_CALL, "c"]),
+        ("<<tool_call>\n" + OTHER.removeprefix("<tool_call>\n"), ["<", NOW_CALL]),
+        ("", []),
     ],
 )
-def test_an_answer_taken_apart(text: str, content: str, calls: list[tuple[str, str]], size: int) -> None:
-    assert taken_apart(text, size)[:2] == (content, calls)
+def test_an_answer_taken_apart(text: str, expected: list[Any], size: int) -> None:
+    assert taken_apart(text, size) == expected
+
+
+def test_text_behind_a_call_comes_behind_the_rest_of_the_call() -> None:
+    scanner = CallScanner()
+    scanner.push(CALL[: CALL.index(' "Paris"')])
+    parts = scanner.push(' "Paris"}}\n</tool_call>\nDone.')
+    assert [type(part) for part in parts] == [CallPart, TextPart]
+    assert (
+        parts[0] == CallPart(0, arguments=' "Paris"}') and isinstance(parts[1], TextPart) and parts[1].text == "Done."
+    )
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": "<tool_call>\\n"} <tool', ['{"a": "<tool_call>\\n"} <tool']),
+        (f"{CALL}\n{OTHER}", [WEATHER_CALL, NOW_CALL]),
+        ("<tool", ["<tool"]),
+        ("<b>", ["<b>"]),
+    ],
+)
+def test_json_that_may_be_there_in_place_of_calls_has_none(text: str, expected: list[Any], size: int) -> None:
+    assert taken_apart(text, size, only_calls=True) == expected
 
 
 @pytest.mark.parametrize("end", range(len(CALL) + 1))
 def test_an_answer_that_is_cut_off(end: int) -> None:
-    """Whatever has come is told, and nothing twice."""
-    content, calls, scanner = taken_apart(f"Hm {CALL[:end]}", 1)
-    assert content == ("Hm " + CALL[:end] if end < len("<tool_call>") else "Hm ")
-    begun = end >= CALL.index('{"city')
-    assert [name for name, _ in calls] == ["get_weather"] * begun and scanner.num_calls == begun
-    assert not begun or '{"city": "Paris"}'.startswith(calls[0][1])
+    """Whatever has come is told, and nothing twice; of a mark, and of a name, nothing is told until all of it is."""
+    said, *calls = taken_apart(f"Hm {CALL[:end]}", 1, cut=True)
+    assert said == "Hm " and [name for name, _ in calls] == ["get_weather"] * (end >= CALL.index('{"city'))
+    assert not calls or '{"city": "Paris"}'.startswith(calls[0][1])
+
+
+@pytest.mark.parametrize("end", range(1, len("<tool_call>")))
+@pytest.mark.parametrize("only_calls", [False, True])
+def test_what_looks_like_a_call_is_text_unless_the_answer_was_cut_off(end: int, only_calls: bool) -> None:
+    assert taken_apart(CALL[:end], 1, only_calls=only_calls) == [CALL[:end]]
+    assert taken_apart(CALL[:end], 1, only_calls=only_calls, cut=True) == []
 
 
 def test_arguments_come_as_they_are_made() -> None:
     scanner = CallScanner()
     scanner.push(CALL[: CALL.index('"Par')])
-    assert scanner.push('"Par')[1] == [CallPart(0, arguments='"Par')]
+    assert scanner.push('"Par') == [CallPart(0, arguments='"Par')]
+
+
+def test_a_call_in_one_piece_is_one_part() -> None:
+    assert CallScanner().push(CALL + OTHER) == [CallPart(0, *WEATHER_CALL), CallPart(1, *NOW_CALL)]
+
+
+said = st.text('a<>tol_c/{}" \né🙂', max_size=14).filter(lambda text: "<tool_call>" not in text)
+values = st.recursive(
+    st.text('a"\\{}[]<>é🙂\n', max_size=5)
+    | st.integers(-9, 9)
+    | st.sampled_from(["</tool_call>", "}\n</tool_call>", None]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('k"{', max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def call_text(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+called = st.builds(
+    lambda name, arguments, ascii: (name, json.dumps(arguments, ensure_ascii=ascii)),
+    st.sampled_from(["now", "get_weather"]),
+    st.dictionaries(st.text("k<", max_size=2), values, max_size=3),
+    st.booleans(),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(answer=st.lists(st.tuples(said, called), max_size=4), last=said, data=st.data())
+def test_how_an_answer_is_divided_changes_nothing(
+    answer: list[tuple[str, tuple[str, str]]], last: str, data: st.DataObject
+) -> None:
+    text = "".join([f"{before}{call_text(*call)}" for before, call in answer]) + last
+    expected = [part for before, call in answer for part in (before, call)] + [last]
+    for i in range(2, len(expected), 2):
+        expected[i] = str(expected[i]).lstrip()
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[start:end] for start, end in itertools.pairwise([0, *places, len(text)])]
+    parts = parts_of(pieces)
+    assert parts == parts_of([text]) == parts_of(list(text))
+    assert [(p.name, p.arguments) if isinstance(p, CallPart) else p.text for p in parts] == [*filter(None, expected)]
 
 
 # ---------------------------------------------------------------- telling a model

@@ -1,0 +1,133 @@
+"""An engine while it runs: its processes started, waited for, and ended with everything that they started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar
+
+import httpx
+
+from benchmarks.compare.peer import Launch, PeerError, Process
+
+T = TypeVar("T")
+POLL_INTERVAL_S = 0.1
+STOP_TIMEOUT_S = 15.0
+NUM_LOG_LINES = 30
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # packages in the current folder must not shadow those of the environment
+
+
+class RunningEngine:
+    """Starts a launch's processes, each in a session of its own, and is ready when the `with` block begins.
+
+    Logs go to `log_dir`, one file a process. `start_s` is how long the start took.
+    """
+
+    def __init__(self, launch: Launch, log_dir: Path, ready_timeout_s: float) -> None:
+        self.launch, self.start_s = launch, 0.0
+        self._log_dir, self._ready_timeout_s = log_dir, ready_timeout_s
+        self._running: list[tuple[Process, subprocess.Popen[bytes]]] = []
+
+    def __enter__(self) -> Self:
+        begin = time.monotonic()
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            for process in self.launch.processes:
+                self._running.append((process, self._spawn(process)))
+            for process in self.launch.processes:
+                self._wait_ready(process, begin + self._ready_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+        self.start_s = time.monotonic() - begin
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. Raises PeerError, and cancels it, as soon as one of the processes has ended."""
+        working, watching = asyncio.create_task(work), asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            self._check()  # work that failed because a process died may be the first to end
+            return await working
+        finally:
+            working.cancel()
+            watching.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    def stop(self) -> None:
+        """End every process group: asked first, forced after STOP_TIMEOUT_S."""
+        for _, handle in self._running:
+            _signal_group(handle, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for _, handle in self._running:
+            with suppress(subprocess.TimeoutExpired):
+                handle.wait(max(0.0, deadline - time.monotonic()))
+            _signal_group(handle, signal.SIGKILL)  # an engine's children may outlive the process that was asked
+            handle.wait()
+        self._running.clear()
+
+    def _spawn(self, process: Process) -> subprocess.Popen[bytes]:
+        try:
+            with self._log(process).open("wb") as output:
+                return subprocess.Popen(
+                    process.argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **SAFE_PATH, **process.env},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise PeerError(f"{process.name} cannot be started: {error}") from error
+
+    def _wait_ready(self, process: Process, deadline: float) -> None:
+        while not _answers(process.ready):
+            self._check()
+            if time.monotonic() >= deadline:
+                raise PeerError(
+                    f"{process.name} was not ready after {self._ready_timeout_s:g} s\n{self._tail(process)}"
+                )
+            time.sleep(POLL_INTERVAL_S)
+
+    async def _watch(self) -> NoReturn:
+        while True:
+            self._check()
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _check(self) -> None:
+        """Raises PeerError when a process has ended."""
+        for process, handle in self._running:
+            if handle.poll() is not None:
+                raise PeerError(f"{process.name} ended with status {handle.returncode}\n{self._tail(process)}")
+
+    def _log(self, process: Process) -> Path:
+        return self._log_dir / f"{process.name}.log"
+
+    def _tail(self, process: Process) -> str:
+        return "\n".join(self._log(process).read_text(errors="replace").splitlines()[-NUM_LOG_LINES:])
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5.0, trust_env=False).status_code == httpx.codes.OK
+    except httpx.TransportError:  # not listening yet, or too busy starting
+        return False
+
+
+def _signal_group(handle: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(handle.pid, number)

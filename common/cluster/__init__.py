@@ -1,0 +1,1 @@
+"""The Kubernetes API, as far as Diptych speaks it."""

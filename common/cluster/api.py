@@ -1,0 +1,165 @@
+"""The few requests of the Kubernetes API that Diptych makes, in plain HTTP: get, watch, merge-patch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import httpx
+import msgspec
+
+from common import __version__
+from common.cluster.access import ClusterAccess
+from common.errors import DiptychError
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 10.0
+"""For a whole answer; a watch has its own."""
+MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_LINE_BYTES = 4 * 1024 * 1024
+"""An object is at most 1.5 MiB where the API server keeps it; JSON with managed fields is larger."""
+MAX_SHOWN = 300
+
+
+class KubernetesError(DiptychError):
+    """The API server is away, refuses, or does not make sense. `status` is the HTTP status it gave, or 0."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Status(msgspec.Struct):
+    message: str = ""
+
+
+class KubernetesClient:
+    """One event loop's connection to the API server. Every method raises KubernetesError, and none waits for ever.
+
+    Token and CA are files that kubelet replaces while a pod runs: the token is read for each request, the CA when its
+    file has changed.
+    """
+
+    def __init__(self, access: ClusterAccess, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._access, self._timeout_s = access, timeout_s
+        self._http: httpx.AsyncClient | None = None
+        self._ca_seen: object = None
+
+    async def get(self, path: str, params: Mapping[str, str]) -> bytes:
+        """The whole body of an object or a list."""
+        async with self._answer("GET", path, self._timeout_s, params=dict(params)) as response:
+            return await _read(response, MAX_BODY_BYTES)
+
+    async def watch(
+        self, path: str, params: Mapping[str, str], on_line: Callable[[bytes], None], wait_s: float
+    ) -> None:
+        """Hand each line of the answer to `on_line` until the server ends it or `wait_s` seconds have passed."""
+        async with self._answer("GET", path, wait_s, params=dict(params)) as response:
+            rest = b""
+            async for chunk in response.aiter_bytes():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    if line.strip():
+                        on_line(line)
+                if len(rest) > MAX_LINE_BYTES:
+                    raise KubernetesError(f"a line of more than {MAX_LINE_BYTES} bytes")
+
+    async def merge_patch(self, path: str, body: object) -> None:
+        """Change the named fields of an object."""
+        headers = {"content-type": "application/merge-patch+json"}
+        content = msgspec.json.encode(body)
+        async with self._answer("PATCH", path, self._timeout_s, headers=headers, content=content) as response:
+            await _read(response, MAX_BODY_BYTES)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
+
+    @asynccontextmanager
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        wait_s: float,
+        *,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        content: bytes | None = None,
+    ) -> AsyncIterator[httpx.Response]:
+        """The answer to a request, its body unread; all that can go wrong with it is a KubernetesError."""
+        try:
+            async with asyncio.timeout(wait_s):
+                http = await self._connection()
+                sent = {"accept": "application/json", **self._authorization(), **(headers or {})}
+                async with http.stream(method, path, params=params, headers=sent, content=content) as response:
+                    if response.status_code >= 400:
+                        raise _refusal(response.status_code, await _read(response, MAX_LINE_BYTES))
+                    yield response
+        except TimeoutError as error:
+            raise KubernetesError(f"no answer from {self._access.url} within {wait_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise KubernetesError(f"{self._access.url}: {str(error) or type(error).__name__}") from error
+        except (OSError, httpx.InvalidURL) as error:  # the token or the CA cannot be read
+            raise KubernetesError(f"{self._access.url}: {error}") from error
+
+    def _authorization(self) -> dict[str, str]:
+        """Empty without a token, as behind `kubectl proxy`. Raises OSError for one that cannot be read."""
+        try:
+            token = self._access.token_file.read_text(encoding="ascii").strip()
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise KubernetesError(f"{self._access.token_file} is no token: {error}") from error
+        return {"authorization": f"Bearer {token}"}
+
+    async def _connection(self) -> httpx.AsyncClient:
+        seen = _version_of(self._access) if self._access.is_https else None
+        if self._http is None or seen != self._ca_seen:
+            verify: ssl.SSLContext | bool = False
+            if self._access.is_https:
+                ca = self._access.ca_file
+                verify = ssl.create_default_context(cafile=str(ca) if ca.exists() else None)
+            await self.close()
+            self._http = httpx.AsyncClient(
+                base_url=self._access.url,
+                verify=verify,
+                timeout=httpx.Timeout(self._timeout_s, read=None),  # reads are bounded by the whole request's deadline
+                headers={"user-agent": f"diptych/{__version__}"},
+                trust_env=False,
+            )
+            self._ca_seen = seen
+        return self._http
+
+
+def _version_of(access: ClusterAccess) -> object:
+    try:
+        found = access.ca_file.stat()
+    except FileNotFoundError:
+        return ""
+    return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+async def _read(response: httpx.Response, limit: int) -> bytes:
+    body = bytearray()
+    async for chunk in response.aiter_bytes():
+        body += chunk
+        if len(body) > limit:
+            raise KubernetesError(f"an answer of more than {limit} bytes")
+    return bytes(body)
+
+
+def _refusal(status: int, body: bytes) -> KubernetesError:
+    """What the server's refusal means, for people."""
+    try:
+        said = msgspec.json.decode(body, type=_Status).message
+    except (msgspec.MsgspecError, ValueError):
+        said = body.decode("utf-8", "replace")
+    hint = {401: "the token is refused", 403: "the service account may not do this", 410: "too old"}.get(status, "")
+    words = ": ".join(part for part in (f"HTTP {status}", hint, said.strip()[:MAX_SHOWN]) if part)
+    return KubernetesError(words, status)

@@ -1,0 +1,32 @@
+"""Every setting of every Diptych process. docs/configuration.md lists them; a test compares the two.
+
+    ServeConfig                      one machine: how many of each worker
+    CommonConfig <- RouterConfig
+                 <- WorkerConfig     <- PrefillWorkerConfig, DecodeWorkerConfig
+
+Each is made of what its file declares and of groups that others share: `curve`, `cluster`, `access`.
+"""
+
+from __future__ import annotations
+
+from common.config.common import CommonConfig
+from common.config.decode_worker import DecodeWorkerConfig
+from common.config.field import Config
+from common.config.prefill_worker import PrefillWorkerConfig
+from common.config.router import RouterConfig
+from common.config.serve import ServeConfig
+from common.config.worker import WorkerConfig, is_loopback, parse_cores
+
+CONFIG_CLASSES: tuple[type[Config], ...] = (ServeConfig, RouterConfig, PrefillWorkerConfig, DecodeWorkerConfig)
+
+__all__ = [
+    "CONFIG_CLASSES",
+    "CommonConfig",
+    "DecodeWorkerConfig",
+    "PrefillWorkerConfig",
+    "RouterConfig",
+    "ServeConfig",
+    "WorkerConfig",
+    "is_loopback",
+    "parse_cores",
+]

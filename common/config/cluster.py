@@ -1,0 +1,136 @@
+"""Settings that have to do with where processes run: how a router finds workers, and what autoscalers read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from common.cluster.access import CREDENTIALS, ClusterAccess
+from common.config.field import Config, setting
+from common.errors import ConfigError
+
+_SERVICE = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)(:[0-9]{1,5})?"
+_NAMESPACE = r"([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?"
+
+
+@dataclass(frozen=True)
+class ClusterSettings(Config):
+    """How to reach the API server of the Kubernetes cluster that a process runs in."""
+
+    kubernetes_api: str = setting(
+        "",
+        "URL of the Kubernetes API server; empty: the one that Kubernetes tells every container of",
+        group="Kubernetes",
+        pattern=r"(https?://[^\s/]+(/[^\s]*)?)?",
+        expects="a URL such as https://10.0.0.1:443",
+        metavar="URL",
+    )
+    kubernetes_credentials: str = setting(
+        CREDENTIALS,
+        "folder with a service account's token, ca.crt and namespace; read anew as they change",
+        group="Kubernetes",
+        metavar="FOLDER",
+    )
+
+    @property
+    def cluster(self) -> ClusterAccess:
+        """Raises ConfigError."""
+        return ClusterAccess.find(self.kubernetes_api, self.kubernetes_credentials)
+
+
+@dataclass(frozen=True)
+class DiscoverySettings(ClusterSettings):
+    """How a router learns which workers there are."""
+
+    discovery: str = setting(
+        "static",
+        "how workers are found; static: --prefill and --decode list them; dns: host names are looked up again and "
+        "again; kubernetes: the EndpointSlices of Services are watched",
+        group="Workers",
+        choices=("static", "dns", "kubernetes"),
+    )
+    prefill_services: tuple[str, ...] = setting(
+        (),
+        "where prefill workers are found: names of Services (kubernetes) or HOST:PORT (dns); none: decode workers do "
+        "everything",
+        group="Workers",
+        pattern=_SERVICE,
+        expects="names such as diptych-prefill (kubernetes) or diptych-prefill:7001 (dns)",
+        metavar="NAME",
+    )
+    decode_services: tuple[str, ...] = setting(
+        (),
+        "where decode workers are found: names of Services (kubernetes) or HOST:PORT (dns)",
+        group="Workers",
+        pattern=_SERVICE,
+        expects="names such as diptych-decode (kubernetes) or diptych-decode:7001 (dns)",
+        metavar="NAME",
+    )
+    discovery_namespace: str = setting(
+        "",
+        "namespace of the Services; empty: the router's own",
+        group="Workers",
+        pattern=_NAMESPACE,
+        expects="a namespace's name",
+        metavar="NAMESPACE",
+    )
+    discovery_interval_s: float = setting(
+        5.0, "seconds between two lookups of the names, with --discovery dns", group="Workers", ge=0.05, le=3600
+    )
+    slo_ttft_ms: float = setting(
+        0.0,
+        "milliseconds within which a first token should come: who would wait longer behind others gets 429 at once; "
+        "0: no such goal, --max-wait-s alone limits the wait",
+        group="Scaling",
+        ge=0,
+        le=3.6e6,
+    )
+    slo_tpot_ms: float = setting(
+        0.0, "milliseconds that a token after the first should take; 0: no such goal", group="Scaling", ge=0, le=3.6e6
+    )
+
+    def check_discovery(self, static: tuple[str, ...]) -> None:
+        """`static`: the addresses that are listed. Raises ConfigError."""
+        services = (*self.prefill_services, *self.decode_services)
+        if self.discovery == "static":
+            if services:
+                raise ConfigError("discovery", "static", "dns or kubernetes, for --prefill-services, --decode-services")
+        elif static:
+            raise ConfigError("discovery", self.discovery, "static, where --prefill or --decode list addresses")
+        if self.discovery_namespace and self.discovery != "kubernetes":
+            raise ConfigError("discovery_namespace", self.discovery_namespace, "empty without --discovery kubernetes")
+        for name in services:
+            field = "decode_services" if name in self.decode_services else "prefill_services"
+            _, colon, port = name.rpartition("]")[2].partition(":")
+            if self.discovery == "dns" and not (colon and 0 < int(port) < 65536):
+                raise ConfigError(field, name, "HOST:PORT with --discovery dns, such as diptych-decode:7001")
+            if self.discovery == "kubernetes" and (colon or name.startswith("[")):
+                raise ConfigError(field, name, "the name of a Service with --discovery kubernetes, without a port")
+            if services.count(name) > 1:
+                raise ConfigError(field, name, "each name once")
+
+    def check_discovery_start(self) -> None:
+        """What only a router about to start must have. Raises ConfigError."""
+        if not self.decode_services:
+            raise ConfigError("decode_services", (), f"at least one name with --discovery {self.discovery}")
+        if self.discovery == "kubernetes":
+            self.cluster.namespace(self.discovery_namespace, "discovery_namespace")
+
+
+@dataclass(frozen=True)
+class PodSettings(ClusterSettings):
+    """What a worker in a pod does for the cluster that runs it."""
+
+    pod_deletion_cost: bool = setting(
+        False,
+        "keep controller.kubernetes.io/pod-deletion-cost on the worker's own pod at its number of requests, so that a "
+        "pool that shrinks loses its idlest pod; needs POD_NAME and the right to patch pods",
+        group="Kubernetes",
+    )
+
+    def check_pod_start(self) -> None:
+        """What only a worker about to start must have. Raises ConfigError."""
+        if self.pod_deletion_cost:
+            if not os.environ.get("POD_NAME"):
+                raise ConfigError("pod_deletion_cost", True, "false where POD_NAME is not set in the environment")
+            self.cluster.namespace(os.environ.get("POD_NAMESPACE", ""), "POD_NAMESPACE")

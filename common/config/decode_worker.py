@@ -1,0 +1,74 @@
+"""Settings of a decode worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from common.config.field import setting
+from common.config.worker import WorkerConfig
+
+
+@dataclass(frozen=True)
+class DecodeWorkerConfig(WorkerConfig):
+    """A decode worker: receives KV and generates tokens."""
+
+    section: ClassVar[str] = "decode_worker"
+    env_prefix: ClassVar[str] = "DECODE"
+    about: ClassVar[str] = "Receives the KV cache of prompts and generates tokens; computes short prompts itself."
+
+    slo_tpot_ms: float = setting(
+        0.0,
+        "milliseconds that a token after the first should take, for diptych_decode_pressure; 0: no such goal",
+        group="Scaling",
+        ge=0,
+        le=3.6e6,
+    )
+    cuda_graphs: bool = setting(
+        True, "record decode steps as CUDA graphs at start and launch each as a whole; only on cuda", group="Device"
+    )
+    kv_port: int = setting(0, "port that KV blocks arrive on; 0 picks a free one", group="Sockets", ge=0, le=65535)
+    max_num_seqs: int = setting(64, "requests generated side by side", group="Scheduling", ge=1, le=4096)
+    local_prefill_chunk: int = setting(
+        128,
+        "prompt tokens computed between two decode steps when this worker prefills itself",
+        group="Scheduling",
+        ge=1,
+        le=1_000_000,
+    )
+    max_draft_tokens: int = setting(
+        6,
+        "tokens that a step may draft for each answer, from what followed the same words before; a step checks "
+        "them all, and answers stay the same; 0: none",
+        group="Scheduling",
+        ge=0,
+        le=64,
+    )
+    watermark: float = setting(
+        0.02,
+        "share of the KV blocks that stays free for running requests when new ones come in",
+        group="KV cache",
+        ge=0,
+        le=0.5,
+    )
+    grant_timeout_s: float = setting(
+        30.0, "seconds a prompt may wait here for free KV blocks", group="Transfer", ge=0.05, le=3600
+    )
+    transfer_timeout_s: float = setting(
+        30.0,
+        "seconds between two arriving KV frames after which a transfer has failed",
+        group="Transfer",
+        ge=0.05,
+        le=3600,
+    )
+    handover_timeout_s: float = setting(
+        10.0,
+        "seconds that handing a running answer over to another decode worker may take before it goes on here",
+        group="Transfer",
+        ge=0.05,
+        le=3600,
+    )
+
+    @property
+    def shares_kv(self) -> bool:
+        return self.kv_transport != "tcp" and self.device == "cpu"

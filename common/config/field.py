@@ -1,0 +1,205 @@
+"""Settings as fields of frozen dataclasses: a default, its help and its bounds are written once, in the field.
+
+A config object that exists has been checked, however it was built: a bad value is a `ConfigError` with field, value
+and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn, get_type_hints
+
+from common.errors import ConfigError
+
+# The order in which `--help` and docs/configuration.md show settings.
+GROUPS = (
+    "HTTP",
+    "Workers",
+    "Model",
+    "Device",
+    "KV cache",
+    "Scheduling",
+    "Transfer",
+    "Sockets",
+    "Deadlines",
+    "Scaling",
+    "Kubernetes",
+    "Everywhere",
+)
+
+_META = "diptych"
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a field accepts, and the words for it. `pattern` is a full-match expression, `expects` says it in words."""
+
+    help: str
+    group: str
+    choices: tuple[Any, ...] = ()
+    ge: float | None = None
+    le: float | None = None
+    pattern: str = ""
+    expects: str = ""
+    metavar: str = ""
+    secret: bool = False
+    in_file: bool = True
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    choices: Sequence[Any] = (),
+    ge: float | None = None,
+    le: float | None = None,
+    pattern: str = "",
+    expects: str = "",
+    metavar: str = "",
+    secret: bool = False,
+    in_file: bool = True,
+) -> Any:
+    """A dataclass field of a `Config`. The type comes from the annotation: str, int, float, bool or tuple[str, ...]."""
+    rule = Rule(help, group, tuple(choices), ge, le, pattern, expects, metavar, secret, in_file)
+    return dataclasses.field(default=default, metadata={_META: rule}, repr=not secret)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting of one config class, with every name it goes by."""
+
+    name: str
+    type: Any
+    default: Any
+    rule: Rule
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def allowed(self) -> str:
+        """What the field takes, in words: the end of every refusal and part of the help."""
+        rule = self.rule
+        if rule.expects:
+            return rule.expects
+        if rule.choices:
+            return "one of " + ", ".join(str(choice) for choice in rule.choices)
+        if self.type is bool:
+            return "true or false"
+        noun = {int: "a whole number", float: "a number"}.get(self.type, "text")
+        low = "" if rule.ge is None else f" from {rule.ge}"
+        return noun + low + ("" if rule.le is None else f" to {rule.le}")
+
+    def refuse(self, value: object) -> NoReturn:
+        raise ConfigError(self.name, "***" if self.rule.secret else value, self.allowed)
+
+    def parse(self, text: str) -> Any:
+        """The value that `text` (a flag or an environment variable) stands for; bounds are checked by the class."""
+        if self.type is bool:
+            lowered = text.strip().lower()
+            if lowered not in (*_TRUE, *_FALSE):
+                self.refuse(text)
+            return lowered in _TRUE
+        if self.type in (int, float):
+            try:
+                return self.type(text.strip())
+            except ValueError:
+                self.refuse(text)
+        if self.type is str:
+            return text
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+
+    def coerce(self, value: object) -> Any:
+        """A TOML value as the field's type: arrays become tuples, whole numbers floats; nothing else changes."""
+        if self.type is float and type(value) is int:
+            return float(value)
+        if isinstance(value, list):
+            return tuple(value)
+        return value
+
+    def render(self, value: Any) -> str:
+        """Inverse of `parse`."""
+        if isinstance(value, tuple):
+            return ",".join(value)
+        return str(value).lower() if self.type is bool else str(value)
+
+    def check(self, value: object) -> None:
+        """Type, choices, bounds and pattern. Raises ConfigError."""
+        rule = self.rule
+        if isinstance(value, tuple) and self.type not in (str, int, float, bool):
+            members: tuple[object, ...] = value
+            if not all(type(member) is str for member in members):
+                self.refuse(value)
+        elif type(value) is not self.type:
+            self.refuse(value)
+        else:
+            members = (value,)
+        for member in members:
+            self._check_one(rule, member)
+
+    def _check_one(self, rule: Rule, value: Any) -> None:
+        if rule.choices and value not in rule.choices:
+            self.refuse(value)
+        if rule.pattern and not re.fullmatch(rule.pattern, value):
+            self.refuse(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            too_low = rule.ge is not None and value < rule.ge
+            too_high = rule.le is not None and value > rule.le
+            if not math.isfinite(value) or too_low or too_high:
+                self.refuse(value)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Base of every settings class. `section` names its TOML table, `env_prefix` its own environment names."""
+
+    section: ClassVar[str] = ""
+    env_prefix: ClassVar[str] = ""
+    about: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for field in fields_of(type(self)):
+            field.check(getattr(self, field.name))
+        self.check()
+
+    def check(self) -> None:
+        """Checks over several fields. Raises ConfigError."""
+
+    def check_start(self) -> None:
+        """Checks that only a process about to start must pass, such as an address that has no default."""
+
+
+def fields_of(cls: type[Config]) -> tuple[Field, ...]:
+    """Every setting of `cls`, in the order written, bases first."""
+    hints = get_type_hints(cls)
+    return tuple(Field(f.name, hints[f.name], f.default, f.metadata[_META]) for f in dataclasses.fields(cls) if f.init)
+
+
+def to_argv(config: Config) -> list[str]:
+    """Flags that rebuild `config` in another process: what differs from the defaults. Secrets are left to `to_env`."""
+    argv: list[str] = []
+    for field in fields_of(type(config)):
+        value = getattr(config, field.name)
+        if value == field.default or field.rule.secret:
+            continue
+        if field.type is bool:
+            argv.append(field.flag if value else "--no-" + field.flag[2:])
+        else:
+            argv.append(f"{field.flag}={field.render(value)}")
+    return argv
+
+
+def to_env(config: Config) -> dict[str, str]:
+    """The secrets of `config` as environment variables, which other users cannot read in the process list."""
+    return {
+        f"DIPTYCH_{config.env_prefix}_{field.name.upper()}": field.render(getattr(config, field.name))
+        for field in fields_of(type(config))
+        if field.rule.secret and getattr(config, field.name) != field.default
+    }

@@ -1,0 +1,39 @@
+"""Settings of `diptych serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from common.config.field import Config, setting
+
+
+@dataclass(frozen=True)
+class ServeConfig(Config):
+    """One machine: how many of each worker. All else is a setting of the router or of the workers."""
+
+    section: ClassVar[str] = "serve"
+    env_prefix: ClassVar[str] = "SERVE"
+    about: ClassVar[str] = (
+        "A whole service on this machine: fetches the model, starts the workers and a router, restarts what dies or "
+        "hangs."
+    )
+
+    prefill: int = setting(1, "prefill workers to start; 0: decode workers do everything", group="Workers", ge=0, le=64)
+    decode: int = setting(1, "decode workers to start", group="Workers", ge=1, le=64)
+    start_timeout_s: float = setting(
+        1800.0,
+        "seconds after its start in which a process must have loaded and answer: the service is given up if one of the "
+        "first does not, a later one is ended and started again; 0: any time",
+        group="Deadlines",
+        ge=0,
+        le=86400,
+    )
+    liveness_s: float = setting(
+        90.0,
+        "seconds without a good answer of /health after which a worker, once started, is ended and started again (the "
+        "router after two thirds of them); 0: never",
+        group="Deadlines",
+        ge=0,
+        le=86400,
+    )

@@ -1,0 +1,203 @@
+"""Settings of prefill and decode workers alike."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from common.config.cluster import PodSettings
+from common.config.common import HOST, CommonConfig
+from common.config.field import setting
+from common.errors import ConfigError
+
+_CORES = r"([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?"
+_IDENTITY = r"[A-Za-z0-9_.:-]{0,128}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a socket bound to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """CPU numbers of a list such as "0-3,8"; empty for "". Raises ConfigError for a range that runs backwards."""
+    cores: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise ConfigError("cores", text, "CPU numbers and rising ranges, such as 0-3,8")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return tuple(dict.fromkeys(cores))
+
+
+@dataclass(frozen=True)
+class WorkerConfig(CommonConfig, PodSettings):
+    """What both kinds of worker take."""
+
+    host: str = setting(
+        "127.0.0.1",
+        "address the worker's sockets listen on",
+        group="Sockets",
+        pattern=HOST,
+        expects="a host name or IP address",
+    )
+    port: int = setting(
+        0, "port of the control socket that routers connect to; 0 picks a free one", group="Sockets", ge=0, le=65535
+    )
+    http_port: int = setting(
+        0, "port of /health, /ready and /metrics; 0 picks a free one", group="Sockets", ge=0, le=65535
+    )
+    advertise_host: str = setting(
+        "",
+        "host name that others reach this worker by, when it is not --host (a wildcard, a container)",
+        group="Sockets",
+        pattern=rf"({HOST})?",
+        expects="a host name or IP address",
+        metavar="HOST",
+    )
+    allow_remote: bool = setting(
+        False,
+        "let the sockets listen beyond this machine without --curve-key, neither encrypted nor authenticated",
+        group="Sockets",
+    )
+    address_file: str = setting(
+        "",
+        "write the bound addresses to this file as JSON, for whoever started the worker",
+        group="Sockets",
+        metavar="FILE",
+        in_file=False,
+    )
+    worker_id: str = setting(
+        "",
+        "name of this worker in logs and metrics; empty: role, host and process id",
+        group="Everywhere",
+        pattern=_IDENTITY,
+        expects="up to 128 letters, digits and . _ : -",
+        metavar="ID",
+    )
+    dtype: str = setting(
+        "auto",
+        "number type of weights, and of KV unless --kv-cache-dtype says otherwise; auto: bfloat16 where the hardware "
+        "computes it natively, else float32",
+        group="Model",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    quantization: str = setting(
+        "auto",
+        "how weights are kept in memory on a CPU: none (the dtype), int8, int4, or auto (as a GGUF file holds them; of "
+        "other files, and on a GPU, none)",
+        group="Model",
+        choices=("none", "int8", "int4", "auto"),
+    )
+    max_model_len: int = setting(
+        0,
+        "longest prompt plus answer in tokens; 0: what the model was trained for",
+        group="Model",
+        ge=0,
+        le=1_000_000_000,
+    )
+    device: str = setting(
+        "cpu",
+        "where the model runs",
+        group="Device",
+        pattern=r"cpu|cuda(:[0-9]+)?",
+        expects="cpu, cuda or cuda:N",
+        metavar="DEVICE",
+    )
+    threads: int = setting(
+        0, "CPU threads for computing; 0: one for each core this process may use", group="Device", ge=0, le=1024
+    )
+    core_share: str = setting(
+        "",
+        "file through which workers of one machine tell each other that they compute: whoever computes alone uses all "
+        "its threads, others a part; `diptych serve` sets it",
+        group="Device",
+    )
+    cores: str = setting(
+        "",
+        "CPU cores to stay on, such as 0-3,8; empty: all",
+        group="Device",
+        pattern=_CORES,
+        expects="CPU numbers and ranges, such as 0-3,8",
+        metavar="LIST",
+    )
+    block_size: int = setting(
+        16, "tokens in a KV block; the same on every worker", group="KV cache", choices=(16, 32, 64, 128)
+    )
+    kv_memory_gib: float = setting(1.0, "GiB of memory for KV blocks", group="KV cache", ge=0.001, le=4096)
+    num_blocks: int = setting(
+        0, "number of KV blocks; 0: as many as --kv-memory-gib holds", group="KV cache", ge=0, le=1_000_000_000
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "number type of the KV cache: auto is --dtype's; fp8 and int8 are about half of bfloat16, a quarter of "
+        "float32, and approximations; int8 is the closer one, and for CPUs alone. The same on every worker",
+        group="KV cache",
+        choices=("auto", "fp8", "int8"),
+    )
+    enable_prefix_caching: bool = setting(
+        True, "keep finished blocks and reuse them for equal prefixes", group="KV cache"
+    )
+    kv_transport: str = setting(
+        "auto",
+        "how KV blocks travel; auto: through shared memory between workers of one host and user, else over TCP; "
+        "shm: refuse a worker that cannot share",
+        group="Transfer",
+        choices=("auto", "tcp", "shm"),
+    )
+    max_waiting: int = setting(
+        1024, "requests that may wait here; more are refused", group="Scheduling", ge=1, le=1_000_000
+    )
+    router_timeout_s: float = setting(
+        5.0,
+        "seconds without a sign of life after which a router's requests are dropped",
+        group="Deadlines",
+        ge=0.05,
+        le=600,
+    )
+    stall_timeout_s: float = setting(
+        0.0,
+        "seconds without progress after which the engine counts as stuck; 0: twenty times what steps of the same size "
+        "took, from 3 (20 on a GPU) to 60",
+        group="Deadlines",
+        ge=0,
+        le=3600,
+    )
+
+    drain_timeout_s: float = setting(
+        30.0,
+        "seconds that running requests get to finish, or to move to another worker, after SIGTERM; at most 2 under "
+        "`diptych serve`",
+        group="Deadlines",
+        ge=0,
+        le=86400,
+    )
+
+    def check(self) -> None:
+        self.check_curve()
+        if not is_loopback(self.host) and not self.curve_key and not self.allow_remote:
+            allowed = "127.0.0.1, ::1 or localhost unless --curve-key or --allow-remote is given"
+            raise ConfigError("host", self.host, allowed)
+        if self.router_timeout_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                "router_timeout_s", self.router_timeout_s, f"at least two heartbeats (2 x {self.heartbeat_s:g})"
+            )
+        if self.kv_transport == "shm" and self.device != "cpu":
+            raise ConfigError("kv_transport", "shm", f"auto or tcp on {self.device}: its blocks are not in host memory")
+        if self.kv_cache_dtype == "int8" and self.device != "cpu":
+            raise ConfigError("kv_cache_dtype", "int8", f"auto or fp8 on {self.device}")
+        parse_cores(self.cores)
+
+    def check_start(self) -> None:
+        self.check_curve_start()
+        self.check_pod_start()
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether this worker's KV cache is for others to read."""
+        return False

@@ -1,0 +1,99 @@
+"""Reads and dequantises the tensors of a GGUF file. No torch; tensor data stay mapped until asked for."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from common.errors import ModelError
+from common.gguf_format.codes import Codes, read_codes
+from common.gguf_format.metadata import GGUFTensor, read_gguf_head
+
+VALUES_AT_ONCE: Final = 1 << 20  # dequantised at a time, so that temporaries stay small
+
+
+class GGUFFile:
+    """`metadata` maps keys to numbers, strings, booleans and lists. ModelError when missing, damaged or truncated."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        head = read_gguf_head(path)
+        self.metadata: dict[str, Any] = head.metadata
+        self._tensors = {tensor.name: tensor for tensor in head.tensors}
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        for tensor in head.tensors:
+            self._check(tensor)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Rows first, as numpy and torch have it. ModelError when there is no such tensor."""
+        return self._tensor(name).shape[::-1]
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """One tensor dequantised, a float32 copy of its `shape`. ModelError when missing or of an unknown type."""
+        tensor, raw = self._tensor(name), self._raw(name)
+        kind, columns, rows = GGMLQuantizationType(tensor.type), tensor.shape[0], raw.shape[0]
+        out = np.empty((rows, columns), dtype=np.float32)
+        step = max(1, VALUES_AT_ONCE // columns)
+        try:
+            for row in range(0, rows, step):
+                out[row : row + step] = dequantize(raw[row : row + step], kind)
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{self.path}: tensor {name} has type {kind.name}, which cannot be read: "
+                "use a file quantised to Q8_0, Q4_K_M or F16"
+            ) from error
+        return out.reshape(tensor.shape[::-1])
+
+    def codes(self, name: str) -> Codes | None:
+        """A matrix as it is stored, where it is stored in a format of which kernels can use the codes."""
+        tensor = self._tensor(name)
+        return read_codes(self._raw(name), GGMLQuantizationType(tensor.type)) if len(tensor.shape) == 2 else None
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether a tensor has fewer than 16 bits a weight."""
+        packed, size = GGML_QUANT_SIZES[GGMLQuantizationType(self._tensor(name).type)]
+        return size < 2 * packed
+
+    @property
+    def has_quantised(self) -> bool:
+        """Whether any tensor has."""
+        return any(map(self.is_quantised, self._tensors))
+
+    def _raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of each row."""
+        tensor = self._tensor(name)
+        raw = np.frombuffer(self._map, dtype=np.uint8, count=_num_bytes(tensor), offset=tensor.offset)
+        return raw.reshape(math.prod(tensor.shape[1:]), -1)
+
+    def _tensor(self, name: str) -> GGUFTensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"{self.path} has no tensor {name}: it is damaged or of another model, fetch it again")
+        return tensor
+
+    def _check(self, tensor: GGUFTensor) -> None:
+        where = f"{self.path}: tensor {tensor.name}"
+        if tensor.type not in GGMLQuantizationType._value2member_map_:
+            raise ModelError(f"{where} has unknown type {tensor.type}: upgrade the gguf package, or use a Q8_0 file")
+        packed = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)][0]
+        if not tensor.shape or min(tensor.shape) < 1 or tensor.shape[0] % packed:
+            raise ModelError(f"{where} has shape {list(tensor.shape)}, its type packs {packed}: fetch the model again")
+        end = tensor.offset + _num_bytes(tensor)
+        if end > len(self._map):
+            raise ModelError(f"{where} ends at byte {end:,}, the file has {len(self._map):,}: fetch the model again")
+
+
+def _num_bytes(tensor: GGUFTensor) -> int:
+    packed, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
+    return math.prod(tensor.shape) // packed * size

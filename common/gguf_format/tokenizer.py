@@ -1,0 +1,168 @@
+"""Turns the vocabulary inside a GGUF file into a Hugging Face `tokenizer.json`, once, so that the router starts fast.
+
+A GGUF file names its pre-tokenizer instead of carrying it, and an SPM (SentencePiece) vocabulary carries scores instead
+of merges. Both are rebuilt here to match the tokenizer the model was trained with:
+
+- Byte-level BPE ("gpt2"): the split patterns are those of the models' own `tokenizer.json` and of llama.cpp's
+  `llm_tokenizer_bpe`. A name that is not known is refused: a wrong split is silent and costs quality.
+- SPM ("llama"): merges are every split of a piece into two pieces, ranked by score. User-defined pieces (Gemma's runs
+  of spaces, tabs and newlines, its HTML tags) are matched whole before merging, longest first, as SentencePiece does.
+  The `transformers` converter merges runs of spaces instead, and so differs from SentencePiece beyond 31 of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from common.errors import ModelError
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# tokenizer.ggml.pre -> the pattern that splits text, or None for GPT-2's own
+GPT2_PRE = ("gpt-2", "gpt2")
+DIGITS_PRE = ("smollm", "starcoder", "refact", "command-r", "codeshell")
+LLAMA3_PRE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "smaug-bpe", "dbrx")
+QWEN2_PRE = ("qwen2", "deepseek-r1-qwen", "megrez")
+TEKKEN_PRE = ("tekken",)
+
+
+def convert_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Build the tokenizer that `metadata` (of `read_gguf_head`) describes. Token ids are those of the file.
+
+    Raises ModelError when the vocabulary is of a kind that is not supported, or inconsistent.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise ModelError("the GGUF file carries no vocabulary (tokenizer.ggml.tokens): use a file that does")
+    if kind == "gpt2":
+        tokenizer = _byte_level(metadata, tokens)
+    elif kind == "llama":
+        tokens = ["▁" * len(token) if set(token) == {" "} else token for token in tokens]
+        tokenizer = _sentencepiece(metadata, tokens)
+    else:
+        raise ModelError(
+            f"the GGUF file has a tokenizer of kind {kind!r}; 'gpt2' (BPE) and 'llama' (SPM) are supported"
+        )
+    _add_tokens(tokenizer, metadata, tokens)
+    if tokenizer.get_vocab_size(with_added_tokens=True) != len(tokens):
+        raise ModelError(
+            f"the GGUF vocabulary has {len(tokens):,} tokens, of which "
+            f"{tokenizer.get_vocab_size(with_added_tokens=True):,} are distinct: convert the model again"
+        )
+    _add_processor(tokenizer, metadata, tokens, adds_bos(metadata))
+    return tokenizer
+
+
+def adds_bos(metadata: Mapping[str, Any]) -> bool:
+    """Whether plain text starts with the BOS token. Files without the flag follow llama.cpp's rule for their kind."""
+    default = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3_PRE
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", default))
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre")
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not merges:
+        raise ModelError("the GGUF file has a BPE vocabulary without merges: convert the model again")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    whole = pre in LLAMA3_PRE or pre in TEKKEN_PRE  # these look a word up whole before merging
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=whole))
+    tokenizer.pre_tokenizer = _byte_level_split(pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre in QWEN2_PRE:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _byte_level_split(pre: object) -> pre_tokenizers.PreTokenizer:
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if pre in GPT2_PRE:
+        return gpt2
+    if pre in DIGITS_PRE:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+    patterns = {LLAMA3_PRE: LLAMA3_SPLIT, QWEN2_PRE: QWEN2_SPLIT, TEKKEN_PRE: TEKKEN_SPLIT}
+    for names, pattern in patterns.items():
+        if pre in names:
+            split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+            return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    known = sorted({*GPT2_PRE, *DIGITS_PRE, *LLAMA3_PRE, *QWEN2_PRE, *TEKKEN_PRE})
+    raise ModelError(
+        f"the GGUF file names the pre-tokenizer {pre!r}; known are {', '.join(known)}. "
+        "Use the model's Hugging Face folder, whose tokenizer.json says how to split"
+    )
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    vocab = {token: index for index, token in enumerate(tokens)}
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    unknown = tokens[int(metadata.get("tokenizer.ggml.unknown_token_id", 0))]
+    model = models.BPE(
+        vocab=vocab, merges=_merges_by_score(metadata, tokens), unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    spaces: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
+    steps: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    return tokenizer
+
+
+def _merges_by_score(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[tuple[str, str]]:
+    """Every way to make a normal piece of two others, best score first; ties go to the earlier token.
+
+    Source: SentencePiece's bpe_model.cc, which merges whichever adjacent pair forms the best-scored piece.
+    """
+    scores = metadata.get("tokenizer.ggml.scores")
+    types = metadata.get("tokenizer.ggml.token_type")
+    if not scores or not types or not len(scores) == len(types) == len(tokens):
+        raise ModelError(
+            "the GGUF file has an SPM vocabulary without scores and types for each token: convert it again"
+        )
+    pieces = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
+    order = sorted((i for i, kind in enumerate(types) if kind == NORMAL), key=lambda i: (-scores[i], i))
+    merges: list[tuple[str, str]] = []
+    for index in order:
+        token = tokens[index]
+        splits = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges += [(left, right) for left, right in splits if left in pieces and right in pieces]
+    return merges
+
+
+def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
+    """Control tokens (special) and user-defined ones (plain) are matched whole in the text.
+
+    Runs of spaces are matched after normalization, once spaces are "▁"; all others before, in the raw text.
+    """
+    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    added = {CONTROL: tokenizer.add_special_tokens, USER_DEFINED: tokenizer.add_tokens}
+    for kind, add in added.items():
+        chosen = [token for token, its_kind in zip(tokens, types, strict=True) if its_kind == kind]
+        add([AddedToken(token, special=kind == CONTROL, normalized=set(token) == {"▁"}) for token in chosen])
+
+
+def _add_processor(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], bos: bool) -> None:
+    """Make `encode(..., add_special_tokens=True)` put BOS before and EOS after the text, where the model wants them."""
+    wanted = {"bos": bos, "eos": bool(metadata.get("tokenizer.ggml.add_eos_token", False))}
+    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, use in wanted.items() if use}
+    special = {name: (tokens[token_id], token_id) for name, token_id in ids.items() if token_id is not None}
+    if special:
+        template = [special["bos"][0]] if "bos" in special else []
+        template += ["$A", *([special["eos"][0]] if "eos" in special else [])]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=sorted(set(special.values()))
+        )

@@ -1,0 +1,259 @@
+"""Whether a grammar can be compiled within its bounds, found out in a process that can be killed.
+
+    submit ──> quick lane: a tenth of a second of processor time ──> verdict
+                                    └── not enough ──> slow lane: a second, from the beginning ──> verdict
+
+What is slow waits for what is slow, and never for long: everyday grammars take milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+
+import msgspec
+
+from common.errors import Unavailable
+from common.grammar.compiler import MAX_BYTES, Model, Order, Report, receive, send
+from common.model_files.files import ModelFiles
+
+log = logging.getLogger(__name__)
+QUICK_CPU_S, SLOW_CPU_S = 0.1, 1.0
+"""A schema of two thousand optional members takes 0.4 s of a core of 2024."""
+LANES = 2
+"""Of either kind."""
+QUICK_NICENESS, SLOW_NICENESS = 0, 10
+MAX_PENDING = 256
+"""Grammars that wait or are being compiled."""
+VERDICTS_KEPT = 4096
+"""Of at most half a kilobyte each."""
+ANSWER_S = 60.0
+"""Longer than the process takes to start and to build the largest vocabulary, and any grammar."""
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a grammar cannot be used, or ""; and what compiling it took."""
+
+    problem: str
+    num_bytes: int
+    cpu_s: float
+
+    @property
+    def is_quick(self) -> bool:
+        return self.cpu_s <= QUICK_CPU_S
+
+
+class GrammarChecks:
+    """Owns the process that compiles grammars on trial (`compiler.py`), and starts it again when it has died.
+
+    Verdicts depend on the grammar, the model and the bounds alone, and are kept.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        vocab_size: int,
+        *,
+        quick_cpu_s: float = QUICK_CPU_S,
+        slow_cpu_s: float = SLOW_CPU_S,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        self._model = Model(str(files.tokenizer), files.eos_token_ids, vocab_size)
+        self._quick_cpu_s, self._slow_cpu_s, self._answer_s = quick_cpu_s, slow_cpu_s, answer_s
+        self._quick = ThreadPoolExecutor(LANES, thread_name_prefix="grammar-quick")
+        self._slow = ThreadPoolExecutor(LANES, thread_name_prefix="grammar-slow")
+        self._lock = threading.Lock()
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._pending: dict[bytes, Future[Verdict]] = {}
+        self._compiler: _Compiler | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the process ahead of the first grammar. Raises Unavailable."""
+        self._running()
+
+    def submit(self, grammar: str) -> Future[Verdict]:
+        """What becomes of a grammar: a verdict, or Unavailable where nothing could be found out. Cannot be cancelled.
+
+        Raises ValueError for text that is not Unicode, Unavailable when too many wait.
+        """
+        key = hashlib.sha256(grammar.encode()).digest()
+        with self._lock:
+            if (known := self._verdicts.get(key)) is not None:
+                self._verdicts.move_to_end(key)
+                return _done(known)
+            if key in self._pending:
+                return self._pending[key]
+            if self._closed:
+                raise Unavailable("the process is shutting down", retry_after_s=RETRY_AFTER_S)
+            if len(self._pending) >= MAX_PENDING:
+                raise Unavailable(f"{MAX_PENDING} grammars wait to be compiled", retry_after_s=RETRY_AFTER_S)
+            future = self._pending[key] = _unfinished()
+            self._quick.submit(self._try_quickly, key, grammar)
+        return future
+
+    def close(self) -> None:
+        """End the process and what waits for it."""
+        with self._lock:
+            self._closed = True
+            compiler, waiting = self._compiler, list(self._pending.values())
+            self._pending.clear()
+        self._quick.shutdown(wait=False, cancel_futures=True)
+        self._slow.shutdown(wait=False, cancel_futures=True)
+        if compiler is not None:
+            compiler.kill()
+            compiler.join()
+        for future in waiting:
+            future.set_exception(Unavailable("the process is shutting down", retry_after_s=RETRY_AFTER_S))
+
+    # ------------------------------------------------------------ in a lane
+
+    def _try_quickly(self, key: bytes, grammar: str) -> None:
+        if (report := self._report(key, grammar, self._quick_cpu_s, QUICK_NICENESS)) is None:
+            return
+        if report.outcome != "slow":
+            self._settle(key, report, self._quick_cpu_s)
+            return
+        with self._lock:
+            if not self._closed:
+                self._slow.submit(self._try_slowly, key, grammar)
+
+    def _try_slowly(self, key: bytes, grammar: str) -> None:
+        if (report := self._report(key, grammar, self._slow_cpu_s, SLOW_NICENESS)) is not None:
+            self._settle(key, report, self._slow_cpu_s)
+
+    def _report(self, key: bytes, grammar: str, cpu_s: float, niceness: int) -> Report | None:
+        """What the process says; None, and the grammar's future has failed, if it says nothing."""
+        try:
+            report = self._running().ask(grammar, cpu_s, niceness, self._answer_s)
+        except Exception as error:  # of any kind: a request waits for this grammar
+            log.warning("a grammar could not be checked: %s", error)
+        else:
+            if report.outcome != "late":
+                return report
+        with self._lock:
+            future = self._pending.pop(key, None)
+        if future is not None:
+            what = "the grammar could not be checked: this machine is too busy, or has no memory"
+            future.set_exception(Unavailable(what, retry_after_s=RETRY_AFTER_S))
+        return None
+
+    def _settle(self, key: bytes, report: Report, cpu_s: float) -> None:
+        verdict = Verdict(_problem(report, cpu_s), report.num_bytes, report.cpu_s)
+        with self._lock:
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > VERDICTS_KEPT:
+                self._verdicts.popitem(last=False)
+            future = self._pending.pop(key, None)
+        if future is not None:
+            future.set_result(verdict)
+
+    def _running(self) -> _Compiler:
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the process is shutting down", retry_after_s=RETRY_AFTER_S)
+            if self._compiler is None or self._compiler.ended:
+                self._compiler = _Compiler(self._model)
+            return self._compiler
+
+
+class _Compiler:
+    """One life of the process."""
+
+    def __init__(self, model: Model) -> None:
+        """Starts it. Raises OSError."""
+        command = [sys.executable, "-P", "-m", "common.grammar.compiler"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._asked: dict[int, Future[Report]] = {}
+        self._number, self._lock, self._writing = 0, threading.Lock(), threading.Lock()
+        self.ended = False
+        self._reader = threading.Thread(target=self._read, name="grammar-reports", daemon=True)
+        self._reader.start()
+        self._write(model)
+
+    def ask(self, grammar: str, cpu_s: float, niceness: int, answer_s: float) -> Report:
+        """Have it compile. Raises Unavailable when it dies meanwhile; it is killed if it says nothing."""
+        answer: Future[Report] = Future()
+        with self._lock:
+            if self.ended:
+                raise _died()
+            self._number += 1
+            number = self._number
+            self._asked[number] = answer
+        self._write(Order(number, grammar, cpu_s, niceness))
+        try:
+            return answer.result(answer_s)
+        except FutureTimeout:
+            self.kill()
+            raise _died() from None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def join(self) -> None:
+        """Wait until it has ended, once it was killed."""
+        self._reader.join()
+
+    def _write(self, message: msgspec.Struct) -> None:
+        assert self._process.stdin is not None
+        with self._writing:
+            try:
+                send(self._process.stdin, message)  # type: ignore[arg-type]
+            except OSError:
+                self.kill()  # and those who wait hear of it when its reports end
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None and self._process.stdin is not None
+        with self._process.stdout as reports:
+            while body := receive(reports):  # type: ignore[arg-type]
+                report = msgspec.msgpack.decode(body, type=Report)
+                with self._lock:
+                    answer = self._asked.pop(report.number, None)
+                if answer is not None:
+                    answer.set_result(report)
+        with self._lock:
+            self.ended = True
+            asked, self._asked = self._asked, {}
+        self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(OSError):  # what was written to it and never read
+            self._process.stdin.close()
+        for answer in asked.values():
+            answer.set_exception(_died())
+
+
+def _died() -> Unavailable:
+    return Unavailable("the process that compiles grammars has died", retry_after_s=RETRY_AFTER_S)
+
+
+def _problem(report: Report, cpu_s: float) -> str:
+    match report.outcome:
+        case "slow":
+            return f"the grammar is too complex: compiling it takes more than {cpu_s:g} s of a processor"
+        case "large":
+            return f"the grammar is too complex: compiling it takes more than {MAX_BYTES >> 20} MiB of memory"
+        case _:
+            return report.problem
+
+
+def _unfinished() -> Future[Verdict]:
+    """Several wait for it, so that none of them may cancel it."""
+    future: Future[Verdict] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _done(verdict: Verdict) -> Future[Verdict]:
+    future = _unfinished()
+    future.set_result(verdict)
+    return future

@@ -1,0 +1,167 @@
+"""The compiled grammars of a worker: made outside of its engine, which only asks for them and is told."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import llguidance
+
+from common.errors import RequestError
+from common.grammar.checks import GrammarChecks, Verdict
+from common.grammar.grammar import Constraint
+from common.grammar.vocabulary import brief, build_vocabulary, compile_grammar
+from common.model_files.files import ModelFiles
+
+KEPT_BYTES = 256 * 2**20
+KEPT = 64
+"""Grammars grow as answers use them, each to what `MAX_LEXER_STATES` says."""
+GRAMMAR_TIMEOUT_S = 20.0
+"""How long a request waits for its grammar, which takes seconds only where many slow ones come at once."""
+
+
+@dataclass(slots=True, eq=False)
+class CompiledGrammar:
+    """What became of a grammar: a matcher, or the `problem` it has, `is_final` where it would have it on any worker.
+
+    Answers share what the library computed for one of them, and with it the error of one for which it ran out of its
+    bounds: such a grammar `is_spoilt`, and compiled anew for the next request.
+    """
+
+    grammar: str
+    vocab_size: int
+    matcher: llguidance.LLMatcher | None = None
+    problem: str = ""
+    is_final: bool = True
+    num_bytes: int = 0
+    is_spoilt: bool = False
+
+    def constraint(self) -> Constraint:
+        """The beginning of an answer."""
+        matcher = self.matcher and self.matcher.deep_copy()
+        return Constraint(matcher, self.vocab_size, self.problem, self._spoil)
+
+    def _spoil(self) -> None:
+        self.is_spoilt = True
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarReady:
+    """The event by which an engine hears of a grammar that it asked for."""
+
+    compiled: CompiledGrammar
+
+
+OnReady = Callable[[CompiledGrammar], None]
+
+
+@dataclass(slots=True)
+class _Lanes:
+    """Threads for grammars that are known to take milliseconds, and for those that take up to a second."""
+
+    quick: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="grammar"))
+    slow: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="grammar-large"))
+
+
+class Grammars:
+    """Compiles grammars for a model, and keeps those of late within `KEPT_BYTES`. Belongs to one engine.
+
+    `checks` compile each first where that can be killed; what passes is compiled again here, which then takes no more
+    than it took there. `vocab_size` is that of the logits, which may have more rows than the tokenizer has tokens.
+    """
+
+    def __init__(self, files: ModelFiles, vocab_size: int, checks: GrammarChecks | None = None) -> None:
+        """Builds the vocabulary, which holds the GIL: before the worker is ready. Owns `checks`."""
+        self._vocab_size = vocab_size
+        self._vocabulary: llguidance.LLTokenizer | None = None
+        self._problem = ""
+        self._checks = checks or GrammarChecks(files, vocab_size)
+        self._lanes, self._lock = _Lanes(), threading.Lock()
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._waiting: dict[str, list[OnReady]] = {}
+        try:
+            self._vocabulary = build_vocabulary(files.tokenizer, files.eos_token_ids, vocab_size)
+        except Exception as error:  # of any kind of damage: requests without grammars are served
+            self._problem = f"the grammar cannot be used: {brief(str(error))}"
+
+    def start(self) -> None:
+        """Start what compiles before the first grammar comes."""
+        if not self._problem:
+            self._checks.start()
+
+    def get(self, grammar: str, on_ready: OnReady) -> CompiledGrammar | None:
+        """A grammar that is compiled already, or has a problem; else None, and a thread calls `on_ready` later."""
+        if self._problem:
+            return CompiledGrammar(grammar, self._vocab_size, problem=self._problem)
+        with self._lock:
+            known = self._compiled.get(grammar)
+            if known is not None and not known.is_spoilt:
+                self._compiled.move_to_end(grammar)
+                return known
+            waiting = self._waiting.setdefault(grammar, [])
+            waiting.append(on_ready)
+            if len(waiting) > 1:
+                return None
+        try:
+            self._checks.submit(grammar).add_done_callback(lambda found: self._on_checked(grammar, found))
+        except (RequestError, ValueError) as error:
+            self._settle(self._failed(grammar, error))
+        return None
+
+    def constraint(self, grammar: str) -> Constraint:
+        """The beginning of an answer in `grammar`, waiting for it: for measurements and references, not for engines."""
+        found: Future[CompiledGrammar] = Future()
+        known = self.get(grammar, found.set_result)
+        return (known or found.result(GRAMMAR_TIMEOUT_S)).constraint()
+
+    def close(self) -> None:
+        """End what compiles; requests that wait for a grammar hear that there is none."""
+        self._checks.close()
+        self._lanes.quick.shutdown(wait=False, cancel_futures=True)
+        self._lanes.slow.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------ on other threads
+
+    def _on_checked(self, grammar: str, found: Future[Verdict]) -> None:
+        try:
+            verdict = found.result()
+            if verdict.problem:
+                self._settle(CompiledGrammar(grammar, self._vocab_size, problem=verdict.problem))
+            else:
+                lane = self._lanes.quick if verdict.is_quick else self._lanes.slow
+                lane.submit(self._compile, grammar, verdict.num_bytes)
+        except Exception as error:  # nothing was found out, or the worker ends
+            self._settle(self._failed(grammar, error))
+
+    def _compile(self, grammar: str, num_bytes: int) -> None:
+        try:
+            assert self._vocabulary is not None  # else nothing is checked
+            matcher, problem = compile_grammar(self._vocabulary, grammar)
+            found = CompiledGrammar(grammar, self._vocab_size, matcher, problem, num_bytes=num_bytes)
+        except Exception as error:  # of the library
+            found = self._failed(grammar, error)
+        self._settle(found)
+
+    def _failed(self, grammar: str, error: Exception) -> CompiledGrammar:
+        problem = f"the grammar cannot be used: {brief(str(error))}"
+        return CompiledGrammar(grammar, self._vocab_size, problem=problem, is_final=False)
+
+    def _settle(self, found: CompiledGrammar) -> None:
+        with self._lock:
+            if found.is_final:
+                self._compiled[found.grammar] = found
+                self._compiled.move_to_end(found.grammar)
+                self._forget_oldest()
+            waiting = self._waiting.pop(found.grammar, [])
+        for on_ready in waiting:
+            on_ready(found)
+
+    def _forget_oldest(self) -> None:
+        """Running answers keep what they use."""
+        num_bytes = sum(each.num_bytes + len(each.grammar) for each in self._compiled.values())
+        while len(self._compiled) > 1 and (num_bytes > KEPT_BYTES or len(self._compiled) > KEPT):
+            _, oldest = self._compiled.popitem(last=False)
+            num_bytes -= oldest.num_bytes + len(oldest.grammar)

@@ -1,0 +1,82 @@
+"""What compiling a grammar needs of a model, and how much of the library's work one grammar may cost.
+
+Loads no torch: the router compiles grammars too, to refuse those that workers could not use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import llguidance
+
+from common.errors import ModelError
+from common.model_files.tokenizer import Tokenizer
+
+MAX_ITEMS_IN_ROW = 20_000
+"""Of the parser: the library's 2,000 refuse a schema of 500 optional members. A step is bounded by its items."""
+STEP_LEXER_FUEL = 100_000
+"""Half of the library's, for the mask of one token: at most 20 ms with grammars made to be slow."""
+MAX_LEXER_STATES = 32_768
+"""For all answers of one grammar together: at about 2 KB a state, 64 MiB. A bounded string needs one a character."""
+MAX_PROBLEM_CHARS = 400
+APPENDED = re.compile(r"\n( +\d+ \||<state>)")
+"""Where the library goes on to show the grammar, or the state of its parser."""
+
+
+def limits() -> llguidance.LLParserLimits:
+    """The bounds that every process puts on every grammar, so that all of them find the same ones too large."""
+    return llguidance.LLParserLimits(
+        max_items_in_row=MAX_ITEMS_IN_ROW,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        max_lexer_states=MAX_LEXER_STATES,
+        verbose_errors=False,
+    )
+
+
+def build_vocabulary(tokenizer: Path, ends: Sequence[int], vocab_size: int) -> llguidance.LLTokenizer:
+    """The tokens of a tokenizer.json as the library wants them, with `vocab_size` rows. Raises ModelError.
+
+    `ends` are the tokens that end an answer. Holds the GIL for 1.3 s at 262,144 tokens.
+    """
+    if not ends:
+        raise ModelError("the model has no end token, so nothing could end an answer")
+    words = _Words(Tokenizer.from_file(tokenizer), ends[0])
+    return llguidance.LLTokenizer(words, n_vocab=vocab_size, eos_token=list(ends))  # type: ignore[arg-type]
+
+
+def compile_grammar(vocabulary: llguidance.LLTokenizer, grammar: str) -> tuple[llguidance.LLMatcher, str]:
+    """The beginning of an answer, and why there can be none, or "".
+
+    Finds the answer's first tokens as well: for some grammars they cost more than all that comes before.
+    """
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits())
+    if not matcher.is_error():
+        first = matcher.deep_copy()  # which shares what the library has computed, but not its place or its error
+        first.compute_bitmask()
+        if not first.is_error():
+            first.compute_ff_tokens()
+        return matcher, brief(first.get_error())
+    return matcher, brief(matcher.get_error())
+
+
+def brief(message: str) -> str:
+    """What is wrong, in one line, without what the library appends."""
+    return " ".join(APPENDED.split(message.strip(), 1)[0].split())[:MAX_PROBLEM_CHARS]
+
+
+class _Words:
+    """A tokenizer as the library wants it: each token's bytes, and which tokens are no text."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
+        self._tokenizer, self.eos_token_id = tokenizer, eos_token_id
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        whole = text.decode(errors="replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(whole, add_special_tokens=False)

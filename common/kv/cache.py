@@ -1,0 +1,131 @@
+"""The KV cache of one worker. All layers of a block lie together: a block is one range of bytes, as the wire wants."""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from common.errors import BlockError, ModelError
+from common.kv.shared_memory import NotShared, SharedMemory
+from kernels.kv_region import numbers_of, row_width, scales_of
+from kernels.large_pages import prefer_large_pages
+
+if TYPE_CHECKING:
+    from common.model_files.config import ModelConfig
+
+log = logging.getLogger(__name__)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SMALL_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""What a cache may hold whatever its model computes in: half of bfloat16, and an approximation."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of "float32" or "bfloat16"; ModelError for anything else."""
+    if name not in DTYPES:
+        raise ModelError(f"dtype {name!r} is not supported: use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def cache_dtype(name: str) -> torch.dtype:
+    """That of "fp8" and "int8", or of what `torch_dtype` knows. ModelError as there."""
+    return SMALL_DTYPES[name] if name in SMALL_DTYPES else torch_dtype(name)
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype | str) -> int:
+    """Bytes of one block of `block_size` tokens: every layer, every KV head, keys and values."""
+    kind = cache_dtype(dtype) if isinstance(dtype, str) else dtype
+    row_bytes = row_width(config.head_dim, kind) * kind.itemsize
+    return config.num_layers * config.num_kv_heads * block_size * 2 * row_bytes
+
+
+class KVCache:
+    """`.tensor` is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), width], contiguous, zero at first.
+
+    Its width is head_dim; in int8 there is room for scales besides: see `kernels.kv_region`.
+
+    In host memory the system maps pages as they are touched: blocks that were never written cost nothing. `.shared` is
+    the memory that other processes may be let read, None unless asked for, and on a device or a system without it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype | str,
+        device: torch.device | str = "cpu",
+        *,
+        share: bool = False,
+    ) -> None:
+        self.config, self.num_blocks, self.block_size = config, num_blocks, block_size
+        self.dtype = cache_dtype(dtype) if isinstance(dtype, str) else dtype
+        self.device = torch.device(device)
+        self.block_bytes = block_bytes(config, block_size, self.dtype)
+        if self.dtype == torch.int8 and self.device.type != "cpu":
+            raise ModelError(f"a KV cache of int8 is for CPUs: on {device} use fp8 or the model's own type")
+        if num_blocks < 1 or block_size < 1:
+            raise ModelError(
+                f"a KV cache of {num_blocks} blocks of {block_size} tokens holds nothing: raise num_blocks"
+            )
+        width = row_width(config.head_dim, self.dtype)
+        shape = (num_blocks, config.num_layers, config.num_kv_heads, block_size, 2, width)
+        self._host: memoryview | None = None
+        self.shared: SharedMemory | None = None
+        try:
+            self.tensor = self._in_host_memory(shape, share) if self.device.type == "cpu" else self._on_device(shape)
+        except (OSError, RuntimeError, OverflowError) as error:
+            raise ModelError(
+                f"no memory for a KV cache of {num_blocks} blocks ({num_blocks * self.block_bytes / 2**30:.2f} GiB) "
+                f"on {device}: lower kv_memory_gib or num_blocks ({error})"
+            ) from error
+
+    def _in_host_memory(self, shape: tuple[int, ...], share: bool) -> Tensor:
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        if share:
+            try:
+                self.shared = SharedMemory(num_bytes)
+            except NotShared as error:
+                log.warning("KV memory cannot be shared with this host's decode workers: %s", error)
+        pages = self.shared.pages if self.shared else mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        prefer_large_pages(pages)
+        self._host = memoryview(pages)[:num_bytes]
+        return torch.frombuffer(self._host, dtype=self.dtype).view(shape)
+
+    def _on_device(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def block(self, index: int) -> memoryview:
+        """Writable bytes of one whole block in host memory, no copy. BlockError out of range or off the host."""
+        if self._host is None:
+            raise BlockError(f"blocks on {self.device} are not in host memory: copy them first")
+        self._check(index)
+        return self._host[index * self.block_bytes : (index + 1) * self.block_bytes]
+
+    def block_tensor(self, index: int) -> Tensor:
+        """One whole block on its device, no copy: `tensor` less its first dimension. BlockError out of range."""
+        self._check(index)
+        return self.tensor[index]
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one whole block onto another, on the device. BlockError when one is out of range."""
+        self._check(source)
+        self._check(target)
+        self.tensor[target].copy_(self.tensor[source])
+
+    def clear_slots(self, index: int, first: int) -> None:
+        """Zero the slots of a block from `first` on, in every layer. BlockError when it is out of range."""
+        block = self.block_tensor(index)
+        if self.dtype == torch.int8:
+            numbers_of(block)[:, :, first:] = 0
+            scales_of(block)[..., first:] = 0.0
+        else:
+            block[:, :, first:] = 0
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < self.num_blocks:
+            raise BlockError(f"block {index} is not one of {self.num_blocks} blocks")

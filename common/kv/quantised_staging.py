@@ -1,0 +1,83 @@
+"""KV blocks as 8-bit numbers in host memory, for the wire: half the bytes of bfloat16, a quarter of float32's.
+
+They pass through the buffers that a GPU's blocks pass through, also where the cache is in host memory. On a GPU it is
+the GPU that quantises, before the copy to host memory, and the other way round. The format is that of `kernels.blocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from common.kv.cache import KVCache
+from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing
+from kernels import gather_blocks, scatter_blocks, wire_bytes
+
+
+class QuantisedOutgoing(StagedOutgoing):
+    """A block is quantised into a buffer when it is asked for. All its numbers must be finite, in unused slots too."""
+
+    def __init__(self, kv: KVCache, stream: CopyStream) -> None:
+        super().__init__(kv, stream)
+        self._row = _Row(kv)
+        self.block_bytes = self._row.num_bytes
+
+    def _fill(self, buffer: Tensor, index: int) -> None:
+        block = self._kv.block_tensor(index)
+        self._stream.wait_for(lambda: self._row.gather(block, buffer))
+
+
+class QuantisedIncoming(StagedIncoming):
+    """Blocks land in buffers as they travelled, and are dequantised into the cache when they are committed."""
+
+    def __init__(self, kv: KVCache, stream: CopyStream) -> None:
+        super().__init__(kv, stream)
+        self._row = _Row(kv)
+        self.block_bytes = self._row.num_bytes
+
+    def _store(self, landed: Sequence[tuple[int, Tensor]]) -> None:
+        blocks = [(self._kv.block_tensor(index), buffer) for index, buffer in landed]
+
+        def dequantise() -> None:
+            for block, buffer in blocks:  # in the stream's order: the one row serves them all
+                self._row.scatter(buffer, block)
+
+        self._stream.wait_for(dequantise)
+
+
+class _Row:
+    """Between a block and a buffer in host memory: on a GPU through one quantised block of its own memory."""
+
+    def __init__(self, kv: KVCache) -> None:
+        self.num_bytes = wire_bytes(kv.tensor, quantised=True)
+        on_host = kv.device.type == "cpu"
+        self._row = None if on_host else torch.empty(1, self.num_bytes, dtype=torch.uint8, device=kv.device)
+        self._only = torch.tensor([0]).to(kv.device)  # waits: the stream that reads it is another
+
+    def gather(self, block: Tensor, buffer: Tensor) -> None:
+        row = buffer[None] if self._row is None else self._row
+        gather_blocks(block[None], self._only, quantised=True, out=row)
+        if self._row is not None:
+            buffer.copy_(self._row[0], non_blocking=True)
+
+    def scatter(self, buffer: Tensor, block: Tensor) -> None:
+        if self._row is not None:
+            self._row[0].copy_(buffer, non_blocking=True)
+        scatter_blocks(buffer[None] if self._row is None else self._row, block[None], self._only, quantised=True)
+
+
+def quantised_outgoing(kv: KVCache) -> QuantisedOutgoing:
+    """What it runs on a GPU is compiled now, not while a transfer waits."""
+    blocks = QuantisedOutgoing(kv, CopyStream(kv.device))
+    blocks.view(0)
+    return blocks
+
+
+def quantised_incoming(kv: KVCache) -> QuantisedIncoming:
+    """As above, before anything is in the cache: block 0 is zero afterwards."""
+    blocks = QuantisedIncoming(kv, CopyStream(kv.device))
+    blocks.view(0)[:] = bytes(blocks.block_bytes)
+    blocks.commit([0])
+    return blocks

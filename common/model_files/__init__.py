@@ -1,0 +1,1 @@
+"""A model on disk: found, fetched, described and tokenised, without torch."""

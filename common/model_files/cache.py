@@ -1,0 +1,66 @@
+"""Where models and conversions are kept, and how files get there whole: a lock, a temporary name, a rename."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from common.errors import ModelError
+
+
+def cache_folder() -> Path:
+    """`$DIPTYCH_CACHE`, else `~/.cache/diptych`. Built-in models lie in models/, other conversions in local/."""
+    chosen = os.environ.get("DIPTYCH_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "diptych"
+
+
+def make_folder(folder: Path) -> Path:
+    """Create `folder`; raises ModelError when the cache cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(
+            f"the model cache {folder} cannot be created ({error.strerror}): set DIPTYCH_CACHE to a writable folder"
+        ) from error
+    return folder
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Readers of `path` see the old content or the new one, never a part."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def locked(path: Path, *, waiting: str = "") -> Iterator[None]:
+    """Hold an exclusive lock on the file `path` among processes. The lock goes with the process, so a crash frees it.
+
+    `waiting` is written to stderr when another process holds it. Raises ModelError when the file cannot be made.
+    """
+    make_folder(path.parent)
+    try:
+        file = path.open("a")
+    except OSError as error:
+        raise ModelError(
+            f"the model cache {path.parent} is not writable ({error.strerror}): set DIPTYCH_CACHE to a writable folder"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting:
+                print(waiting, file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,43 @@
+"""`diptych fetch NAME`: brings a model into the cache.
+
+python -m common.model_files.fetch [NAME] [--force] [--no-weights]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from common.errors import ModelError
+from common.model_files.builtin import DEFAULT_MODEL, builtin_model
+from common.model_files.download import fetch_model
+from common.model_files.resolve import resolve_model
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line. Exit status 0 when the model is in the cache, 1 with one sentence on stderr when not."""
+    parser = argparse.ArgumentParser(prog="python -m common.model_files.fetch", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL, help=f"built-in name (default {DEFAULT_MODEL}), or id"
+    )
+    parser.add_argument("--force", action="store_true", help="fetch it anew even when it is in the cache")
+    parser.add_argument(
+        "--no-weights", action="store_true", help="of a Hugging Face model only what a router needs: no weights"
+    )
+    options = parser.parse_args(argv)
+    try:
+        if options.force:
+            fetch_model(builtin_model(options.model), force=True)
+        files = resolve_model(options.model, weights=not options.no_weights)
+    except ModelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: finished parts are kept for the next try", file=sys.stderr)
+        return 130
+    print(f"{files.model_id}: {', '.join(map(str, files.weights or (files.tokenizer,)))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

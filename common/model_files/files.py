@@ -1,0 +1,30 @@
+"""A model on disk, as the router and the workers see it. `resolve.py` finds one by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+
+class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on disk. `weights` are absolute paths: one .gguf file, or the .safetensors shards in name order.
+
+    `eos_token_ids` are all tokens that end a turn, the model's own first. `chat_template` is Jinja source, or None for
+    a base model. `weights_hash` is 16 hex digits over the content of all weights. `config` is config.json for "hf".
+    What was resolved without weights has none and no hash.
+    """
+
+    model_id: str
+    format: Literal["gguf", "hf"]
+    weights: tuple[Path, ...]
+    tokenizer: Path
+    config: Path | None = None
+    chat_template: str | None = None
+    bos_token: str = ""
+    eos_token: str = ""
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    vocab_size: int
+    weights_hash: str

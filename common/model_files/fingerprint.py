@@ -1,0 +1,43 @@
+"""What two workers must agree on before KV blocks may travel between them. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+
+def weights_fingerprint(model_id: str, weights_hash: str, quantization: str) -> str:
+    """16 hex digits over what makes two workers the same model, however each lays out its KV and rounds."""
+    fields = json.dumps([model_id, weights_hash, quantization])
+    return hashlib.blake2b(fields.encode(), digest_size=8).hexdigest()
+
+
+def layout_fingerprint(
+    model_id: str,
+    weights_hash: str,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    kv_dtype: str,
+    quantization: str,
+    block_size: int,
+    protocol_version: int,
+) -> str:
+    """32 hex digits over everything that must be equal: equal fingerprints mean that blocks mean the same bytes."""
+    fields = {
+        "model_id": model_id,
+        "weights_hash": weights_hash,
+        "num_layers": num_layers,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "dtype": dtype,
+        "quantization": quantization,
+        "block_size": block_size,
+        "protocol_version": protocol_version,
+        "order": "block,layer,kv_head,slot,kv,dim",
+    }
+    if kv_dtype != dtype:  # else it is that of earlier versions
+        fields["kv_dtype"] = kv_dtype
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,170 @@
+"""Finds a model's files by name and says what the router and the workers need to know of them, without torch.
+
+The answer is kept as JSON beside the converted tokenizer, with a stamp of every file it was drawn from, so the next
+start takes milliseconds: no vocabulary is parsed and no weights are hashed again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from common.errors import ModelError
+from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, BuiltinModel
+from common.model_files.cache import cache_folder, locked, make_folder, write_atomically
+from common.model_files.files import ModelFiles
+from common.model_files.stamp import FileStamp, stamp_file, stamp_files
+
+DESCRIPTION_VERSION = 1  # raise it when descriptions or tokenizer conversion change: cached ones are then made anew
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class _Description(msgspec.Struct, frozen=True, kw_only=True):
+    """What the JSON sidecar holds: `stamps` of the files it was drawn from, `tokenizer` of the converted tokenizer."""
+
+    version: int
+    stamps: tuple[FileStamp, ...]
+    tokenizer: FileStamp
+    files: ModelFiles
+
+
+def resolve_model(name: str, *, download: bool = True, progress: bool = True, weights: bool = True) -> ModelFiles:
+    """Find a model: a built-in name, a folder, a .gguf file or a Hugging Face id ("org/name"), tried in this order.
+
+    A built-in model that is not in the cache is fetched, with a progress bar on stderr, unless `download` is False.
+    Without `weights` those of a folder or of Hugging Face are neither fetched nor read: what a router needs is beside
+    them (in a .gguf file it is inside).
+    Raises ModelError (a sentence saying what to do) when the model is missing, damaged or not supported.
+    """
+    if name in TINY_MODELS:
+        return _resolve_tiny(name, weights=weights)
+    if name in BUILTIN_MODELS:
+        return _resolve_builtin(BUILTIN_MODELS[name], download=download, progress=progress)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return _resolve_folder(path.resolve(), path.resolve().name, progress=progress, weights=weights)
+    if name and path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{path} is not a model: name a .gguf file, or the folder that holds config.json")
+        return _resolve_gguf(path.resolve(), progress=progress)
+    if HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
+        from common.model_files.hub import hub_folder
+
+        folder = hub_folder(name, download=download, weights=weights)
+        return _resolve_folder(folder, name, progress=progress, weights=weights)
+    raise ModelError(_unknown(name))
+
+
+def _unknown(name: str) -> str:
+    known = [*BUILTIN_MODELS, *TINY_MODELS]
+    near = get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return (
+        f"no model {name!r}: no such file or folder, and built in are {', '.join(known)}.{hint} "
+        "A Hugging Face id has the form org/name"
+    )
+
+
+def _resolve_tiny(name: str, *, weights: bool) -> ModelFiles:
+    """Build the tiny model on first use. The folder carries a hash of the recipe: a changed one is a new model."""
+    recipe = xxhash.xxh3_64(Path(__file__).with_name("tiny.py").read_bytes()).hexdigest()[:8]
+    folder = cache_folder() / "models" / f"{name}-{recipe}"
+    if not (folder / ".complete").exists():
+        with locked(cache_folder() / "models" / f".{name}.lock"):
+            from common.model_files.tiny import make_tiny_model  # numpy is imported only to build it
+
+            make_tiny_model(folder, architecture="gemma3" if TINY_MODELS[name] == "gemma3" else "llama")
+            write_atomically(folder / ".complete", b"")
+    return _resolve_folder(folder, name, progress=False, weights=weights)
+
+
+def _resolve_builtin(model: BuiltinModel, *, download: bool, progress: bool) -> ModelFiles:
+    from common.model_files.download import fetch_model, model_folder, verify_model
+
+    folder = model_folder(model)
+    path = folder / model.file
+    if not path.exists():
+        if not download:
+            raise ModelError(f"{model.name} is not in {folder}: python -m common.model_files.fetch {model.name}")
+        fetch_model(model, progress=progress)
+
+    def describe() -> ModelFiles:
+        from common.model_files.describe import describe_gguf
+
+        verify_model(model, path)
+        return describe_gguf(path, model.name, folder, progress=progress)
+
+    return _described(folder, [path], describe)
+
+
+def _resolve_gguf(path: Path, *, progress: bool) -> ModelFiles:
+    folder = _local_folder(path)
+
+    def describe() -> ModelFiles:
+        from common.model_files.describe import describe_gguf
+
+        return describe_gguf(path, path.stem, folder, progress=progress)
+
+    return _described(folder, [path], describe)
+
+
+def _resolve_folder(folder: Path, model_id: str, *, progress: bool, weights: bool) -> ModelFiles:
+    """A Hugging Face folder, or one that holds a single .gguf file."""
+    ggufs = sorted(folder.glob("*.gguf"))
+    if not (folder / "config.json").exists() and len(ggufs) == 1:
+        return _resolve_gguf(ggufs[0], progress=progress)
+    if not (folder / "config.json").exists() and ggufs:
+        raise ModelError(f"{folder} holds {len(ggufs)} .gguf files: name one of them, such as {ggufs[0]}")
+    kinds = (".json", ".jinja", ".safetensors") if weights else (".json", ".jinja")
+    sources = [path for path in sorted(folder.iterdir()) if path.suffix in kinds]
+
+    def describe() -> ModelFiles:
+        from common.model_files.describe import describe_folder
+
+        return describe_folder(folder, model_id, progress=progress, weights=weights)
+
+    files = _described(_local_folder(folder), sources, describe, "files.json" if weights else "text.json")
+    return files if files.model_id == model_id else msgspec.structs.replace(files, model_id=model_id)
+
+
+def _local_folder(path: Path) -> Path:
+    """Where conversions of a file or folder outside the cache are kept."""
+    return cache_folder() / "local" / f"{path.stem}-{xxhash.xxh3_64(str(path).encode()).hexdigest()}"
+
+
+def _described(
+    folder: Path, sources: Sequence[Path], describe: Callable[[], ModelFiles], sidecar_name: str = "files.json"
+) -> ModelFiles:
+    """The cached description in `folder` if every source still looks the same, else a new one, made under a lock."""
+    sidecar = folder / sidecar_name
+    stamps = stamp_files(sources)
+    files = _read_description(sidecar, stamps)
+    if files is None:
+        with locked(make_folder(folder) / ".describe.lock"):
+            files = _read_description(sidecar, stamps)
+            if files is None:
+                files = describe()
+                _write_description(sidecar, stamps, files)
+    return files
+
+
+def _write_description(sidecar: Path, stamps: tuple[FileStamp, ...], files: ModelFiles) -> None:
+    description = _Description(
+        version=DESCRIPTION_VERSION, stamps=stamps, tokenizer=stamp_file(files.tokenizer), files=files
+    )
+    write_atomically(sidecar, msgspec.json.encode(description, enc_hook=str))
+
+
+def _read_description(sidecar: Path, stamps: tuple[FileStamp, ...]) -> ModelFiles | None:
+    try:
+        found = msgspec.json.decode(sidecar.read_bytes(), type=_Description, dec_hook=lambda kind, value: kind(value))
+    except (OSError, msgspec.MsgspecError):  # none yet, not readable, or of another version: it is made anew
+        return None
+    if found.version != DESCRIPTION_VERSION or found.stamps != stamps or not found.files.tokenizer.exists():
+        return None
+    return found.files if found.tokenizer == stamp_file(found.files.tokenizer) else None

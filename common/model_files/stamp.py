@@ -1,0 +1,63 @@
+"""Notices that a file has changed or been damaged, without reading all of it, and hashes it whole when it must be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import xxhash
+from tqdm import tqdm
+
+from common.errors import ModelError
+
+SAMPLES, SAMPLE_BYTES = 16, 4096
+CHUNK_BYTES = 1 << 22
+SLOW_BYTES = 1 << 31
+
+
+class FileStamp(msgspec.Struct, frozen=True):
+    """What a file looked like: cheap to take (64 KiB read), enough to notice replacement, truncation and most damage.
+
+    `sample` is a hash over 16 pieces of 4 KiB spread over the file, its first and last bytes included.
+    """
+
+    path: str
+    num_bytes: int
+    mtime_ns: int
+    sample: str
+
+
+def stamp_files(paths: Sequence[Path]) -> tuple[FileStamp, ...]:
+    """Stamp each file. Raises ModelError when one cannot be read."""
+    return tuple(stamp_file(path) for path in paths)
+
+
+def stamp_file(path: Path) -> FileStamp:
+    """Stamp one file. Raises ModelError when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            about = os.fstat(file.fileno())
+            digest = xxhash.xxh3_64()
+            last = max(about.st_size - SAMPLE_BYTES, 0)
+            for i in range(SAMPLES):
+                file.seek(last * i // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    return FileStamp(str(path), about.st_size, about.st_mtime_ns, digest.hexdigest())
+
+
+def hash_weights(paths: Sequence[Path], *, progress: bool) -> str:
+    """Hash the whole content of the files, in the given order, into 16 hex digits: the same on every machine."""
+    total = sum(path.stat().st_size for path in paths)
+    digest = xxhash.xxh3_64()
+    hidden = not progress or total < SLOW_BYTES
+    with tqdm(total=total, unit="B", unit_scale=True, desc="hashing weights", disable=hidden) as bar:
+        for path in paths:
+            with path.open("rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    bar.update(len(chunk))
+    return digest.hexdigest()

@@ -1,0 +1,117 @@
+"""Renders a conversation into a prompt by the model's own chat template, with the conventions of Hugging Face.
+
+Source of the conventions: transformers' `chat_template_utils`: trimmed blocks, loop controls, `raise_exception`,
+`strftime_now`, `tojson` without HTML escaping, `{% generation %}`. The template runs in a sandbox that cannot change
+its inputs or reach the process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from common.errors import InvalidRequest, ModelError
+from common.model_files.files import ModelFiles
+
+MAX_REASON_CHARS = 200
+RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"))
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for training; here its body is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)  # local time, as the conventions have it
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """One model's chat template, compiled. `source` is None for a base model: then every render is refused.
+
+    Raises ModelError when the source is not valid Jinja.
+    """
+
+    def __init__(self, source: str | None, *, model_id: str = "", bos_token: str = "", eos_token: str = "") -> None:
+        self.source, self._model_id = source, model_id
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        try:
+            self._template = None if source is None else _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"the chat template of {model_id} has an error in line {error.lineno}: {error}") from error
+
+    @classmethod
+    def from_files(cls, files: ModelFiles) -> ChatTemplate:
+        """The template of a resolved model."""
+        return cls(files.chat_template, model_id=files.model_id, bos_token=files.bos_token, eos_token=files.eos_token)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for `messages` (`role`, `content`, ... as OpenAI has them), to be encoded without special tokens.
+
+        `extra` holds further variables of the template (`enable_thinking`, ...). Raises InvalidRequest when the model
+        has no template or the template refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidRequest(
+                f"model {self._model_id!r} has no chat template (it is a base model): use /v1/completions",
+                param="messages",
+            )
+        taken = RESERVED.intersection(extra or ())
+        if taken:
+            raise InvalidRequest(f"{', '.join(sorted(taken))} cannot be set for the chat template", param="messages")
+        try:
+            return self._template.render(
+                **(extra or {}),
+                **self._tokens,
+                messages=list(messages),
+                tools=list(tools) if tools else None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # the template is a program over the client's data: anything may go wrong in it
+            reason = str(error)[:MAX_REASON_CHARS] or type(error).__name__
+            raise InvalidRequest(f"the chat template refuses these messages: {reason}", param="messages") from error

@@ -1,0 +1,108 @@
+"""Text to token ids and back, over a `tokenizer.json`; and the raw bytes behind each token."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from common.errors import InvalidRequest, ModelError
+
+# A batch is of one text, so threads of the library's own would add nothing but their number.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+LONG_CHARS = 4096
+"""A longer text is encoded without the GIL. A shorter one takes some two milliseconds, less than the GIL's return."""
+LONG_TOKENS = 8192
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_alphabet() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE vocabularies (GPT-2's encoder.py)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    spare = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
+
+
+CHAR_TO_BYTE = {char: byte for byte, char in enumerate(byte_alphabet())}
+
+
+class Tokenizer:
+    """A model's tokenizer. Safe to share between threads; holds no state of any request.
+
+    `vocab_size` is one more than the highest id; a model may have more rows than that (padding), whose ids decode to
+    nothing. `special_ids` are control tokens: left out of text unless asked for.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+        added = inner.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size: int = max(inner.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        decoder = inner.decoder.__getstate__() if inner.decoder is not None else b""
+        self._byte_level = b'"ByteLevel"' in decoder
+
+    @classmethod
+    def from_file(cls, path: Path) -> Tokenizer:
+        """Load a tokenizer.json (`ModelFiles.tokenizer`). Raises ModelError when it cannot be read."""
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises plain Exception for every kind of damage
+            raise ModelError(f"{path} is not a readable tokenizer.json ({error}): fetch or convert it again") from error
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; control tokens written out in it count as such (chat templates rely on it).
+
+        `add_special_tokens` puts BOS (and EOS) where the model wants them: use it for plain prompts, not for rendered
+        chat templates, which write their own. Raises InvalidRequest for text that is not valid Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"the text has a lone surrogate at character {error.start}: send valid UTF-8"
+            ) from error
+        # `encode` and `decode` of the library hold the GIL until they are done, those of a batch do not.
+        if len(text) <= LONG_CHARS:
+            encoding = self._inner.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. Bytes that are not UTF-8 come out as U+FFFD; ids without a token as nothing."""
+        if len(ids) <= LONG_TOKENS:
+            return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
+        (text,) = self._inner.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        return str(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to the text (for a control token its name); b"" for an id without a token.
+
+        Concatenated over a sequence these are the UTF-8 text, so a character split between tokens can be joined.
+        """
+        token = self._inner.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            if token_id in self._added_ids or any(char not in CHAR_TO_BYTE for char in token):
+                return token.encode()
+            return bytes(CHAR_TO_BYTE[char] for char in token)
+        byte = BYTE_TOKEN.fullmatch(token)
+        if byte and token_id not in self._added_ids:
+            return bytes.fromhex(byte[1])
+        return token.replace("▁", " ").encode()
+
+    def id_to_token(self, token_id: int) -> str:
+        """The token as the vocabulary spells it ("Ġhello", "▁hello"); "" for an id without a token."""
+        return self._inner.id_to_token(token_id) or ""
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it."""
+        found: int | None = self._inner.token_to_id(token)
+        return found

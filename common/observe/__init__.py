@@ -1,0 +1,1 @@
+"""Logs, and quantiles of what was observed lately."""

@@ -1,0 +1,87 @@
+"""Log lines that a tired operator understands, or JSON objects for a collector. Fields go in `extra`:
+
+log = logging.getLogger(__name__)
+log.info("request finished", extra={"request_id": rid, "ttft_ms": 41.3})
+
+14:03:22.118 INFO    decode-0  request finished  request_id=cmpl-7f ttft_ms=41.3
+
+`logging` keeps some names to itself and refuses them in `extra`: name, args, module, process, thread, message, ...
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import TextIO
+
+from common.packages import PACKAGES
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
+
+# What others sent may be part of a message: it must not look like a line of its own, or speak to a terminal.
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+
+
+def fields_in(record: logging.LogRecord) -> dict[str, object]:
+    """What the caller passed in `extra`, in its order."""
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+def _text_of(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if not text or any(c.isspace() or c in '"=' for c in text) else text
+
+
+class LineFormatter(logging.Formatter):
+    """`time LEVEL process  message  key=value ...`, then the traceback if there is one."""
+
+    def __init__(self, process_name: str) -> None:
+        super().__init__()
+        self.process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        line = f"{time} {record.levelname:<7} {self.process_name}  {record.getMessage()}"
+        fields = " ".join(f"{name}={_text_of(value)}" for name, value in fields_in(record).items())
+        if fields:
+            line += f"  {fields}"
+        line = line.translate(_CONTROL)
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (UTC, ISO 8601), level, process, logger, message, the fields, exception."""
+
+    def __init__(self, process_name: str) -> None:
+        super().__init__()
+        self.process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self.process_name,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        entry |= {name: value for name, value in fields_in(record).items() if name not in entry}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str, ensure_ascii=False)
+
+
+def setup_logging(process_name: str, level: str = "info", json: bool = False, stream: TextIO | None = None) -> None:
+    """Sends every logger of this process to `stream` (stderr). Libraries speak from WARNING on, unless debugging."""
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(JsonFormatter(process_name) if json else LineFormatter(process_name))
+    logging.basicConfig(level=logging.WARNING if level != "debug" else logging.DEBUG, handlers=[handler], force=True)
+    if level == "error":
+        logging.getLogger().setLevel(logging.ERROR)
+    for ours in (*PACKAGES, "__main__"):
+        logging.getLogger(ours).setLevel(level.upper())
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    logging.captureWarnings(True)

@@ -1,0 +1,144 @@
+"""Runs decode steps as recorded graphs, one for each of a few batch sizes; everything else as `ModelRunner` does.
+
+A step's inputs are written to memory that the graph reads; rows that pad it to its size have slot -1 (no KV is written)
+and no span (attention skips them), so whatever they compute, nobody sees. A row may take its token from the step before
+without the host knowing it: `launch` need not wait for the tokens that are still being sampled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from common.errors import InvalidRequest
+from common.kv.cache import KVCache
+from common.model.batch import ForwardBatch, SequenceChunk, check_chunk
+from common.runner.buckets import bucket_for, bucket_sizes
+from common.runner.graph_capture import Recorder
+from common.runner.runner import Model, ModelRunner, StepProfile
+from kernels import KVLayout, QuerySpan, on_device
+from kernels.gpu.device_plan import GPUPlan, Staging
+
+log = logging.getLogger(__name__)
+
+TOKEN, POSITION, SLOT, SOURCE = range(4)  # rows of a step's inputs
+NUM_INPUTS = 4
+FROM_HOST = -1
+"""The source of a row whose token the host knows; else it is a row of the step before."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A decode step of `size` rows. `inputs` int64 [NUM_INPUTS, size] and `plan` are what a replay reads."""
+
+    size: int
+    inputs: Tensor
+    plan: GPUPlan
+    replay: Callable[[], None]
+
+
+class GraphRunner(ModelRunner):
+    """A `ModelRunner` whose steps of one sampled token a sequence are replays, up to `max_num_seqs` of them."""
+
+    def __init__(self, model: Model, kv: KVCache, recorder: Recorder, *, max_num_seqs: int, max_model_len: int) -> None:
+        """Records every step, largest first: takes seconds on a GPU, and memory for one step of the largest size."""
+        super().__init__(model, kv)
+        self._max_blocks = min(-(-max_model_len // kv.block_size), kv.num_blocks)
+        self._sizes = bucket_sizes(max_num_seqs)
+        largest = self._sizes[-1]
+        with torch.inference_mode():
+            self._memory = torch.zeros(NUM_INPUTS * largest, dtype=torch.int64, device=kv.device)
+            self._staging = Staging(self._memory, copies=2)
+            self.logits = torch.zeros(largest, model.config.vocab_size, dtype=torch.float32, device=kv.device)
+            self.sampled = torch.zeros(largest, dtype=torch.int64, device=kv.device)
+            began = time.perf_counter()
+            self._steps = {size: self._record(size, recorder) for size in reversed(self._sizes)}
+        log.info("recorded %d decode steps in %.1f s", len(self._steps), time.perf_counter() - began)
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._sizes[-1]
+
+    def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
+        """As `ModelRunner.forward`; the logits of a replayed step are overwritten by the next one."""
+        if not self.replays(chunks):
+            return super().forward(chunks)
+        return self.launch(chunks, [FROM_HOST] * len(chunks))
+
+    def replays(self, chunks: Sequence[SequenceChunk]) -> bool:
+        """Whether a step of `chunks` is one that was recorded."""
+        fits = bucket_for(self._sizes, len(chunks)) is not None
+        return fits and all(
+            chunk.sample
+            and len(chunk.token_ids) == 1
+            and -(-(chunk.start + 1) // self.kv.block_size) <= self._max_blocks
+            for chunk in chunks
+        )
+
+    def launch(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> Tensor:
+        """Replay a step of `chunks`, which `replays` them: logits float32 [len(chunks), vocab_size], when it has run.
+
+        Row i runs token `self.sampled[sources[i]]` instead of its chunk's own unless that is FROM_HOST; `sampled`,
+        int64 [max_num_seqs], is the caller's to write after each step. The logits are the first rows of `self.logits`.
+        Errors as `forward`, before anything runs.
+        """
+        began = time.perf_counter()
+        size = bucket_for(self._sizes, len(chunks))
+        if size is None:
+            raise InvalidRequest(f"{len(chunks)} sequences do not fit a step of {self._sizes[-1]}")
+        for chunk in chunks:
+            check_chunk(chunk, self.model.config, self.kv)
+        with on_device(self.kv.device), torch.inference_mode():
+            step = self._steps[size]
+            host = self._staging.next()[: NUM_INPUTS * size].reshape(NUM_INPUTS, size)
+            _write_inputs(host, chunks, sources, self.kv.block_size, self.model.config.vocab_size)
+            self._staging.send(NUM_INPUTS * size)
+            step.plan.fill([QuerySpan(i, 1, chunk.start, chunk.block_table) for i, chunk in enumerate(chunks)])
+            prepared = time.perf_counter()
+            step.replay()
+        done = time.perf_counter()
+        self.profile = StepProfile(len(chunks), len(chunks), prepared - began, done - prepared)
+        return self.logits[: len(chunks)]
+
+    def _record(self, size: int, recorder: Recorder) -> RecordedStep:
+        config, kv = self.model.config, self.kv
+        inputs = self._memory[: NUM_INPUTS * size].view(NUM_INPUTS, size)
+        inputs.zero_()
+        inputs[SLOT], inputs[SOURCE] = -1, FROM_HOST
+        layout = KVLayout(kv.num_blocks, config.num_layers, config.num_kv_heads, kv.block_size, config.head_dim)
+        plan = GPUPlan.empty(size, self._max_blocks, layout, config.num_heads, kv.device)
+
+        def run() -> None:
+            # An id that is no token is the mark of logits that are not numbers: its request ends once the host sees it.
+            before = self.sampled.index_select(0, inputs[SOURCE].clamp_min(0)).clamp(0, config.vocab_size - 1)
+            token_ids = torch.where(inputs[SOURCE] < 0, inputs[TOKEN], before)
+            plan.prepare()
+            batch = ForwardBatch(size, token_ids, inputs[POSITION], inputs[SLOT], None, plan)
+            self.logits[:size].copy_(self.model.forward(batch, kv))
+
+        return RecordedStep(size, inputs, plan, recorder.record(run))
+
+
+def _write_inputs(
+    host: npt.NDArray[np.int64],
+    chunks: Sequence[SequenceChunk],
+    sources: Sequence[int],
+    block_size: int,
+    vocab_size: int,
+) -> None:
+    """Fill inputs [NUM_INPUTS, size], behind `chunks` with padding. InvalidRequest for an id that is no token."""
+    count = len(chunks)
+    for i, chunk in enumerate(chunks):
+        token_id, start = chunk.token_ids[0], chunk.start
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"token id {token_id} is outside of the vocabulary of {vocab_size}")
+        slot = chunk.block_table[start // block_size] * block_size + start % block_size
+        host[:, i] = (token_id, start, slot, sources[i])
+    host[:, count:] = np.array([[0], [0], [-1], [FROM_HOST]])

@@ -1,0 +1,144 @@
+"""A model ready to run on this worker: weights, KV cache, runner, and the fingerprint of their layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.config import DecodeWorkerConfig, WorkerConfig
+from common.errors import ConfigError
+from common.kv.cache import KVCache, block_bytes
+from common.machine.core_share import CoreShare
+from common.model.load import load_model
+from common.model_files.files import ModelFiles
+from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
+from common.runner.runner import Model, ModelRunner
+from common.runner.warm_up import warmed_up
+from common.wire.messages import PROTOCOL_VERSION
+from kernels import share_cores
+from kernels.device import triton_backend
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Everything an engine needs that does not depend on its role."""
+
+    model_id: str
+    vocab_size: int
+    runner: ModelRunner
+    kv: KVCache
+    dtype: str
+    kv_dtype: str
+    quantization: str
+    fingerprint: str
+    weights: str
+    max_model_len: int
+    num_threads: int
+
+    @property
+    def precision(self) -> str:
+        """What it computes in and multiplies by, for people."""
+        kept = {"auto": "the file's own codes", "int8": "weights of 8 bits", "int4": "weights of 4 bits"}
+        used = [kept[self.quantization]] if self.quantization in kept else []
+        used += [f"KV in {self.kv_dtype}"] if self.kv_dtype != self.dtype else []
+        return " ".join((self.dtype, "with", " and ".join(used))) if used else self.dtype
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token took in the last step that was run; right after loading, of the last to warm up."""
+        profile = self.runner.profile
+        return profile.forward_s / max(1, profile.num_tokens)
+
+    @staticmethod
+    def set_num_threads(num_threads: int) -> None:
+        """How many threads the calling thread's steps are computed by from now on."""
+        torch.set_num_threads(num_threads)
+
+    @staticmethod
+    def share_cores(cores: CoreShare) -> None:
+        """Long steps look at `cores` while they run: to be called before the first one."""
+        share_cores(cores.address, cores.num_cores)
+
+    @classmethod
+    def load(cls, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
+        """Load weights and allocate the cache. Raises ModelError or ConfigError."""
+        dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
+        return cls.of(
+            lambda: load_model(files, dtype=dtype, device=config.device, quantization=config.quantization),
+            files,
+            config,
+        )
+
+    @classmethod
+    def of(cls, load: Callable[[], Model], files: ModelFiles, config: WorkerConfig) -> LoadedModel:
+        """Around the model that `load` makes, whose tokenizer and name are those of `files`. Raises as `load`."""
+        num_threads = config.threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(num_threads)
+        torch.set_float32_matmul_precision("highest")  # some images ask for TF32 by their environment
+        model = load()
+        shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
+        kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        per_block = block_bytes(shape, config.block_size, kv_dtype)
+        num_blocks = config.num_blocks or int(config.kv_memory_gib * GIB / per_block)
+        if num_blocks < 2:
+            raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"at least {2 * per_block / GIB:.4f} GiB")
+        longest = min(shape.max_model_len, num_blocks * config.block_size)
+        if config.max_model_len > longest:
+            raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
+        kv = KVCache(shape, num_blocks, config.block_size, kv_dtype, config.device, share=config.shares_kv)
+        fingerprint = layout_fingerprint(
+            files.model_id,
+            files.weights_hash,
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            quantization=model.quantization,
+            block_size=config.block_size,
+            protocol_version=PROTOCOL_VERSION,
+        )
+        runner = warmed_up(lambda: decode_graphs(model, kv, config) or ModelRunner(model, kv), config)
+        return cls(
+            files.model_id,
+            shape.vocab_size,
+            runner,
+            kv,
+            dtype,
+            kv_dtype,
+            model.quantization,
+            fingerprint,
+            weights_fingerprint(files.model_id, files.weights_hash, model.quantization),
+            config.max_model_len or longest,
+            num_threads,
+        )
+
+
+def decode_graphs(model: Model, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:
+    """A runner of recorded decode steps, where there are a CUDA device, Triton and somebody who decodes."""
+    if not isinstance(config, DecodeWorkerConfig) or not config.cuda_graphs or kv.device.type != "cuda":
+        return None
+    if triton_backend(kv.device.type) is None:
+        return None
+    # Imported here: it needs Triton, which a machine without a GPU may lack.
+    from common.runner.graph_capture import GraphRecorder
+    from common.runner.graph_runner import GraphRunner
+
+    longest = config.max_model_len or model.config.max_model_len
+    recorder = GraphRecorder(kv.device)
+    return GraphRunner(model, kv, recorder, max_num_seqs=config.max_num_seqs, max_model_len=longest)
+
+
+def native_dtype(device: str) -> str:
+    """bfloat16 where the hardware multiplies it natively, else float32."""
+    if device.startswith("cuda"):
+        return "bfloat16"
+    flags = Path("/proc/cpuinfo")
+    text = flags.read_text(errors="replace") if flags.exists() else ""
+    return "bfloat16" if "avx512_bf16" in text or "amx_bf16" in text else "float32"

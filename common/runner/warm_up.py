@@ -1,0 +1,82 @@
+"""A worker's first steps: they compile kernels and show that the largest step fits, before a client waits for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from common.config import DecodeWorkerConfig, WorkerConfig
+from common.errors import ConfigError
+from common.kv.cache import KVCache
+from common.model.batch import SequenceChunk
+from common.runner.runner import ModelRunner
+from common.sampling.logprobs import max_scored_tokens, token_scores
+from common.sampling.sampler import Sampler, SamplingRow
+from common.wire.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from kernels import on_device
+
+TIMED_TOKENS = 16
+"""Of the step that shows how slow the machine is: enough for computing to count beside the reading of the weights."""
+SAMPLED = (
+    SamplingParams(max_tokens=1, temperature=0.0),
+    SamplingParams(max_tokens=1, temperature=1.0),
+    SamplingParams(max_tokens=1, temperature=1.0, top_p=0.5),
+)
+"""One of each kind that sampling is compiled for."""
+
+
+def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig) -> ModelRunner:
+    """The runner that `make` makes, after steps on blocks that nobody owns yet. On a CPU its profile is that of a small
+    step, for which the weights were in memory already.
+
+    ConfigError naming the size of the cache when a device has no memory for the largest step beside it.
+    """
+    num_tokens = step_tokens(config)
+    try:
+        runner = make()
+        runner.forward([SequenceChunk((0, 0), 0, (0,))])
+        runner.forward([SequenceChunk((0,) * TIMED_TOKENS, 0, (0,))])
+        if runner.kv.device.type == "cuda":
+            run_every_kind(runner, num_tokens)
+            runner.wait()
+    except torch.OutOfMemoryError as error:
+        field = "num_blocks" if config.num_blocks else "kv_memory_gib"
+        allowed = f"less: beside weights and KV cache {config.device} has no memory for a step of {num_tokens} tokens"
+        raise ConfigError(field, getattr(config, field), f"{allowed} ({str(error).splitlines()[0]})") from error
+    return runner
+
+
+def step_tokens(config: WorkerConfig) -> int:
+    """Tokens of the largest step that a worker computes."""
+    if isinstance(config, DecodeWorkerConfig):
+        return config.max_num_seqs + config.local_prefill_chunk
+    return int(getattr(config, "max_num_batched_tokens", 0))
+
+
+def run_every_kind(runner: ModelRunner, num_tokens: int) -> None:
+    """The largest step, one that scores, a row alone at the longest sequence's end, each way of sampling after them."""
+    longest = min(runner.model.config.max_model_len, runner.kv.num_blocks * runner.kv.block_size)
+    table = range(-(-longest // runner.kv.block_size))
+    runner.forward(largest_step(num_tokens, longest, runner.kv))
+    num_scored = min(num_tokens, longest, max_scored_tokens(runner.model.config.vocab_size))
+    scored = runner.forward([SequenceChunk((0,) * num_scored, 0, table, score=True)])
+    token_scores(scored, (0,) * num_scored, MAX_TOP_LOGPROBS)
+    del scored
+    logits = runner.forward([SequenceChunk((0,), longest - 1, table)])
+    sampler = Sampler(runner.model.config.vocab_size)
+    with on_device(logits.device):
+        for params in SAMPLED:
+            sampler.launch(logits, [SamplingRow(params, longest)])
+
+
+def largest_step(num_tokens: int, longest: int, kv: KVCache) -> list[SequenceChunk]:
+    """Chunks of `num_tokens` together, each of at most `longest`, or of as many as the cache has blocks for."""
+    chunks: list[SequenceChunk] = []
+    first = 0  # block
+    while num_tokens > 0 and first < kv.num_blocks:
+        count = min(num_tokens, longest, (kv.num_blocks - first) * kv.block_size)
+        table = range(first, first + -(-count // kv.block_size))
+        chunks.append(SequenceChunk((0,) * count, 0, table))
+        num_tokens, first = num_tokens - count, table.stop
+    return chunks

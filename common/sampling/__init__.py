@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, log-probabilities, and when a sequence ends."""

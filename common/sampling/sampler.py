@@ -1,0 +1,124 @@
+"""From logits to tokens. A row's token depends on its own logits, parameters, seed and position, and on nothing else.
+
+Order of operations on a row (vLLM's): logit bias; repetition, frequency and presence penalties; banned tokens; what a
+grammar forbids; temperature; then the filters min_p, top_k, top_p, each a threshold on probability, so that tokens of
+equal probability stay or go together and no sort order matters. The token is then the inverse of the cumulative
+distribution in token id order at one uniform number, which is a counter-based function of (seed, position).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.grammar.grammar import Constraint
+from common.sampling.logprobs import token_scores
+from common.sampling.penalties import Adjustment, TokenCounts, adjust, needs_counts
+from common.wire.sampling_params import SampledToken, SamplingParams
+from kernels import Draw, SamplingTensors, on_device, sample
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One sequence to sample for. `position` is the absolute position of the new token: the number of tokens before it.
+
+    `banned` are token ids that must not come now, such as end tokens while `min_tokens` is not reached, unless they are
+    all that `constraint` allows. With one, `output_token_ids` are all of the answer so far.
+
+    `counts` are those of the prompt and the output but for the last tokens, which are a `draft`. Without them penalties
+    count `prompt_token_ids` and `output_token_ids` anew.
+    """
+
+    params: SamplingParams
+    position: int
+    output_token_ids: Sequence[int] = ()
+    prompt_token_ids: Sequence[int] = ()
+    banned: tuple[int, ...] = ()
+    constraint: Constraint | None = None
+    counts: TokenCounts | None = None
+    draft: tuple[int, ...] = ()
+
+
+class Sampler:
+    """Stateless but for the vocabulary's size."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        """One token per row of `logits`, float32 [n, vocab_size], which is not modified.
+
+        The token of a row without finite logits, or whose grammar allows nothing, is `vocab_size` or more.
+        """
+        if logits.shape != (len(rows), self.vocab_size):
+            raise ValueError(f"logits are {list(logits.shape)}, expected [{len(rows)}, {self.vocab_size}]")
+        if not rows:
+            return []
+        with on_device(logits.device), torch.inference_mode():
+            logits = logits.float()
+            token_ids = self._draw(logits, rows).tolist()
+            return [self._finish(logits[i], row, token_ids[i]) for i, row in enumerate(rows)]
+
+    def can_launch(self, rows: Sequence[SamplingRow]) -> bool:
+        """Whether `launch` serves these rows: nothing about them needs their earlier tokens or log-probabilities."""
+        return all(row.params.logprobs < 0 and row.constraint is None and not _adjusts(row) for row in rows)
+
+    def launch(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """The same tokens as `sample` gives, int64 [n] on the logits' device, without waiting for them.
+
+        Only for rows that it `can_launch`.
+        """
+        with torch.inference_mode():
+            logits = logits.float()
+            if logits.device.type == "cuda" and all(row.params.greedy for row in rows):
+                return torch.argmax(logits, dim=-1)
+            return self._draw(logits, rows)
+
+    def _draw(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """All rows at once: those that are adjusted are copies."""
+        whole = _adjusted(logits, rows)
+        allowed = [None if row.constraint is None else row.constraint.allowed(row.output_token_ids) for row in rows]
+        return sample(whole, SamplingTensors.pack([_draw_of(row) for row in rows], logits.device), allowed)
+
+    def _finish(self, logits: Tensor, row: SamplingRow, token_id: int) -> SampledToken:
+        if row.params.logprobs < 0 or token_id >= self.vocab_size:  # logits that are not numbers have no such
+            return SampledToken(token_id)
+        return SampledToken(token_id, token_scores(logits[None], [token_id], row.params.logprobs)[0])
+
+
+def _draw_of(row: SamplingRow) -> Draw:
+    params = row.params
+    temperature = 0.0 if params.greedy else params.temperature
+    return Draw(temperature, params.top_k, params.top_p, params.min_p, params.seed, row.position)
+
+
+def _adjusts(row: SamplingRow) -> bool:
+    return bool(row.banned or row.params.logit_bias or needs_counts(row.params))
+
+
+def _adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor | list[Tensor]:
+    """`logits` [n, vocab], or its rows, of which those with bias, penalties or bans are adjusted copies."""
+    chosen = [i for i, row in enumerate(rows) if _adjusts(row)]
+    if not chosen:
+        return logits
+    if logits.device.type == "cpu":
+        copies = torch.from_numpy(logits.numpy()[chosen])  # one thread does
+    else:
+        copies = logits[torch.tensor(chosen, device=logits.device)]
+    adjust(copies, [_adjustment(rows[i]) for i in chosen])
+    if len(chosen) == len(rows):
+        return copies
+    whole = list(logits)
+    for place, i in enumerate(chosen):
+        whole[i] = copies[place]
+    return whole
+
+
+def _adjustment(row: SamplingRow) -> Adjustment:
+    if row.counts is not None:
+        return Adjustment(row.params, row.counts, row.draft, row.banned)
+    counts = TokenCounts(row.prompt_token_ids, row.output_token_ids) if needs_counts(row.params) else TokenCounts()
+    return Adjustment(row.params, counts, (), row.banned)

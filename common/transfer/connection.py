@@ -1,0 +1,81 @@
+"""The sockets from one sender of KV to one decode worker, and whether that one lets us in."""
+
+from __future__ import annotations
+
+import time
+
+import zmq
+
+from common.transfer.frames import dealer, events
+from common.wire.curve import Curve
+from common.wire.dialer import WATCHED, Dialer
+
+
+class KVConnection:
+    """The first of `streams` carries all messages, the blocks go over each in turn. The sender's thread owns it."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        poller: zmq.Poller,
+        address: str,
+        num_streams: int,
+        curve: Curve | None = None,
+    ) -> None:
+        """Raises zmq.ZMQError for what is no address, or when there are too many sockets; nothing stays open then."""
+        self.streams: list[zmq.Socket[bytes]] = []
+        self._monitors: list[zmq.Socket[bytes]] = []
+        self._dialers: list[Dialer] = []
+        self._poller = poller
+        self.used_at = time.monotonic()
+        self.num_transfers = 0
+        self.way = ""  # of its blocks, as the last grant said
+        try:
+            for _ in range(num_streams):
+                self._open(context, address, curve)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    @property
+    def refusal(self) -> str:
+        """Why the decode worker does not take this connection, "" while nothing is known to be wrong."""
+        return next((dialer.refusal for dialer in self._dialers if dialer.refusal), "")
+
+    def dial_again(self, now: float) -> bool:
+        """Hear what became of the handshakes. True when the first is tried anew: the messages sent so far are lost."""
+        first_again = self._dialers[0].dial_at <= now
+        for monitor, dialer in zip(self._monitors, self._dialers, strict=True):
+            while events(monitor) & zmq.POLLIN:
+                dialer.on_event(monitor.recv_multipart(), now)
+            if dialer.dial_at <= now:
+                dialer.dial()
+        return first_again
+
+    @property
+    def dial_at(self) -> float:
+        """When `dial_again` has something to do, whatever the sockets say."""
+        return min(dialer.dial_at for dialer in self._dialers)
+
+    def close(self) -> None:
+        for socket in (*self.streams, *self._monitors):
+            if socket in self._poller:
+                self._poller.unregister(socket)
+        for stream in self.streams:
+            stream.disable_monitor()
+            stream.close()
+        for monitor in self._monitors:
+            monitor.close()
+
+    def _open(self, context: zmq.Context[zmq.Socket[bytes]], address: str, curve: Curve | None) -> None:
+        stream = dealer(context)
+        stream.set(zmq.IPV6, 1 if "[" in address else 0)
+        if self.streams:
+            stream.set(zmq.IMMEDIATE, 1)  # no block is queued for a handshake that may have to be tried anew
+        self.streams.append(stream)
+        monitor = stream.get_monitor_socket(WATCHED)
+        monitor.set(zmq.LINGER, 0)
+        self._monitors.append(monitor)
+        self._dialers.append(Dialer(stream, address, curve))
+        for socket in (stream, monitor):
+            self._poller.register(socket, zmq.POLLIN)

@@ -1,0 +1,165 @@
+"""KV blocks on ZeroMQ: how frames leave one worker's memory and land in another's.
+
+One multipart message carries a `KVBlocks` header and one raw frame a block. Sending takes no copy: the frames point
+into the KV cache, whose memory outlives every socket. Receiving lands each frame in the block reserved for it.
+Between workers that share memory the header travels alone and names the blocks: the receiver copies them itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import xxhash
+import zmq
+
+from common.wire.codec import encode
+from common.wire.messages import MAX_BLOCKS_PER_FRAME, KVBlocks, Message
+
+FRAME_TARGET_BYTES = 2 * 1024 * 1024
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+"""More than any block: ZeroMQ closes the connection of a peer that announces a larger frame."""
+MAX_REPLY_BYTES = 64 * 1024
+SEND_HWM = 16
+"""Messages a sender may have queued for one decode worker: bounds how far it runs ahead of a slow receiver."""
+
+
+def checksum(block: memoryview) -> int:
+    """xxh3-64 of one block's bytes."""
+    return xxhash.xxh3_64_intdigest(block)
+
+
+def blocks_per_message(block_bytes: int) -> int:
+    """How many blocks share one message: enough for an efficient stream, few enough to start landing early."""
+    return max(1, min(MAX_BLOCKS_PER_FRAME, FRAME_TARGET_BYTES // max(1, block_bytes)))
+
+
+def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """A DEALER for KV, not connected yet: bounded queue, dies without lingering."""
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.SNDHWM, SEND_HWM)
+    socket.set(zmq.RCVHWM, 4096)
+    socket.set(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
+    socket.set(zmq.SNDBUF, 4 * 1024 * 1024)
+    socket.set(zmq.RECONNECT_IVL, 50)
+    socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+    return socket
+
+
+def events(socket: zmq.Socket[bytes]) -> int:
+    """What the socket can do now without waiting: zmq.POLLIN, zmq.POLLOUT or both."""
+    return int(socket.getsockopt(zmq.EVENTS))
+
+
+def try_send(socket: zmq.Socket[bytes], message: Message) -> bool:
+    """Send a message without frames; False when the socket's queue is full."""
+    try:
+        socket.send(encode(message), zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
+
+
+def try_send_blocks(
+    socket: zmq.Socket[bytes],
+    request_id: str,
+    attempt: int,
+    first_block: int,
+    blocks: Sequence[memoryview],
+    sources: Sequence[int] = (),
+    token: int = 0,
+) -> bool:
+    """Ship `blocks` as one message without copying them; False when the socket's queue is full.
+
+    `token` is the grant's. With `sources`, their numbers in shared memory, only these travel. ZeroMQ accepts or refuses
+    a multipart message at its first part, so a message is never half queued.
+    """
+    if not events(socket) & zmq.POLLOUT:
+        return False
+    header = KVBlocks(
+        request_id=request_id,
+        attempt=attempt,
+        first_block=first_block,
+        checksums=tuple(checksum(block) for block in blocks),
+        sources=tuple(sources),
+        token=token,
+    )
+    if sources:
+        return try_send(socket, header)
+    try:
+        socket.send(encode(header), zmq.NOBLOCK | zmq.SNDMORE)
+    except zmq.Again:
+        return False
+    for block in blocks[:-1]:
+        socket.send(block, zmq.SNDMORE, copy=False)
+    socket.send(blocks[-1], copy=False)
+    return True
+
+
+def receive_blocks(
+    socket: zmq.Socket[bytes], header: KVBlocks, destination: Callable[[int], memoryview | None]
+) -> tuple[list[int], str]:
+    """Land the frames that follow `header`: the block indices that arrived intact, and what was wrong (or "").
+
+    `destination` maps a block index to the memory reserved for it, or None for a frame nobody wants. Every part of
+    the message is consumed whatever happens, so the socket stays in step.
+    """
+    landed: list[int] = []
+    problem = ""
+    for offset, expected in enumerate(header.checksums):
+        if not socket.getsockopt(zmq.RCVMORE):
+            return landed, problem or f"{len(header.checksums)} blocks announced, {offset} came"
+        index = header.first_block + offset
+        target = destination(index)
+        if target is None:
+            discard_part(socket)
+            continue
+        size = socket.recv_into(target)
+        if size != len(target):
+            problem = problem or f"block {index} has {size} bytes, not {len(target)}"
+        elif checksum(target) != expected:
+            problem = problem or f"block {index} is corrupt: its checksum does not match"
+        else:
+            landed.append(index)
+    extra = discard_rest(socket)
+    if extra:
+        problem = problem or f"{extra} frames beyond the {len(header.checksums)} announced"
+    return landed, problem
+
+
+def copy_blocks(
+    header: KVBlocks, read: Callable[[int, memoryview], bool], destination: Callable[[int], memoryview | None]
+) -> tuple[list[int], str]:
+    """Copy the blocks that `header` names: the block indices that are here intact, and what was wrong (or "").
+
+    `read` copies a block of the sender's into the memory it is given, False when there is none of that number.
+    The checksum is of the copy: a block that the sender took back and used again meanwhile does not pass for good.
+    """
+    landed: list[int] = []
+    if len(header.sources) != len(header.checksums):
+        return landed, f"{len(header.checksums)} checksums for {len(header.sources)} blocks"
+    for offset, (source, expected) in enumerate(zip(header.sources, header.checksums, strict=True)):
+        index = header.first_block + offset
+        target = destination(index)
+        if target is None:
+            continue
+        if not read(source, target):
+            return landed, f"block {index} is to be copied from block {source}, which cannot be read"
+        if checksum(target) != expected:
+            return landed, f"block {index} is corrupt, or its sender took it back while it was copied"
+        landed.append(index)
+    return landed, ""
+
+
+def discard_part(socket: zmq.Socket[bytes]) -> None:
+    """Drop one message part without copying it."""
+    socket.recv(copy=False)
+
+
+def discard_rest(socket: zmq.Socket[bytes]) -> int:
+    """Drop the remaining parts of the current message; how many there were."""
+    count = 0
+    while socket.getsockopt(zmq.RCVMORE):
+        discard_part(socket)
+        count += 1
+    return count

@@ -1,0 +1,199 @@
+"""The state of one outgoing KV transfer. Pure; `KVSender` drives it.
+
+opened ──KVGrant──> granted ──blocks computed and shipped──> drained ──KVDone──> finished ──KVAck──> gone
+   └──────── KVWait renews the lease ────────┘      KVFailed or an expired lease ends it from any state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from common.wire.messages import KVDone, KVGrant, KVTarget
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    """What the sender tells the engine, once per transfer. `reason` is "" when the decode worker acknowledged.
+
+    `exposed_s` is the time from the end of prefill to the acknowledgement. Durations in seconds. `num_bytes` travelled,
+    or were there to be copied.
+    """
+
+    request_id: str
+    attempt: int
+    reason: str
+    num_shipped: int
+    num_skipped: int
+    grant_wait_s: float
+    transfer_s: float
+    exposed_s: float
+    shared: bool = False
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferAdvanced:
+    """A growing transfer was granted, or has `caught_up`: what was computed a moment ago is with the receiver."""
+
+    request_id: str
+    attempt: int
+    caught_up: bool
+
+
+class TransferState(Enum):
+    OPENED = auto()
+    """The receiver was asked for room."""
+    GRANTED = auto()
+    """Blocks are shipped as they are computed."""
+    FINISHED = auto()
+    """All blocks and `KVDone` are sent; the receiver has to acknowledge."""
+
+
+class CatchUp(Enum):
+    """How far a growing transfer is: its sequence may pause once the receiver has all that is full so far."""
+
+    NOT_GRANTED = auto()
+    GRANTED = auto()
+    """The engine was told of the grant."""
+    ASKED = auto()
+    """The receiver was asked, behind the full blocks, whether these have arrived."""
+    ANSWERED = auto()
+    COMPLETE = auto()
+    """The engine was told of the answer."""
+
+
+class Way(Enum):
+    """How blocks travel."""
+
+    FRAMES = auto()
+    SMALL_FRAMES = auto()
+    """As 8-bit numbers."""
+    SHARED = auto()
+    """The receiver copies them out of this worker's memory, given their numbers."""
+
+    @classmethod
+    def of(cls, grant: KVGrant) -> Way:
+        if grant.shared:
+            return cls.SHARED
+        return cls.SMALL_FRAMES if grant.quantised else cls.FRAMES
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingTransfer:
+    """`num_ready` of `blocks` are computed; `next_block` is the first not shipped, once granted; the receiver had those
+    before `first_block`. `token` is the secret of its grant. `revoked`: the engine took the blocks back; its thread
+    alone sets that, under the sender's lock.
+
+    A sequence that goes on growing announces `room` blocks, and `blocks` are those it has so far; they are all of them
+    once `done` is set. `room` is 0 for a prompt, whose blocks are known from the start.
+    """
+
+    request_id: str
+    attempt: int
+    target: KVTarget
+    blocks: Sequence[int]
+    opened_at: float
+    lease_until: float
+    num_ready: int = 0
+    room: int = 0
+    state: TransferState = TransferState.OPENED
+    way: Way = Way.FRAMES
+    catch_up: CatchUp = CatchUp.NOT_GRANTED
+    first_block: int = 0
+    next_block: int = 0
+    granted_at: float = 0.0
+    done: KVDone | None = None
+    done_at: float = 0.0
+    num_bytes: int = 0
+    stream: int = 0
+    announced_at: float = 0.0
+    revoked: bool = False
+    token: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.request_id, self.attempt)
+
+    @property
+    def num_announced(self) -> int:
+        """Blocks that the receiver is asked to have room for."""
+        return self.room or len(self.blocks)
+
+    def grant(self, first_block: int, now: float, way: Way = Way.FRAMES) -> bool:
+        """The decode worker wants blocks from `first_block` on. False for a grant that makes no sense."""
+        if self.state is not TransferState.OPENED or not 0 <= first_block <= self.num_announced:
+            return False
+        self.state, self.way = TransferState.GRANTED, way
+        self.first_block = self.next_block = first_block
+        self.granted_at = self.announced_at = now
+        return True
+
+    def finish(self) -> None:
+        """`KVDone` was sent."""
+        self.state = TransferState.FINISHED
+
+    def ask(self) -> None:
+        """The receiver was asked, behind all that is full, whether it has arrived."""
+        if self.catch_up is CatchUp.GRANTED:
+            self.catch_up = CatchUp.ASKED
+
+    def answer(self) -> None:
+        """The receiver said that it is there; it says so unasked as well, which means nothing."""
+        if self.catch_up is CatchUp.ASKED:
+            self.catch_up = CatchUp.ANSWERED
+
+    def shippable(self, limit: int) -> range:
+        """The next at most `limit` block indices that are granted, computed and not shipped yet."""
+        if self.state is TransferState.OPENED:
+            return range(0)
+        return range(self.next_block, max(self.next_block, min(self.num_ready, self.next_block + limit)))
+
+    def advanced(self) -> TransferAdvanced | None:
+        """What a growing transfer has to tell its engine now: once that it was granted, once that it caught up."""
+        if not self.room or self.state is TransferState.OPENED:
+            return None
+        told = {CatchUp.NOT_GRANTED: CatchUp.GRANTED, CatchUp.ANSWERED: CatchUp.COMPLETE}.get(self.catch_up)
+        if told is None:
+            return None
+        self.catch_up = told
+        return TransferAdvanced(self.request_id, self.attempt, told is CatchUp.COMPLETE)
+
+    def ended(self, reason: str, now: float) -> TransferEnded:
+        """The account of a transfer that is over at `now`."""
+        granted_at = self.granted_at or now
+        return TransferEnded(
+            self.request_id,
+            self.attempt,
+            reason,
+            self.next_block - self.first_block,
+            self.first_block,
+            granted_at - self.opened_at,
+            now - granted_at,
+            now - self.done_at if self.done_at else 0.0,
+            self.way is Way.SHARED,
+            self.num_bytes,
+        )
+
+    @property
+    def drained(self) -> bool:
+        """Every granted block was handed to the socket and nothing but KVDone is left to say."""
+        return self.state is not TransferState.OPENED and self.next_block >= len(self.blocks)
+
+    @property
+    def wants_echo(self) -> bool:
+        """Whether a growing transfer should ask, behind all blocks that are full, whether they have arrived.
+
+        What was handed to a socket may still be in its queue for long.
+        """
+        return bool(self.room) and self.computing and self.catch_up is CatchUp.GRANTED
+
+    @property
+    def computing(self) -> bool:
+        """Whether the next move is this worker's own engine's: until then the decode worker owes no answer."""
+        return self.state is TransferState.GRANTED and self.done is None and not self.shippable(1)
+
+    @property
+    def can_finish(self) -> bool:
+        return self.state is TransferState.GRANTED and self.drained and self.done is not None

@@ -1,0 +1,99 @@
+"""The memories of prefill workers on this host, from their first offer until their death."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+
+import zmq
+
+from common.kv.shared_memory import NotShared, PeerMemory
+from common.wire.messages import KVOpen
+
+log = logging.getLogger(__name__)
+MAX_WORKERS = 256
+"""More than any host runs: what hostile offers can make this worker remember."""
+
+RETRY_S = 30.0
+"""How long a refused offer is not tried again: what stood in its way (open files, memory, rights) may have changed."""
+
+_Key = tuple[str, int, bytes]  # worker, boot epoch, nonce of its offer
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """An offer that could not be taken, why, and when it is tried again."""
+
+    why: str
+    until: float
+
+
+class PeerMemories:
+    """Used by the receiver's thread only. A refused offer is tried again after `RETRY_S`.
+
+    A refusal is logged once, and again when its cause changes.
+    """
+
+    def __init__(self, share: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._share, self._clock = share, clock
+        self._known: OrderedDict[_Key, PeerMemory | _Refused] = OrderedDict()
+        self._poller: zmq.Poller | None = None
+
+    def watch(self, poller: zmq.Poller) -> None:
+        """Let `poller` wake its thread when the owner of a memory dies."""
+        self._poller = poller
+
+    def of(self, opened: KVOpen) -> PeerMemory | None:
+        """The memory that a prefill worker offers, if this process can read it."""
+        key = (opened.worker_id, opened.epoch, opened.memory.nonce if opened.memory else b"")
+        known = self._known.get(key)
+        if known is None or (isinstance(known, _Refused) and known.until <= self._clock()):
+            known = self._known[key] = self._open(opened, known.why if known else "")
+            if len(self._known) > MAX_WORKERS:
+                _, oldest = self._known.popitem(last=False)
+                self._release(oldest)
+        self._known.move_to_end(key)
+        return None if isinstance(known, _Refused) else known
+
+    def drop_dead(self, ready: Container[object]) -> None:
+        """Unmap the memories whose owner's descriptor is in `ready`: a dead worker's pages go with their last map."""
+        for key, memory in list(self._known.items()):
+            if isinstance(memory, PeerMemory) and memory.process in ready:
+                log.info("%s is gone: its memory is unmapped", key[0])
+                del self._known[key]
+                self._release(memory)
+
+    def close(self) -> None:
+        for memory in self._known.values():
+            self._release(memory)
+        self._known.clear()
+
+    def _open(self, opened: KVOpen, refused_before: str) -> PeerMemory | _Refused:
+        """Map what is offered; `refused_before` is why that did not work the last time, or ""."""
+        if opened.memory is None:
+            why = "shared memory is not offered"
+        elif not self._share:
+            why = "shared memory is not used here"
+        else:
+            try:
+                memory = PeerMemory(opened.memory)
+            except NotShared as error:
+                why = str(error)
+            else:
+                log.info("KV from %s comes through shared memory", opened.worker_id)
+                if self._poller is not None:
+                    self._poller.register(memory.process, zmq.POLLIN)
+                return memory
+        if why != refused_before:
+            log.info("KV from %s comes over TCP: %s", opened.worker_id, why)
+        return _Refused(why, self._clock() + RETRY_S)
+
+    def _release(self, memory: PeerMemory | _Refused) -> None:
+        if isinstance(memory, _Refused):
+            return
+        if self._poller is not None:
+            self._poller.unregister(memory.process)
+        memory.close()

@@ -1,0 +1,25 @@
+"""Binds a socket that others connect to: handshakes have a deadline, and with CURVE only known keys come in."""
+
+from __future__ import annotations
+
+import zmq
+
+from common.wire.curve import AnySocket, Curve
+from common.wire.listening import in_url, listening_host
+
+HANDSHAKE_MS = 10_000
+"""What has not said who it is by then is cut off: the time that a connection which never will costs a descriptor."""
+BACKLOG = 1024
+
+
+def bind(socket: AnySocket, host: str, port: int, curve: Curve | None = None) -> str:
+    """Bind to host:port (0 picks a free one) and return the full address. With `curve`, only trusted keys come in."""
+    if curve is not None:
+        curve.serve(socket)
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.set(zmq.BACKLOG, BACKLOG)
+    host = listening_host(host)
+    if ":" in host:
+        socket.set(zmq.IPV6, 1)
+    socket.bind(f"tcp://{in_url(host)}:{port or '*'}")
+    return socket.get_string(zmq.LAST_ENDPOINT)

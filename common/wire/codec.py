@@ -1,0 +1,49 @@
+"""Messages as bytes: one msgpack array `[tag, field, ...]`, and the xxh3-64 of it.
+
+`encode` and `decode` are the only pair. `decode` checks that nothing changed on the way, bounds sizes while unpacking,
+validates every field's type and range, and raises `WireError` for all else.
+"""
+
+from __future__ import annotations
+
+import msgpack
+import msgspec
+import xxhash
+
+from common.errors import WireError
+from common.wire.message_fields import MAX_MESSAGE_BYTES
+from common.wire.messages import AnyMessage, Message
+
+CHECKSUM_BYTES = 8
+
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """One message as bytes."""
+    packed: bytes = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)))
+    return seal(packed)
+
+
+def seal(packed: bytes) -> bytes:
+    """`packed` and its checksum. A flipped bit would else be another token, another request or another worker."""
+    return packed + xxhash.xxh3_64_digest(packed)
+
+
+def decode(data: bytes | memoryview) -> AnyMessage:
+    """The message in `data`. Raises WireError for anything that is not exactly one valid message."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(data)} bytes exceeds the bound of {MAX_MESSAGE_BYTES}")
+    packed = memoryview(data)[:-CHECKSUM_BYTES]
+    if xxhash.xxh3_64_digest(packed) != data[-CHECKSUM_BYTES:]:
+        raise WireError(f"not a message: its checksum does not match its {len(data)} bytes")
+    return unpack(packed)
+
+
+def unpack(packed: bytes | memoryview) -> AnyMessage:
+    """The message that `seal` was given. Raises WireError as `decode` does."""
+    try:
+        # Types and lengths are checked while unpacking: nothing is built that no message could hold.
+        return _decoder.decode(packed)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError(f"not a message: {error}") from error

@@ -1,0 +1,122 @@
+"""Connects a socket to an address and finds out why the other side will not have it.
+
+After a failed handshake ZeroMQ by itself either tries for ever, without knowing that another key would be right, or
+never again: not to a process that speaks another mechanism or is no ZeroMQ at all, though the next process at that
+address may. Pure but for the socket: `now` comes in.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from common.wire.curve import AnySocket, Curve
+
+NEXT_KEY_S = 0.1
+"""Between two keys: what ZeroMQ still had to say of the one before has been heard by then."""
+RETRY_S = 0.5
+ROUNDS = 3
+"""How often no key must do before it is called a refusal: a process that ends breaks handshakes off too."""
+CERTAIN_S = 10.0
+"""How long a reason that is certain is not replaced by a guess: which side notices first is chance."""
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED | zmq.EVENT_DISCONNECTED
+"""The monitor events that `on_event` wants."""
+
+
+class Dialer:
+    """Owns the socket's one connection. `refusal` says why there is none, "" while nothing is known to be wrong.
+
+    The owner of a worker's key is found by trying: each trusted key in turn, and the one that did first.
+    """
+
+    def __init__(self, socket: AnySocket, address: str, curve: Curve | None = None) -> None:
+        """Raises zmq.ZMQError for what is no address."""
+        self._socket, self._address, self._curve = socket, address, curve
+        self._key = b""
+        self._tried: set[bytes] = set()
+        self._is_up = self._tries_again = False
+        self._num_failed = 0  # in a row
+        self._certain_at = -math.inf
+        self.refusal = ""
+        self.dial_at = math.inf
+        """When `dial` is due: after the monitor's events up to then were told."""
+        self.dial()
+
+    def on_event(self, parts: list[bytes], now: float) -> int:
+        """Take in a message of the socket's monitor, and return which event it is."""
+        message = parse_monitor_message(parts)
+        event = int(message["event"])
+        is_up, self._is_up = self._is_up, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self._is_up:
+            self.refusal, self._num_failed, self._certain_at = "", 0, -math.inf
+            self._tried.clear()
+        elif not is_up and self.dial_at == math.inf:  # else it broke later, or was given up already
+            self._on_failure(event, int(message["value"]), now)
+        return event
+
+    def dial(self) -> None:
+        """Connect, once `dial_at` has come."""
+        self.dial_at = math.inf
+        if self._curve is not None:
+            self._key = self._next_key(self._curve)
+            self._curve.expect(self._socket, self._key)
+        self._socket.connect(self._address)
+
+    def _next_key(self, curve: Curve) -> bytes:
+        keys = list(curve.trusted())
+        if self._key in keys and self._key not in self._tried:
+            return self._key
+        return next((key for key in keys if key not in self._tried), keys[0])
+
+    def _on_failure(self, event: int, value: int, now: float) -> None:
+        if self._tries_again and event == zmq.EVENT_DISCONNECTED:
+            self._tries_again = False
+            return
+        self._num_failed += 1
+        certain = self._certain_reason(event, value)
+        if certain:
+            self.refusal, self._certain_at = certain, now
+        elif self._num_failed > ROUNDS * self._num_keys and now - self._certain_at > CERTAIN_S:
+            self.refusal = "it breaks every handshake off"
+            if self._curve is not None:
+                keys = f"the {self._num_keys} that this process trusts"
+                self.refusal += f": its key may be none of {keys}, or it speaks no CURVE at all"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._curve is None:
+            self._tries_again = True  # ZeroMQ does: the other side went away meanwhile
+            return
+        try:
+            self._socket.disconnect(self._address)
+        except zmq.ZMQError as error:
+            if error.errno != errno.ENOENT:  # ZeroMQ has given the connection up before us
+                raise
+        self.dial_at = now + (RETRY_S if certain or self._has_tried_all() else NEXT_KEY_S)
+
+    def _certain_reason(self, event: int, value: int) -> str:
+        """What a failure proves, or ""."""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return "it does not authorise this process's public key"
+        if event != zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            return ""
+        if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            if self._curve is None:
+                return "it wants CURVE, and this process was given no --curve-key"
+            return "it speaks no CURVE, and this process was given a --curve-key"
+        return f"what answers there is no worker (ZeroMQ's protocol error {value:#x})" if self._curve is None else ""
+
+    def _has_tried_all(self) -> bool:
+        """Counts the present key as tried; after the last one it begins anew."""
+        if self._curve is None:
+            return True
+        self._tried.add(self._key)
+        if any(key not in self._tried for key in self._curve.trusted()):
+            return False
+        self._tried.clear()
+        return True
+
+    @property
+    def _num_keys(self) -> int:
+        return 1 if self._curve is None else len(self._curve.trusted())

@@ -1,0 +1,39 @@
+"""What messages are made of: the types of their fields, each with its bounds, and prompts as they travel."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from common.errors import WireError
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_TOKENS = MAX_MESSAGE_BYTES // 4
+
+Role = Literal["prefill", "decode"]
+"""Of a worker. A hello names it as text, so that one of another kind is told apart, not dropped."""
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Text = Annotated[str, Meta(max_length=4096)]
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+"""A duration or the reading of a monotonic clock; infinity and NaN would spread through all that is added to them."""
+Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
+Reason = Annotated[str, Meta(pattern=r"^(|stop|length|abort|moved)\Z")]
+TokenBytes = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
+Address = Annotated[str, Meta(max_length=256, pattern=r"^tcp://\S+\Z")]
+"""Never `inproc` or `ipc`: a router must not have a worker connect to itself, or to a file."""
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32, the form in which prompts travel."""
+    return array("I", token_ids).tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """Inverse of `pack_tokens`. Raises WireError when the length is not a multiple of four."""
+    if len(data) % 4:
+        raise WireError(f"packed tokens have {len(data)} bytes, not a multiple of 4")
+    return array("I", data).tolist()

@@ -1,0 +1,62 @@
+"""How one request samples. Field names are OpenAI's; everything here is already validated and resolved."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_GRAMMAR_CHARS = 128 * 1024
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+Logprob = Annotated[float, Meta(ge=-1e15, le=1e15)]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Resolved by the router, obeyed by both workers.
+
+    `seed` is always set (the router draws one when the client gives none), so that a request that moves to another
+    worker continues with the same noise: noise is a function of (seed, position) only.
+    `logprobs` is -1 for none, else the number of alternatives (0 to 20) to report beside the sampled token.
+    `stop_token_ids` excludes the model's own end tokens, which apply unless `ignore_eos`.
+    `grammar` is what the answer must match, in the form that `common.grammar.grammar` takes, or "".
+    `prompt_logprobs` is the same as `logprobs` for the prompt's own tokens: whoever computes the prompt reports them.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    logit_bias: Annotated[tuple[tuple[int, Bias], ...], Meta(max_length=MAX_LOGIT_BIAS)] = ()
+    logprobs: Annotated[int, Meta(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of one position: its token's own, and (token id, logprob) alternatives, best first."""
+
+    logprob: Logprob
+    top: Annotated[tuple[tuple[int, Logprob], ...], Meta(max_length=MAX_TOP_LOGPROBS)] = ()
+
+
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+    """What the sampler returns for one sequence."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None

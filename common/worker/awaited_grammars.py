@@ -1,0 +1,85 @@
+"""The grammars that an engine's requests wait for, outside of its batch: asked for, ready, or given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+from common.grammar.grammar import Constraint
+from common.grammar.grammars import GRAMMAR_TIMEOUT_S, CompiledGrammar, GrammarReady, Grammars
+from common.wire.sampling_params import SamplingParams
+
+
+class Awaiting(Protocol):
+    """What is needed of a sequence, of either worker."""
+
+    accepted_at: float
+
+    @property
+    def params(self) -> SamplingParams: ...
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether what its answer must match is still being compiled."""
+
+
+S = TypeVar("S", bound=Awaiting)
+
+
+Taken = TypeVar("Taken", contravariant=True)
+
+
+class Fail(Protocol[Taken]):
+    """Forgets a sequence and tells its router why."""
+
+    def __call__(self, sequence: Taken, phase: str, message: str, *, retryable: bool) -> None: ...
+
+
+class AwaitedGrammars(Generic[S]):
+    """Belongs to an engine and its thread. `notify` brings an event to that thread, `constrain` ends a sequence's wait.
+
+    Without `grammars`, as in a worker whose model has no end token, no sequence may want one (`known`).
+    """
+
+    def __init__(
+        self,
+        grammars: Grammars | None,
+        notify: Callable[[GrammarReady], None],
+        constrain: Callable[[S, Constraint], None],
+        fail: Fail[S],
+    ) -> None:
+        self._grammars, self._notify, self._constrain, self._fail = grammars, notify, constrain, fail
+
+    @property
+    def known(self) -> bool:
+        return self._grammars is not None
+
+    def ask(self, sequence: S) -> None:
+        """Have the grammar compiled that a new sequence waits for; it is constrained at once if that is known."""
+        if self._grammars is None or not sequence.awaits_grammar:
+            return
+        compiled = self._grammars.get(sequence.params.grammar, lambda compiled: self._notify(GrammarReady(compiled)))
+        if compiled is not None:
+            self._settle(sequence, compiled)
+
+    def ready(self, compiled: CompiledGrammar, sequences: Iterable[S]) -> None:
+        """A grammar is there, or has a problem: so much for those of `sequences` that wait for it."""
+        for sequence in list(sequences):
+            if sequence.awaits_grammar and sequence.params.grammar == compiled.grammar:
+                self._settle(sequence, compiled)
+
+    def expire(self, sequence: S, now: float) -> None:
+        """Fail a sequence that has waited for too long."""
+        if sequence.awaits_grammar and sequence.accepted_at < now - GRAMMAR_TIMEOUT_S:
+            why = f"the grammar was not compiled within {GRAMMAR_TIMEOUT_S:g} s"
+            self._fail(sequence, "grammar", why, retryable=True)
+
+    def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _settle(self, sequence: S, compiled: CompiledGrammar) -> None:
+        if compiled.problem:
+            self._fail(sequence, "grammar", compiled.problem, retryable=not compiled.is_final)
+        else:
+            self._constrain(sequence, compiled.constraint())

@@ -1,0 +1,224 @@
+"""A worker's side of the control channel: one ROUTER socket that any number of routers connect to.
+
+router ── RouterHello ──> worker          worker ── WorkerHello, then WorkerHeartbeat ... ──> router
+router ── RouterHeartbeat, PrefillRequest or DecodeRequest, AbortRequest ──> worker
+          (answered by another WorkerHello, with `lost_router`, when the worker knows no such router)
+worker ── TokenOutput, RequestFailed ──> router
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import zmq
+import zmq.asyncio
+from msgspec.structs import replace
+
+from common.errors import WireError
+from common.wire.bind import bind
+from common.wire.codec import decode, encode
+from common.wire.curve import Curve
+from common.wire.drop_log import DropLog
+from common.wire.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Message,
+    RouterHeartbeat,
+    RouterHello,
+    ToWorker,
+    WorkerHeartbeat,
+    WorkerHello,
+)
+
+log = logging.getLogger(__name__)
+CONTROL_HWM = 100_000
+MAX_ROUTERS = 1024
+"""More than any cluster has: names that a flood of greetings can make this worker remember."""
+CUT_BEATS = 2
+"""Heartbeats in a row without a connection after which a router is lost; it gave up what it had here at the cut."""
+BURST = 64
+"""Messages handled in a row before heartbeats get a turn; a ready receive does not yield by itself."""
+
+
+@dataclass(slots=True)
+class RouterPeer:
+    """A router that has said hello: its name and when it was last heard."""
+
+    router_id: str
+    epoch: int
+    last_heard: float
+    num_cut: int = 0
+    """Heartbeats in a row that had no connection to leave by."""
+
+
+class ControlServer:
+    """Owns the control socket. Everything here runs on one event loop except `send_threadsafe`.
+
+    `on_message(router, message)` gets every request or abort, `on_router_lost(router)` the identity of a router that
+    was silent for `router_timeout_s`, whose connection broke, or that came back as a new process.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.asyncio.Socket,
+        hello: Callable[[], WorkerHello],
+        heartbeat: Callable[[], WorkerHeartbeat],
+        on_message: Callable[[bytes, AnyMessage], None],
+        on_router_lost: Callable[[bytes], None],
+        *,
+        heartbeat_s: float,
+        router_timeout_s: float,
+    ) -> None:
+        self._socket = socket
+        self._hello, self._heartbeat = hello, heartbeat
+        self._on_message, self._on_router_lost = on_message, on_router_lost
+        self._heartbeat_s, self._router_timeout_s = heartbeat_s, router_timeout_s
+        self._routers: dict[bytes, RouterPeer] = {}
+        self._told: set[bytes] = set()
+        self._loop = asyncio.get_running_loop()
+        self._drops = DropLog(log, "a control frame")
+        self.num_unsent = 0
+
+    @property
+    def num_routers(self) -> int:
+        return len(self._routers)
+
+    @property
+    def num_dropped_frames(self) -> int:
+        return self._drops.num_dropped
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive())
+            tasks.create_task(self._beat())
+
+    def send(self, router: bytes, message: Message) -> int:
+        """Queue a message for a router; one that is gone or does not read loses it. The errno of that, or 0."""
+        future = self._socket.send_multipart([router, encode(message)], zmq.NOBLOCK)
+        sent = cast("asyncio.Future[object]", future)
+        # With NOBLOCK the future is done at once: a ROUTER refuses peers that are gone or past the high-water mark.
+        if sent.done() and (error := sent.exception()) is not None:
+            self.num_unsent += 1
+            log.debug("message to router not sent: %s", error)
+            return error.errno or 0 if isinstance(error, zmq.ZMQError) else 0
+        return 0
+
+    def send_threadsafe(self, messages: list[tuple[bytes, Message]]) -> None:
+        """`send`, callable from the engine's thread; keeps order. Does nothing once the loop is closed."""
+        try:
+            self._loop.call_soon_threadsafe(self._send_all, messages)
+        except RuntimeError:
+            self.num_unsent += len(messages)
+
+    def broadcast_heartbeat(self) -> None:
+        """Tell every router how the worker is right now."""
+        beat = self._heartbeat()
+        for router, peer in self._routers.items():
+            is_cut = self.send(router, beat) == zmq.EHOSTUNREACH
+            peer.num_cut = peer.num_cut + 1 if is_cut else 0
+
+    def broadcast_hello(self) -> None:
+        """Tell every router anew who the worker is, once its model is loaded."""
+        for router in self._routers:
+            self.send(router, self._hello())
+            self.send(router, self._heartbeat())
+
+    def _send_all(self, messages: list[tuple[bytes, Message]]) -> None:
+        for router, message in messages:
+            self.send(router, message)
+
+    async def _receive(self) -> None:
+        num_in_a_row = 0
+        while True:
+            self._take(await self._socket.recv_multipart(), time.monotonic())
+            num_in_a_row += 1
+            if num_in_a_row >= BURST:
+                num_in_a_row = 0
+                await asyncio.sleep(0)
+
+    def _take(self, parts: list[bytes], now: float) -> None:
+        try:
+            if len(parts) != 2:
+                raise WireError(f"{len(parts)} parts instead of 2")
+            self._dispatch(parts[0], decode(parts[1]), now)
+        except WireError as error:
+            self._drops.add(str(error), now)
+
+    def _dispatch(self, router: bytes, message: AnyMessage, now: float) -> None:
+        peer = self._routers.get(router)
+        if isinstance(message, RouterHello):
+            self._greet(router, peer, message, now)
+        elif peer is None:
+            self._tell_stranger(router, message)
+            raise WireError(f"{type(message).__name__} before RouterHello")
+        elif not isinstance(message, ToWorker):
+            raise WireError(f"a {type(message).__name__} is not for workers")
+        else:
+            peer.last_heard = now
+            if not isinstance(message, RouterHeartbeat):
+                self._on_message(router, message)
+
+    def _tell_stranger(self, router: bytes, message: AnyMessage) -> None:
+        """A router that takes this worker for one that works for it hears that it is not known; once a heartbeat."""
+        if isinstance(message, ToWorker) and router not in self._told and len(self._told) < MAX_ROUTERS:
+            self._told.add(router)
+            self.send(router, replace(self._hello(), lost_router=True))
+
+    def _greet(self, router: bytes, peer: RouterPeer | None, message: RouterHello, now: float) -> None:
+        if message.protocol != PROTOCOL_VERSION:
+            log.warning(
+                "router %s speaks protocol %d, this worker %d: refused",
+                message.router_id,
+                message.protocol,
+                PROTOCOL_VERSION,
+            )
+            self.send(router, self._hello())
+            return
+        if peer is None and len(self._routers) >= MAX_ROUTERS:
+            raise WireError(f"{len(self._routers)} routers are here already")
+        if peer is not None and peer.epoch != message.epoch:
+            self._on_router_lost(router)
+        if peer is None:
+            log.info("router %s connected", message.router_id)
+        self._routers[router] = RouterPeer(message.router_id, message.epoch, now)
+        self.send(router, self._hello())
+        self.send(router, self._heartbeat())
+
+    def _lose(self, router: bytes, peer: RouterPeer, why: str) -> None:
+        log.warning("router %s is %s: its requests end", peer.router_id, why)
+        del self._routers[router]
+        self._on_router_lost(router)
+
+    async def _beat(self) -> None:
+        while True:
+            self.broadcast_heartbeat()
+            self._told.clear()
+            now = time.monotonic()
+            self._drops.flush(now)
+            deadline = now - self._router_timeout_s
+            for router, peer in list(self._routers.items()):
+                if peer.last_heard < deadline:
+                    self._lose(router, peer, f"silent for {self._router_timeout_s:g} s")
+                elif peer.num_cut >= CUT_BEATS:
+                    self._lose(router, peer, "cut off")
+            await asyncio.sleep(self._heartbeat_s)
+
+
+def bind_control(
+    context: zmq.asyncio.Context, host: str, port: int, curve: Curve | None = None
+) -> tuple[zmq.asyncio.Socket, str]:
+    """A bound control socket and its address. Raises zmq.ZMQError when the port is taken."""
+    socket = context.socket(zmq.ROUTER)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.SNDHWM, CONTROL_HWM)
+    socket.set(zmq.RCVHWM, CONTROL_HWM)
+    socket.set(zmq.MAXMSGSIZE, 32 * 1024 * 1024)
+    socket.set(zmq.ROUTER_HANDOVER, 1)
+    socket.set(zmq.ROUTER_MANDATORY, 1)
+    return socket, bind(socket, host, port, curve)

@@ -1,0 +1,268 @@
+"""The loop that both workers' engines share: one thread owns scheduler, blocks and model, and takes commands.
+
+event loop ─ submit(command) ─> inbox ─> engine thread: apply commands, step, publish status ─> outbox ─> event loop
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+
+from common.errors import BlockError
+from common.kv.block_pool import BlockCounts
+from common.machine.core_share import CoreShare
+from common.wire.messages import Message
+from common.worker.step_times import StepTimes
+
+log = logging.getLogger(__name__)
+IDLE_WAIT_S = 0.05
+IDLE_CHECK_S = 0.5
+"""How long a worker must have been idle before it checks its blocks: right away, the check would take the core on which
+the other pool computes the same request's next token."""
+INBOX_BOUND = 65_536
+PROGRESS_INTERVAL_S = 1.0
+"""How often routers hear of requests that make progress, but no token yet."""
+MAX_FAILED_STEPS = 8
+"""Steps in a row that may fail before the engine gives itself up and the worker becomes unhealthy."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReceived:
+    """A router asked for something."""
+
+    router: bytes
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    """A router is gone: everything it asked for ends."""
+
+    router: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot for heartbeats, health and metrics, published after every turn of the loop."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_transferring: int = 0
+    num_waiting_tokens: int = 0
+    blocks: BlockCounts = BlockCounts(0, 0, 0)
+    tokens_per_s: float = 0.0
+    step_time_s: float = 0.0
+    num_dropped_frames: int = 0
+    num_refused_connections: int = 0
+    full_tokens_per_s: float = 0.0
+
+
+class Engine(ABC):
+    """Subclasses say what a command does, what a step is, and what time brings."""
+
+    def __init__(self, send: Callable[[list[tuple[bytes, Message]]], None]) -> None:
+        self._send = send
+        self._inbox: SimpleQueue[object] = SimpleQueue()
+        self._outbox: list[tuple[bytes, Message]] = []
+        self._stopping = False
+        self._failed_steps = 0
+        self._has_stepped = False
+        self._progress_told_at = time.monotonic()
+        self._busy = False
+        self._worked_at = 0.0
+        self.num_steps = 0
+        self.step_times = StepTimes()
+        self._planned: tuple[int, float] | None = None
+        self._watch = (time.monotonic(), self.step_times.idle_limit_s)
+        self.status = EngineStatus()
+        self.failure: BaseException | None = None
+        self._cores = CoreShare("", 0)
+        self._set_threads: Callable[[int], None] | None = None
+        self._num_threads = 0
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def share_cores(self, cores: CoreShare, set_threads: Callable[[int], None]) -> None:
+        """Before `start`: each step asks `cores` how many threads it may use, and tells `set_threads` a new number."""
+        self._cores, self._set_threads = cores, set_threads
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End the loop after the current step; False when that step took longer than `timeout_s`."""
+        self._stopping = True
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def submit(self, command: object) -> bool:
+        """Hand a command to the loop; False when its inbox is full. Callable from any thread."""
+        if self._inbox.qsize() >= INBOX_BOUND:
+            return False
+        self._inbox.put(command)
+        return True
+
+    def notify(self, event: object) -> None:
+        """Hand over an event of the engine's own threads; their number is bounded by the requests in flight."""
+        self._inbox.put(event)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and self.failure is None
+
+    @property
+    def turn_limit_s(self) -> float:
+        """How long the present turn of the loop may take, from its begin, before it must be stuck."""
+        return self._watch[1]
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether the loop has not come round for longer than its turn may take. Callable from any thread."""
+        began, limit_s = self._watch
+        return now - began > limit_s
+
+    def emit(self, router: bytes, message: Message) -> None:
+        """Queue a message for a router; all of a turn leave together."""
+        self._outbox.append((router, message))
+
+    def planned(self, num_tokens: int, work: float) -> None:
+        """Called by `step` once it knows what it computes: `num_tokens`, weighed by their context (`work_of`)."""
+        self._planned = (num_tokens, work)
+        self._watch = (time.monotonic(), self.step_times.limit_s(work))
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether `step` would compute something."""
+
+    @property
+    def is_light(self) -> bool:
+        """Whether the next step waits for memory more than it computes, so that a core less hardly slows it down."""
+        return False
+
+    @property
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Whether no request is known in any state."""
+
+    @abstractmethod
+    def apply(self, command: object) -> None:
+        """Carry out one command or event."""
+
+    @abstractmethod
+    def step(self, now: float) -> None:
+        """Schedule and compute once."""
+
+    @abstractmethod
+    def expire(self, now: float) -> None:
+        """End what has passed its deadline."""
+
+    @abstractmethod
+    def tell_progress(self, *, has_stepped: bool) -> None:
+        """Emit an output without tokens for each request that makes progress, but no token yet.
+
+        Requests whose turn to be computed comes only make progress if `has_stepped`: something was computed since.
+        """
+
+    @abstractmethod
+    def snapshot(self) -> EngineStatus:
+        """The state to publish."""
+
+    @abstractmethod
+    def check_integrity(self) -> BlockCounts:
+        """Raises BlockError when a block is owned by nobody alive."""
+
+    @abstractmethod
+    def fail_step(self, error: Exception) -> None:
+        """A step raised: end the requests that were in it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the loop's own thread holds, on that thread."""
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            log.exception("engine died")
+            self.failure = error
+        finally:
+            self._cores.close()
+            self.close()
+
+    def _turn(self) -> None:
+        self._watch = (time.monotonic(), self.step_times.idle_limit_s)
+        self._take_commands()
+        now = time.monotonic()
+        self.expire(now)
+        if self.has_work:
+            self._busy, self._worked_at = True, now
+            self._take_cores()
+            try:
+                self._step(now)
+                self._failed_steps, self._has_stepped = 0, True
+            except BlockError:
+                raise  # ownership is broken: going on could mix up requests
+            except Exception as error:
+                self._failed_steps += 1
+                log.exception("step failed (%d in a row)", self._failed_steps)
+                self.fail_step(error)
+                if self._failed_steps >= MAX_FAILED_STEPS:
+                    raise
+        elif self._busy and self.is_empty and now - self._worked_at >= IDLE_CHECK_S:
+            self._busy = False
+            self.check_integrity()
+        if not self.has_work:
+            self._cores.end()  # before waiting for commands: the other pool may be about to begin
+        self.num_steps += 1
+        self._tell_progress(now)
+        self._publish()
+        self._flush()
+
+    def _step(self, now: float) -> None:
+        self._planned = None
+        self.step(now)
+        if self._planned is not None:
+            self.step_times.add(*self._planned, time.monotonic() - now)
+
+    def _tell_progress(self, now: float) -> None:
+        if now - self._progress_told_at >= PROGRESS_INTERVAL_S:
+            self.tell_progress(has_stepped=self._has_stepped)
+            self._has_stepped, self._progress_told_at = False, now
+
+    def _publish(self) -> None:
+        self.status = replace(self.snapshot(), full_tokens_per_s=self.step_times.full_tokens_per_s)
+
+    def _take_cores(self) -> None:
+        if self._set_threads is None:
+            return
+        num_threads = self._cores.begin()
+        if self.is_light:  # whoever passes its tokens on needs a core: a preempted thread keeps all others waiting
+            num_threads = max(1, num_threads - 1)
+        if num_threads != self._num_threads:
+            self._num_threads = num_threads
+            self._set_threads(num_threads)
+
+    def _take_commands(self) -> None:
+        """Apply what is there now, and no more: a flood of commands must not keep the loop from its steps."""
+        try:
+            command = self._inbox.get_nowait() if self.has_work else self._inbox.get(timeout=IDLE_WAIT_S)
+        except Empty:
+            return
+        commands = [command, *(self._inbox.get_nowait() for _ in range(self._inbox.qsize()))]
+        for command in commands:
+            if command is not None:
+                self._busy, self._worked_at = True, time.monotonic()
+                self.apply(command)
+        self._publish()  # before a step that may take long: whoever asked for it must not seem to be forgotten
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._outbox:
+            messages, self._outbox = self._outbox, []
+            self._send(messages)

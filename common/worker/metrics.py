@@ -1,0 +1,190 @@
+"""The metrics of one worker, under vLLM's names where vLLM has the quantity, else under `diptych_`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from common.machine.process_metrics import register_process
+from common.observe.recent_quantile import RecentQuantile
+from common.worker.engine import EngineStatus
+from common.worker.scaling import active_requests, backlog_s, pressure
+
+SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8),
+    *(1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
+)
+"""vLLM's floors are 0.3 s and 10 ms; the finer buckets below them are ours, theirs are kept."""
+SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 5e10)
+
+
+class StepSeconds:
+    """The histogram of step durations, which also knows those of the last minute."""
+
+    def __init__(self, histogram: Histogram, clock: Callable[[], float] = time.monotonic) -> None:
+        self._histogram, self._clock, self._recent = histogram, clock, RecentQuantile()
+
+    def observe(self, step_s: float, tokens_each: float = 1.0) -> None:
+        """A step gave the running sequences so many tokens each: one, and the draft tokens that were accepted."""
+        self._histogram.observe(step_s)
+        self._recent.observe(step_s / tokens_each, self._clock())
+
+    @property
+    def p95(self) -> float:
+        """Seconds that 95 % of the last minute's steps took at most for a token of each sequence, 0 without any."""
+        return self._recent.quantile(0.95, self._clock())
+
+
+class _StatusCollector(Collector):
+    """Gauges read from the engine's last snapshot at scrape time, and those that autoscalers make of them."""
+
+    def __init__(
+        self,
+        status: Callable[[], EngineStatus],
+        labels: dict[str, str],
+        role: str,
+        tpot_s: Callable[[], float],
+        slo_tpot_s: float,
+    ) -> None:
+        self._status, self._labels = status, labels
+        self._role, self._tpot_s, self._slo_tpot_s = role, tpot_s, slo_tpot_s
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._status()
+        blocks = status.blocks
+        usage = blocks.owned / blocks.total if blocks.total else 0.0
+        yield from (
+            self._gauge("vllm:num_requests_running", "Requests in the running batch", status.num_running),
+            self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled", status.num_waiting),
+            self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks owned by requests, 0 to 1", usage),
+            self._gauge("diptych_num_requests_transferring", "Requests whose KV is under way", status.num_transferring),
+            self._gauge("diptych_waiting_tokens", "Prompt tokens accepted and not computed", status.num_waiting_tokens),
+            self._gauge("diptych_tokens_per_second", "Recent rate of computed tokens", status.tokens_per_s),
+            self._gauge("diptych_step_seconds", "Recent duration of an engine step", status.step_time_s),
+        )
+        yield from self._scaling(status, usage)
+        family = GaugeMetricFamily("diptych_kv_blocks", "KV blocks by state", labels=[*self._labels, "state"])
+        for state, count in (("free", blocks.free), ("cached", blocks.cached), ("owned", blocks.owned)):
+            family.add_metric([*self._labels.values(), state], count)
+        yield family
+        yield self._total(
+            "diptych_frames_dropped", "Frames that were not valid, or came too late", status.num_dropped_frames
+        )
+        yield self._total(
+            "diptych_connections_refused", "Connections with a key not authorised", status.num_refused_connections
+        )
+
+    def _scaling(self, status: EngineStatus, usage: float) -> Iterator[Metric]:
+        active = active_requests(status)
+        yield self._gauge("diptych_active_requests", "Requests that would be cut if this worker ended now", active)
+        if self._role == "prefill":
+            waiting_s = backlog_s(status.num_waiting_tokens, status.full_tokens_per_s)
+            yield self._gauge("diptych_prefill_backlog_seconds", "Seconds of prompts that wait here", waiting_s)
+        elif self._role == "decode":
+            full = pressure(usage, self._tpot_s(), self._slo_tpot_s)
+            yield self._gauge("diptych_decode_pressure", "How full this worker is, 1 at its limit", full)
+
+    def _total(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+
+class WorkerMetrics:
+    """Counters and histograms an engine writes; `registry` is what `/metrics` shows."""
+
+    def __init__(
+        self,
+        model_name: str,
+        worker_id: str,
+        status: Callable[[], EngineStatus],
+        *,
+        role: str = "",
+        slo_tpot_s: float = 0.0,
+    ) -> None:
+        """`slo_tpot_s` is what a token after the first may take; 0: there is no such goal."""
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model_name, "engine": worker_id}
+        self.registry.register(_StatusCollector(status, self._labels, role, lambda: self.step_seconds.p95, slo_tpot_s))
+        register_process(self.registry, self._labels)
+        histogram, counter = self._histogram, self._counter
+        self.queue_seconds = histogram("vllm:request_queue_time_seconds", "From acceptance to the first computed token")
+        self.prefill_seconds = histogram("vllm:request_prefill_time_seconds", "From admission to the first token")
+        self.decode_seconds = histogram("vllm:request_decode_time_seconds", "From the first token to the last")
+        self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed or received")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
+        self.drafts = counter("vllm:spec_decode_num_drafts", "Times that an answer's next tokens were drafted")
+        self.draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted and checked")
+        self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Tokens drafted and accepted")
+        self.preemptions = counter("vllm:num_preemptions", "Sequences that lost their blocks and were recomputed")
+        self._finished = self._labelled(
+            "vllm:request_success", "Requests finished on this worker, by reason", "finished_reason"
+        )
+        self._failed = self._labelled("diptych_requests_failed", "Requests this worker gave up, by phase", "phase")
+        self.steps = counter("diptych_engine_steps", "Computed engine steps")
+        self.step_seconds = StepSeconds(
+            histogram("diptych_engine_step_seconds", "Duration of an engine step", SHORT_SECONDS)
+        )
+        self.grant_wait_seconds = histogram("diptych_kv_grant_wait_seconds", "From KVOpen to KVGrant", SHORT_SECONDS)
+        self.transfer_seconds = histogram(
+            "diptych_kv_transfer_seconds", "From KVGrant to the last block", SHORT_SECONDS
+        )
+        self.exposed_seconds = histogram(
+            "diptych_kv_exposed_transfer_seconds", "From the end of prefill to the last block landed", SHORT_SECONDS
+        )
+        self.transfer_bytes = counter("diptych_kv_transfer_bytes", "Bytes of KV blocks landed or shipped")
+        self.transfer_rate = histogram(
+            "diptych_kv_transfer_bytes_per_second", "Bytes of a transfer over its busy time, by the receiver", RATES
+        )
+        self._transfers = self._labelled(
+            "diptych_kv_transfers", "Prompts whose KV was handed over, by transport: shm or tcp", "transport"
+        )
+        self.handover_pause_seconds = histogram(
+            "diptych_handover_pause_seconds",
+            "From a stream's last token here to its safe arrival on another worker",
+            SHORT_SECONDS,
+        )
+        self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
+
+    def describe_cache(self, block_size: int, num_blocks: int, dtype: str) -> None:
+        """Export the cache's shape as labels, the way vLLM does."""
+        info = Gauge(
+            "vllm:cache_config_info",
+            "Layout of the KV cache",
+            [*self._labels, "block_size", "cache_dtype", "num_gpu_blocks"],
+            registry=self.registry,
+        )
+        info.labels(*self._labels.values(), str(block_size), dtype, str(num_blocks)).set(1)
+
+    def count_finished(self, reason: str) -> None:
+        self._finished.labels(*self._labels.values(), reason).inc()
+
+    def count_failed(self, phase: str) -> None:
+        self._failed.labels(*self._labels.values(), phase).inc()
+
+    def count_transfer(self, *, shared: bool) -> None:
+        self._transfers.labels(*self._labels.values(), "shm" if shared else "tcp").inc()
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
+
+    def _labelled(self, name: str, text: str, label: str) -> Counter:
+        """A counter with a label beside those that all have."""
+        return Counter(name, text, [*self._labels, label], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(name, text, list(self._labels), buckets=buckets, registry=self.registry).labels(
+            *self._labels.values()
+        )

@@ -1,0 +1,131 @@
+"""Draft tokens for one step of speculative decoding: what followed the last time that the text read like this.
+
+Each draft token is one more row of the step. The step runs it behind the tokens before it as if they were certain, and
+samples a token behind each row. A draft token that equals the sampled one is accepted: the row behind it ran as it
+would have run one step later, so its token counts too. Everything behind the first rejected draft token is dropped. A
+row's logits depend only on its sequence, and its draw on logits, seed and position: draft tokens change no answer.
+
+What answers copy (names, code, quotations) and what their grammar leaves no choice about (the members of JSON) comes
+several tokens a step that way. The search is "prompt lookup" (Saxena 2023). `speculation.py` decides how many tokens
+to draft, by how many were accepted of late and by what rows cost. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+LONGEST_MATCH = 16
+FORCED = LONGEST_MATCH + 1
+LOOKED_THROUGH = 32_768
+"""Tokens back from the end that are searched."""
+LOOKED_AT = 1024
+"""Of the places where the text's last token stands, so many that are nearest to the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """`token_ids` may come next, behind `unseen` if those are the tokens that steps in flight are sampling.
+
+    `kinds` says of each of them, unseen ones first, how many tokens before it agree with the place that it was taken
+    from, or that a grammar has FORCED it.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    unseen: tuple[int, ...] = ()
+    kinds: tuple[int, ...] = ()
+
+    def first(self, count: int) -> Draft:
+        """Its first `count` tokens."""
+        return Draft(self.token_ids[:count], self.unseen, self.kinds[: len(self.unseen) + count])
+
+
+NOTHING = Draft()
+
+
+class Lookup:
+    """A text that grows, and what is likely to come behind it."""
+
+    def __init__(self) -> None:
+        self._text: npt.NDArray[np.int32] = np.empty(0, np.int32)  # of which the first `_length` are written
+        self._length = 0
+
+    def draft_for(self, token_ids: Sequence[int], num_unseen: int, num_tokens: int) -> Draft:
+        """Up to `num_tokens` behind the next `num_unseen`. `token_ids` begin with those of the call before."""
+        self._take(token_ids)
+        end, match = self._best_match()
+        if not match:
+            return NOTHING
+        wanted, period = num_unseen + num_tokens, len(token_ids) - end
+        drafted = list(token_ids[end : end + wanted])
+        while len(drafted) < wanted:  # the place is so near that the text repeats itself
+            drafted.append(drafted[len(drafted) - period])
+        kinds = tuple(min(match + place, LONGEST_MATCH) for place in range(wanted))
+        return Draft(tuple(drafted[num_unseen:]), tuple(drafted[:num_unseen]), kinds)
+
+    def _take(self, token_ids: Sequence[int]) -> None:
+        length = len(token_ids)
+        if length > len(self._text):
+            self._text = np.resize(self._text, 2 * length)
+        self._text[self._length : length] = token_ids[self._length :]
+        self._length = length
+
+    def _best_match(self) -> tuple[int, int]:
+        """The end of the earlier place that agrees with the text's end for longest, the last of such; and how long.
+
+        No longer than LONGEST_MATCH, 0 if nowhere.
+        """
+        text = self._text[: self._length]
+        first = max(0, self._length - LOOKED_THROUGH)
+        ends = np.flatnonzero(text[first:-1] == text[-1])[-LOOKED_AT:] + (first + 1)
+        if not len(ends):
+            return 0, 0
+        match = 1
+        while match < LONGEST_MATCH:
+            longer = ends[ends > match]
+            longer = longer[text[longer - match - 1] == text[-match - 1]]
+            if not len(longer):
+                break
+            ends, match = longer, match + 1
+        return int(ends[-1]), match
+
+
+class HitRates:
+    """How often a draft token was accepted, by its kind."""
+
+    SMOOTHING = 0.05
+    FORGETTING = 0.002
+    """What was not tried for a few hundred draft tokens is worth another try."""
+
+    def __init__(self) -> None:
+        self._at_first = [1.0 - 1.0 / (2.0 + 0.5 * match) for match in range(LONGEST_MATCH + 1)] + [0.95]
+        self._rates = list(self._at_first)
+
+    def chances(self, draft: Draft) -> list[float]:
+        """Of each token of `draft` the probability that it, and all before it, are accepted."""
+        chance, chances = 1.0, []
+        for kind in draft.kinds:
+            chance *= self._rates[kind]
+            chances.append(chance)
+        return chances[len(draft.unseen) :]
+
+    def learn(self, draft: Draft, token_ids: Sequence[int]) -> None:
+        """`token_ids` are what really came, from the first of `draft.unseen` on."""
+        drafts = zip(draft.kinds, (*draft.unseen, *draft.token_ids), token_ids, strict=False)
+        for kind, drafted, real in drafts:
+            self._rates[kind] += self.SMOOTHING * ((drafted == real) - self._rates[kind])
+            if drafted != real:
+                break
+        for kind, at_first in enumerate(self._at_first):
+            self._rates[kind] += self.FORGETTING * (at_first - self._rates[kind])
+
+
+def num_accepted(draft: Draft, sampled: Sequence[int]) -> int:
+    """How many tokens of `draft` are accepted. `sampled`: the row before it, and the row behind each of its tokens."""
+    count = 0
+    while count < len(draft.token_ids) and draft.token_ids[count] == sampled[count]:
+        count += 1
+    return count

@@ -1,0 +1,139 @@
+"""The engine's side of incoming transfers: who may ship, into which blocks, and until when."""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from common.transfer.incoming import Landing
+from common.transfer.receiver import KVReceiver, TransferOpened
+from common.wire.messages import KVAck, KVFailed, KVGrant, KVOpen, KVWait, Message
+from decode_worker.sequence import DecodeSequence
+
+MAX_EARLY_OPENS = 4096
+EARLY_OPEN_S = 10.0
+"""How long a `KVOpen` that came before its `DecodeRequest` is kept."""
+TOKEN_BITS = 62
+RENEW_S = 1.0
+"""How often a prefill worker whose prompt waits for room here is told to keep holding."""
+
+
+@dataclass(frozen=True, slots=True)
+class _EarlyOpen:
+    event: TransferOpened
+    until: float
+
+
+class IncomingTransfers:
+    """Speaks to prefill workers for the engine. Blocks stay the scheduler's; a landing only lends them."""
+
+    def __init__(self, receiver: KVReceiver, *, epoch: int, fingerprint: str, require_shared: bool = False) -> None:
+        self._receiver, self._epoch, self._fingerprint = receiver, epoch, fingerprint
+        self._require_shared = require_shared
+        self._early: OrderedDict[tuple[str, int], _EarlyOpen] = OrderedDict()
+
+    def mismatch(self, event: TransferOpened) -> str:
+        """Why this worker and the sender must not be paired, or ""."""
+        message = event.message
+        if message.decode_epoch != self._epoch:
+            return f"meant for boot epoch {message.decode_epoch} of this address, this is {self._epoch}"
+        if message.fingerprint != self._fingerprint:
+            return f"KV layout {message.fingerprint} differs from this worker's {self._fingerprint}"
+        if self._require_shared and event.memory is None:
+            return f"the memory of {message.worker_id} cannot be read here, and kv_transport is shm"
+        return ""
+
+    def keep_early(self, event: TransferOpened, now: float) -> None:
+        """Remember an announcement whose request has not come yet."""
+        self._early[(event.message.request_id, event.message.attempt)] = _EarlyOpen(event, now + EARLY_OPEN_S)
+        if len(self._early) > MAX_EARLY_OPENS:
+            _, oldest = self._early.popitem(last=False)
+            self.refuse(oldest.event.peer, oldest.event.message, "too many unknown requests")
+
+    def forget_early(self, request_id: str, attempt: int, peer: bytes) -> None:
+        """Its prefill worker gave up before the request came."""
+        early = self._early.get((request_id, attempt))
+        if early is not None and early.event.peer == peer:
+            del self._early[request_id, attempt]
+
+    def take_early(self, request_id: str, attempt: int) -> TransferOpened | None:
+        early = self._early.pop((request_id, attempt), None)
+        return early.event if early else None
+
+    def expire_early(self, now: float) -> None:
+        while self._early:
+            key, early = next(iter(self._early.items()))
+            if early.until > now:
+                break
+            del self._early[key]
+            self.refuse(early.event.peer, early.event.message, "unknown request")
+
+    def grant(self, sequence: DecodeSequence, first_block: int, now: float) -> None:
+        """Lend the sequence's blocks and let the prefill worker ship from `first_block` on."""
+        sequence.granted_at = now
+        request_id, attempt, memory = sequence.request_id, sequence.attempt, sequence.memory
+        blocks = tuple(sequence.blocks)
+        token = secrets.randbits(TOKEN_BITS)
+        shared = memory is not None
+        quantised = sequence.quantised and not shared and self._receiver.takes_quantised
+        landing = Landing(request_id, attempt, sequence.peer, blocks, first_block, now, now)
+        landing.memory, landing.token, landing.quantised = memory, token, quantised
+        sequence.lent = True
+        self._receiver.expect(landing)
+        grant = KVGrant(
+            request_id=request_id,
+            attempt=attempt,
+            first_block=first_block,
+            shared=shared,
+            token=token,
+            quantised=quantised,
+        )
+        self._tell(sequence.peer, grant)
+
+    def renew(self, sequence: DecodeSequence, now: float) -> None:
+        """Tell the prefill worker, now and then, that its prompt still waits for room here."""
+        if now - sequence.renewed_at >= RENEW_S:
+            sequence.renewed_at = now
+            self._tell(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
+
+    def touch(self, sequence: DecodeSequence, now: float) -> None:
+        """The sender said that it is still computing. In a hand-over it wants to know that all before that is here."""
+        self._receiver.touch(sequence.request_id, sequence.attempt, now)
+        if sequence.request.num_reserved_tokens:
+            self._tell(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
+
+    def not_needed(self, peer: bytes, message: KVOpen) -> None:
+        """This worker has, or computes, the KV itself."""
+        self._tell(peer, KVAck(request_id=message.request_id, attempt=message.attempt))
+
+    def refuse(self, peer: bytes, message: KVOpen, reason: str) -> None:
+        self._tell(peer, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=reason))
+
+    def release(self, sequence: DecodeSequence, reason: str) -> Landing | None:
+        """Take the blocks back, if lent; the prefill worker hears why when `reason` is given."""
+        landing = self._receiver.release(sequence.request_id, sequence.attempt)
+        if sequence.peer and reason:
+            self._tell(
+                sequence.peer, KVFailed(request_id=sequence.request_id, attempt=sequence.attempt, reason=reason[:1000])
+            )
+        sequence.peer, sequence.lent = b"", False
+        return landing
+
+    def stalled(self, before: float) -> list[Landing]:
+        return self._receiver.stalled(before)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the receiver's thread died of."""
+        return self._receiver.failure
+
+    @property
+    def num_dropped_frames(self) -> int:
+        return self._receiver.num_dropped_frames
+
+    def stop(self) -> None:
+        self._receiver.stop()
+
+    def _tell(self, peer: bytes, message: Message) -> None:
+        self._receiver.send(peer, message)

@@ -1,0 +1,241 @@
+"""Running sequences that another decode worker takes over: their KV is copied while they are decoded here.
+
+    take ──KVGrant──> copied ──caught up──> paused: the last blocks ──KVAck──> gone
+      └── failed, or out of room ──> decoded here ┘└── failed, or no answer ──> decoded here again, from where it was
+
+Full blocks never change, so they travel while further tokens are sampled. Once everything full has left and a token is
+there that the other worker does not know, the sequence pauses, and the blocks it has filled since go with its tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from common.transfer.outgoing import TransferAdvanced, TransferEnded
+from common.transfer.sender import KVSender
+from common.wire.message_fields import pack_tokens
+from common.wire.messages import HandOver, KVDone
+from decode_worker.recorder import Recorder
+from decode_worker.reporting import Reports
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequence import DecodeSequence, RequestStatus
+
+log = logging.getLogger(__name__)
+MAX_PAUSE_S = 2.0
+"""How long the client of a paused sequence waits for the other worker before this one goes on."""
+
+
+@dataclass(slots=True, eq=False)
+class Handover:
+    """One hand-over. Of `room` blocks, announced to the target, `num_ready` are full and given to the sender.
+
+    The target knows the sequence's first `num_known_tokens` tokens. Times are engine clock, in seconds.
+    """
+
+    sequence: DecodeSequence
+    order: HandOver
+    num_known_tokens: int
+    room: int
+    began_at: float
+    num_ready: int = 0
+    granted: bool = False
+    caught_up: bool = False
+    paused_at: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.order.request_id, self.order.new_attempt)
+
+
+class Handovers:
+    """Speaks to target workers for the engine, through the KV sender, and to routers. Blocks stay the scheduler's."""
+
+    def __init__(
+        self, sender: KVSender, scheduler: DecodeScheduler, reports: Reports, recorder: Recorder, *, timeout_s: float
+    ) -> None:
+        """`timeout_s`: how long a hand-over may take as a whole."""
+        self._sender, self._scheduler, self._timeout_s = sender, scheduler, timeout_s
+        self._reports, self._recorder = reports, recorder
+        self._by_key: dict[tuple[str, int], Handover] = {}
+        self._keys: dict[str, tuple[str, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __contains__(self, sequence: DecodeSequence) -> bool:
+        """Whether the sequence is being copied to another worker."""
+        return sequence.request_id in self._keys
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the sender's thread died of."""
+        return self._sender.failure
+
+    @property
+    def num_dropped_frames(self) -> int:
+        return self._sender.num_dropped_frames
+
+    # ------------------------------------------------------------ what the router and the target say
+
+    def take(self, router: bytes, order: HandOver, now: float) -> DecodeSequence | None:
+        """Start to copy a sequence that is decoded here, or tell its router why not.
+
+        Returns a sequence whose KV is not here: there is nothing to copy, and nothing lost by computing it elsewhere.
+        """
+        sequence = self._scheduler.find(order.request_id)
+        if sequence is None or sequence.router != router or sequence.attempt != order.attempt:
+            self._refuse(router, order, f"attempt {order.attempt} is not here")
+        elif sequence.status is RequestStatus.LEAVING:
+            self._refuse(router, order, "it is leaving already")
+        elif sequence.status is not RequestStatus.RUNNING or sequence.num_remaining != 1:
+            return sequence
+        elif problem := self._begin(sequence, order, now):
+            self._refuse(router, order, problem)
+        return None
+
+    def on_event(self, event: TransferAdvanced | TransferEnded, now: float) -> None:
+        """The target made room, has what is full so far, has the sequence, or the transfer failed."""
+        handover = self._by_key.get((event.request_id, event.attempt))
+        if handover is None:
+            return
+        if isinstance(event, TransferAdvanced):
+            handover.granted = True
+            handover.caught_up |= event.caught_up
+        elif event.reason or not handover.paused_at:
+            self._stay(handover, event.reason or "the target acknowledged what it cannot have")
+        else:
+            self._leave(handover, now)
+
+    # ------------------------------------------------------------ what the engine does
+
+    @property
+    def wants_pause(self) -> bool:
+        """Whether `pause_due` would pause somebody, if no step were in flight."""
+        return any(self._is_due(handover) for handover in self._by_key.values())
+
+    def pause_due(self, now: float) -> None:
+        """Let go of the sequences that are copied but for their last blocks. Nothing of them may be in flight."""
+        for handover in list(self._by_key.values()):
+            if self._is_due(handover):
+                self._pause(handover, now)
+
+    def stepped(self) -> None:
+        """A step has ended: offer the blocks it has filled, and give up on what nobody made room for."""
+        for handover in list(self._by_key.values()):
+            sequence = handover.sequence
+            if not handover.granted and self._outruns(handover):
+                self._stay(handover, f"no room for it came within {handover.room} blocks")
+            elif sequence.status is RequestStatus.RUNNING and self._num_full(sequence) > handover.num_ready:
+                handover.num_ready = self._num_full(sequence)
+                self._sender.progress(*handover.key, handover.num_ready, blocks=sequence.blocks)
+
+    def expire(self, now: float) -> None:
+        for handover in list(self._by_key.values()):
+            if handover.paused_at and handover.paused_at < now - MAX_PAUSE_S:
+                self._stay(handover, f"the target did not answer within {MAX_PAUSE_S:g} s")
+            elif handover.began_at < now - self._timeout_s:
+                self._stay(handover, f"it took longer than {self._timeout_s:g} s")
+
+    def withdraw(self, sequence: DecodeSequence) -> None:
+        """The sequence is about to lose its blocks: no copy of them leaves once this returned."""
+        handover = self._handover_of(sequence)
+        if handover is not None:
+            self._stay(handover, "its blocks are needed here")
+
+    def cancel(self, sequence: DecodeSequence, reason: str) -> None:
+        """The sequence is over here, or has another target: nobody goes on with what was copied."""
+        handover = self._handover_of(sequence)
+        if handover is not None:
+            self._forget(handover, reason)
+            if handover.paused_at:
+                self._scheduler.resume(sequence)
+
+    def stop(self) -> None:
+        self._sender.stop()
+
+    # ------------------------------------------------------------ inside
+
+    def _begin(self, sequence: DecodeSequence, order: HandOver, now: float) -> str:
+        """Why a sequence cannot be handed over, or "" when its blocks are on their way."""
+        num_known = sequence.num_prompt_tokens + order.num_output_tokens
+        if not sequence.num_request_tokens <= num_known <= sequence.num_tokens:
+            return f"{order.num_output_tokens} of its {sequence.num_output_tokens} output tokens are not this attempt's"
+        self.cancel(sequence, "superseded by another hand-over")
+        room = self._num_blocks(num_known + order.num_reserved_tokens)
+        handover = Handover(sequence, order, num_known, room, now, self._num_full(sequence))
+        if self._outruns(handover):
+            return f"it has {sequence.num_tokens} tokens, more than {room} blocks hold"
+        self._by_key[handover.key], self._keys[order.request_id] = handover, handover.key
+        self._sender.open(*handover.key, order.target, sequence.blocks, handover.num_ready, room)
+        sequence.lent = True
+        return ""
+
+    def _is_due(self, handover: Handover) -> bool:
+        sequence = handover.sequence
+        if not handover.granted or sequence.status is not RequestStatus.RUNNING:
+            return False
+        # A step in flight may end the last place: its tokens count.
+        is_full = sequence.num_at_most > handover.room * self._scheduler.block_size
+        return (handover.caught_up or is_full) and sequence.num_planned > handover.num_known_tokens
+
+    def _pause(self, handover: Handover, now: float) -> None:
+        sequence, known = handover.sequence, handover.num_known_tokens
+        self._scheduler.pause(sequence)
+        handover.paused_at = now
+        num_blocks = self._num_blocks(sequence.num_computed)
+        new = sequence.token_ids[known:]
+        logprobs = sequence.logprobs[known - sequence.num_request_tokens :]
+        done = KVDone(
+            request_id=handover.order.request_id,
+            attempt=handover.order.new_attempt,
+            first_token=new[0],
+            logprobs=logprobs[0] if logprobs else None,
+            num_cached_tokens=sequence.num_cached,
+            prefill_s=sequence.prefill_s,
+            computed_at=now,
+            num_blocks=num_blocks,
+            more_tokens=pack_tokens(new[1:]),
+            more_logprobs=tuple(logprobs[1:]),
+        )
+        self._sender.progress(*handover.key, num_blocks, done, sequence.blocks[:num_blocks])
+
+    def _leave(self, handover: Handover, now: float) -> None:
+        sequence = handover.sequence
+        self._forget(handover, "acknowledged")
+        self._recorder.handed_over(now - handover.paused_at)
+        self._reports.finish(sequence, "moved", now)
+        self._reports.flush()
+        self._scheduler.remove(sequence)
+
+    def _stay(self, handover: Handover, reason: str) -> None:
+        """The sequence goes on here."""
+        log.info("request %s stays: %s", handover.order.request_id, reason)
+        sequence = handover.sequence
+        self._forget(handover, reason)
+        if handover.paused_at:
+            self._scheduler.resume(sequence)
+        self._refuse(sequence.router, handover.order, reason)
+
+    def _refuse(self, router: bytes, order: HandOver, reason: str) -> None:
+        """Tell a router that nobody will go on under the new attempt."""
+        self._reports.fail(router, order.request_id, order.new_attempt, "handover", reason, retryable=True)
+
+    def _forget(self, handover: Handover, reason: str) -> None:
+        del self._by_key[handover.key], self._keys[handover.order.request_id]
+        self._sender.cancel(*handover.key, reason)
+        handover.sequence.lent = False
+
+    def _handover_of(self, sequence: DecodeSequence) -> Handover | None:
+        handover = self._by_key.get(self._keys.get(sequence.request_id, ("", 0)))
+        return handover if handover is not None and handover.sequence is sequence else None
+
+    def _outruns(self, handover: Handover) -> bool:
+        """Whether the target could not take the sequence with the tokens that are on their way."""
+        return handover.sequence.num_at_most > handover.room * self._scheduler.block_size
+
+    def _num_full(self, sequence: DecodeSequence) -> int:
+        return (sequence.num_computed - sequence.num_pending) // self._scheduler.block_size
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._scheduler.block_size)

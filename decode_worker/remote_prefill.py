@@ -1,0 +1,160 @@
+"""KV that other workers ship to requests here: announced, granted, landed or lost. The other side of `handovers`.
+
+    expected ──KVOpen──> opened ──room──> granted ──all landed──> decoded
+                 └── refused      └── no room in time ┘└── failed, or silent: what has landed is cached
+
+An announcement may overtake its request, and is kept for a while.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from common.errors import WireError
+from common.transfer.receiver import TransferFailed, TransferLanded, TransferOpened
+from decode_worker.grants import IncomingTransfers
+from decode_worker.recorder import Recorder
+from decode_worker.rules import DecodeRules
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequence import DecodeSequence, RequestStatus
+
+
+class RemotePrefills:
+    """`fail(sequence, phase, why)` ends a request whose KV does not come; another attempt may get it."""
+
+    def __init__(
+        self,
+        transfers: IncomingTransfers,
+        scheduler: DecodeScheduler,
+        rules: DecodeRules,
+        recorder: Recorder,
+        fail: Callable[[DecodeSequence, str, str], None],
+        *,
+        grant_timeout_s: float,
+        transfer_timeout_s: float,
+    ) -> None:
+        self._transfers, self._scheduler, self._rules, self._recorder = transfers, scheduler, rules, recorder
+        self._fail = fail
+        self._grant_timeout_s, self._transfer_timeout_s = grant_timeout_s, transfer_timeout_s
+
+    # ------------------------------------------------------------ what prefill workers say
+
+    def on_opened(self, event: TransferOpened) -> None:
+        message, now = event.message, time.monotonic()
+        sequence = self._scheduler.find(message.request_id)
+        problem = self._transfers.mismatch(event)
+        if problem:
+            self._transfers.refuse(event.peer, message, problem)
+        elif sequence is None or sequence.attempt < message.attempt:
+            self._transfers.keep_early(event, now)
+        elif sequence.attempt > message.attempt:
+            self._transfers.refuse(event.peer, message, "superseded by a new attempt")
+        elif not sequence.is_incoming:
+            self._transfers.not_needed(event.peer, message)
+        elif problem := sequence.mismatch(message, self._scheduler.block_size):
+            self._transfers.refuse(event.peer, message, problem)
+        elif sequence.peer == event.peer:
+            self._transfers.touch(sequence, now)
+        elif sequence.peer and sequence.status is RequestStatus.TRANSFERRING:
+            sequence.peer = event.peer
+            self._fail(sequence, "transfer", "the prefill worker's connection broke: frames may be lost")
+        else:
+            self._begin(sequence, event, now)
+
+    def on_failed(self, event: TransferFailed) -> None:
+        self._transfers.forget_early(event.request_id, event.attempt, event.peer)
+        sequence = self._scheduler.find(event.request_id)
+        if sequence is None or sequence.attempt != event.attempt or not sequence.is_incoming:
+            return
+        if not event.by_peer or event.peer == sequence.peer:  # else it is not the sender's to give up
+            sequence.peer = b""
+            if event.by_peer:  # what made the sender give up may have spoilt what it sent: none of that is kept
+                self._transfers.release(sequence, "")
+            self._fail(sequence, "transfer", f"transfer failed: {event.reason}")
+
+    def on_landed(self, event: TransferLanded) -> DecodeSequence | None:
+        """All KV is here: the sequence, now in the running batch with the tokens that came; None if nobody wants it."""
+        landing = event.landing
+        sequence = self._scheduler.find(landing.request_id)
+        if (
+            sequence is None
+            or sequence.attempt != landing.attempt
+            or sequence.status is not RequestStatus.TRANSFERRING
+            or landing.done is None
+        ):
+            return None  # aborted or superseded while the event was on its way
+        done = landing.done
+        sequence.peer, sequence.lent = b"", False  # the receiver gave the blocks back with the last of them
+        try:
+            size = self._scheduler.block_size
+            *tokens, last = self._rules.received_tokens(sequence, done, num_blocks=landing.num_blocks, block_size=size)
+        except WireError as error:
+            self._fail(sequence, "transfer", str(error))
+            return None
+        sequence.transfer_s = max(landing.landed_at, landing.done_at) - landing.granted_at
+        # By this worker's clock, but for the latency of an idle wire.
+        computed_at = done.computed_at + sequence.clock_offset_s
+        sequence.exposed_transfer_s = max(0.0, max(landing.landed_at, landing.done_at) - computed_at)
+        sequence.prefill_s, sequence.num_cached = done.prefill_s, done.num_cached_tokens
+        sequence.joined_at = sequence.first_token_at = time.monotonic()
+        for token in tokens:
+            sequence.append(token)
+        self._scheduler.start_decoding(sequence)
+        self._recorder.transfer_completed(sequence, landing)
+        sequence.append(last)
+        return sequence
+
+    # ------------------------------------------------------------ what the engine says
+
+    def expect(self, sequence: DecodeSequence) -> None:
+        """The request is here: its announcement may have been here before."""
+        early = self._transfers.take_early(sequence.request_id, sequence.attempt)
+        if early is not None:
+            self.on_opened(early)
+
+    def refuse(self, request_id: str, attempt: int, why: str) -> None:
+        """Its request was refused: so is an announcement that was here before."""
+        early = self._transfers.take_early(request_id, attempt)
+        if early is not None:
+            self._transfers.refuse(early.peer, early.message, why)
+
+    def grant(self, granted: Sequence[DecodeSequence], now: float) -> None:
+        """These sequences own blocks: let them be shipped, but for those that were found in the cache."""
+        for sequence in granted:
+            sequence.num_landed_blocks = sequence.num_computed // self._scheduler.block_size
+            self._transfers.grant(sequence, sequence.num_landed_blocks, now)
+
+    def release(self, sequence: DecodeSequence, reason: str) -> None:
+        """Nothing more lands for this attempt; what has landed is counted in `num_landed_blocks`."""
+        landing = self._transfers.release(sequence, reason)
+        if landing is not None:
+            sequence.num_landed_blocks = landing.num_prefix_landed
+
+    def expire(self, now: float) -> None:
+        """End what waits for too long, and tell those who wait for room here to go on waiting."""
+        self._transfers.expire_early(now)
+        for landing in self._transfers.stalled(now - self._transfer_timeout_s):
+            sequence = self._scheduler.find(landing.request_id)
+            if sequence is not None and sequence.attempt == landing.attempt:
+                missing = f"{landing.num_missing} of {len(landing.blocks)} blocks missing"
+                self._fail(sequence, "transfer", f"no KV for {self._transfer_timeout_s:g} s, {missing}")
+        for sequence in self._scheduler:
+            if sequence.status is not RequestStatus.OPENED:
+                continue
+            if sequence.opened_at < now - self._grant_timeout_s:
+                why = f"no room for {sequence.num_tokens} tokens within {self._grant_timeout_s:g} s"
+                self._fail(sequence, "grant", why)
+            else:
+                self._transfers.renew(sequence, now)
+
+    # ------------------------------------------------------------ inside
+
+    def _begin(self, sequence: DecodeSequence, event: TransferOpened, now: float) -> None:
+        sequence.peer, sequence.opened_at, sequence.renewed_at = event.peer, now, now
+        sequence.memory, sequence.quantised = event.memory, event.message.quantised
+        sequence.clock_offset_s = event.received_at - event.message.sent_at
+        if sequence.status is RequestStatus.EXPECTING:
+            self._scheduler.open(sequence)
+        elif sequence.status is RequestStatus.TRANSFERRING:
+            self._transfers.grant(sequence, sequence.num_landed_blocks, now)

@@ -1,0 +1,140 @@
+"""How much a step drafts: as many rows as bring the most tokens a second, by what rows cost here. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from decode_worker.draft_tokens import FORCED, NOTHING, Draft, HitRates, Lookup, num_accepted
+from decode_worker.rules import DecodeRules
+from decode_worker.sequence import DecodeSequence
+from decode_worker.step import DecodeChunk
+
+MAX_SEQUENCES = 32
+"""In larger batches a row costs what a token brings, and looking for draft tokens takes longer than it saves."""
+LEAST_CHANCE = 0.1
+LEAST_GAIN = 1.05
+"""In tokens a second, for draft tokens to be worth anything: the step behind them is not launched ahead."""
+SLOWEST = 1.5
+"""How much longer a step may take for its draft tokens: those whose text repeats nothing wait as long, too."""
+
+
+class RowCosts:
+    """What decode steps took, by their number of rows. Sizes that were not seen count as free until they are tried."""
+
+    SMOOTHING = 0.1
+    FORGETTING = 0.002
+    """A size that was once slow is tried again after a few hundred steps of other sizes."""
+    LARGEST_JUMP = 2.0
+    """A step that took many times as long was stopped by something else."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._seconds: list[float] = []
+
+    def add(self, num_rows: int, step_s: float) -> None:
+        at = bisect_left(self._sizes, num_rows)
+        if at == len(self._sizes) or self._sizes[at] != num_rows:
+            expected = self.seconds(num_rows) or step_s
+            self._sizes.insert(at, num_rows)
+            self._seconds.insert(at, min(step_s, self.LARGEST_JUMP * expected))
+        known = self._seconds[at]
+        self._seconds[at] += self.SMOOTHING * (min(step_s, self.LARGEST_JUMP * known) - known)
+        for larger in range(at + 1, len(self._sizes)):
+            self._seconds[larger] += self.FORGETTING * (self._seconds[at] - self._seconds[larger])
+
+    def seconds(self, num_rows: int) -> float:
+        """What a step of so many rows should take; 0 where nothing is known."""
+        at = bisect_left(self._sizes, num_rows)
+        if at < len(self._sizes) and (self._sizes[at] == num_rows or not at):
+            return self._seconds[at]
+        if at == len(self._sizes):
+            return self._seconds[-1] if at else 0.0
+        (low, high), (fast, slow) = self._sizes[at - 1 : at + 1], self._seconds[at - 1 : at + 1]
+        return fast + (slow - fast) * (num_rows - low) / (high - low)
+
+    def worthwhile(self, num_rows: int, chances: Sequence[float]) -> int:
+        """Of draft tokens with these chances of acceptance, best first: how many make most tokens a second."""
+        plain = self.seconds(num_rows)
+        if not plain:
+            return 0
+        count, tokens, best = 0, float(num_rows), LEAST_GAIN * num_rows / plain
+        for extra, chance in enumerate(chances, 1):
+            tokens += chance
+            seconds = self.seconds(num_rows + extra)
+            if seconds > SLOWEST * plain:
+                break
+            if tokens / seconds > best:
+                count, best = extra, tokens / seconds
+        return count
+
+
+class Speculation:
+    """Drafts tokens for the sequences of one engine, and learns from which of them are accepted."""
+
+    def __init__(self, rules: DecodeRules, *, max_tokens: int, max_rows: int) -> None:
+        """At most `max_tokens` for one sequence, 0 for none; at most `max_rows` in a step, certain ones included."""
+        self._rules, self._max_tokens, self._max_rows = rules, max_tokens, max_rows
+        self._rates, self._costs = HitRates(), RowCosts()
+
+    def extend(
+        self, chunks: Sequence[DecodeChunk], room: Callable[[DecodeSequence, int], int]
+    ) -> Sequence[DecodeChunk]:
+        """The same step, with draft tokens behind the tokens of some sequences.
+
+        `room(sequence, n)` says for how many of n draft tokens there is room.
+        """
+        if not self._pays(chunks):
+            return chunks
+        drafts = [self._draft_for(chunk.sequence, room) for chunk in chunks]
+        candidates = sorted(
+            (-chance, place, index)
+            for index, draft in enumerate(drafts)
+            for place, chance in enumerate(self._rates.chances(draft))
+            if chance >= LEAST_CHANCE
+        )
+        del candidates[self._max_rows - len(chunks) :]
+        taken = [0] * len(chunks)
+        for _, _, index in candidates[: self._costs.worthwhile(len(chunks), [-chance for chance, _, _ in candidates])]:
+            taken[index] += 1
+        return [
+            replace(chunk, draft=draft.first(count)) if count else chunk
+            for chunk, draft, count in zip(chunks, drafts, taken, strict=True)
+        ]
+
+    def learn(self, chunk: DecodeChunk, sampled: Sequence[int]) -> int:
+        """`sampled` are the tokens of all rows of a step that has ended: how many of its draft tokens were accepted."""
+        draft = chunk.draft
+        count = num_accepted(draft, sampled)
+        if draft.token_ids:
+            seen = chunk.sequence.token_ids[chunk.start + 1 - len(draft.unseen) : chunk.start + 1]
+            self._rates.learn(draft, [*seen, *sampled[: count + 1]])
+        return count
+
+    def stepped(self, chunks: Sequence[DecodeChunk], step_s: float) -> None:
+        """A step of these, which nothing else kept waiting, took so long."""
+        if self._max_tokens and len(chunks) <= MAX_SEQUENCES and all(chunk.num_tokens == 1 for chunk in chunks):
+            self._costs.add(sum(chunk.num_rows for chunk in chunks), step_s)
+
+    def _pays(self, chunks: Sequence[DecodeChunk]) -> bool:
+        """Whether a draft token that is surely right would be worth its row: no search else."""
+        if not self._max_tokens or not 0 < len(chunks) <= min(MAX_SEQUENCES, self._max_rows - 1):
+            return False
+        if not all(chunk.sample and chunk.num_tokens == 1 for chunk in chunks):
+            return False
+        return self._costs.worthwhile(len(chunks), [1.0]) > 0
+
+    def _draft_for(self, sequence: DecodeSequence, room: Callable[[DecodeSequence, int], int]) -> Draft:
+        num_tokens = self._rules.num_drafts(sequence, self._max_tokens)
+        if num_tokens < 1:
+            return NOTHING
+        constraint = sequence.constraint
+        forced = constraint.forced(sequence.output_token_ids)[:num_tokens] if constraint else []
+        if forced:
+            draft = Draft(tuple(forced), (), (FORCED,) * len(forced))
+        else:
+            sequence.lookup = sequence.lookup or Lookup()
+            draft = sequence.lookup.draft_for(sequence.token_ids, sequence.num_pending, num_tokens)
+            draft = draft.first(self._rules.num_possible(sequence, draft.token_ids))
+        return draft.first(room(sequence, len(draft.token_ids))) if draft.token_ids else NOTHING

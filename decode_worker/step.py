@@ -1,0 +1,50 @@
+"""What one step of a decode worker computes of a sequence, and what a step is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decode_worker.draft_tokens import NOTHING, Draft
+from decode_worker.sequence import DecodeSequence
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeChunk:
+    """Compute `num_tokens` tokens of `sequence` from `start` on; sample if that reaches its last token.
+
+    With `score`, tokens of the prompt follow some of them whose log-probabilities are wanted. A single token may have a
+    `draft` behind it, whose tokens are run, and sampled behind, as if they were the sequence's.
+    """
+
+    sequence: DecodeSequence
+    start: int
+    num_tokens: int
+    draft: Draft = NOTHING
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that are run."""
+        return self.num_tokens + len(self.draft.token_ids)
+
+    @property
+    def num_spans(self) -> int:
+        """What the model runs it as: a token of a draft is run by itself."""
+        return 1 + len(self.draft.token_ids)
+
+    @property
+    def sample(self) -> bool:
+        return self.start + self.num_tokens == self.sequence.num_planned
+
+    @property
+    def score(self) -> bool:
+        return self.sequence.scores and self.start + 1 < self.sequence.num_request_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What to compute, what was granted room for its KV to arrive, and what lost its blocks."""
+
+    chunks: Sequence[DecodeChunk]
+    granted: Sequence[DecodeSequence]
+    preempted: Sequence[DecodeSequence]

@@ -1,0 +1,166 @@
+"""A step's attention plan in device memory: written in place, so that a CUDA graph can be replayed for other sequences.
+
+    plan = GPUPlan.empty(...)      once, outside of the graph
+    plan.fill(spans)               before every replay
+    plan.prepare()                 first in the captured region: the device lays out its own work
+
+Kernels read spans, block tables and work lists from the device. The host knows only what never changes between replays.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.gpu.work_list import DecodeWork, max_splits
+
+SPAN_FIELDS = 3  # row, num_rows, start
+ALIGNMENT = 4  # numbers in 16 bytes: kernels are compiled anew for pointers that are less aligned
+INTERPRETED_SMS = 2  # stands for the number of multiprocessors where tensors are the CPU's
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Staging:
+    """Host copies of a device buffer, used in turn: one is not overwritten while the device may still read it."""
+
+    def __init__(self, target: Tensor, copies: int) -> None:
+        pinned = target.device.type == "cuda"
+        self._target = target
+        self._hosts = [torch.zeros(target.shape, dtype=target.dtype, pin_memory=pinned) for _ in range(copies)]
+        self._done = [torch.cuda.Event() if pinned else None for _ in range(copies)]  # type: ignore[no-untyped-call]
+        self._next = 0
+
+    def next(self) -> np.ndarray:
+        """The copy to write. Waits until the device has read what `send` last sent from it."""
+        done = self._done[self._next]
+        if done is not None:
+            done.synchronize()
+        return self._hosts[self._next].numpy()
+
+    def send(self, count: int) -> None:
+        """Copies the first `count` numbers of it to the device, in the order of the current stream."""
+        self._target[:count].copy_(self._hosts[self._next][:count], non_blocking=True)
+        done = self._done[self._next]
+        if done is not None:
+            done.record()
+        self._next = (self._next + 1) % len(self._hosts)
+
+
+class GPUPlan(AttentionPlan):
+    """Up to `num_spans` spans of up to `max_rows` rows each.
+
+    spans int32 [num_spans, 3]: row, num_rows, start; a span with num_rows 0 is padding, and its output stays unwritten.
+    block_tables int32 [num_spans, width]; entries behind a sequence's last block are never followed.
+    `single` and `wide` say whether spans of one row, and of more than one row, may occur. A fill waits for the device
+    only if that has not yet taken the spans of `host_copies` fills ago.
+    """
+
+    def __init__(
+        self,
+        num_spans: int,
+        width: int,
+        max_rows: int,
+        layout: KVLayout,
+        num_heads: int,
+        device: torch.device,
+        *,
+        host_copies: int = 2,
+    ) -> None:
+        self.num_spans, self.width, self.max_rows = num_spans, width, max_rows
+        self.layout, self.num_heads, self.device = layout, num_heads, device
+        self.num_multiprocessors = num_multiprocessors(device)
+        self.max_splits = max_splits(width * layout.block_size)
+        self.single, self.wide = True, max_rows > 1
+        fields = num_spans * SPAN_FIELDS
+        self._tables_at = -(-fields // ALIGNMENT) * ALIGNMENT
+        memory = torch.zeros(self._tables_at + num_spans * width, dtype=torch.int32, device=device)
+        self.spans = memory[:fields].view(num_spans, SPAN_FIELDS)
+        self.block_tables = memory[self._tables_at :].view(num_spans, width)
+        self._staging = Staging(memory, host_copies)
+        self._host_spans: list[tuple[int, int, int]] = []
+        self._decode_work: dict[int, DecodeWork] = {}
+        self._query_tiles: dict[int, Tensor] = {}
+
+    @classmethod
+    def empty(cls, num_spans: int, max_blocks: int, layout: KVLayout, num_heads: int, device: torch.device) -> GPUPlan:
+        """A plan for decode steps of up to `num_spans` sequences of up to `max_blocks` blocks; all padding yet."""
+        return cls(num_spans, max_blocks, 1, layout, num_heads, device)
+
+    @classmethod
+    def sized_for(cls, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device) -> GPUPlan:
+        """A plan just large enough for `spans`, filled with them."""
+        width = max((-(-span.length // layout.block_size) for span in spans), default=1)
+        rows = max((span.num_rows for span in spans), default=1)
+        plan = cls(len(spans), width, rows, layout, num_heads, device, host_copies=1)
+        plan.fill(spans)
+        plan.single = any(span.num_rows == 1 for span in spans)
+        return plan
+
+    def fill(self, spans: Sequence[QuerySpan]) -> None:
+        """Other sequences into the same device memory. `prepare` must follow, here or in a replayed graph.
+
+        ValueError: they do not fit.
+        """
+        if len(spans) > self.num_spans:
+            raise ValueError(f"{len(spans)} spans do not fit a plan of {self.num_spans}")
+        size = self.layout.block_size
+        for span in spans:
+            if span.num_rows > self.max_rows or -(-span.length // size) > self.width:
+                raise ValueError(
+                    f"a span of {span.num_rows} rows and {-(-span.length // size)} blocks does not fit a plan of "
+                    f"{self.max_rows} rows and {self.width} blocks a span"
+                )
+        host = self._staging.next()
+        rows = host[: self.num_spans * SPAN_FIELDS].reshape(-1, SPAN_FIELDS)
+        tables = host[self._tables_at :].reshape(-1, self.width)
+        for i, span in enumerate(spans):
+            rows[i] = (span.row, span.num_rows, span.start)
+            blocks = -(-span.length // size)
+            tables[i, :blocks] = span.block_table[:blocks]
+        rows[len(spans) :] = 0
+        self._staging.send(self._tables_at + len(spans) * self.width)
+        self._host_spans = [(span.row, span.num_rows, span.start) for span in spans]
+        self._query_tiles.clear()
+
+    def prepare(self) -> None:
+        """Has the device lay out its work again, from the spans that are in its memory when this runs.
+
+        One launch a window that was asked for before; attention with a window that is new launches it by itself.
+        """
+        for work in self._decode_work.values():
+            work.build(self.spans)
+
+    def decode_work(self, window: int) -> DecodeWork:
+        """The splits of the single-row spans, seen through `window`; built at first use, then by `prepare`."""
+        if window not in self._decode_work:
+            work = DecodeWork(self.num_spans, self.max_splits, window, self.device)
+            work.build(self.spans)
+            self._decode_work[window] = work
+        return self._decode_work[window]
+
+    def query_tiles(self, tokens: int) -> Tensor:
+        """Tiles of up to `tokens` query rows of the wider spans, int32 [N, 2]: span, first row; the longest first."""
+        if tokens not in self._query_tiles:
+            tiles = [
+                (-(start + min(first + tokens, count)), i, first)
+                for i, (_, count, start) in enumerate(self._host_spans)
+                if count > 1
+                for first in range(0, count, tokens)
+            ]
+            tiles.sort()
+            host = torch.tensor([tile[1:] for tile in tiles], dtype=torch.int32).view(-1, 2)
+            if self.device.type == "cuda":
+                host = host.pin_memory()
+            self._query_tiles[tokens] = host.to(self.device, non_blocking=True)
+        return self._query_tiles[tokens]

@@ -1,0 +1,151 @@
+"""`POST /v1/messages`: conversations in the shape of Anthropic's API, answered by the same means as our own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import orjson
+
+from common.errors import RequestError
+from router.api.anthropic_fields import NAMES, Conversation, CountTokensRequest, MessagesRequest
+from router.api.chat import conversation_tokens, plan_chat
+from router.auth.keys import ApiKey
+from router.generation.choice import Choice, Piece
+from router.generation.parts import AnswerParts
+from router.generation.plan import Plan
+from router.generation.request_log import RequestLog
+from router.generation.service import Service
+from router.generation.shape import Object
+from router.generation.structure import tool_calling
+from router.request.errors import anthropic_error
+from router.request.fields import ChatRequest
+from router.request.translation import named_as
+from router.text.answer_part import CallPart, Part, TextPart, ThoughtPart
+
+MANY_TURNS = 1000
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+
+
+async def plan_messages(service: Service, fields: MessagesRequest, key: ApiKey, traceparent: str) -> Plan:
+    """Renders and tokenises the conversation. Raises RequestError."""
+    with named_as(NAMES):
+        return await plan_chat(service, await _chat_of(service, fields), key, traceparent, prefix="msg")
+
+
+async def count_tokens(service: Service, fields: CountTokensRequest) -> int:
+    """How many tokens the prompt of these messages has. Raises RequestError."""
+    service.check_model(fields.model)
+    chat = await _chat_of(service, fields)
+    with named_as(NAMES):
+        calling = tool_calling(chat)
+    functions = calling.functions if calling else ()
+    return len(await conversation_tokens(service, chat, functions, max_bytes=service.max_tokenize_bytes))
+
+
+async def _chat_of(service: Service, fields: Conversation) -> ChatRequest:
+    """Apart from the event loop where it takes long."""
+    few = len(fields.messages) <= MANY_TURNS
+    return fields.as_chat() if few else await service.text.apart(fields.as_chat)
+
+
+class MessagesFrames:
+    """A message of blocks: text, and calls of tools. A stream opens, fills and closes them one after the other."""
+
+    def __init__(self, service: Service, fields: MessagesRequest, plan: Plan, log: RequestLog) -> None:
+        self._plan, self._log = plan, log
+        self._parts = AnswerParts(service, plan.fields)
+        self._num_blocks = 0
+        self._open = ""  # the type of the last block while more may be added to it
+
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
+        (choice,) = self._plan.choices
+        content = [self._block(choice, part) for part in self._parts.whole(choice, pieces[0])]
+        if all(block["type"] == "thinking" for block in content):
+            content.append(self._block(choice, TextPart("")))
+        return self._message(content) | self._stop(choice) | {"usage": self._usage()}
+
+    def opening(self) -> bytes:
+        message = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        return _event("message_start", {"message": message})
+
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+        events = [self._add(choice, part) for part in self._parts.taken_apart(choice, piece)]
+        if piece.finish_reason:
+            if self._open in ("", "thinking"):
+                events.append(self._begin(self._block(choice, TextPart(""))))
+            events.append(self._end_block())
+            events.append(_event("message_delta", {"delta": self._stop(choice), "usage": self._usage()}))
+        return b"".join(events)
+
+    def ending(self) -> bytes:
+        return _event("message_stop", {})
+
+    def error(self, error: RequestError) -> bytes:
+        return _event("error", anthropic_error(error))
+
+    # ------------------------------------------------------------ inside
+
+    def _message(self, content: list[Object]) -> Object:
+        head = {"id": self._plan.id, "type": "message", "role": "assistant", "model": self._plan.model}
+        return {**head, "content": content}
+
+    def _add(self, choice: Choice, part: Part) -> bytes:
+        """A part, in a block of its own unless it goes on with the one that is open."""
+        if isinstance(part, CallPart):
+            begun = self._begin(self._block(choice, CallPart(part.index, part.name))) if part.name else b""
+            added: Object = {"type": "input_json_delta", "partial_json": part.arguments}
+            return begun + self._delta(added) if part.arguments else begun
+        kind = "text" if isinstance(part, TextPart) else "thinking"
+        begun = self._begin(self._block(choice, type(part)(""))) if self._open != kind else b""
+        return begun + self._delta({"type": f"{kind}_delta", kind: part.text})
+
+    def _block(self, choice: Choice, part: Part) -> Object:
+        if isinstance(part, ThoughtPart):
+            return {"type": "thinking", "thinking": part.text, "signature": ""}
+        if isinstance(part, TextPart):
+            return {"type": "text", "text": part.text}
+        call_id = self._parts.id_of(choice, part.index)
+        return {"type": "tool_use", "id": call_id, "name": part.name, "input": _input(part.arguments)}
+
+    def _begin(self, block: Object) -> bytes:
+        """A new block, behind the one before."""
+        ended = self._end_block()
+        self._open = str(block["type"])
+        self._num_blocks += 1
+        return ended + _event("content_block_start", {"index": self._num_blocks - 1, "content_block": block})
+
+    def _delta(self, delta: Object) -> bytes:
+        return _event("content_block_delta", {"index": self._num_blocks - 1, "delta": delta})
+
+    def _end_block(self) -> bytes:
+        if not self._open:
+            return b""
+        self._open = ""
+        return _event("content_block_stop", {"index": self._num_blocks - 1})
+
+    def _stop(self, choice: Choice) -> Object:
+        reason = self._parts.finish_reason(choice, choice.finish_reason)
+        if reason == "stop" and choice.stop is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop}
+        return {"stop_reason": STOP_REASONS[reason], "stop_sequence": None}
+
+    def _usage(self) -> Object:
+        cached = self._log.num_cached_tokens
+        return {
+            "input_tokens": self._plan.num_prompt_tokens - cached,
+            "output_tokens": self._log.num_output_tokens,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+        }
+
+
+def _input(arguments: str) -> object:
+    """Of a call that `max_tokens` cut off, nothing can be read."""
+    try:
+        return orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return {}
+
+
+def _event(kind: str, members: Object) -> bytes:
+    return f"event: {kind}\ndata: ".encode() + orjson.dumps({"type": kind} | members) + b"\n\n"

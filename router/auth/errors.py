@@ -1,0 +1,25 @@
+"""Refusals at the door, in the tree of `common.errors`."""
+
+from __future__ import annotations
+
+from common.errors import Overloaded, RequestError
+
+
+class Unauthorized(RequestError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    status = 403
+    type = "permission_error"
+    code = "insufficient_permissions"
+
+
+class RateLimited(Overloaded):
+    """A key has used up one of its limits; `limit` is requests, tokens or concurrency."""
+
+    def __init__(self, message: str, *, limit: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.limit = limit

@@ -1,0 +1,184 @@
+"""The door of the HTTP front: whose key a request shows, what that key may still do, and what is written down of it.
+
+    arrive ─> admit: 401, 403, 429 ─> (the endpoint: take_prompt, spend) ─> leave: metrics, audit log
+
+Key file and certificate are watched: a change holds within two seconds, or at once on SIGHUP. A file that is wrong
+changes nothing but the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.types import Scope
+
+from common.config import RouterConfig
+from common.errors import ConfigError, InvalidRequest, RequestError
+from router.auth.audit import AuditLog
+from router.auth.errors import Forbidden, RateLimited, Unauthorized
+from router.auth.key_file import ring_of
+from router.auth.keys import ANONYMOUS, ApiKey, KeyRing
+from router.auth.limits import Denied, Quota
+from router.auth.tls import Certificate
+from router.auth.visit import Visit
+from router.auth.watch import FileWatch
+from router.observe.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics", "/ping"))
+ADMIN_PATHS = frozenset(("/load", "/reset_prefix_cache"))
+LOOK_EVERY_S = 0.5
+PER = {"requests": "requests per minute", "tokens": "tokens per minute", "concurrency": "requests at once"}
+
+
+class Gate:
+    """Raises ConfigError for a key file, certificate or audit log that cannot be used. One event loop owns it."""
+
+    def __init__(self, config: RouterConfig, metrics: RouterMetrics, clock: Callable[[], float] = time.monotonic):
+        self._config, self._metrics, self._clock = config, metrics, clock
+        self._watches: list[tuple[str, FileWatch, Callable[[], Awaitable[None]]]] = []
+        self._hurry = asyncio.Event()
+        if config.api_key_file:  # watched from before it is read: what changes meanwhile is noticed
+            self._watches.append(("api_key_file", FileWatch([config.api_key_file]), self._reload_keys))
+        self.ring: KeyRing | None = ring_of(config.api_key_file, config.api_key)
+        self.certificate: Certificate | None = None
+        if config.tls_cert:
+            watch = FileWatch([config.tls_cert, config.tls_key])
+            self.certificate = Certificate(config.tls_cert, config.tls_key)
+            self._watches.append(("tls_cert", watch, self.certificate.reload))
+        self._audit = AuditLog(config.audit_log, metrics.count_audit_dropped) if config.audit_log else None
+        self._anonymous = Quota(ANONYMOUS.limits, clock())
+        self._quotas: dict[str, Quota] = {}
+
+    # ------------------------------------------------------------ a request
+
+    def arrive(self, scope: Scope, request_id: str) -> Visit:
+        """A request's head is here."""
+        host, port = scope.get("client") or ("", 0)
+        return Visit(request_id, scope["method"], scope["path"], f"{host}:{port}", ANONYMOUS, self._anonymous)
+
+    def admit(self, visit: Visit, given: bytes) -> None:
+        """`given` is the key that the request shows, or empty. Raises Unauthorized, Forbidden or RateLimited."""
+        if visit.path in OPEN_PATHS:
+            return
+        if self.ring is not None:
+            key = self.ring.find(given)
+            if key is None:
+                raise Unauthorized("the API key is missing or wrong: send Authorization: Bearer KEY")
+            visit.key, visit.quota = key, self._quota(key)
+        if visit.path in ADMIN_PATHS and not visit.key.admin:
+            raise Forbidden(f"{visit.path} is only for keys with admin = true")
+        denied = visit.quota.enter(self._clock())
+        if denied is not None:
+            raise self._refusal(visit, denied)
+        visit.admitted = True
+
+    def check_tokens(self, visit: Visit) -> None:
+        """Raises RateLimited when the key has no token left."""
+        denied = visit.quota.check_tokens(self._clock())
+        if denied is not None:
+            raise self._refusal(visit, denied)
+
+    def take_prompt(self, visit: Visit, num_tokens: int) -> None:
+        """Counts a prompt. Raises RateLimited, or InvalidRequest for one that no waiting would help."""
+        denied = visit.quota.take_prompt(num_tokens, self._clock())
+        if denied is None:
+            return
+        if math.isinf(denied.retry_after_s):
+            raise InvalidRequest(
+                f"the prompt has {num_tokens:,} tokens, and this key may use {denied.allowed:,} tokens per minute",
+                code="rate_limit_exceeded",
+            )
+        raise self._refusal(visit, denied)
+
+    def spend(self, visit: Visit, num_tokens: int) -> None:
+        """Counts generated tokens; below zero, gives back those of a prompt that was not computed."""
+        visit.quota.spend(num_tokens, self._clock())
+
+    def headers(self, visit: Visit) -> dict[str, str]:
+        """What an answer tells about the limits of its key."""
+        return visit.quota.headers(self._clock())
+
+    def leave(self, visit: Visit) -> None:
+        """The request is over, however it ended."""
+        if visit.admitted:
+            visit.admitted = False
+            visit.quota.leave()
+        if visit.path in OPEN_PATHS:
+            return
+        self._metrics.count_key_request(visit.key.name, visit.status)
+        if self._audit is not None:
+            self._audit.write(visit.audit_entry())
+
+    # ------------------------------------------------------------ the files
+
+    async def watch(self) -> None:
+        """Looks at the files until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await self._hurry.wait()
+            except TimeoutError:
+                pass
+            hurry = self._hurry.is_set()
+            self._hurry.clear()
+            for field, watch, reload in self._watches:
+                if await asyncio.to_thread(watch.look) or hurry:
+                    await self._apply(field, reload)
+
+    def reload(self) -> None:
+        """Take every file as it is now (SIGHUP): `watch` does it at once, changed or not."""
+        self._hurry.set()
+        if self._audit is not None:
+            self._audit.reopen()
+
+    @property
+    def reloads(self) -> bool:
+        """Whether there is anything that a SIGHUP could mean."""
+        return bool(self._watches) or self._audit is not None
+
+    def close(self) -> None:
+        """Write what the audit log still holds."""
+        if self._audit is not None:
+            self._audit.close()
+
+    async def _apply(self, field: str, reload: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await reload()
+        except ConfigError as error:
+            self._metrics.count_reload(field, ok=False)
+            log.error("a changed file is refused, what it held before stays in force: %s", error)
+            return
+        self._metrics.count_reload(field, ok=True)
+        log.info("took a file anew", extra={"setting": field})
+
+    async def _reload_keys(self) -> None:
+        """Parsed in a thread: ten thousand keys take a while."""
+        self.ring = await asyncio.to_thread(ring_of, self._config.api_key_file, self._config.api_key)
+        now = self._clock()
+        known = {key.name: key for key in self.ring.keys} if self.ring is not None else {}
+        for name, quota in list(self._quotas.items()):
+            if name in known:
+                quota.change(known[name].limits, now)
+            elif not quota.num_active:
+                del self._quotas[name]
+
+    def _quota(self, key: ApiKey) -> Quota:
+        quota = self._quotas.get(key.name)
+        if quota is None:
+            quota = self._quotas[key.name] = Quota(key.limits, self._clock())
+        return quota
+
+    def _refusal(self, visit: Visit, denied: Denied) -> RequestError:
+        self._metrics.count_rate_limited(visit.key.name, denied.limit)
+        return RateLimited(
+            f"key {visit.key.name!r} may have {denied.allowed:,} {PER[denied.limit]}; try again in "
+            f"{max(1, math.ceil(denied.retry_after_s)):,} s",
+            limit=denied.limit,
+            retry_after_s=denied.retry_after_s,
+        )

@@ -1,0 +1,135 @@
+"""Rate limits of one key: pure, time comes in. They hold for one router; several routers each grant them.
+
+A request is counted when it comes, a prompt when it is known, output as it is generated. A stream may overdraw its
+key's tokens: it goes on, and the next request waits until the debt is paid.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from router.auth.keys import Limits
+
+CONCURRENCY_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """`limit` (requests, tokens, concurrency) of `allowed` is used up; `retry_after_s` is inf when waiting is vain."""
+
+    limit: str
+    allowed: int
+    retry_after_s: float
+
+
+class TokenBucket:
+    """Holds at most what a minute allows and fills evenly; its level may fall below zero."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level, self._at = float(per_minute), now
+
+    def level(self, now: float) -> float:
+        if now > self._at:
+            self._level = min(float(self.per_minute), self._level + (now - self._at) * self.per_minute / 60.0)
+            self._at = now
+        return self._level
+
+    def wait_s(self, amount: int, now: float) -> float:
+        """Seconds until `amount` can be taken: 0 when it can be now, inf when it is more than a minute's."""
+        if amount > self.per_minute:
+            return math.inf
+        return max(0.0, (amount - self.level(now)) * 60.0 / self.per_minute)
+
+    def take(self, amount: int, now: float) -> None:
+        """Take, whatever the level; a negative amount gives back."""
+        self._level = min(float(self.per_minute), self.level(now) - amount)
+
+    def resize(self, per_minute: int, now: float) -> None:
+        """Another limit: what is used stays used."""
+        used = self.per_minute - self.level(now)
+        self.per_minute = per_minute
+        self._level = per_minute - used
+
+
+class Quota:
+    """What one key has used."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self.limits = limits
+        self.num_active = 0
+        self._requests = TokenBucket(limits.requests_per_minute, now) if limits.requests_per_minute else None
+        self._tokens = TokenBucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
+
+    def change(self, limits: Limits, now: float) -> None:
+        """The key's limits are others now; running requests go on."""
+        self._requests = _changed(self._requests, limits.requests_per_minute, now)
+        self._tokens = _changed(self._tokens, limits.tokens_per_minute, now)
+        self.limits = limits
+
+    def enter(self, now: float) -> Denied | None:
+        """Count a request in, or say why not; whoever is in must `leave`."""
+        most = self.limits.concurrent_requests
+        if most and self.num_active >= most:
+            return Denied("concurrency", most, CONCURRENCY_RETRY_S)
+        denied = _denied("requests", self._requests, 1, now)
+        if denied is None:
+            self.num_active += 1
+            if self._requests is not None:
+                self._requests.take(1, now)
+        return denied
+
+    def leave(self) -> None:
+        self.num_active -= 1
+
+    def check_tokens(self, now: float) -> Denied | None:
+        """Whether there is any token left: asked before a body is read."""
+        return _denied("tokens", self._tokens, 1, now)
+
+    def take_prompt(self, num_tokens: int, now: float) -> Denied | None:
+        """Count a prompt, or say why not."""
+        denied = _denied("tokens", self._tokens, num_tokens, now)
+        if denied is None:
+            self.spend(num_tokens, now)
+        return denied
+
+    def spend(self, num_tokens: int, now: float) -> None:
+        """Count generated tokens (or, below zero, give back those of a prompt that nobody computed)."""
+        if self._tokens is not None:
+            self._tokens.take(num_tokens, now)
+
+    def headers(self, now: float) -> dict[str, str]:
+        """OpenAI's headers for the limits that the key has; `reset` is when nothing would be used any more."""
+        found: dict[str, str] = {}
+        for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                level = bucket.level(now)
+                full_s = (bucket.per_minute - level) * 60.0 / bucket.per_minute
+                found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                found[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(level)))
+                found[f"x-ratelimit-reset-{name}"] = duration(full_s)
+        return found
+
+
+def duration(seconds: float) -> str:
+    """Seconds the way OpenAI writes them: 12ms, 1.5s, 6m0s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1e3)}ms"
+    if seconds < 60:
+        return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s"
+
+
+def _changed(bucket: TokenBucket | None, per_minute: int, now: float) -> TokenBucket | None:
+    if bucket is None or not per_minute:
+        return TokenBucket(per_minute, now) if per_minute else None
+    if bucket.per_minute != per_minute:
+        bucket.resize(per_minute, now)
+    return bucket
+
+
+def _denied(limit: str, bucket: TokenBucket | None, amount: int, now: float) -> Denied | None:
+    wait_s = bucket.wait_s(amount, now) if bucket is not None else 0.0
+    return Denied(limit, bucket.per_minute, wait_s) if bucket is not None and wait_s > 0 else None

@@ -1,0 +1,70 @@
+"""The certificate of the HTTP server: checked before the start, read again when its files change.
+
+The context that listens hands each new connection to the context of the newest certificate; running ones stay.
+"""
+
+from __future__ import annotations
+
+import ssl
+from typing import NoReturn
+
+from common.errors import ConfigError
+
+CERT, KEY = "tls_cert", "tls_key"
+
+
+class Certificate:
+    """Certificate chain and private key as PEM files. `context` is what the server listens with. Raises ConfigError."""
+
+    def __init__(self, cert: str, key: str) -> None:
+        self._cert, self._key = cert, key
+        self.context = self._newest = load_context(cert, key)
+        self.context.sni_callback = self._choose
+
+    async def reload(self) -> None:
+        """Take the files as they are now. Raises ConfigError, and serves what it had.
+
+        A context of its own for each certificate: one that listens and fails to load the second of two files, because
+        they are being replaced, would be left with half of each.
+        """
+        self._newest = load_context(self._cert, self._key)
+
+    def _choose(self, handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """OpenSSL asks at each ClientHello, also where that names no host."""
+        handshake.context = self._newest
+
+
+def load_context(cert: str, key: str) -> ssl.SSLContext:
+    """A server's context, TLS 1.2 or newer. Raises ConfigError naming the setting and the file."""
+    if b"-----BEGIN CERTIFICATE-----" not in _read(CERT, cert):
+        raise ConfigError(CERT, cert, "a file with a PEM certificate")
+    text = _read(KEY, key)
+    if b"PRIVATE KEY-----" not in text:
+        raise ConfigError(KEY, key, "a file with a PEM private key")
+    if b"ENCRYPTED" in text:
+        raise ConfigError(KEY, key, "a private key without a passphrase")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(cert, key, _no_passphrase)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(KEY, key, f"the private key of the certificate in {cert}") from None
+        raise ConfigError(CERT, cert, f"a certificate and a key that can be loaded ({error.reason})") from None
+    except OSError as error:
+        raise ConfigError(CERT, cert, f"files that can be read ({error.strerror})") from error
+    return context
+
+
+def _read(field: str, path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(1 << 20)
+    except OSError as error:
+        raise ConfigError(field, path, f"a file that can be read ({error.strerror})") from error
+
+
+def _no_passphrase() -> NoReturn:
+    """Without it OpenSSL would ask the terminal."""
+    raise ConfigError(KEY, "", "a private key without a passphrase")

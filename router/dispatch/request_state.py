@@ -1,0 +1,326 @@
+"""One request between admission and its last token: who works on it, what has come, what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from msgspec.structs import replace
+
+from common.errors import RequestError
+from common.kv.block_hash import BlockHasher
+from common.wire.message_fields import Role, pack_tokens
+from common.wire.messages import PromptScores, Timeline, TokenDelta
+from router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
+from router.dispatch.prompt import Prompt
+from router.dispatch.stream import TokenStream
+from router.fleet.worker import Booking
+
+MIN_PROGRESS = 4
+"""Output tokens that make a placement count as progress: a prefill worker alone yields one each time."""
+
+
+class Stage(StrEnum):
+    """queue ─> prefill ─> (transfer) ─> decode ─> done. A deadline names the stage it struck in."""
+
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    DECODE = "decode"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class Assignment:
+    """One worker's part in a request, valid for attempts from `first_attempt` on. `delivered`: tokens came from it.
+
+    A decode worker keeps its assignment when only the prefill worker changes, so it may answer for several attempts, of
+    which `attempt` is the last. Its prompt ended with the first `num_base_tokens` output tokens. `weights` are those
+    that the worker has.
+    """
+
+    role: Role
+    address: str
+    worker_id: str
+    epoch: int
+    first_attempt: int
+    booking: Booking
+    attempt: int
+    num_base_tokens: int
+    weights: str = ""
+    delivered: bool = False
+    delivered_at: float = 0.0
+    timeline: Timeline = field(default_factory=Timeline)
+
+
+class RequestState:
+    """A request's state. The dispatcher changes it; `next_event` is what the consumer waits on.
+
+    Raises OverflowError or TypeError for prompt tokens that are no 32-bit token ids.
+    """
+
+    def __init__(self, request: GenerationRequest, now: float) -> None:
+        self.request = request
+        self._prompt = request.prompt or Prompt(request.prompt_token_ids, request.cache_salt)
+        self._packed = self._prompt.packed
+        params = request.params
+        self.stream = TokenStream(
+            params.max_tokens,
+            with_logprobs=params.logprobs >= 0,
+            num_scored=len(request.prompt_token_ids) - 1 if params.prompt_logprobs >= 0 else 0,
+        )
+        self._attempt = 0
+        self.weights: str | None = None  # of the workers that began the answer; None before its first token
+        self.num_failures = self.num_fruitless = 0
+        self._deaths: set[tuple[str, int]] = set()
+        self._num_tokens_at_move = 0
+        self.num_base_tokens = 0
+        self.deadline = now + request.deadline_s
+        self.prefill: Assignment | None = None
+        self.decode: Assignment | None = None
+        self.successor: Assignment | None = None  # the decode worker that the present one hands over to
+        self.handover_until = self.handover_after = now
+        self.failed_lives: set[tuple[str, int]] = set()
+        self.last_failure = ""
+        self.queued_at = self.progress_at = self.renewed_at = now
+        self.expected_s = 0.0  # from its placement to its first token, by what its worker had to do; 0: not known
+        self.not_before = now
+        self.num_cached_tokens = 0
+        self.done = False
+        self.deadline_timer: asyncio.TimerHandle | None = None
+        self._error: RequestError | None = None
+        self._wake = asyncio.Event()
+        self._hashers: dict[int, BlockHasher] = {}
+        self._queue_s = 0.0
+        self._past = Timeline()
+        self._names = {"prefill": "", "decode": ""}
+
+    # ------------------------------------------------------------ what is known
+
+    @property
+    def attempt(self) -> int:
+        """The number of the present try: workers that speak under an older one are not listened to."""
+        return self._attempt
+
+    def begin_attempt(self) -> None:
+        """What was sent for the attempts so far counts no more, but for assignments that are told of the new one."""
+        self._attempt += 1
+
+    @property
+    def stage(self) -> Stage:
+        if self.done:
+            return Stage.DONE
+        if self.prefill is None and self.decode is None:
+            return Stage.QUEUE
+        if len(self.stream.token_ids) <= self.num_base_tokens:
+            return Stage.PREFILL
+        if self.decode is not None and not self.decode.delivered:
+            return Stage.TRANSFER
+        return Stage.DECODE
+
+    @property
+    def num_remaining(self) -> int:
+        """Output tokens still allowed."""
+        return self.request.params.max_tokens - len(self.stream.token_ids)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the prompt's log-probabilities are wanted, of which a worker alone has to compute all."""
+        return self.request.params.prompt_logprobs >= 0 and not self.num_base_tokens
+
+    @property
+    def got_further(self) -> bool:
+        """Whether the output grew by more than a prefill's worth since the request last got a place."""
+        return len(self.stream.token_ids) - self._num_tokens_at_move >= MIN_PROGRESS
+
+    def packed_prompt(self, num_output_tokens: int) -> bytes:
+        """The prompt of an attempt: the request's, and the output that is there when it is dispatched."""
+        more = self.stream.token_ids[:num_output_tokens]
+        return self._packed + pack_tokens(more) if more else self._packed
+
+    def hashes(self, block_size: int) -> list[bytes]:
+        """Chained block hashes of the prompt and all output so far, each computed once."""
+        hasher = self._hashers.get(block_size)
+        if hasher is None:
+            hasher = self._hashers[block_size] = self._prompt.hasher(block_size)
+        prompt, output = self.request.prompt_token_ids, self.stream.token_ids
+        if (len(prompt) + len(output)) // block_size == len(hasher.hashes):
+            return hasher.hashes
+        return hasher.extend(prompt + output)
+
+    def assignment(self, address: str, attempt: int) -> Assignment | None:
+        """The present assignment that `address` may speak for with this attempt number."""
+        for one in (self.prefill, self.decode, self.successor):
+            if one and one.address == address and one.first_attempt <= attempt <= one.attempt:
+                return one
+        return None
+
+    def may_give_up_handover(self, address: str, attempt: int) -> bool:
+        """Whether the worker is one of the two that a hand-over under this attempt is between."""
+        successor, decode = self.successor, self.decode
+        if successor is None or decode is None or attempt != successor.attempt:
+            return False
+        return address in (successor.address, decode.address)
+
+    def is_through_with(self, assignment: Assignment) -> bool:
+        """Whether a prefill worker has nothing more to do: the decode worker speaks, or was handed a running stream."""
+        decode = self.decode
+        if decode is None or assignment is not self.prefill:
+            return False
+        return decode.delivered or decode.first_attempt > assignment.attempt
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether honest workers may disagree on tokens behind the base: a second one computed some of them anew."""
+        return self.decode is not None and self.attempt > self.decode.first_attempt
+
+    @property
+    def waits_for(self) -> Assignment | None:
+        """The worker whose silence now holds this request up."""
+        prefill = self.prefill
+        if prefill is None or prefill.delivered or self.stage is not Stage.PREFILL or self.is_through_with(prefill):
+            return self.decode
+        return prefill
+
+    # ------------------------------------------------------------ what happens
+
+    def assigned(self, assignment: Assignment, now: float) -> None:
+        if self.prefill is None and self.decode is None:
+            self._queue_s += now - self.queued_at
+        if assignment.role == "prefill":
+            self.prefill = assignment
+        else:
+            self.decode = assignment
+        self._names[assignment.role] = assignment.worker_id
+        self.progress_at = now
+
+    @property
+    def num_deaths(self) -> int:
+        """How many workers died with it since it last got any further."""
+        return len(self._deaths)
+
+    def record_failure(self, failed: Assignment, reason: str, now: float, *, died: bool) -> None:
+        """A worker failed, or `died`. `num_fruitless` failures, `num_deaths` of them deaths, brought it no further."""
+        self.num_failures += 1
+        if self.got_further:
+            self.num_fruitless = 0
+            self._deaths.clear()
+        else:
+            self.num_fruitless += 1
+            if died:
+                self._deaths.add((failed.address, failed.epoch))
+        self._num_tokens_at_move = len(self.stream.token_ids)
+        self.progress_at = now
+        self.last_failure = reason
+        self.failed_lives.add((failed.address, failed.epoch))
+        self.stream.drop_ahead()
+
+    def forgive_death(self, address: str, epoch: int) -> None:
+        """A worker that was silent, and taken for dead, goes on with the life that it had."""
+        self._deaths.discard((address, epoch))
+
+    def unassign(self, assignment: Assignment) -> None:
+        """The worker has no more part in the request; the time it spent decoding still counts."""
+        spent = assignment.timeline
+        self._past = Timeline(
+            decode_s=self._past.decode_s + spent.decode_s,
+            num_preemptions=self._past.num_preemptions + spent.num_preemptions,
+        )
+        self._names[assignment.role] = ""
+        if assignment is self.prefill:
+            self.prefill = None
+        elif assignment is self.decode:
+            self.decode = None
+
+    def succeed(self, now: float) -> None:
+        """The worker that the stream was handed over to goes on with it, in place of the one before."""
+        before, successor = self.decode, self.successor
+        if before is None or successor is None:
+            raise RuntimeError(f"request {self.request.request_id} is not being handed over")
+        before.timeline = replace(before.timeline, decode_s=now - before.delivered_at)
+        self.unassign(before)
+        self.stream.drop_ahead()
+        self.decode, self.successor = successor, None
+        self._names["decode"] = successor.worker_id
+        self.num_base_tokens = successor.num_base_tokens
+        self.progress_at = now
+
+    def renew(self, assignment: Assignment, now: float) -> None:
+        """The worker makes progress with the request, though no token of it yet."""
+        if assignment is self.waits_for:
+            self.renewed_at = now
+
+    def received(self, assignment: Assignment, delta: TokenDelta, now: float) -> bool:
+        """Merge tokens that a worker sent; True when the stream grew or ended. Raises StreamConflict."""
+        if delta.timeline is not None:
+            assignment.timeline = delta.timeline
+        try:
+            grew = self.stream.add(delta)
+        finally:
+            if self.weights is None and self.stream.token_ids:
+                self.weights = assignment.weights
+        if not assignment.delivered:
+            assignment.delivered, assignment.delivered_at = True, now
+        self.progress_at = now
+        if self.num_base_tokens == 0:
+            cached = min(delta.num_cached_tokens, len(self.request.prompt_token_ids))
+            self.num_cached_tokens = max(self.num_cached_tokens, cached)
+        if grew:
+            self._wake.set()
+        return grew
+
+    def scored(self, scores: PromptScores, now: float) -> None:
+        """Merge what a worker computed of the prompt. Raises StreamConflict."""
+        self.stream.score(scores.start, scores.logprobs)
+        self.progress_at = now
+
+    def fail(self, error: RequestError) -> None:
+        """End the stream with an error, after what was received already."""
+        self._error, self.done = error, True
+        self._wake.set()
+
+    async def next_event(self) -> TokenEvent:
+        """The next tokens, as many as have come. Raises the request's error once they are all taken.
+
+        The wait is bounded by the deadline timer, which fails the request.
+        """
+        while True:
+            if self.stream.num_pending or self.stream.finish_reason:
+                return self._take()
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+
+    # ------------------------------------------------------------ inside
+
+    def _take(self) -> TokenEvent:
+        token_ids, logprobs = self.stream.take()
+        return TokenEvent(
+            token_ids,
+            logprobs,
+            self.stream.finish_reason,
+            self.num_cached_tokens,
+            self.timeline(),
+            self.stream.take_scores(),
+        )
+
+    def timeline(self) -> RequestTimeline:
+        """Router's own wait plus what the last workers reported; decoding time is summed over all of them."""
+        none = Timeline()
+        prefill = self.prefill.timeline if self.prefill else none
+        decode = self.decode.timeline if self.decode else none
+        first = prefill if self.prefill else decode
+        return RequestTimeline(
+            prefill_worker=self._names["prefill"],
+            decode_worker=self._names["decode"],
+            num_attempts=self.num_failures + 1,
+            num_preemptions=self._past.num_preemptions + prefill.num_preemptions + decode.num_preemptions,
+            queue_s=self._queue_s + first.queue_s,
+            prefill_s=first.prefill_s,
+            grant_wait_s=max(prefill.grant_wait_s, decode.grant_wait_s),
+            transfer_s=max(prefill.transfer_s, decode.transfer_s),
+            exposed_transfer_s=max(prefill.exposed_transfer_s, decode.exposed_transfer_s),
+            decode_s=self._past.decode_s + decode.decode_s,
+        )

@@ -1,0 +1,315 @@
+"""All connected workers: sockets, signs of life, and what becomes of them. The only place that owns tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+import zmq.asyncio
+
+from common.config import RouterConfig
+from common.wire.curve import Curve, warn_of_readers
+from common.wire.messages import (
+    Message,
+    PromptScores,
+    RequestFailed,
+    RouterHeartbeat,
+    RouterHello,
+    TokenOutput,
+    ToRouter,
+    WorkerHeartbeat,
+    WorkerHello,
+)
+from router.discovery.endpoint import Endpoint
+from router.discovery.source import open_source
+from router.fleet.pairing import Pairing
+from router.fleet.registry import WorkerRegistry
+from router.fleet.worker import Worker
+from router.fleet.worker_connection import Connection, ConnectionEvents
+
+log = logging.getLogger(__name__)
+
+CONTROL_HWM = 10_000
+CLOSE_LINGER_MS = 200
+MAX_DISCOVERED = 1024
+"""Workers that discovery may bring: a selector that matches a whole cluster must not cost all file descriptors."""
+SOCKETS_PER_WORKER = 4
+TURNS_TO_LISTEN = 16
+"""Turns of the event loop, held up or not, that a message may take from its socket to its reader: so many pass before
+anybody's silence is judged."""
+
+
+class FleetListener(Protocol):
+    """Who is told what workers send and what becomes of them. All calls come from the fleet's event loop."""
+
+    def on_output(self, address: str, output: TokenOutput) -> None: ...
+    def on_scores(self, address: str, scores: PromptScores) -> None: ...
+    def on_failed(self, address: str, failed: RequestFailed) -> None: ...
+    def on_lost(self, address: str, reason: str) -> None:
+        """The worker's life ended: everything in flight there has failed."""
+
+    def on_started(self, address: str) -> None:
+        """A worker with an epoch not seen before said hello: it remembers nothing."""
+
+    def on_ready(self, address: str) -> None:
+        """The worker may be given work from now on."""
+
+    def on_tick(self, now: float) -> None:
+        """Once every heartbeat."""
+
+    def uses(self, address: str) -> bool:
+        """Whether something in flight still needs the worker."""
+
+    def on_gone(self, address: str) -> None:
+        """The worker was removed, unused, and its connection closes."""
+
+
+class WorkerFleet:
+    """Keeps one connection to every known worker and its state up to date in `registry`.
+
+    Known are those that are configured, or that discovery finds: they come and go while the router runs.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        listener: FleetListener,
+        *,
+        hwm: int = CONTROL_HWM,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.registry = WorkerRegistry(config.prefill, config.decode, worker_timeout_s=config.worker_timeout_s)
+        self.router_id = secrets.token_hex(8)
+        self.failure = ""
+        self._listener, self._clock, self._heartbeat_s = listener, clock, config.heartbeat_s
+        self._hello = RouterHello(router_id=self.router_id, epoch=secrets.randbits(48))
+        self._beat = RouterHeartbeat(router_id=self.router_id)
+        self._curve = Curve.load(config.curve_key, config.curve_authorized)
+        warn_of_readers(config.curve_key)
+        self._hwm = hwm
+        self._events = ConnectionEvents(self._on_message, self._on_up, self._on_cut, self.registry.on_refused)
+        self.connections = {address: self._connection(address) for address in self.registry.workers}
+        self.pairing = Pairing()
+        self.source = open_source(config, self.reconcile)
+        if self.source is not None:
+            self.registry.explain = self.source.status.explain
+        self._wanted = {
+            worker.address: Endpoint(worker.role, worker.address) for worker in self.registry.workers.values()
+        }
+        self._refused: set[str] = set()
+        self._context: zmq.asyncio.Context | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._links: dict[str, list[asyncio.Task[None]]] = {}
+        self._partings: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Connect to every worker; returns at once, workers become ready as they answer."""
+        self._context = zmq.asyncio.Context()
+        most = max(len(self.connections), 0 if self.source is None else MAX_DISCOVERED)
+        self._context.set(zmq.MAX_SOCKETS, max(1024, SOCKETS_PER_WORKER * most + 64))
+        for connection in self.connections.values():
+            self._open(connection, self._context)
+        self._tasks.append(self._own(self._tick_forever(), "tick"))
+        if self.source is not None:
+            self._tasks.append(self._own(self.source.run(), "discovery"))
+
+    async def close(self) -> None:
+        """End every task and socket; what is queued for workers (aborts) has a moment to leave."""
+        tasks, self._tasks = [*self._tasks, *(task for link in self._links.values() for task in link)], []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._partings, return_exceptions=True)
+        for connection in self.connections.values():
+            connection.close(CLOSE_LINGER_MS)
+        if self._context is not None:
+            await asyncio.to_thread(self._context.term)
+            self._context = None
+
+    def send(self, address: str, message: Message) -> bool:
+        """Send without waiting; False when the worker cannot take the message now."""
+        connection = self.connections.get(address)
+        return connection is not None and connection.send(message)
+
+    def abort(self, address: str, request_id: str, attempt: int) -> None:
+        """Have the worker forget every attempt of the request up to this one, at the latest when it is back."""
+        connection = self.connections.get(address)
+        if connection is not None:
+            connection.abort(request_id, attempt)
+
+    def reconcile(self, endpoints: Sequence[Endpoint]) -> None:
+        """Take `endpoints` for all workers there are.
+
+        One that is missing gets nothing new; what runs there goes on, and its connection closes once nothing needs it.
+        """
+        if len(endpoints) > MAX_DISCOVERED:
+            log.error("discovery found %d workers, the first %d are used", len(endpoints), MAX_DISCOVERED)
+        self._wanted = {endpoint.address: endpoint for endpoint in endpoints[:MAX_DISCOVERED]}
+        self._refused.clear()
+        self._follow()
+
+    # ------------------------------------------------------------ workers that come and go
+
+    def _follow(self) -> None:
+        """Let go of workers that are gone and unused, withhold those that are leaving, take in those that are new."""
+        for address, worker in list(self.registry.workers.items()):
+            endpoint = self._wanted.get(address)
+            if endpoint is not None and endpoint.role == worker.role:
+                self._withhold(worker, endpoint.withheld)
+            elif self._listener.uses(address):
+                self._withhold(worker, "is no longer listed")
+            else:
+                self._leave(worker)
+        for address, endpoint in self._wanted.items():
+            if address not in self.registry.workers and address not in self._refused:
+                self._join(endpoint)
+
+    def _withhold(self, worker: Worker, why: str) -> None:
+        if worker.withheld == why:
+            return
+        log.info("worker %s (%s) %s", worker.address, worker.role, f"{why}: nothing new" if why else "is back")
+        if self.registry.withhold(worker.address, why):
+            self._listener.on_ready(worker.address)
+
+    def _join(self, endpoint: Endpoint) -> None:
+        connection = self._connection(endpoint.address)
+        self.registry.add(endpoint.address, endpoint.role, endpoint.withheld)
+        self.connections[endpoint.address] = connection
+        log.info("worker %s (%s) was found", endpoint.address, endpoint.role)
+        if self._context is None:
+            return
+        try:
+            self._open(connection, self._context)
+        except zmq.ZMQError as error:  # no descriptors left, most likely: tried again when discovery has news
+            log.error("no connection to worker %s: %s", endpoint.address, error)
+            self._refused.add(endpoint.address)
+            self._leave(self.registry.workers[endpoint.address])
+
+    def _leave(self, worker: Worker) -> None:
+        address = worker.address
+        self.registry.remove(address)
+        connection, link = self.connections.pop(address), self._links.pop(address, [])
+        for task in link:  # at once: not one message more may come from an address that nobody knows
+            task.cancel()
+        self._listener.on_gone(address)
+        log.info("worker %s (%s) is gone", address, worker.role)
+        parting = asyncio.create_task(_part(connection, link), name=f"fleet: part from {address}")
+        self._partings.add(parting)
+        parting.add_done_callback(self._partings.discard)
+
+    def _connection(self, address: str) -> Connection:
+        return Connection(address, self.router_id, self._events, self._hwm, self._curve)
+
+    def _open(self, connection: Connection, context: zmq.asyncio.Context) -> None:
+        address = connection.address
+        connection.open(context)
+        self._links[address] = [
+            self._own(connection.receive(), f"receive {address}"),
+            self._own(connection.watch(), f"watch {address}"),
+        ]
+
+    # ------------------------------------------------------------ inside
+
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"fleet: {name}")
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        self.failure = f"router task '{task.get_name()}' ended: {error!r}"
+        log.critical("%s", self.failure, exc_info=error)
+
+    async def _tick_forever(self) -> None:
+        while True:
+            if self.registry.is_in_doubt(self._clock()):
+                for _ in range(TURNS_TO_LISTEN):
+                    await asyncio.sleep(0)
+            now = self._clock()
+            for worker in self.registry.sweep(now):
+                self._lost(worker.address)
+            self._follow()
+            self._compare_layouts()
+            for address, connection in self.connections.items():
+                connection.drops.flush(time.monotonic())
+                if self.registry.needs_hello(address):
+                    connection.send(self._hello)
+                else:
+                    connection.flush_aborts()
+                    connection.send(self._beat)
+            self._listener.on_tick(now)
+            await asyncio.sleep(self._heartbeat_s)
+
+    def _on_up(self, address: str) -> None:
+        self.connections[address].send(self._hello)
+
+    def _on_cut(self, address: str) -> None:
+        if self.registry.on_cut(address):
+            self._lost(address)
+
+    def _on_message(self, address: str, message: ToRouter) -> None:
+        match message:
+            case TokenOutput():
+                self._listener.on_output(address, message)
+            case PromptScores():
+                self._listener.on_scores(address, message)
+            case RequestFailed():
+                self._listener.on_failed(address, message)
+            case WorkerHeartbeat():
+                self._on_heartbeat(address, message)
+            case WorkerHello():
+                self._on_hello(address, message)
+
+    def _on_hello(self, address: str, hello: WorkerHello) -> None:
+        if hello.lost_router:
+            if self.registry.on_forgotten(address):
+                self._lost(address)
+                self.connections[address].send(self._hello)
+            return
+        worker = self.registry.workers[address]
+        started = worker.known_epoch != hello.epoch
+        if self.registry.on_hello(address, hello, self._clock()):
+            self._lost(address, f"restarted as epoch {hello.epoch}")
+        if started:
+            log.info(
+                "worker %s (%s, layout %s, weights %s) says hello",
+                hello.worker_id,
+                address,
+                hello.fingerprint,
+                hello.weights or "unknown",
+            )
+            self._listener.on_started(address)
+        self.connections[address].flush_aborts()
+
+    def _on_heartbeat(self, address: str, beat: WorkerHeartbeat) -> None:
+        worker = self.registry.workers[address]
+        was_ready = worker.ready
+        if self.registry.on_heartbeat(address, beat, self._clock()):
+            self._lost(address)
+        if worker.hello is None:
+            self.connections[address].send(self._hello)
+        if worker.ready and not was_ready:
+            log.info("worker %s", worker.describe(self._clock()))
+            self._listener.on_ready(address)
+
+    def _compare_layouts(self) -> None:
+        pairing = Pairing.of(self.registry.ready("prefill"), self.registry.ready("decode"))
+        if pairing.reason != self.pairing.reason and pairing.reason:
+            log.warning("%s", pairing.reason)
+        self.pairing = pairing
+
+    def _lost(self, address: str, reason: str = "") -> None:
+        reason = reason or self.registry.workers[address].reason
+        log.warning("worker %s is lost: %s", address, reason)
+        self._listener.on_lost(address, reason)
+
+
+async def _part(connection: Connection, link: Sequence[asyncio.Task[None]]) -> None:
+    """Close a connection once its loops have ended."""
+    await asyncio.gather(*link, return_exceptions=True)
+    connection.close(CLOSE_LINGER_MS)

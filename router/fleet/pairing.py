@@ -1,0 +1,60 @@
+"""Which ready workers find no partner, because KV blocks of one would mean nothing to the other. Pure.
+
+That is so for a while in every rolling upgrade that changes the model, its dtype, the block size or the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.fleet.registry import by_fingerprint
+from router.fleet.worker import Worker
+
+SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Ready workers without a ready partner of equal fingerprint; none while a pool has nobody ready at all."""
+
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    impossible: bool = False
+    reason: str = ""
+
+    @classmethod
+    def of(cls, prefill: Sequence[Worker], decode: Sequence[Worker]) -> Pairing:
+        """The pairing of all ready workers."""
+        if not prefill or not decode:
+            return cls()
+        shared = by_fingerprint(prefill).keys() & by_fingerprint(decode).keys()
+        alone = [worker for worker in (*prefill, *decode) if worker.identity.fingerprint not in shared]
+        if not alone:
+            return cls()
+        return cls(
+            tuple(worker.address for worker in alone if worker.role == "prefill"),
+            tuple(worker.address for worker in alone if worker.role == "decode"),
+            not shared,
+            "KV cannot pass between " + _layouts(prefill, shared) + " and " + _layouts(decode, shared),
+        )
+
+    @property
+    def note(self) -> str:
+        """What a router that is ready must still say; "" when some pair exists."""
+        return f"no prefill worker can serve a decode worker: {self.reason}" if self.impossible else ""
+
+
+def _layouts(workers: Sequence[Worker], shared: set[str]) -> str:
+    """The layouts of one pool that the other lacks, or all of them where none is lacking there."""
+    groups = by_fingerprint(workers)
+    lacking = {fingerprint: group for fingerprint, group in groups.items() if fingerprint not in shared} or groups
+    shown = [_layout(fingerprint, group) for fingerprint, group in sorted(lacking.items())[:SHOWN]]
+    return f"{workers[0].role} workers {'; '.join(shown)}"
+
+
+def _layout(fingerprint: str, workers: Sequence[Worker]) -> str:
+    hello = workers[0].identity
+    listed = ", ".join(worker.address for worker in workers[:SHOWN]) + (", ..." if len(workers) > SHOWN else "")
+    blocks = f"blocks of {hello.block_size} tokens"
+    return f"{listed} (model {hello.model}, {blocks}, version {hello.version or '?'}, layout {fingerprint[:12]})"

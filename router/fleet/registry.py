@@ -1,0 +1,273 @@
+"""Which workers exist, which may be given work, and how much they have. Pure: `now` comes in, decisions go out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from common.wire.message_fields import Role
+from common.wire.messages import WorkerHeartbeat, WorkerHello
+from router.fleet.worker import Booking, Load, Worker, WorkerState
+
+MAX_STRIKES = 3
+MAX_FORGIVEN = 4
+"""Times the limit for silence: for so long a router that was held up takes silence for its own fault."""
+SUSPECT_S, MAX_SUSPECT_S = 5.0, 60.0
+SERVICE_SMOOTHING = 0.1
+
+
+class WorkerRegistry:
+    """Workers by address. A worker's life is its epoch: a new epoch, silence or a cut connection ends it.
+
+    Methods that may end a life return whether they did; everything in flight there has then failed and its bookings
+    are gone already.
+    """
+
+    def __init__(self, prefill: Iterable[str], decode: Iterable[str], *, worker_timeout_s: float) -> None:
+        self.workers = {address: Worker(address, "prefill") for address in prefill}
+        self.workers |= {address: Worker(address, "decode") for address in decode}
+        self._worker_timeout_s = worker_timeout_s
+        self.explain: Callable[[Role, float], str] = lambda role, now: ""
+        """Says why no worker of a role is known, where that is not for the configuration to say."""
+        self._next_serial = 0
+        self._last_sweep: float | None = None
+
+    # ------------------------------------------------------------ who there is
+
+    def add(self, address: str, role: Role, withheld: str = "") -> None:
+        """There is a worker at an address that was unknown."""
+        self.workers[address] = Worker(address, role, withheld=withheld)
+
+    def remove(self, address: str) -> None:
+        """Nothing will be said of this address any more; releasing what was booked there does nothing."""
+        del self.workers[address]
+
+    def withhold(self, address: str, why: str) -> bool:
+        """Give the worker nothing new, or ("") give it work again. True when it has become ready by that."""
+        worker = self.workers[address]
+        was_ready = worker.ready
+        worker.withheld = why
+        return worker.ready and not was_ready
+
+    # ------------------------------------------------------------ what workers say
+
+    def on_hello(self, address: str, hello: WorkerHello, now: float) -> bool:
+        """The worker introduced itself. True when an earlier life at this address ends with it.
+
+        A dead worker that says hello again stays dead until a heartbeat shows that its engine turns.
+        """
+        worker = self.workers[address]
+        new_life = worker.known_epoch != hello.epoch
+        worker.last_seen = now
+        ended = new_life and worker.hello is not None
+        if new_life:
+            self._forget(worker)
+            worker.num_strikes, worker.suspect = 0, False
+        if worker.hello is None or new_life:
+            worker.state, worker.reason, worker.step_changed = WorkerState.CONNECTED, "connected, not ready yet", now
+        worker.hello, worker.known_epoch = hello, hello.epoch
+        if misfit := _misfit(worker):
+            worker.state, worker.reason = WorkerState.UNKNOWN, misfit
+        return ended
+
+    def on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
+        """The worker lives. True when it turns out to be another life than the one that said hello."""
+        worker = self.workers[address]
+        worker.last_seen = now
+        if worker.hello is None:
+            return False
+        if beat.epoch != worker.hello.epoch:
+            self._end(worker, WorkerState.UNKNOWN, f"restarted (epoch {beat.epoch} after {worker.hello.epoch})")
+            worker.hello = None
+            return True
+        if worker.beat is None or worker.beat.step != beat.step or not worker.beat.ready:
+            worker.step_changed = now
+        busy = beat.num_running + beat.num_waiting + beat.num_transferring > 0
+        worker.idle_since = None if busy else worker.idle_since if worker.idle_since is not None else now
+        worker.beat, worker.fresh = beat, Load()
+        return self._judge(worker, now)
+
+    def on_cut(self, address: str) -> bool:
+        """The connection broke: messages may be lost both ways, so this life is over for us. True when it was one."""
+        worker = self.workers[address]
+        had_life = worker.hello is not None and worker.state is not WorkerState.DEAD
+        self._end(worker, WorkerState.UNKNOWN, "not reachable")
+        worker.hello = None
+        return had_life
+
+    def on_forgotten(self, address: str) -> bool:
+        """The worker took this router for dead and dropped what it had there. True when that was not known."""
+        worker = self.workers[address]
+        had_life = worker.hello is not None and worker.state in (
+            WorkerState.CONNECTED,
+            WorkerState.READY,
+            WorkerState.DRAINING,
+        )
+        if had_life:
+            self._end(worker, WorkerState.UNKNOWN, "had lost this router")
+            worker.hello = None
+        return had_life
+
+    def on_refused(self, address: str, why: str) -> None:
+        """No connection comes about: one side has keys that the other does not trust, or none at all."""
+        worker = self.workers[address]
+        if worker.hello is None:
+            worker.reason = f"cannot be talked to: {why}"
+
+    def on_request_failed(self, address: str, now: float) -> None:
+        """A request failed there although the worker lives: after a few in a row others are preferred for a while."""
+        worker = self.workers[address]
+        worker.num_strikes += 1
+        if worker.num_strikes >= MAX_STRIKES:
+            worker.suspect = True
+            worker.suspect_until = now + min(MAX_SUSPECT_S, SUSPECT_S * 2.0 ** (worker.num_strikes - MAX_STRIKES))
+
+    def on_request_served(self, address: str) -> None:
+        """Tokens came from there."""
+        worker = self.workers[address]
+        worker.num_strikes, worker.suspect = 0, False
+
+    def on_request_finished(self, address: str, decode_s: float) -> None:
+        """A request was decoded there, from its first token to its last, in `decode_s` seconds."""
+        worker = self.workers[address]
+        worker.service_s += (SERVICE_SMOOTHING if worker.service_s else 1.0) * (decode_s - worker.service_s)
+
+    def sweep(self, now: float) -> list[Worker]:
+        """Workers that just died of silence or of a stuck engine.
+
+        When the caller itself was held up for long, silence proves little: it is forgiven, but only so often. A caller
+        that is held up again and again would otherwise never notice anything.
+        """
+        late, held_up_s = self._is_late(now), now - (now if self._last_sweep is None else self._last_sweep)
+        self._last_sweep = now
+        died = []
+        for worker in self.workers.values():
+            worker.suspect = worker.suspect and now < worker.suspect_until
+            if worker.hello is None or worker.state is WorkerState.DEAD:
+                continue
+            if late:
+                worker.step_changed = min(now, worker.step_changed + held_up_s - self._worker_timeout_s / 2)
+            if late and worker.forgive(now, MAX_FORGIVEN * self._worker_timeout_s):
+                continue
+            if now - (worker.last_seen or 0.0) > self._worker_timeout_s:
+                self._end(worker, WorkerState.DEAD, f"silent for more than {self._worker_timeout_s:g} s")
+                died.append(worker)
+            elif self._judge(worker, now):
+                died.append(worker)
+        return died
+
+    def is_in_doubt(self, now: float) -> bool:
+        """Whether to read first what workers said: a sweep would come late, or find one of them silent for too long."""
+        known = [worker for worker in self.workers.values() if worker.hello and worker.state is not WorkerState.DEAD]
+        return self._is_late(now) or any(now - (worker.last_seen or 0.0) > self._worker_timeout_s for worker in known)
+
+    def needs_hello(self, address: str) -> bool:
+        """Whether the worker must be asked who it is, instead of being told that the router lives."""
+        worker = self.workers[address]
+        return worker.hello is None or worker.state is WorkerState.DEAD
+
+    # ------------------------------------------------------------ what the router asks
+
+    def ready(self, role: Role) -> list[Worker]:
+        """Workers that may be given new work."""
+        return [worker for worker in self.workers.values() if worker.ready and worker.role == role]
+
+    def missing(self, role: Role, now: float) -> str:
+        """Why no worker of `role` is ready, in one line for people; "" when one is."""
+        workers = [worker for worker in self.workers.values() if worker.role == role]
+        if any(worker.ready for worker in workers):
+            return ""
+        if not workers:
+            return self.explain(role, now) or f"no {role} worker is configured"
+        listed = "; ".join(worker.describe(now) for worker in workers[:8])
+        more = f"; and {len(workers) - 8} more" if len(workers) > 8 else ""
+        return f"no {role} worker is ready ({len(workers)} configured: {listed}{more})"
+
+    def max_model_len(self) -> int:
+        """The longest sequence that every ready worker takes; 0 when none is ready."""
+        return min((worker.max_tokens for worker in self.workers.values() if worker.ready), default=0)
+
+    # ------------------------------------------------------------ bookings
+
+    def book(self, address: str, *, num_tokens: int, num_blocks: int) -> Booking:
+        """Count work at the moment it is sent: `num_tokens` to compute, `num_blocks` of KV to hold."""
+        worker = self.workers[address]
+        booking = Booking(self._next_serial, address, num_tokens, num_blocks)
+        self._next_serial += 1
+        worker.bookings[booking.serial] = booking
+        worker.booked.add(booking, +1)
+        worker.fresh.add(booking, +1)
+        worker.num_dispatched += 1
+        return booking
+
+    def computed(self, booking: Booking) -> Booking:
+        """The prompt is computed: the booking goes on without its tokens."""
+        worker = self.workers.get(booking.address)
+        after = replace(booking, num_tokens=0)
+        if worker is not None and booking.serial in worker.bookings:
+            worker.bookings[booking.serial] = after
+            worker.booked.num_tokens -= booking.num_tokens
+            worker.fresh.num_tokens -= booking.num_tokens
+        return after
+
+    def release(self, booking: Booking) -> None:
+        """The work is over. Releasing twice, or after the worker's life ended or it was removed, does nothing."""
+        worker = self.workers.get(booking.address)
+        if worker is None or worker.bookings.pop(booking.serial, None) is None:
+            return
+        worker.booked.add(booking, -1)
+        worker.fresh.add(booking, -1)  # the report that counts it is the last one that does
+
+    # ------------------------------------------------------------ inside
+
+    def _is_late(self, now: float) -> bool:
+        """Whether it is so long after the last sweep that messages may not have been read."""
+        return self._last_sweep is not None and now - self._last_sweep > self._worker_timeout_s / 2
+
+    def _judge(self, worker: Worker, now: float) -> bool:
+        """Sets the state that the last heartbeat implies. True when the worker died of it."""
+        beat, alive = worker.beat, worker.state is not WorkerState.DEAD
+        if beat is None or _misfit(worker):
+            return False
+        if beat.ready and now - worker.step_changed > beat.turn_limit_s:
+            if alive:
+                stuck = f"stuck at step {beat.step} for more than {beat.turn_limit_s:g} s"
+                self._end(worker, WorkerState.DEAD, stuck, keep_beat=True)
+            return alive
+        if beat.draining:
+            worker.state, worker.reason = WorkerState.DRAINING, "draining"
+        elif beat.ready:
+            worker.state, worker.reason = WorkerState.READY, ""
+        else:
+            worker.state, worker.reason = WorkerState.CONNECTED, "connected, not ready yet"
+        return False
+
+    def _end(self, worker: Worker, state: WorkerState, reason: str, *, keep_beat: bool = False) -> None:
+        beat, step_changed = worker.beat, worker.step_changed
+        self._forget(worker)
+        worker.state, worker.reason = state, reason
+        if keep_beat:  # a stuck engine that goes on beating must stay dead until its step moves
+            worker.beat, worker.step_changed = beat, step_changed
+
+    def _forget(self, worker: Worker) -> None:
+        worker.beat, worker.idle_since = None, None
+        worker.bookings.clear()
+        worker.booked, worker.fresh = Load(), Load()
+
+
+def _misfit(worker: Worker) -> str:
+    """Why a worker can never be used, whatever its heartbeats say; "" for one that fits."""
+    hello = worker.hello
+    if hello is None:
+        return "never said hello"
+    if hello.role != worker.role:
+        return f"is a {hello.role} worker, not {worker.role}"
+    return "" if hello.block_size else "has blocks of no tokens"
+
+
+def by_fingerprint(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
+    """Workers grouped by what must be equal for KV to pass between them."""
+    groups: dict[str, list[Worker]] = {}
+    for worker in workers:
+        groups.setdefault(worker.identity.fingerprint, []).append(worker)
+    return groups

@@ -1,0 +1,150 @@
+"""One choice of an answer as it grows: tokens in, text out, with log-probabilities kept in step with the text."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.wire.sampling_params import TokenLogprobs
+from router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
+from router.text.detokenizer import Detokenizer
+from router.text.stop_strings import StopScanner
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of the text; its text is characters `start` to `end` of the answer.
+
+    Its log-probabilities are at `place` among `scores`, which may be packed.
+    """
+
+    token_id: int
+    scores: Sequence[TokenLogprobs]
+    place: int
+    start: int
+    end: int
+
+    @property
+    def logprobs(self) -> TokenLogprobs:
+        return self.scores[self.place]
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one event adds to the answer. `finish_reason` is "" while the choice goes on; `first` is the first piece."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
+    finish_reason: str = ""
+    first: bool = False
+
+
+class Choice:
+    """Choice `index` of an answer.
+
+    `prompt` says which of the request's prompts it answers; `echo` is text that precedes what is generated. A stop
+    string may not end inside the first `params.min_tokens` tokens. With `silent` nothing of what is generated is in the
+    answer: what was asked for is about the prompt. `prompt_logprobs`, with the first piece, are of the prompt's tokens
+    from the second on.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: int,
+        request: GenerationRequest,
+        detokenizer: Detokenizer,
+        scanner: StopScanner | None,
+        *,
+        include_stop: bool = False,
+        echo: str = "",
+        silent: bool = False,
+    ) -> None:
+        self.index, self.prompt, self.request, self.echo = index, prompt, request, echo
+        self._detokenizer, self._scanner, self._include_stop = detokenizer, scanner, include_stop
+        self._held: deque[ScoredToken] = deque()
+        self._decoded = self._given = 0  # characters made by the detokenizer, and those that passed the scanner
+        self.num_tokens = self.num_cached_tokens = 0
+        self._silent = silent
+        self._num_pieces = 0
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self.finish_reason = ""
+        self.timeline: RequestTimeline | None = None
+        self.first_at = self.last_at = 0.0
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended it."""
+        return self._scanner.stop if self._scanner is not None else None
+
+    def push(self, event: TokenEvent) -> Piece:
+        """Take the next event. Tokens behind a completed stop string are neither counted nor returned."""
+        self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
+        self.timeline = event.timeline or self.timeline
+        self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
+        piece = Piece(first=not self._num_pieces)
+        self._num_pieces += 1
+        if self._silent:
+            self.finish_reason = piece.finish_reason = "length" if event.finish_reason else ""
+            return piece
+        ends_by_token = event.finish_reason == "stop" and not self._include_stop
+        num_text_tokens = len(event.token_ids) - ends_by_token
+        stopped = False
+        if self._scanner is None and not event.logprobs:
+            piece.token_ids.extend(event.token_ids)
+            piece.text = self._decode(event.token_ids[:num_text_tokens])
+        else:
+            stopped = self._push_singly(event, num_text_tokens, piece)
+        self.num_tokens += len(piece.token_ids)
+        if event.finish_reason and not stopped:
+            stopped = self._flush(piece)
+        self.finish_reason = piece.finish_reason = "stop" if stopped else event.finish_reason
+        piece.scored = self._let_go()
+        return piece
+
+    def _push_singly(self, event: TokenEvent, num_text_tokens: int, piece: Piece) -> bool:
+        """One token at a time: where a stop string ends, and where each token's text lies, is known exactly."""
+        for i, token_id in enumerate(event.token_ids):
+            piece.token_ids.append(token_id)
+            if i >= num_text_tokens:  # the end token is not text
+                return False
+            start = self._decoded
+            text, stopped = self._scan(self._decode((token_id,)), self.num_tokens + len(piece.token_ids))
+            piece.text += text
+            self._given += len(text)
+            if event.logprobs:
+                self._held.append(ScoredToken(token_id, event.logprobs, i, start, self._decoded))
+            if stopped:
+                return True
+        return False
+
+    def _decode(self, token_ids: tuple[int, ...]) -> str:
+        text = self._detokenizer.push(token_ids)
+        self._decoded += len(text)
+        return text
+
+    def _scan(self, text: str, num_tokens: int) -> tuple[str, bool]:
+        if self._scanner is None or num_tokens <= self.request.params.min_tokens:
+            return text, False
+        return self._scanner.push(text)
+
+    def _flush(self, piece: Piece) -> bool:
+        """The end: an unfinished character and text that only looked like a stop string come out."""
+        rest, stopped = self._scan(self._detokenizer.flush(), self.num_tokens)
+        if self._scanner is not None and not stopped:
+            rest += self._scanner.flush()
+        piece.text += rest
+        self._given += len(rest)
+        self._decoded = self._given
+        return stopped
+
+    def _let_go(self) -> list[ScoredToken]:
+        """Scores of tokens whose text is out. What a stop string cut never comes out, nor do its scores."""
+        out: list[ScoredToken] = []
+        while self._held and (
+            self._held[0].end <= self._given or (self.finish_reason and self._held[0].start < self._given)
+        ):
+            out.append(self._held.popleft())
+        return out

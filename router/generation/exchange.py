@@ -1,0 +1,209 @@
+"""Makes one answer, streamed or whole, and ends its generation the moment the client leaves.
+
+    start every choice ─> wait for the first arrival, at most keepalive_s ─> error? a real status
+                                                                         └─> 200: opening chunks, text, usage, [DONE]
+
+The status is held back until something has arrived, so that a full or empty service still answers 429 or 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from common.errors import DeadlineExceeded, RequestError, Unavailable
+from router.generation.choice import Choice, Piece
+from router.generation.frames import Frames
+from router.generation.generations import Arrival, ClientGone, Generations
+from router.generation.plan import Plan
+from router.generation.request_log import RequestLog
+from router.generation.service import Service
+from router.request.errors import CLIENT_CLOSED, error_response
+
+SEND_GRACE_S = 30.0
+"""How much longer than its deadline a request may take to reach a client that reads slowly."""
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+MANY_SCORES = 2000
+"""Log-probabilities that take some milliseconds to write: an answer may have millions."""
+MANY_TOKENS = 20_000
+"""Without log-probabilities."""
+MANY_PIECES = 64
+"""Of a stream's choices, written without a pause."""
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Exchange(Response):
+    """The answer to one generation request. It owns the generations from its call to its end."""
+
+    def __init__(self, service: Service, plan: Plan, frames: Frames, log: RequestLog) -> None:
+        super().__init__()
+        self._service, self._plan, self._frames, self._log = service, plan, frames, log
+        self._stream = bool(plan.fields.stream)
+        log.id, log.model, log.stream, log.choices = plan.id, plan.model, self._stream, plan.choices
+        log.num_prompt_tokens = plan.num_prompt_tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._service.scores.lease(self._plan.num_scores))
+            except Unavailable as error:
+                await self._refuse(error, scope, receive, send)
+                self._settle()
+                self._log.end()
+                return
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generations = Generations(self._service.client, self._service.unread)
+        watcher = asyncio.create_task(_watch(receive, generations), name=f"{self._plan.id}-watch")
+        try:
+            async with asyncio.timeout(self._service.config.request_timeout_s + SEND_GRACE_S):
+                await generations.start([choice.request for choice in self._plan.choices])
+                answer = self._answer_stream if self._stream else self._answer_whole
+                await answer(generations, scope, receive, send)
+        except ClientGone:
+            self._log.client_gone()
+        except TimeoutError:
+            self._log.fail(DeadlineExceeded("the client took too long to read its answer"))
+        except asyncio.CancelledError:  # the server ends
+            self._log.client_gone()
+            raise
+        finally:
+            watcher.cancel()
+            await generations.close()
+            self._settle()
+            self._log.end()
+
+    # ------------------------------------------------------------ whole
+
+    async def _answer_whole(self, generations: Generations, scope: Scope, receive: Receive, send: Send) -> None:
+        pieces: list[list[Piece]] = [[] for _ in self._plan.choices]
+        keepalive_s = self._service.config.keepalive_s
+        try:
+            while not self._finished:
+                for choice, piece in self._take(generations, await generations.next(keepalive_s)):
+                    pieces[choice.index].append(piece)
+            body = await self._made(lambda: orjson.dumps(self._frames.whole(pieces)), self._log.num_output_tokens)
+        except RequestError as error:
+            await self._refuse(error, scope, receive, send)
+            return
+        response = Response(body, media_type="application/json")
+        await response(scope, receive, send)
+
+    # ------------------------------------------------------------ streamed
+
+    async def _answer_stream(self, generations: Generations, scope: Scope, receive: Receive, send: Send) -> None:
+        keepalive_s, frames = self._service.config.keepalive_s, self._frames
+        arrivals = await generations.next(keepalive_s)
+        refused = next((arrival.error for arrival in arrivals if arrival.error is not None), None)
+        if refused is not None:
+            await self._refuse(refused, scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        opened, next_comment = False, time.monotonic()
+        while not self._finished:
+            chunks: list[bytes] = []
+            if arrivals and not opened:
+                chunks, opened = [frames.opening()], True
+            try:
+                for number, (choice, piece) in enumerate(self._take(generations, arrivals), 1):
+                    make = partial(frames.chunk, choice, piece)
+                    chunks.append(await self._made(make, len(piece.token_ids), first=piece.first))
+                    if number % MANY_PIECES == 0:
+                        await asyncio.sleep(0)
+            except RequestError as error:
+                self._log.fail(error)
+                chunks.append(frames.error(error))
+                await send(_body(b"".join(chunks), more=False))
+                return
+            if self._finished:
+                await send(_body(b"".join((*chunks, frames.ending())), more=False))
+                return
+            said = b"".join(chunks)
+            if said or time.monotonic() >= next_comment:
+                await send(_body(said or KEEP_ALIVE, more=True))
+                next_comment = time.monotonic() + keepalive_s
+            arrivals = await generations.next(next_comment - time.monotonic())
+
+    # ------------------------------------------------------------ both
+
+    async def _made(self, write: Callable[[], bytes], num_tokens: int, *, first: bool = True) -> bytes:
+        """What `write` makes of so many tokens, beside the event loop if that is much. Raises Unavailable.
+
+        Log-probabilities of prompts are in what comes `first`.
+        """
+        plan = self._plan
+        num_scores = plan.num_scores if first else 0
+        if plan.num_logprobs >= 0:
+            num_scores += num_tokens * (1 + plan.num_logprobs)
+        many = num_scores > MANY_SCORES or num_tokens > MANY_TOKENS
+        return await self._service.text.apart(write) if many else write()
+
+    async def _refuse(self, error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with an error instead."""
+        self._service.hint(error)
+        self._log.fail(error)
+        await error_response(error)(scope, receive, send)
+
+    def _take(self, generations: Generations, arrivals: Sequence[Arrival]) -> list[tuple[Choice, Piece]]:
+        """Hands arrivals to their choices. Raises the error that ended one of them."""
+        pieces: list[tuple[Choice, Piece]] = []
+        for arrival in arrivals:
+            choice = self._plan.choices[arrival.index]
+            if choice.finish_reason:  # ended by a stop string; what was under way comes too late
+                continue
+            if arrival.event is None:
+                raise arrival.error or RequestError("the answer ended early")
+            piece = choice.push(arrival.event)
+            self._clock(choice, arrival.at, len(piece.token_ids))
+            if choice.finish_reason and not arrival.event.finish_reason:
+                generations.stop(arrival.index)
+            pieces.append((choice, piece))
+        return pieces
+
+    def _clock(self, choice: Choice, at: float, num_tokens: int) -> None:
+        """Note when tokens came."""
+        if not num_tokens:
+            return
+        metrics = self._service.metrics
+        self._service.gate.spend(self._log.visit, num_tokens)
+        if not choice.first_at:
+            choice.first_at = at
+            metrics.ttft.observe(at - self._log.began)
+        else:
+            metrics.observe_gap(at - choice.last_at, num_tokens)
+        choice.last_at = at
+
+    def _settle(self) -> None:
+        """What the end means to others: room for the next one, and tokens given back for a prompt never computed."""
+        log = self._log
+        if log.status == 200:
+            self._service.pace.ended(time.monotonic())
+        elif log.status >= 429 and log.status != CLIENT_CLOSED and not log.num_output_tokens:
+            self._service.gate.spend(log.visit, -log.num_prompt_tokens)
+
+    @property
+    def _finished(self) -> bool:
+        return all(choice.finish_reason for choice in self._plan.choices)
+
+
+async def _watch(receive: Receive, generations: Generations) -> None:
+    """The body is read, so the next thing a client can do is to leave."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+    generations.leave()
+
+
+def _body(data: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}

@@ -1,0 +1,119 @@
+"""How an answer is put on the wire: as one JSON object, or event by event. Here as OpenAI does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import orjson
+
+from common.errors import RequestError
+from router.generation.choice import Choice, Piece
+from router.generation.plan import Plan
+from router.generation.request_log import RequestLog
+from router.generation.service import Service
+from router.generation.shape import Object, Shape
+from router.request.errors import error_object
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Frames(Protocol):
+    """Writes one answer. Of a stream: `opening` once, `chunk` for each piece, then `ending`, or `error` wherever."""
+
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
+        """The answer, of the pieces of each choice."""
+        ...
+
+    def opening(self) -> bytes:
+        """What a stream says once something has arrived, before its first piece."""
+        ...
+
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+        """What a piece adds; nothing where that is nothing."""
+        ...
+
+    def ending(self) -> bytes:
+        """What a stream says when all choices are finished."""
+        ...
+
+    def error(self, error: RequestError) -> bytes:
+        """The last thing that a stream says which fails."""
+        ...
+
+
+class OpenAIFrames:
+    """Chunks as `data:` events, their choices written by a `Shape`."""
+
+    def __init__(self, service: Service, plan: Plan, shape: Shape, log: RequestLog) -> None:
+        self._plan, self._shape, self._log = plan, shape, log
+        fields = plan.fields
+        options = fields.stream_options
+        self._usage_at_end = bool(fields.stream) and options is not None and bool(options.include_usage)
+        self._usage_always = bool(fields.stream) and options is not None and bool(options.continuous_usage_stats)
+        self._prompt_token_ids = [
+            prompt.token_ids if fields.return_token_ids else None for prompt in plan.prompts
+        ]  # None where the client does not want them
+        self._head: Object = {
+            "id": plan.id,
+            "object": shape.chunk_object if fields.stream else shape.object,
+            "created": plan.created,
+            "model": plan.model,
+            "system_fingerprint": service.fingerprint,
+        }
+
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
+        choices = [  # written one by one: objects of all log-probabilities of a thousand choices would be gigabytes
+            orjson.Fragment(
+                orjson.dumps(self._shape.whole(choice, pieces[choice.index], self._prompt_token_ids[choice.prompt]))
+            )
+            for choice in self._plan.choices
+        ]
+        return self._head | {"choices": choices, "usage": self._usage()} | self._envelope()
+
+    def opening(self) -> bytes:
+        """The first chunk of every choice, where the endpoint has such."""
+        ids = self._prompt_token_ids
+        openings = [self._shape.opening(choice, ids[choice.prompt]) for choice in self._plan.choices]
+        events: list[bytes] = []
+        extra = self._envelope()
+        for opening in filter(None, openings):
+            events.append(self._data([opening], extra))
+            extra = {}
+        return b"".join(events)
+
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+        chunks = self._shape.chunks(choice, piece, at_least_one=self._usage_always)
+        return b"".join([self._data([chunk]) for chunk in chunks])
+
+    def ending(self) -> bytes:
+        return (self._data([], {"usage": self._usage()}) if self._usage_at_end else b"") + DONE
+
+    def error(self, error: RequestError) -> bytes:
+        return _event(error_object(error))
+
+    def _data(self, choices: list[Object], extra: Object | None = None) -> bytes:
+        chunk = {**self._head, "choices": choices}
+        if self._usage_always:
+            chunk["usage"] = self._usage()
+        elif self._usage_at_end:
+            chunk["usage"] = None
+        if extra:
+            chunk |= extra
+        return _event(chunk)
+
+    def _envelope(self) -> Object:
+        return self._shape.envelope(self._plan.choices[0], self._prompt_token_ids[0])
+
+    def _usage(self) -> Object:
+        num_prompt_tokens, num_output_tokens = self._plan.num_prompt_tokens, self._log.num_output_tokens
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": num_prompt_tokens + num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._log.num_cached_tokens},
+        }
+
+
+def _event(data: object) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"

@@ -1,0 +1,104 @@
+"""What an answer is made of: thoughts, text and calls, taken apart as it arrives, choice by choice."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from router.generation.choice import Choice, Piece
+from router.generation.service import Service
+from router.generation.structure import is_held, tool_calling
+from router.request.fields import ChatRequest, SamplingFields
+from router.text.answer_part import Part, TextPart, ThoughtPart, joined
+from router.text.thinking import ThinkingScanner, begins_inside
+from router.text.tools import CallScanner
+
+TAIL_TOKENS = 8
+"""Of a prompt, which its last characters are in."""
+
+
+@dataclass(slots=True)
+class _Scanners:
+    """Those of one choice, and how many characters of it they have read. `calls` begins with the first text."""
+
+    thinking: ThinkingScanner | None
+    calls: CallScanner | None = None
+    num_chars: int = 0
+
+
+class AnswerParts:
+    """Takes the answers to one request apart: calls where tools may be called, a thought where the model thinks.
+
+    A model whose answer is held to a form from its first token cannot think before it.
+    """
+
+    def __init__(self, service: Service, fields: SamplingFields) -> None:
+        """`fields` are a `ChatRequest`, or what another API's request means as one."""
+        assert isinstance(fields, ChatRequest)
+        calling = tool_calling(fields)
+        self._text, self._shows_thought = service.text, fields.include_reasoning is not False
+        self._calls_possible = calling is not None
+        self._only_calls = is_held(fields, calling)  # or only JSON of a schema
+        self._thinks = service.thinks and not self._only_calls
+        self._scanners: dict[int, _Scanners] = {}
+        self._id = uuid.uuid4().hex
+
+    def taken_apart(self, choice: Choice, piece: Piece) -> list[Part]:
+        """What a piece adds, in the order of the text; no two neighbours are of one kind, or of one call."""
+        scanners = self._scanners_of(choice)
+        scanners.num_chars += len(piece.text)
+        thought, text = _without_thought(scanners.thinking, piece)
+        parts: list[Part] = [ThoughtPart(thought)] if thought and self._shows_thought else []
+        start = scanners.num_chars - len(text)  # text is all of the answer from some place on
+        if not self._calls_possible:
+            return [*parts, TextPart(text, start)] if text else parts
+        if scanners.calls is None and text:
+            scanners.calls = CallScanner(start=start, only_calls=self._only_calls)
+        if scanners.calls is not None:
+            parts += scanners.calls.push(text)
+            if piece.finish_reason:
+                parts += scanners.calls.flush(cut=piece.finish_reason == "length")
+        return joined(parts)
+
+    def whole(self, choice: Choice, pieces: Iterable[Piece]) -> list[Part]:
+        """All that a choice has, in the order of the text: each thought, text and call once."""
+        return joined([part for piece in pieces for part in self.taken_apart(choice, piece)])
+
+    def finish_reason(self, choice: Choice, reason: str) -> str:
+        """`reason`, or "tool_calls" where an answer that ended by itself has some, and all of each."""
+        calls = self._scanners_of(choice).calls
+        called = calls is not None and calls.num_calls and calls.calls_are_whole
+        return "tool_calls" if reason == "stop" and called else reason
+
+    def calls_are_whole(self, choice: Choice) -> bool:
+        """Whether each call that a choice has so far has all of its arguments."""
+        calls = self._scanners_of(choice).calls
+        return calls is None or calls.calls_are_whole
+
+    def id_of(self, choice: Choice, index: int) -> str:
+        """Of call `index`."""
+        return f"call_{self._id}_{choice.index}_{index}"
+
+    def _scanners_of(self, choice: Choice) -> _Scanners:
+        scanners = self._scanners.get(choice.index)
+        if scanners is None:
+            scanners = self._scanners[choice.index] = _Scanners(self._thinking_of(choice))
+        return scanners
+
+    def _thinking_of(self, choice: Choice) -> ThinkingScanner | None:
+        if not self._thinks:
+            return None
+        tail = self._text.tokenizer.decode(choice.request.prompt_token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+        return ThinkingScanner(inside=begins_inside(tail))
+
+
+def _without_thought(scanner: ThinkingScanner | None, piece: Piece) -> tuple[str, str]:
+    """What a piece adds to the thought, and to what follows it."""
+    if scanner is None:
+        return "", piece.text
+    thought, text = scanner.push(piece.text)
+    if piece.finish_reason:
+        more_thought, more_text = scanner.flush(cut=piece.finish_reason == "length")
+        thought, text = thought + more_thought, text + more_text
+    return thought, text

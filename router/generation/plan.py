@@ -1,0 +1,240 @@
+"""A checked request made into what will be generated: prompts in tokens, sampling parameters, one choice per answer."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.errors import ContextLengthExceeded, InvalidRequest
+from common.wire.sampling_params import SamplingParams
+from router.auth.keys import ApiKey
+from router.dispatch.client import GenerationRequest
+from router.dispatch.prompt import Prompt as SharedPrompt
+from router.generation.choice import Choice
+from router.generation.score_budget import MAX_SCORES
+from router.generation.service import Service
+from router.request.errors import InvalidField
+from router.request.fields import SamplingFields
+from router.text.detokenizer import Detokenizer
+from router.text.stop_strings import StopScanner
+
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+MASK64 = 2**64 - 1
+MAX_SEQUENCES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt. `text` is what an echo shows; `max_tokens` what its answer may have.
+
+    With 0 one token is generated all the same, and not shown.
+    """
+
+    token_ids: list[int]
+    max_tokens: int
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One answer to make: prompts, and for each prompt its `n` choices, prompt-major.
+
+    `num_scores` log-probabilities of prompts will be part of it, alternatives included. Each generated token has
+    `num_logprobs` alternatives, or with -1 no log-probabilities.
+    """
+
+    id: str
+    created: int
+    model: str
+    fields: SamplingFields
+    prompts: list[Prompt]
+    choices: list[Choice]
+    num_scores: int = 0
+    num_logprobs: int = -1
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`; that of choice 0 is the request's own (splitmix64, Steele et al. 2014)."""
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+    return (z ^ (z >> 31)) >> 1
+
+
+def check_num_sequences(service: Service, num_prompts: int, n: int) -> None:
+    """Raises InvalidRequest for a request that would not fit even alone: a 503 would have its client try for ever."""
+    most = min(MAX_SEQUENCES, service.config.max_inflight)
+    if num_prompts * n <= most:
+        return
+    param = "n" if num_prompts == 1 else "prompt"
+    raise InvalidRequest(
+        f"{param}: {num_prompts:,} prompts with {n} choices each are more than the {most:,} sequences that one request "
+        "may have",
+        param=param,
+    )
+
+
+def fit(
+    num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, default: int | None = None, param: str
+) -> int:
+    """How many tokens the answer may have. None: `default`, or as many as fit. Raises ContextLengthExceeded."""
+    room = max_model_len - num_prompt_tokens
+    if room < 1 or (max_tokens is not None and max_tokens > room):
+        raise ContextLengthExceeded(num_prompt_tokens, max_model_len, max(1, max_tokens or 1), where=param)
+    if max_tokens is None:
+        return room if default is None else min(default, room)
+    return max_tokens
+
+
+def make_plan(
+    service: Service,
+    fields: SamplingFields,
+    key: ApiKey,
+    prompts: Sequence[Prompt],
+    *,
+    prefix: str,
+    num_logprobs: int,
+    num_prompt_logprobs: int = -1,
+    traceparent: str = "",
+    echo: bool = False,
+    grammar: str = "",
+) -> Plan:
+    """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest.
+
+    `num_logprobs` and `num_prompt_logprobs` are -1 for none. `grammar` is what every answer must match, or "". What
+    `key` computed is found again in the prefix caches by the same key, or group of keys, only.
+    """
+    num_scores = _num_scores(fields, prompts, num_prompt_logprobs)
+    answer_id = f"{prefix}-{uuid.uuid4().hex}"
+    choices: list[Choice] = []
+    salt = key.salt(fields.cache_salt or "")
+    for number, prompt in enumerate(prompts):
+        seed = secrets.randbits(63) if fields.seed is None else fields.seed
+        shared = SharedPrompt(prompt.token_ids, salt)
+        for k in range(fields.n or 1):
+            params = sampling_params(
+                service,
+                fields,
+                prompt.max_tokens,
+                num_logprobs,
+                derive_seed(seed, k),
+                grammar=grammar,
+                num_prompt_logprobs=num_prompt_logprobs,
+            )
+            index = len(choices)
+            request = GenerationRequest(
+                request_id=f"{answer_id}-{index}",
+                prompt_token_ids=prompt.token_ids,
+                params=params,
+                cache_salt=salt,
+                deadline_s=service.config.request_timeout_s,
+                traceparent=traceparent if TRACEPARENT.fullmatch(traceparent) else "",
+                prompt=shared,
+            )
+            choices.append(
+                _choice(
+                    service,
+                    fields,
+                    index,
+                    number,
+                    request,
+                    echo=prompt.text if echo else "",
+                    silent=not prompt.max_tokens,
+                )
+            )
+    name, created = service.check_model(fields.model), int(time.time())
+    return Plan(answer_id, created, name, fields, list(prompts), choices, num_scores, num_logprobs)
+
+
+def _choice(
+    service: Service,
+    fields: SamplingFields,
+    index: int,
+    prompt: int,
+    request: GenerationRequest,
+    *,
+    echo: str,
+    silent: bool,
+) -> Choice:
+    include_stop = bool(fields.include_stop_str_in_output)
+    skip_special = fields.skip_special_tokens is not False
+    return Choice(
+        index,
+        prompt,
+        request,
+        Detokenizer(service.text.tokenizer, skip_special_tokens=skip_special),
+        StopScanner(fields.stops, include_stop=include_stop) if fields.stops else None,
+        include_stop=include_stop,
+        echo=echo,
+        silent=silent,
+    )
+
+
+def sampling_params(
+    service: Service,
+    fields: SamplingFields,
+    max_tokens: int,
+    num_logprobs: int,
+    seed: int,
+    *,
+    grammar: str = "",
+    num_prompt_logprobs: int = -1,
+) -> SamplingParams:
+    """What the workers obey. Raises InvalidRequest."""
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens: must be at most max_tokens ({max_tokens:,}) (got {min_tokens:,})", param="min_tokens"
+        )
+    stop_token_ids = tuple(dict.fromkeys(fields.stop_token_ids or ()))
+    service.text.check_ids(stop_token_ids, param="stop_token_ids")
+    return SamplingParams(
+        max_tokens=max(1, max_tokens),
+        min_tokens=min_tokens,
+        temperature=1.0 if fields.temperature is None else float(fields.temperature),
+        top_p=1.0 if fields.top_p is None else float(fields.top_p),
+        top_k=max(0, fields.top_k or 0),
+        min_p=float(fields.min_p or 0.0),
+        seed=seed,
+        presence_penalty=float(fields.presence_penalty or 0.0),
+        frequency_penalty=float(fields.frequency_penalty or 0.0),
+        repetition_penalty=1.0 if fields.repetition_penalty is None else float(fields.repetition_penalty),
+        logit_bias=_logit_bias(service, fields.logit_bias or {}),
+        logprobs=num_logprobs,
+        ignore_eos=bool(fields.ignore_eos),
+        stop_token_ids=stop_token_ids,
+        grammar=grammar,
+        prompt_logprobs=num_prompt_logprobs,
+    )
+
+
+def _num_scores(fields: SamplingFields, prompts: Sequence[Prompt], num_alternatives: int) -> int:
+    """How many log-probabilities of prompts the answer will have; -1 alternatives: none. Raises InvalidRequest."""
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * (fields.n or 1)
+    if num_tokens * (1 + num_alternatives) > MAX_SCORES:
+        raise InvalidRequest(
+            f"log-probabilities of {num_tokens:,} tokens of prompts, with {num_alternatives} alternatives each, are "
+            f"more than the {MAX_SCORES:,} that one answer may have",
+            param="logprobs" if fields.prompt_logprobs is None else "prompt_logprobs",
+        )
+    return num_tokens * (1 + num_alternatives)
+
+
+def _logit_bias(service: Service, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for name, value in bias.items():
+        if not (name.isascii() and name.isdigit() and len(name) < 12):
+            raise InvalidField("logit_bias: keys are token ids", f", not {name[:80]!r}", param="logit_bias")
+        pairs[int(name)] = float(value)
+    service.text.check_ids(tuple(pairs), param="logit_bias")
+    return tuple(pairs.items())

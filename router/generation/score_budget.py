@@ -1,0 +1,36 @@
+"""A bound on the log-probabilities of prompts that answers under way gather in this process, about 100 bytes each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common.errors import Unavailable
+
+MAX_SCORES = 500_000
+"""Of one answer, alternatives included."""
+MAX_HELD = 2_000_000
+"""Of all answers together."""
+RETRY_AFTER_S = 1.0
+
+
+class ScoreBudget:
+    """Owned by the event loop."""
+
+    def __init__(self, most: int = MAX_HELD) -> None:
+        self._most, self._held = most, 0
+
+    @contextmanager
+    def lease(self, num_scores: int) -> Iterator[None]:
+        """Room for an answer's scores while it is made. Raises Unavailable."""
+        if num_scores and self._held + num_scores > self._most:
+            raise Unavailable(
+                f"{self._held:,} log-probabilities of prompts are under way, {num_scores:,} more would exceed the "
+                f"{self._most:,} that this router holds",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._held += num_scores
+        try:
+            yield
+        finally:
+            self._held -= num_scores

@@ -1,0 +1,151 @@
+"""What every endpoint needs, in one place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from common.config import RouterConfig
+from common.errors import ModelNotFound, RequestError, Unavailable
+from common.model_files.files import ModelFiles
+from router.auth.gate import Gate
+from router.auth.pace import Pace
+from router.auth.visit import Visit
+from router.dispatch.client import GenerationClient
+from router.dispatch.load import DispatchLoad
+from router.generation.request_log import RequestLog
+from router.generation.score_budget import ScoreBudget
+from router.generation.tracing import Tracing
+from router.generation.unread import UnreadBudget
+from router.observe.metrics import RouterMetrics
+from router.request.body import BodyBudget, BodyLease, parse, read_body
+from router.request.large_body import LARGE_BYTES, LargeBodies
+from router.text.pipeline import TextPipeline
+from router.text.thinking import thinks
+
+M = TypeVar("M", bound=BaseModel)
+
+DRAIN_RETRY_AFTER_S = 1.0
+UNKNOWN_RETRY_AFTER_S = 1.0
+"""What a refusal says that knows of no better time."""
+MAX_SHOWN_NAME = 100
+MIN_TOKENIZE_BYTES = 1024 * 1024
+BYTES_PER_TOKEN = 16
+"""Four times what a token of most texts has: a text of four times the model's length can be counted."""
+BYTES_PER_ID = 4
+
+
+class ServingClient(GenerationClient, Protocol):
+    """A `GenerationClient` that can also tell its load."""
+
+    def load(self) -> DispatchLoad:
+        """Where requests are and how the workers are."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Have every worker forget what it cached."""
+        ...
+
+
+@dataclass
+class Service:
+    """One served model. `draining` refuses new work; `num_active` counts HTTP requests that are being answered.
+
+    `failure` says why this process must be restarted, and "" while it is sound.
+    """
+
+    client: ServingClient
+    text: TextPipeline
+    files: ModelFiles
+    config: RouterConfig
+    metrics: RouterMetrics
+    gate: Gate
+    failure: Callable[[], str] = str
+    tracing: Tracing | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    num_active: int = 0
+    pace: Pace = field(default_factory=Pace)
+    bodies: BodyBudget = field(init=False)
+    large: LargeBodies = field(init=False)
+    scores: ScoreBudget = field(default_factory=ScoreBudget)
+    unread: UnreadBudget = field(default_factory=UnreadBudget)
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyBudget(self.config.max_body_bytes)
+        self.large = LargeBodies(self.text, lambda: self.max_model_len, lambda: self.max_detokenize_ids)
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model is listed."""
+        return self.config.served_model_name or self.files.model_id
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together: what the workers take, or, before they have said so, the model."""
+        return self.client.max_model_len or self.files.max_model_len
+
+    @property
+    def max_tokenize_bytes(self) -> int:
+        """Bytes of a text that is only to be tokenised, whether it fits the model or not."""
+        most = max(MIN_TOKENIZE_BYTES, BYTES_PER_TOKEN * self.max_model_len)
+        return self.config.max_tokenize_bytes or most
+
+    @property
+    def max_detokenize_ids(self) -> int:
+        """Token ids that are only to be made into text."""
+        return max(1, self.max_tokenize_bytes // BYTES_PER_ID)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether answers may begin with a thought that is told apart from them."""
+        return self.config.reasoning == "auto" and thinks(self.text.chat_template)
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: changes when the same seed may give another answer."""
+        return f"fp_{self.files.weights_hash}"
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises ModelNotFound for a model that is not this one."""
+        if name is None or name == self.model_name:
+            return self.model_name
+        if name in (self.files.model_id, self.config.model):
+            return name
+        shown = name if len(name) <= MAX_SHOWN_NAME else name[:MAX_SHOWN_NAME] + "…"
+        raise ModelNotFound(f"there is no model {shown!r} here, only {self.model_name!r}", param="model")
+
+    async def read(self, request: Request, model: type[M], lease: BodyLease) -> M:
+        """The body as a checked `model`. Raises RequestError, or ClientDisconnect when the client leaves meanwhile."""
+        data = await read_body(request, lease)
+        return parse(data, model) if len(data) <= LARGE_BYTES else await self.large.model(data, model)
+
+    def check_open(self) -> None:
+        """Raises Unavailable while the process is about to end."""
+        if self.draining:
+            raise Unavailable("this router is shutting down", retry_after_s=DRAIN_RETRY_AFTER_S)
+
+    def begin(self, visit: Visit, headers: Mapping[str, str]) -> tuple[RequestLog, str]:
+        """The log of a request to a generation endpoint, and the `traceparent` that its workers are given."""
+        log = RequestLog(self.metrics, visit.path, visit)
+        if self.tracing is None:
+            return log, headers.get("traceparent", "")
+        trace = log.trace = self.tracing.begin(visit.path, headers, visit.began)
+        return log, trace.traceparent
+
+    def hint(self, error: RequestError) -> None:
+        """Has a refusal for lack of room say when there will be some, where whoever refused did not know."""
+        unknown = error.retry_after_s is None or error.retry_after_s <= UNKNOWN_RETRY_AFTER_S
+        if error.status in (429, 503) and unknown and not self.draining:
+            seconds = self.pace.drain_s(self.num_active, time.monotonic())
+            error.retry_after_s = error.retry_after_s if seconds is None else max(UNKNOWN_RETRY_AFTER_S, seconds)
+
+    @property
+    def ready(self) -> tuple[bool, str]:
+        """Whether to send requests here and, when not, why not."""
+        return (False, "this router is shutting down") if self.draining else self.client.ready

@@ -1,0 +1,170 @@
+"""What a request says of its answer's form, as the grammar that workers hold the answer to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from common.errors import InvalidRequest
+from router.generation.service import Service
+from router.request.errors import InvalidField
+from router.request.extensions import JsonSchema
+from router.request.fields import ChatRequest, NamedTool, SamplingFields, Tool
+from router.text.grammar import (
+    ANY_OBJECT,
+    bounded,
+    choice_grammar,
+    free_grammar,
+    json_grammar,
+    regex_grammar,
+    told,
+)
+from router.text.tools import Function, call_grammar
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalling:
+    """The functions that an answer may call, or with `required` must; `several` of them or one."""
+
+    functions: tuple[Function, ...]
+    required: bool
+    several: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One demand on the answer's form: the field that makes it, its grammar, and its schema if it is one of JSON."""
+
+    param: str
+    grammar: Callable[[], str]
+    schema: JsonSchema | None = None
+
+
+def tool_calling(fields: ChatRequest) -> ToolCalling | None:
+    """None where nothing may be called. Raises InvalidRequest for a choice of what there is not."""
+    choice, functions = fields.tool_choice or "auto", functions_of(fields.tools or ())
+    if isinstance(choice, NamedTool):
+        named = tuple(function for function in functions if function.name == choice.function.name)
+        if not named:
+            what = f"tool_choice.function.name: {choice.function.name[:64]!r} is none of the tools"
+            raise InvalidRequest(what, param="tool_choice.function.name")
+        return ToolCalling(named, required=True, several=False)
+    if choice == "required" and not functions:
+        raise InvalidRequest("tool_choice: required, but there are no tools", param="tool_choice")
+    if choice == "none" or not functions:
+        return None
+    return ToolCalling(functions, required=choice == "required", several=fields.parallel_tool_calls is not False)
+
+
+def functions_of(tools: Sequence[Tool]) -> tuple[Function, ...]:
+    """What tools call. Raises InvalidRequest for two of one name."""
+    known: set[str] = set()
+    for i, tool in enumerate(tools):
+        name = tool.function.name
+        if name in known:
+            raise InvalidRequest(f"tools[{i}].function.name: there are two functions {name}", param="tools")
+        known.add(name)
+    return tuple(Function(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools)
+
+
+def is_held(fields: ChatRequest, calling: ToolCalling | None) -> bool:
+    """Whether an answer's form leaves no room for free text before it."""
+    return bool(_forms(fields)) or (calling is not None and calling.required)
+
+
+async def answer_grammar(service: Service, fields: SamplingFields, calling: ToolCalling | None = None) -> str:
+    """What the answer must match; "" where it is free. Raises InvalidRequest, Unavailable.
+
+    It was compiled once, within the bounds that workers have too: none of them ever meets one beyond.
+    """
+    forms = _forms(fields)
+    if len(forms) > 1:
+        names = ", ".join(form.param for form in forms)
+        raise InvalidRequest(f"{names}: only one of these can be had at a time", param=forms[1].param)
+    if not forms and calling is None:
+        return ""
+    if not service.text.eos_token_ids:
+        param = forms[0].param if forms else "tools"
+        raise InvalidRequest(f"{param}: this model has no end token, so nothing could end the answer", param=param)
+    wanted = forms[0] if calling is None else _form_of_calls(calling, forms[0] if forms else None)
+    grammar = await service.text.apart(lambda: _grammar_of(wanted))
+    if problem := await service.text.grammar_problem(grammar):
+        raise _unusable(wanted, told(problem))
+    return grammar
+
+
+def _grammar_of(form: Form) -> str:
+    try:
+        grammar = bounded(form.grammar())
+        grammar.encode()
+    except ValueError as error:
+        raise _unusable(form, str(error)) from error
+    except RecursionError as error:
+        raise InvalidRequest(f"{form.param}: nested too deeply", param=form.param) from error
+    return grammar
+
+
+def _unusable(form: Form, why: str) -> InvalidField:
+    return InvalidField(f"{form.param}: cannot be used", f": {why}", param=form.param)
+
+
+def _form_of_calls(calling: ToolCalling, form: Form | None) -> Form:
+    answer = None if form is None else form.schema
+    if form is not None and not calling.required and not isinstance(answer, dict):
+        raise InvalidRequest(f"{form.param}: with tools only JSON of a schema can be had", param=form.param)
+    schema = answer if isinstance(answer, dict) else None
+    make = partial(call_grammar, calling.functions, required=calling.required, several=calling.several, answer=schema)
+    return Form("tools", make)
+
+
+def _forms(fields: SamplingFields) -> list[Form]:
+    """Every demand that the fields make."""
+    forms: list[Form] = []
+    wanted, outputs = fields.response_format, fields.structured_outputs
+    if wanted is not None and wanted.type == "json_object":
+        forms.append(_json("response_format", ANY_OBJECT))
+    elif wanted is not None and wanted.type == "json_schema":
+        if wanted.json_schema is None or wanted.json_schema.json_schema is None:
+            raise InvalidRequest(
+                "response_format.json_schema.schema: is required with type 'json_schema'", param="response_format"
+            )
+        forms.append(_json("response_format.json_schema.schema", wanted.json_schema.json_schema))
+    if outputs is not None:
+        if outputs.json_object:
+            forms.append(_json("structured_outputs.json_object", ANY_OBJECT))
+        forms += _named("structured_outputs.", outputs.json_schema, outputs.regex, outputs.choice, outputs.grammar)
+    guided = (fields.guided_json, fields.guided_regex, fields.guided_choice, fields.guided_grammar)
+    return forms + _named("guided_", *guided)
+
+
+def _named(
+    prefix: str, schema: JsonSchema | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> list[Form]:
+    forms: list[Form] = []
+    if schema is not None:
+        forms.append(_json(f"{prefix}json", _parsed(schema, f"{prefix}json")))
+    if regex is not None:
+        forms.append(Form(f"{prefix}regex", lambda: regex_grammar(regex)))
+    if choice is not None:
+        forms.append(Form(f"{prefix}choice", lambda: choice_grammar(choice)))
+    if grammar is not None:
+        forms.append(Form(f"{prefix}grammar", lambda: free_grammar(grammar)))
+    return forms
+
+
+def _json(param: str, schema: JsonSchema) -> Form:
+    return Form(param, lambda: json_grammar(schema), schema)
+
+
+def _parsed(schema: JsonSchema | str, param: str) -> JsonSchema:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        parsed = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param}: is not JSON: {str(error)[:200]}", param=param) from error
+    if not isinstance(parsed, dict | bool):
+        raise InvalidRequest(f"{param}: must be a JSON schema, an object", param=param)
+    return parsed

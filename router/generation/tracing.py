@@ -1,0 +1,192 @@
+"""Traces for OpenTelemetry: one span a request, and under it where its time went.
+
+    chat smollm2-135m     server span; a child of the client's span where it sent a `traceparent`
+      ├ queue             until a worker begins with the prompt
+      ├ prefill           ends with the first token
+      ├ kv_transfer       ends when the decode worker has the prompt's KV
+      └ decode            ends with the last token
+
+How long a phase took is the workers' own measure (`RequestTimeline`); when it was is reckoned from when the first and
+the last token came here. Names and attributes are those of OpenTelemetry's conventions for generative AI, `diptych.*`
+ours.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from common import __version__
+from common.config import RouterConfig
+from common.errors import ConfigError
+from router.generation.choice import Choice
+from router.generation.request_log import RequestLog
+
+if TYPE_CHECKING:  # an extra: a router without tracing does without the library
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+EXPORT_TIMEOUT_S = 5.0
+FLUSH_S = 1.0
+"""How long a router that ends waits for its last spans to leave."""
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+}
+Value = str | int | float | tuple[str, ...]
+
+
+class Phase(NamedTuple):
+    """Seconds of the perf_counter's clock, and the worker it was spent on."""
+
+    name: str
+    began: float
+    ended: float
+    worker: str = ""
+
+
+class Tracing:
+    """Makes and sends spans. The library's own thread sends them, from a bounded queue that drops what is too much."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("diptych.router", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> Tracing | None:
+        """Tracing as configured, or None. Raises ConfigError where the library is missing."""
+        if not config.otlp_traces_endpoint:
+            return None
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            allowed = f"empty, or installed with the extra `tracing` ({error})"
+            raise ConfigError("otlp_traces_endpoint", config.otlp_traces_endpoint, allowed) from error
+        ours = Resource({"service.name": "diptych-router", "service.version": __version__})
+        # What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say counts more.
+        resource = Resource.create().merge(ours).merge(OTELResourceDetector().detect())
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(config.otlp_traces_endpoint, timeout=EXPORT_TIMEOUT_S)
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+        return cls(provider)
+
+    def begin(self, path: str, headers: Mapping[str, str], began: float) -> RequestTrace:
+        """The span of a request to a generation endpoint that came at `began` (perf_counter seconds)."""
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        operation = OPERATIONS.get(path, path)
+        parent = self._propagator.extract({k: headers[k] for k in ("traceparent", "tracestate") if k in headers})
+        offset_ns = time.time_ns() - time.perf_counter_ns()
+        attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "diptych", "url.path": path}
+        span = self._tracer.start_span(
+            operation, parent, SpanKind.SERVER, attributes, start_time=offset_ns + round(began * 1e9)
+        )
+        context, carrier = set_span_in_context(span), dict[str, str]()
+        self._propagator.inject(carrier, context)
+        return RequestTrace(self._tracer, span, context, operation, offset_ns, carrier.get("traceparent", ""))
+
+    def close(self) -> None:
+        """Send what is left, for `FLUSH_S` at most, and end the library's thread."""
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
+        closing.start()
+        closing.join(FLUSH_S)
+
+
+@dataclass(frozen=True)
+class RequestTrace:
+    """The span of one request; `end` writes what became of it.
+
+    `traceparent` is W3C's name of it, for those who work for the request. `offset_ns` makes wall-clock time of
+    perf_counter's.
+    """
+
+    tracer: Tracer
+    span: Span
+    context: Context
+    operation: str
+    offset_ns: int
+    traceparent: str
+
+    def end(self, log: RequestLog, ended: float) -> None:
+        """See `request_log.Trace`."""
+        if self.span.is_recording():
+            self.span.update_name(f"{self.operation} {log.model}" if log.model else self.operation)
+            self.span.set_attributes(dict(_attributes(log)))
+            if log.status >= 400:
+                self._fail(log)
+            for choice in log.choices:
+                for phase in phases(choice, log.began):
+                    self._add(phase, choice)
+        self.span.end(self._at(ended))
+
+    def _fail(self, log: RequestLog) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        self.span.set_attribute("error.type", type(log.error).__name__ if log.error is not None else str(log.status))
+        if log.status >= 500 or log.status == 499:  # a client's own mistake is no error of a server
+            self.span.set_status(Status(StatusCode.ERROR, str(log.error) if log.error is not None else "client left"))
+
+    def _add(self, phase: Phase, choice: Choice) -> None:
+        attributes: dict[str, Value] = {"diptych.choice": choice.index}
+        if phase.worker:
+            attributes["diptych.worker"] = phase.worker
+        span = self.tracer.start_span(phase.name, self.context, attributes=attributes, start_time=self._at(phase.began))
+        span.end(self._at(phase.ended))
+
+    def _at(self, seconds: float) -> int:
+        return self.offset_ns + round(seconds * 1e9)
+
+
+def phases(choice: Choice, began: float) -> Iterator[Phase]:
+    """Where a choice's time went, as far as it is known; none began before its request did. Seconds of perf_counter."""
+    line = choice.timeline
+    if line is None or not choice.first_at:
+        return
+    start = max(began, choice.first_at - line.prefill_s)
+    if line.queue_s:
+        yield Phase("queue", max(began, start - line.queue_s), start)
+    prefill_worker = line.prefill_worker or line.decode_worker
+    yield Phase("prefill", start, choice.first_at, prefill_worker)
+    if not line.decode_worker or choice.last_at <= choice.first_at:
+        return
+    decode_began = max(start, choice.last_at - line.decode_s if line.decode_s else choice.first_at)
+    if line.transfer_s:
+        yield Phase("kv_transfer", max(start, decode_began - line.transfer_s), decode_began, line.decode_worker)
+    yield Phase("decode", decode_began, choice.last_at, line.decode_worker)
+
+
+def _attributes(log: RequestLog) -> Iterator[tuple[str, Value]]:
+    yield "diptych.request_id", log.visit.request_id
+    yield "http.response.status_code", log.status
+    if log.model:
+        yield "gen_ai.request.model", log.model
+    if not log.choices:
+        return
+    params = log.choices[0].request.params
+    yield "gen_ai.response.id", log.id
+    yield "gen_ai.request.max_tokens", params.max_tokens
+    yield "gen_ai.request.temperature", params.temperature
+    yield "gen_ai.request.top_p", params.top_p
+    yield "gen_ai.request.choice.count", len(log.choices)
+    yield "gen_ai.response.finish_reasons", tuple(choice.finish_reason or "error" for choice in log.choices)
+    yield "gen_ai.usage.input_tokens", log.num_prompt_tokens
+    yield "gen_ai.usage.output_tokens", log.num_output_tokens
+    yield "diptych.cached_tokens", log.num_cached_tokens
+    lines = [choice.timeline for choice in log.choices if choice.timeline is not None]
+    yield "diptych.attempts", max((line.num_attempts for line in lines), default=0)
+    yield "diptych.preemptions", sum(line.num_preemptions for line in lines)
+    first = min((choice.first_at for choice in log.choices if choice.first_at), default=0.0)
+    if first:
+        yield "diptych.time_to_first_token_s", first - log.began

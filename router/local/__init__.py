@@ -1,0 +1,1 @@
+"""One machine: `diptych serve`, its processes and their supervisor; `diptych size`."""

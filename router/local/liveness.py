@@ -1,0 +1,84 @@
+"""Ends processes that live but hang, so that they are restarted: what a kubelet does with the chart's liveness probe.
+
+    starting ──"/health" answers, no longer loading──> watched ──bad rounds in a row──> SIGTERM ──grace──> SIGKILL
+        └──────────────────────────not for too long──────────────────────────────────────┘
+
+A round is one probe and the rest of its period. A round that took much longer than that says nothing of the process: it
+is the supervisor that did not run, as on a suspended laptop, where everybody else slept too. The count begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+
+from router.local.child import Child
+from router.local.probe import Health, ask_health
+
+log = logging.getLogger(__name__)
+
+WORKER_ROUNDS, ROUTER_ROUNDS = 9, 6
+"""Bad rounds in a row that end a process; with a period of 10 s, those of the chart's liveness probes."""
+STARTING_PERIOD_S = 1.0
+LATE = 1.5
+"""Periods that a round which counts may take."""
+
+
+class Pulse:
+    """Counts the bad rounds in a row of one process. While it is still starting, at most for `start_s`, it has none."""
+
+    def __init__(self, limit: int, start_s: float = math.inf) -> None:
+        self.limit, self.start_s = limit, start_s
+        self.num_bad = 0
+        self.has_started = False
+        self._life = 0.0
+
+    def is_over(self, life: float, health: Health | None, *, on_time: bool, age_s: float = 0.0) -> bool:
+        """Count a round of the process's `life`, now `age_s` old; `health` is None when there was nobody to ask.
+
+        True: end it.
+        """
+        if life != self._life:
+            self._life, self.has_started, self.num_bad = life, False, 0
+        self.has_started |= health is not None and health.has_started
+        if not self.has_started:
+            return on_time and age_s > self.start_s
+        if health is None or not on_time:
+            self.num_bad = 0
+            return False
+        self.num_bad = self.num_bad + 1 if health.problem else 0
+        if self.num_bad < self.limit:
+            return False
+        self.num_bad = 0
+        return True
+
+
+async def watch(child: Child, limit: int, period_s: float, grace_s: float, start_s: float = math.inf) -> None:
+    """Probes `child` until cancelled, and ends it after `limit` bad rounds, or when it has not started in `start_s`.
+
+    By force if it is not gone in `grace_s`.
+    """
+    pulse = Pulse(limit, start_s)
+    while True:
+        began, life = time.monotonic(), child.started_at
+        round_s = period_s if pulse.has_started else min(period_s, STARTING_PERIOD_S)
+        health = await _ask(child, round_s)
+        await asyncio.sleep(began + round_s - time.monotonic())
+        now = time.monotonic()
+        if life != child.started_at or not child.alive:
+            continue
+        if not pulse.is_over(life, health, on_time=now - began <= LATE * round_s, age_s=now - life):
+            continue
+        if pulse.has_started and health is not None:
+            said = {"child": child.name, "why": health.problem, "for_s": limit * period_s, "probes": limit}
+            log.error("a process hangs, ending it", extra=said)
+        else:
+            log.error("a process does not start, ending it", extra={"child": child.name, "for_s": now - life})
+        await child.end(grace_s)
+
+
+async def _ask(child: Child, timeout_s: float) -> Health | None:
+    address = child.http_address() if child.alive else None
+    return None if address is None else await ask_health(*address, timeout_s, tls=child.serves_tls)

@@ -1,0 +1,115 @@
+"""Questions that the supervisor asks the network: is a port free, is the router ready, is a process well."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import socket
+import ssl
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from common.wire.listening import listening_host
+
+PROBE_TIMEOUT_S = 2.0
+_NO_ANSWER = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
+"""What comes of asking somebody who is away, is slow, or does not speak HTTP."""
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True)
+class Health:
+    """What one `GET /health` tells of a process. `problem`: why it is not well, or ""; `has_started`: surely it has."""
+
+    problem: str
+    has_started: bool
+
+
+def reachable_host(host: str) -> str:
+    """The host to connect to when `host` was bound: a wildcard is reached through loopback."""
+    return _WILDCARDS.get(listening_host(host), host)
+
+
+def claim_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0. Raises ConfigError when it is taken or cannot be bound."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(listening_host(host), port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError("host", host, f"an address of this machine ({error.strerror})") from error
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                allowed = f"a port that is free: something already listens on {host}:{port}; try --port {port + 1}"
+                raise ConfigError("port", port, allowed) from error
+            raise ConfigError("host", host, f"an address and port that can be bound ({error.strerror})") from error
+        return int(probe.getsockname()[1])
+
+
+async def ready_reason(host: str, port: int, *, tls: bool = False) -> str:
+    """Why `GET /ready` is not 200 yet; "" when it is.
+
+    With `tls` whatever certificate the port shows is taken: it is our own child's, and no name of it need be this host.
+    """
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            status, body = await _get(reachable_host(host), port, "/ready", _any_certificate() if tls else None)
+    except _NO_ANSWER as error:
+        return f"the router does not answer ({error or type(error).__name__})"
+    return "" if status == 200 else _message(body)
+
+
+async def ask_health(host: str, port: int, timeout_s: float, *, tls: bool = False) -> Health:
+    """How a process is: no answer within `timeout_s` is as bad as one that is not 200.
+
+    A worker that says that it is loading has not started. `tls` as in `ready_reason`.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            status, body = await _get(reachable_host(host), port, "/health", _any_certificate() if tls else None)
+    except TimeoutError:
+        return Health(f"no answer within {timeout_s:g} s", has_started=False)
+    except _NO_ANSWER as error:
+        return Health(f"no answer: {error or type(error).__name__}", has_started=False)
+    if status == 200:
+        return Health("", has_started=_field(body, "state") != "loading")
+    return Health(f"it answers {status}: {_field(body, 'state') or _message(body)}", has_started=True)
+
+
+def _any_certificate() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+async def _get(host: str, port: int, path: str, context: ssl.SSLContext | None) -> tuple[int, bytes]:
+    reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        head = await reader.readuntil(b"\r\n\r\n")
+        return int(head.split(maxsplit=2)[1]), await reader.read()
+    finally:
+        writer.transport.abort()  # all is said; and whoever is frozen would let a polite end of TLS wait
+
+
+def _field(body: bytes, name: str) -> str:
+    """A text in the answer, when that is a JSON object with one of the name."""
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return ""
+    value = answer.get(name) if isinstance(answer, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+def _message(body: bytes) -> str:
+    """The reason in the router's answer: an OpenAI error object, or else the text."""
+    try:
+        answer = json.loads(body)
+        return str(answer["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace").strip() or "not ready"

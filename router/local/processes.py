@@ -1,0 +1,148 @@
+"""What `diptych serve` will start: one flag list, file and environment turned into the settings of every process.
+
+An option holds for each process that has it; `--prefill-NAME` and `--decode-NAME` hold for one pool and win.
+Everything is checked here, before the first process starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig, WorkerConfig
+from common.config.field import Config, Field, fields_of
+from common.config.sources import FlagParser, Sources
+
+C = TypeVar("C", bound=Config)
+W = TypeVar("W", bound=WorkerConfig)
+P = TypeVar("P", bound=RouterConfig | WorkerConfig)
+
+ROUTER_DRAIN_S, WORKER_DRAIN_S = 3.0, 2.0
+"""The longest drains that end within the supervisor's grace."""
+
+# Set by the supervisor itself, for each process.
+ROUTER_OWN = frozenset(
+    {
+        "config",
+        "curve_key",
+        "curve_authorized",
+        "prefill",
+        "decode",
+        "discovery",
+        "prefill_services",
+        "decode_services",
+        "discovery_namespace",
+        "discovery_interval_s",
+        "kubernetes_api",
+        "kubernetes_credentials",
+    }
+)
+WORKER_OWN = frozenset(
+    {
+        "config",
+        "curve_key",
+        "curve_authorized",
+        "host",
+        "port",
+        "kv_port",
+        "http_port",
+        "advertise_host",
+        "allow_remote",
+        "address_file",
+        "worker_id",
+        "core_share",
+        "kubernetes_api",
+        "kubernetes_credentials",
+        "pod_deletion_cost",
+    }
+)
+
+EPILOG = """\
+Worker options can be set for one pool alone: --prefill-threads 2, --decode-cores 1, --decode-max-num-seqs 128.
+Every option but those of `serve` itself is also an environment variable (DIPTYCH_MAX_NUM_SEQS, for one kind of process
+DIPTYCH_DECODE_MAX_NUM_SEQS) and a key in the TOML file (max_num_seqs at the top, or under [router], [prefill_worker],
+[decode_worker]); --prefill, --decode and --liveness-s are DIPTYCH_SERVE_PREFILL and so on, or keys under [serve].
+A flag wins over the environment, the environment over the file. docs/configuration.md lists everything."""
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """The settings of every process to start. Worker i of a pool is named `prefill-i` or `decode-i`."""
+
+    router: RouterConfig
+    prefill: tuple[PrefillWorkerConfig, ...]
+    decode: tuple[DecodeWorkerConfig, ...]
+    start_timeout_s: float
+    liveness_s: float
+
+
+def fields_set_by(cls: type[Config]) -> list[Field]:
+    """The fields of a process that the user of `serve` may set."""
+    own = ROUTER_OWN if cls is RouterConfig else WORKER_OWN
+    return [field for field in fields_of(cls) if field.name not in own]
+
+
+def shared_fields() -> list[Field]:
+    """The union over router and workers, each name once; the help tells a default that differs between the pools."""
+    union: dict[str, Field] = {}
+    for cls in (RouterConfig, DecodeWorkerConfig, PrefillWorkerConfig):
+        for field in fields_set_by(cls):
+            known = union.setdefault(field.name, field)
+            if known.default != field.default:
+                note = f"{known.rule.help}; prefill workers: {field.render(field.default)}"
+                union[field.name] = dataclasses.replace(known, rule=dataclasses.replace(known.rule, help=note))
+    return list(union.values())
+
+
+def build_parser() -> FlagParser:
+    """Every flag of `diptych serve`; those for one pool alone are accepted but not listed."""
+    parser = FlagParser("diptych serve", ServeConfig.about, EPILOG)
+    config = [field for field in fields_of(RouterConfig) if field.name == "config"]
+    parser.add_fields([*fields_of(ServeConfig), *shared_fields(), *config])
+    parser.add_fields(fields_set_by(PrefillWorkerConfig), prefix="prefill-", visible=False)
+    parser.add_fields(fields_set_by(DecodeWorkerConfig), prefix="decode-", visible=False)
+    return parser
+
+
+def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num_cores: int = 0) -> ServePlan:
+    """Merges all sources. Workers that name no threads may use `num_cores` each (0: those of this process), by turns.
+
+    Raises ConfigError.
+    """
+    environ = os.environ if environ is None else environ
+    flags = build_parser().flags(argv)
+    sources = Sources.open(flags.get("config", environ.get("DIPTYCH_CONFIG", "")), environ, ServeConfig)
+
+    def merge(cls: type[C], own: frozenset[str], prefix: str) -> C:
+        values = sources.values(cls, skip=own)
+        for field in fields_of(cls):
+            for name in (field.name, prefix + field.name) if prefix else (field.name,):
+                if name in flags and field.name not in own:
+                    values[field.name] = field.parse(flags[name])
+        return cls(**values)
+
+    serve = merge(ServeConfig, frozenset(), "")
+    cores = num_cores or len(os.sched_getaffinity(0))
+    prefill = merge(PrefillWorkerConfig, WORKER_OWN, "prefill-")
+    decode = merge(DecodeWorkerConfig, WORKER_OWN, "decode-")
+    return ServePlan(
+        router=_hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S),
+        prefill=tuple(_worker(prefill, f"prefill-{i}", cores) for i in range(serve.prefill)),
+        decode=tuple(_worker(decode, f"decode-{i}", cores) for i in range(serve.decode)),
+        start_timeout_s=serve.start_timeout_s,
+        liveness_s=serve.liveness_s,
+    )
+
+
+def _worker(config: W, name: str, threads: int) -> W:
+    """A pinned worker uses the cores it is pinned to, another may use all while it computes alone."""
+    own = threads if config.threads == 0 and not config.cores else config.threads
+    return dataclasses.replace(_hurried(config, WORKER_DRAIN_S), worker_id=name, threads=own)
+
+
+def _hurried(config: P, drain_s: float) -> P:
+    """Whoever presses Ctrl-C wants an end, not the last word of every answer."""
+    return dataclasses.replace(config, drain_timeout_s=min(config.drain_timeout_s, drain_s))

@@ -1,0 +1,204 @@
+"""Keeps the processes of one machine running: start in order, restart with backoff what ends or hangs, and end all
+within five seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+import signal
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.config import WorkerConfig
+from common.errors import DiptychError
+from router.local.child import Child, RouterChild, WorkerChild
+from router.local.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, watch
+from router.local.probe import ready_reason
+from router.local.processes import ServePlan
+
+W = TypeVar("W", bound=WorkerConfig)
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 4.0
+POLL_S = 0.05
+REPORT_EVERY_S = 10.0
+ECHO_S = 0.5
+"""A signal this soon after the first is the same one: `make`, told to end with its group, tells its children again."""
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
+HEALTHY_AFTER_S = 60.0
+
+
+class StartFailed(DiptychError):
+    """A process ended, or hung, before the service was ready: starting it again would only repeat that."""
+
+
+def describe_exit(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"exit status {status}"
+    return f"killed by signal {-status} ({signal.strsignal(-status)})"
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels what still runs and waits for it; results and errors of finished tasks are the caller's."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _sharing(config: W, runtime: Path) -> W:
+    """Workers that are not pinned to cores take turns with all of them."""
+    return config if config.cores else dataclasses.replace(config, core_share=str(runtime / "cores"))
+
+
+class Supervisor:
+    """Owns every child process. `run` returns when `stop` was called and nothing is left running."""
+
+    def __init__(self, plan: ServePlan, runtime: Path) -> None:
+        self.plan = plan
+        prefill = [WorkerChild("prefill_worker", _sharing(config, runtime), runtime) for config in plan.prefill]
+        decode = [WorkerChild("decode_worker", _sharing(config, runtime), runtime) for config in plan.decode]
+        self.prefill: Sequence[WorkerChild] = prefill
+        self.decode: Sequence[WorkerChild] = decode
+        self.router = RouterChild(plan.router)
+        self.stopping = asyncio.Event()
+        self._stopped_at = 0.0
+        self._awaited, self._next_report = "", 0.0
+
+    @property
+    def children(self) -> tuple[Child, ...]:
+        return (self.router, *self.prefill, *self.decode)
+
+    def stop(self) -> None:
+        """Ends the service; a second call, unless it is an echo of the first, does not wait any longer."""
+        now = time.monotonic()
+        if not self.stopping.is_set():
+            self._stopped_at = now
+        elif now - self._stopped_at >= ECHO_S:
+            self._signal_all(signal.SIGKILL)
+        self.stopping.set()
+
+    async def start(self) -> float:
+        """Starts every process and returns the seconds until requests are served. Raises StartFailed."""
+        began = time.monotonic()
+        self._next_report = began + REPORT_EVERY_S
+        for worker in (*self.prefill, *self.decode):
+            await worker.start()
+        limit_s = self.plan.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s or None):
+                await self._unless_stopped(self._start_router())
+        except TimeoutError:
+            raise StartFailed(f"not ready within {limit_s:g} s (--start-timeout-s): {self._awaited}") from None
+        return time.monotonic() - began
+
+    async def run(self) -> None:
+        """Restarts what ends or hangs until `stop` is called, then ends everything."""
+        stopped = asyncio.create_task(self.stopping.wait())
+        keepers = [asyncio.create_task(self._keep(child), name=f"keep {child.name}") for child in self.children]
+        tasks = (stopped, *keepers, *self._watchers())
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(tasks)
+        await self.shutdown()
+        for task in done:
+            task.result()  # keepers and watchers end only by a bug, which must not pass in silence
+
+    async def shutdown(self) -> None:
+        """SIGTERM to all, SIGKILL after STOP_GRACE_S to what is left."""
+        self.stopping.set()
+        running = [child for child in self.children if child.alive]
+        self._signal_all(signal.SIGTERM)
+        ended = asyncio.gather(*(child.wait() for child in running))
+        try:
+            await asyncio.wait_for(asyncio.shield(ended), STOP_GRACE_S)
+        except TimeoutError:
+            late = ", ".join(child.name for child in running if child.alive)
+            log.warning("killed what did not end by itself", extra={"children": late, "waited_s": STOP_GRACE_S})
+            self._signal_all(signal.SIGKILL)
+            await ended
+
+    def _signal_all(self, signum: signal.Signals) -> None:
+        for child in self.children:
+            child.send(signum)
+
+    async def _unless_stopped(self, work: Coroutine[None, None, None]) -> None:
+        """Awaits `work`, but fails when a child ends and returns when `stop` is called."""
+        task = asyncio.create_task(work)
+        stopped = asyncio.create_task(self.stopping.wait())
+        exits = {asyncio.create_task(child.wait()): child for child in (*self.prefill, *self.decode)}
+        try:
+            await asyncio.wait({task, stopped, *exits}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            elif not stopped.done():
+                ended, child = next((exit, child) for exit, child in exits.items() if exit.done())
+                raise StartFailed(f"{child.name} ended while starting ({describe_exit(ended.result())})")
+        finally:
+            await _cancel((task, stopped, *exits))
+
+    async def _start_router(self) -> None:
+        workers = (*self.prefill, *self.decode)
+        while silent := [worker.name for worker in workers if not worker.read_address()]:
+            self._awaited = f"{', '.join(silent)} told no address yet"
+            await self._wait_on()
+        self.router.config = dataclasses.replace(
+            self.plan.router,
+            prefill=tuple(worker.read_address() for worker in self.prefill),
+            decode=tuple(worker.read_address() for worker in self.decode),
+        )
+        await self.router.start()
+        router = self.plan.router
+        while reason := await ready_reason(router.host, router.port, tls=bool(router.tls_cert)):
+            if not self.router.alive:
+                raise StartFailed(f"router ended while starting ({describe_exit(await self.router.wait())})")
+            self._awaited = reason
+            await self._wait_on()
+
+    async def _wait_on(self) -> None:
+        """For what is awaited, which is told now and then."""
+        now = time.monotonic()
+        if now >= self._next_report:
+            log.info("still starting", extra={"reason": self._awaited})
+            self._next_report = now + REPORT_EVERY_S
+        await asyncio.sleep(POLL_S)
+
+    def _watchers(self) -> list[asyncio.Task[None]]:
+        """None of them when hanging processes are to be left alone."""
+        if not self.plan.liveness_s:
+            return []
+        period_s, start_s = self.plan.liveness_s / WORKER_ROUNDS, self.plan.start_timeout_s or math.inf
+        limits = {child: ROUTER_ROUNDS if child is self.router else WORKER_ROUNDS for child in self.children}
+        return [
+            asyncio.create_task(watch(child, limit, period_s, STOP_GRACE_S, start_s), name=f"watch {child.name}")
+            for child, limit in limits.items()
+        ]
+
+    async def _keep(self, child: Child) -> None:
+        """Restarts `child` whenever it ends, later each time unless it had lived for a while.
+
+        A machine that has no memory or process to spare for a new child now may have some soon: the others serve on.
+        """
+        backoff = FIRST_BACKOFF_S
+        while True:
+            status = await child.wait()
+            lived_s = time.monotonic() - child.started_at
+            backoff = FIRST_BACKOFF_S if lived_s >= HEALTHY_AFTER_S else backoff
+            log.error(
+                "a process ended, restarting it",
+                extra={"child": child.name, "why": describe_exit(status), "lived_s": lived_s, "wait_s": backoff},
+            )
+            started = False
+            while not started:
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, LONGEST_BACKOFF_S)
+                try:
+                    await child.start()
+                    started = True
+                except OSError as error:
+                    why = {"child": child.name, "why": error.strerror, "wait_s": backoff}
+                    log.error("a process cannot be started, trying again", extra=why)

@@ -1,0 +1,1 @@
+"""What the router measures of itself and of the pools."""

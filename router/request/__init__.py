@@ -1,0 +1,1 @@
+"""What clients send: bodies, fields, and the errors that they get."""

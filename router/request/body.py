@@ -1,0 +1,131 @@
+"""Reads a JSON body: its size is bounded while it arrives, before anything is parsed."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.types import Receive
+
+from common.errors import InvalidRequest, Unavailable
+from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType, invalid_field
+
+M = TypeVar("M", bound=BaseModel)
+
+BODY_TIMEOUT_S = 60.0
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+"""How much of a refused body is still taken off the wire, so that its sender gets to read the answer."""
+DISCARD_TIMEOUT_S = 2.0
+SMALL_BYTES = 64 * 1024
+MAX_BODIES = 32
+"""How many bodies of the largest size may be held at once."""
+BUSY_RETRY_S = 2.0
+
+
+class BodyBudget:
+    """Bytes of all bodies that are being read or made into prompts. Small ones always find room."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self.max_bytes = MAX_BODIES * max_body_bytes
+        self.num_bytes = 0
+
+    def lease(self) -> BodyLease:
+        """Room for one body, given back at the end of its `with` block."""
+        return BodyLease(self)
+
+
+class BodyLease:
+    """What one body has of the budget."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self.budget = budget
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises Unavailable when other bodies have taken the room."""
+        self._num_bytes += num_bytes
+        self.budget.num_bytes += num_bytes
+        if self._num_bytes > SMALL_BYTES and self.budget.num_bytes > self.budget.max_bytes:
+            held = f"{self.budget.num_bytes:,} bytes of request bodies are held, the bound is {self.budget.max_bytes:,}"
+            raise Unavailable(held, retry_after_s=BUSY_RETRY_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.budget.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
+def parse(data: bytes, model: type[M]) -> M:
+    """The body as a checked `model`. Raises InvalidRequest."""
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return validated(body, model)
+
+
+def validated(body: dict[str, object], model: type[M]) -> M:
+    """A JSON object as a checked `model`. Raises InvalidRequest for the most specific of its problems."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise invalid_field(error, body) from error
+
+
+async def read_body(request: Request, lease: BodyLease) -> bytes:
+    """At most `max_body_bytes`. Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout, Unavailable."""
+    max_bytes = lease.budget.max_body_bytes
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise UnsupportedMediaType(f"the body must be application/json, not {kind[:100]!r}")
+    declared = request.headers.get("content-length", "0")
+    if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
+        await discard(request.receive)
+        raise _too_large(f"{int(declared):,} bytes", max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    break
+                lease.take(len(part))
+                parts.append(part)
+    except TimeoutError as error:
+        raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
+    if size > max_bytes:
+        await discard(request.receive, size)
+        raise _too_large(f"more than {max_bytes:,} bytes", max_bytes)
+    return b"".join(parts)
+
+
+def _too_large(size: str, max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body has {size}, this server takes {max_bytes:,}")
+
+
+async def discard(receive: Receive, size: int = 0) -> None:
+    """Take what still arrives of a body, of which `size` bytes are taken already, within bounds.
+
+    Closing at once would reset the connection under the answer.
+    """
+    try:
+        async with asyncio.timeout(DISCARD_TIMEOUT_S):
+            while size < MAX_DISCARDED_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:  # a sender this slow gets the answer and a closed connection
+        return

@@ -1,0 +1,105 @@
+"""What vLLM's clients add to requests of every API: how tokens are drawn, and what form the answer has."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+from common.wire.sampling_params import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from router.request.refused import Only, Refused
+
+MAX_STOP_CHARS = 1024
+MAX_SALT_CHARS = 256
+MIN_REPETITION_PENALTY = 0.01
+"""Logits are divided by it: by less, they are no finite numbers any more."""
+MAX_STRUCTURED_CHOICES = 4096
+INT64 = 2**63
+
+Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+JsonSchema = dict[str, Any] | bool
+GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+Choices = Annotated[list[GrammarText], Field(min_length=1, max_length=MAX_STRUCTURED_CHOICES, fail_fast=True)]
+
+
+def _not_too_many(bias: object) -> object:
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:  # before each of a million entries is looked at
+        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries, not {len(bias)}")
+    return bias
+
+
+LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_not_too_many)]
+
+
+class Fields(BaseModel):
+    """Base: types are taken as they are (no "1" for 1), what is not known is dropped."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class StructuredOutputs(Fields):
+    """One of these, which the whole answer must match."""
+
+    json_schema: JsonSchema | GrammarText | None = Field(None, alias="json", description="a JSON schema, or its text")
+    json_object: bool | None = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = Field(None, description="rules in the form of Lark or GBNF")
+    structural_tag: Refused = None
+    whitespace_pattern: Refused = None
+
+
+class Extensions(Fields):
+    """Optional fields of every API that generates."""
+
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="-1 or 0: off")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Int | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=10)] | None = None
+    logit_bias: LogitBias | None = Field(None, description="token id (as text) -> bias")
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = Field(
+        None, description="requests share cached prefixes only with requests of the same salt"
+    )
+
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: what the answer must match")
+    guided_json: JsonSchema | Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+
+    # Known to vLLM or SGLang, not here.
+    best_of: Annotated[Any, Only((1,))] = None
+    use_beam_search: Refused = None
+    length_penalty: Annotated[Any, Only((1, 1.0))] = None
+    truncate_prompt_tokens: Refused = None
+    bad_words: Refused = None
+    allowed_token_ids: Refused = None
+    logits_processors: Refused = None
+    custom_logit_processor: Refused = None
+    thinking_token_budget: Refused = None
+    guided_whitespace_pattern: Refused = None
+    structural_tag: Refused = None
+    documents: Refused = None
+    vllm_xargs: Refused = None
+    input_ids: Refused = None
+    regex: Refused = None
+    ebnf: Refused = None
+    json_schema: Refused = None
+    stop_regex: Refused = None
+    no_stop_trim: Refused = None
+    separate_reasoning: Annotated[Any, Only((True,))] = None
+    return_hidden_states: Refused = None
+    lora_path: Refused = None
+    session_params: Refused = None
+
+
+EXTENSIONS = (*Extensions.model_fields,)

@@ -1,0 +1,291 @@
+"""What a client may send, field by field. Unknown fields are ignored, every optional one may be null.
+
+A field that another server of these APIs knows, that would change the answer and that this server does not have, is
+`Refused` unless its value changes nothing: silence would be a wrong answer. tests/router/api/known has the list.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
+
+from common.errors import InvalidRequest
+from common.wire.sampling_params import MAX_GRAMMAR_CHARS
+from router.request.extensions import Extensions, Fields, JsonSchema, StopText, TokenId
+from router.request.refused import Only, Refused
+
+MAX_STOPS = 4
+MAX_CHOICES = 128
+MAX_MESSAGES = 10_000
+MAX_PROMPTS = 1024
+MAX_TOOLS = 1024
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+MAX_PARTS = 10_000
+"""Of the contents of all messages together, tool calls included."""
+
+NumAlternatives = Annotated[int, Field(ge=0, le=20)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class NamedSchema(Fields):
+    """A schema as OpenAI wraps it. The answer is held to it, `strict` or not."""
+
+    name: Annotated[str, Field(max_length=256)] | None = None
+    description: str | None = None
+    json_schema: JsonSchema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = Field(None, description='with type "json_schema"')
+
+
+class SamplingFields(Extensions):
+    """What both of OpenAI's older endpoints share: its sampling fields and vLLM's extensions of them."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="default 1; 0 is greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    return_token_ids: bool | None = Field(None, description="add prompt_token_ids and token_ids to the answer")
+    return_tokens_as_token_ids: bool | None = Field(None, description='log-probabilities name tokens "token_id:ID"')
+    prompt_logprobs: NumAlternatives | None = Field(None, description="of the prompt's tokens; not with stream: true")
+    user: Annotated[str, Field(max_length=4096)] | None = None
+    response_format: ResponseFormat | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for fields that exclude each other."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options: only allowed with stream: true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs: not allowed with stream: true", param="prompt_logprobs")
+
+    @abstractmethod
+    def longest_text(self) -> str | list[int]:
+        """The longest piece of a prompt that is surely in one: text or token ids."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class ContentPart(Fields):
+    """One part of a message; only text is understood here, that of a refusal included."""
+
+    type: Annotated[str, Field(max_length=64)]
+    text: str | None = None
+    refusal: str | None = Field(None, description='with type "refusal"')
+
+
+class FunctionCall(Fields):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Fields):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def as_dict(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class Message(Fields):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = Field(default=None, description="in place of content, or behind it")
+    function_call: Refused = None
+    audio: Refused = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was sent, nulls left out, for chat templates. Client data inside is not copied, however deep it is."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if isinstance(self.content, list):
+            message["content"] = [
+                {"type": part.type, "text": part.text, "refusal": part.refusal} for part in self.content
+            ]
+        if self.refusal:
+            parts = [{"type": "text", "text": self.content}] if isinstance(self.content, str) else message["content"]
+            message["content"] = [*(parts or ()), {"type": "refusal", "refusal": self.refusal}]
+        if self.tool_calls is not None:
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        message |= {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def not_too_many_parts(messages: object) -> object:
+    if isinstance(messages, list):  # before each of a million parts is looked at
+        found = (message.get(name) for message in messages if isinstance(message, dict) for name in _PARTS)
+        num_parts = sum(len(parts) for parts in found if isinstance(parts, list))
+        if num_parts > MAX_PARTS:
+            raise ValueError(f"must have at most {MAX_PARTS} parts and tool calls together, not {num_parts}")
+    return messages
+
+
+_PARTS = ("content", "tool_calls", "output")
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(not_too_many_parts),
+]
+
+
+class FunctionDefinition(Fields):
+    name: Annotated[str, StringConstraints(pattern=FUNCTION_NAME)]
+    description: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments; null: it has none")
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Fields):
+    name: str
+
+
+class NamedTool(Fields):
+    """A tool choice: this one, once."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatRequest(SamplingFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="default: as many as fit"
+    )
+    logprobs: bool | None = None
+    top_logprobs: NumAlternatives | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = Field(None, description="for chat templates that know of it")
+    include_reasoning: bool | None = Field(None, description="false: leave out what the model thinks first")
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(None, description='default "auto"')
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call an answer")
+
+    # Known, not here.
+    functions: Refused = None
+    function_call: Annotated[Any, Only(("none", "auto"))] = None
+    modalities: Annotated[list[Annotated[Any, Only(("text",))]], Field(max_length=64, fail_fast=True)] | None = None
+    audio: Refused = None
+    moderation: Refused = None
+    verbosity: Annotated[Any, Only(("medium",))] = None
+    web_search_options: Annotated[Any, Only((False,))] = None
+    chat_template: Refused = None
+    echo: Refused = None
+    add_special_tokens: Refused = None
+
+    def longest_text(self) -> str | list[int]:
+        """Of the last message: templates leave others out."""
+        content = self.messages[-1].content
+        return content if isinstance(content, str) else ""
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is told beside the messages. A template ignores variables that it does not know."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            variables["enable_thinking"] = False
+        return variables | (self.chat_template_kwargs or {})
+
+
+def _kind_of_prompt(prompt: object) -> str:
+    """Decided by the first element, so that one wrong id among a million is one problem and not three million."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else 0
+    return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
+
+
+Ids = Annotated[list[TokenId], Field(fail_fast=True)]
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Ids, Tag("ids")]
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
+    | Annotated[list[Ids], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("lists of ids")],
+    Discriminator(_kind_of_prompt),
+]
+
+
+class CompletionRequest(SamplingFields):
+    """`POST /v1/completions`."""
+
+    prompt: Prompt = Field(description="text, texts, token ids or lists of token ids")
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="default 16; 0 only with echo or prompt_logprobs"
+    )
+    echo: bool | None = None
+    logprobs: NumAlternatives | None = None
+    suffix: Refused = None
+    add_special_tokens: bool | None = None
+
+    def longest_text(self) -> str | list[int]:
+        prompt = self.prompt
+        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+            return cast(str | list[int], prompt)
+        return max(cast(list[str], prompt), key=len)  # or lists of ids: the longest either way
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise InvalidRequest("max_tokens: 0 is only allowed with echo or prompt_logprobs", param="max_tokens")
+
+    @property
+    def echo_logprobs(self) -> int | None:
+        """How many alternatives to show beside the log-probability of each token of an echo; None: no such."""
+        return self.logprobs if self.echo else None
+
+
+class TokenizeRequest(Fields):
+    """`POST /tokenize`: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="that a conversation's prompt tells of"
+    )
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Fields):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Ids
+    skip_special_tokens: bool | None = None

@@ -1,0 +1,111 @@
+"""Large bodies, parsed and checked in a thread: the event loop serves small requests meanwhile.
+
+C code that makes a million objects lets no other thread run until it is done. So a body is taken apart first, at the
+price of a look at its bytes: what no field wants is skipped, what cannot fit the model is refused by its number of
+commas, and the rest becomes objects piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import msgspec
+import orjson
+from pydantic import BaseModel
+
+from common.errors import ContextLengthExceeded, InvalidRequest
+from router.request.body import validated
+
+M = TypeVar("M", bound=BaseModel)
+Result = TypeVar("Result")
+
+LARGE_BYTES = 256 * 1024
+"""Smaller bodies take a few milliseconds at worst: less than the way to a thread and back is worth."""
+MAX_FIELD_BYTES = 1024 * 1024
+"""Of one field that is no part of the prompt, in a large body."""
+PROMPT_FIELDS = frozenset(("prompt", "messages", "input", "tokens"))
+Pieces = dict[str, msgspec.Raw]
+
+
+class Threads(Protocol):
+    """Where long work is done, a bounded number of jobs."""
+
+    async def apart(self, job: Callable[[], Result]) -> Result: ...
+
+
+class LargeBodies:
+    """`max_model_len` says how many tokens a prompt may have at most, `max_ids` how many may be made into text."""
+
+    def __init__(self, threads: Threads, max_model_len: Callable[[], int], max_ids: Callable[[], int]) -> None:
+        self._threads, self._max_model_len, self._max_ids = threads, max_model_len, max_ids
+
+    async def model(self, data: bytes, model: type[M]) -> M:
+        """The body as a checked `model`. Raises RequestError, Unavailable among them when too many wait."""
+        max_model_len, max_ids = self._max_model_len(), self._max_ids()
+        return await self._threads.apart(lambda: parse_large(data, model, max_model_len, max_ids))
+
+
+def parse_large(data: bytes, model: type[M], max_model_len: int, max_ids: int) -> M:
+    """As `body.parse` does, but for fields of no meaning here, which may hold anything that looks like JSON.
+
+    Raises InvalidRequest.
+    """
+    try:
+        fields = msgspec.json.decode(data, type=Pieces)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest("the body must be a JSON object") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    known = ((name, memoryview(raw)) for name, raw in fields.items() if name in model.model_fields)
+    return validated({name: _value(name, raw, max_model_len, max_ids) for name, raw in known}, model)
+
+
+def check_number_of_ids(num_ids: int, max_ids: int) -> None:
+    """Of `tokens` that are to be made into text. Raises InvalidRequest."""
+    if num_ids > max_ids:
+        raise InvalidRequest(f"tokens: {num_ids:,} ids, at most {max_ids:,} are made into text", param="tokens")
+
+
+def _value(name: str, raw: memoryview, max_model_len: int, max_ids: int) -> object:
+    if name not in PROMPT_FIELDS and len(raw) > MAX_FIELD_BYTES:
+        raise InvalidRequest(
+            f"{name}: may have at most {MAX_FIELD_BYTES:,} bytes of JSON, not {len(raw):,}", param=name
+        )
+    if name == "tokens" and _is_list(raw):
+        check_number_of_ids(_num_elements(raw), max_ids)
+    if len(raw) <= LARGE_BYTES or not _is_list(raw) or _holds_numbers(raw):
+        _check_number(name, raw, max_model_len)
+        return _object(raw)
+    pieces = [memoryview(piece) for piece in msgspec.json.decode(raw, type=list[msgspec.Raw])]
+    for i, piece in enumerate(pieces):
+        _check_number(name, piece, max_model_len, f"[{i}]")
+    return [_object(piece) for piece in pieces]
+
+
+def _is_list(raw: memoryview) -> bool:
+    return bytes(raw[:1]) == b"["
+
+
+def _holds_numbers(raw: memoryview) -> bool:
+    """Whether JSON looks like token ids."""
+    return _is_list(raw) and bytes(raw[1:64]).lstrip()[:1].isdigit()
+
+
+def _num_elements(raw: memoryview) -> int:
+    """Of a list of numbers, which is not empty."""
+    return bytes(raw).count(b",") + 1
+
+
+def _check_number(name: str, raw: memoryview, max_model_len: int, place: str = "") -> None:
+    """Of token ids in a prompt. Raises ContextLengthExceeded."""
+    num_tokens = _num_elements(raw) if name == "prompt" and _holds_numbers(raw) else 0
+    if num_tokens >= max_model_len:
+        raise ContextLengthExceeded(num_tokens, max_model_len, where=f"{name}{place}")
+
+
+def _object(raw: memoryview) -> object:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error

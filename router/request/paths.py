@@ -1,0 +1,13 @@
+"""The paths of endpoints that more than one module names."""
+
+from __future__ import annotations
+
+from typing import Final
+
+CHAT_PATH: Final = "/v1/chat/completions"
+COMPLETION_PATH: Final = "/v1/completions"
+RESPONSES_PATH: Final = "/v1/responses"
+MESSAGES_PATH: Final = "/v1/messages"
+MODELS_PATH: Final = "/v1/models"
+GENERATING: Final = frozenset((CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH))
+"""A POST there asks for an answer of the model."""

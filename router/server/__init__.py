@@ -1,0 +1,1 @@
+"""The HTTP server: connections, their bounds, and what every request passes first."""

@@ -1,0 +1,99 @@
+"""The router's HTTP application."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
+
+from common import __version__
+from common.config import RouterConfig
+from common.errors import RequestError
+from common.model_files.files import ModelFiles
+from router.api.anthropic_fields import CountTokensRequest, MessagesRequest
+from router.api.generate import generate_routes
+from router.api.info import model_routes, probe_routes, token_routes
+from router.api.openapi import install_openapi
+from router.api.responses_fields import ResponsesRequest
+from router.auth.gate import Gate
+from router.generation.service import Service, ServingClient
+from router.generation.tracing import Tracing
+from router.observe.metrics import RouterMetrics
+from router.request.errors import CLIENT_CLOSED, MethodNotAllowed, UnknownPath, error_response
+from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.server.front import Front
+from router.text.pipeline import TextPipeline
+
+MAX_SHOWN_PATH = 200
+
+
+def build_app(
+    client: ServingClient,
+    text: TextPipeline,
+    files: ModelFiles,
+    config: RouterConfig,
+    metrics: RouterMetrics,
+    failure: Callable[[], str] = str,
+    tracing: Tracing | None = None,
+) -> FastAPI:
+    """The application over a client of the pools. `app.state.service` is its `Service`, for whoever drains it.
+
+    `failure` says why `/health` must not be 200; "" while all is well. Raises ConfigError when a file that the
+    configuration names cannot be used.
+    """
+    gate = Gate(config, metrics)
+    service = Service(client, text, files, config, metrics, gate, failure, tracing)
+    app = FastAPI(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.service = service
+    routers = [routes(service) for routes in (generate_routes, model_routes, token_routes, probe_routes)]
+    for router in routers:
+        app.include_router(router)
+    refusals = _Refusals(service, [route for router in routers for route in router.routes])
+    app.add_exception_handler(RequestError, refusals.of_ours)
+    app.add_exception_handler(HTTPException, refusals.of_framework)
+    app.add_exception_handler(ClientDisconnect, refusals.of_leaving)
+    app.add_middleware(Front, service=service)
+    generating = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+    install_openapi(app, (*generating, CountTokensRequest, TokenizeRequest, DetokenizeRequest))
+    return app
+
+
+class _Refusals:
+    """Exceptions made into answers, and counted."""
+
+    def __init__(self, service: Service, routes: Sequence[BaseRoute]) -> None:
+        self._metrics, self._routes = service.metrics, routes
+
+    async def of_ours(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        self._metrics.count_error(error.status, error.type)
+        return error_response(error)
+
+    async def of_framework(self, request: Request, error: Exception) -> Response:
+        """Starlette's own: no such path, or not this method."""
+        assert isinstance(error, HTTPException)
+        path = request.url.path[:MAX_SHOWN_PATH]
+        ours: RequestError = UnknownPath(f"there is no {path} here")
+        if error.status_code == 405:
+            allowed = self._methods(request) or (error.headers or {}).get("Allow", "")
+            ours = MethodNotAllowed(f"{path} takes {allowed}, not {request.method[:20]}")
+            self._metrics.count_error(ours.status, ours.type)
+            return error_response(ours, {"Allow": allowed})
+        elif error.status_code != 404:
+            ours = RequestError(str(error.detail))
+            ours.status = error.status_code
+        self._metrics.count_error(ours.status, ours.type)
+        return error_response(ours, error.headers)
+
+    def _methods(self, request: Request) -> str:
+        """Those that any route of the path takes; the framework names those of one route."""
+        routes = [route for route in self._routes if route.matches(request.scope)[0] is not Match.NONE]
+        return ", ".join(sorted({method for route in routes for method in getattr(route, "methods", ())}))
+
+    async def of_leaving(self, request: Request, error: Exception) -> Response:
+        self._metrics.count_error(CLIENT_CLOSED, "client_closed")
+        return Response(status_code=CLIENT_CLOSED)  # nobody reads it

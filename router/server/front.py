@@ -1,0 +1,82 @@
+"""What every HTTP request passes first: its id, its key and limits, the room there is, the count of active requests,
+the last net.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.errors import InternalError, RequestError
+from router.generation.service import Service
+from router.request.errors import CLIENT_CLOSED, error_response
+from router.server.entrance import check_entrance, clear_the_way, closes, generates
+
+log = logging.getLogger(__name__)
+
+SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class Front:
+    """Pure ASGI, so that streams and disconnects pass through untouched."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        service, gate = self._service, self._service.gate
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")
+        if not SANE_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        visit = gate.arrive(scope, request_id)
+        scope.setdefault("state", {}).update(request_id=request_id, visit=visit)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                visit.status = message["status"]
+                added = MutableHeaders(scope=message)
+                added["x-request-id"] = request_id
+                for name, value in gate.headers(visit).items():
+                    added[name] = value
+            await send(message)
+
+        service.num_active += 1
+        try:
+            try:
+                gate.admit(visit, shown_key(headers))
+                if generates(scope):
+                    check_entrance(service, visit, headers)
+            except RequestError as refusal:
+                if not visit.error:  # not counted yet
+                    visit.error = type(refusal).__name__
+                    service.metrics.count_error(refusal.status, refusal.type)
+                await clear_the_way(scope, headers, receive)
+                await error_response(refusal, closes(headers))(scope, receive, send_with_headers)
+                return
+            await self._app(scope, receive, send_with_headers)
+        except Exception:
+            log.exception("failed to answer", extra={"path": scope["path"], "request_id": request_id})
+            visit.error = InternalError.__name__
+            if not visit.status:
+                error = InternalError("the server failed to handle this request")
+                service.metrics.count_error(error.status, error.type)
+                await error_response(error)(scope, receive, send_with_headers)
+        finally:
+            service.num_active -= 1
+            visit.status = visit.status or CLIENT_CLOSED
+            gate.leave(visit)
+
+
+def shown_key(headers: Headers) -> bytes:
+    """The key in `Authorization: Bearer` or `x-api-key`; empty for none and for another scheme."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return given.encode("latin-1")

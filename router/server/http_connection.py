@@ -1,0 +1,291 @@
+"""One HTTP connection: uvicorn's protocol, with a bound on everything that a client can make it wait for or hold.
+
+    head within header_timeout_s, MAX_HEAD_BYTES, MAX_HEADERS ─> the application ─> answer read, or cut CLOSE_S later
+
+uvicorn itself waits for ever for the first byte, for the end of a head and for room to write an answer behind one that
+is not read, takes heads of any size, queues as many pipelined requests as come in one piece, and logs a warning for
+each bad one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httptools
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from common.errors import InvalidRequest, RequestError, Unavailable
+from router.request.body import MAX_DISCARDED_BYTES
+from router.request.errors import HeadTimeout, HeadTooLarge, error_object
+from router.server.entrance import generates
+from router.server.places import Places
+
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 128
+MAX_PIPELINED = 16
+CLOSE_S = 30.0
+"""How long the peer may take to read the rest of what was sent before a connection was closed, or before the answer to
+its next request can be written."""
+PHRASES = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What connections may do. `on_reject` is told the reason whenever something is turned away.
+
+    `answer_s`: how long a generation, which may pause for want of a reader, may wait for it.
+    """
+
+    places: Places
+    header_timeout_s: float
+    answer_s: float
+    on_reject: Callable[[str], None]
+
+
+class Connection(HttpToolsProtocol):
+    """`awaiting_since`: event loop time since when the client owes a request's head; None while it owes none.
+
+    `unread_since`: since when it has read too little for more to be written; None while it reads.
+    """
+
+    def __init__(self, bounds: Bounds, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self.bounds = bounds
+        self.awaiting_since: float | None = None
+        self.closing_since: float | None = None
+        self.unread_since: float | None = None
+        self._in_head = self._in_body = self._refused = False
+        self._framing = False  # while a new parser learns how long a body is
+        self._num_unread = 0
+        self._late_bytes = self._head_bytes = self._num_headers = 0
+        self._refusal: tuple[RequestError, str] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    # ------------------------------------------------------------ asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.awaiting_since = self.loop.time()
+        if not self.bounds.places.enter(transport):
+            most = self.bounds.places.most
+            self._refuse(Unavailable(f"{most:,} connections are open, the most this router takes"), "connections")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.bounds.places.leave(self.transport)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self.unread_since = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self.unread_since = None
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._unset_keepalive_if_required()
+        if self._in_head:
+            self._late_bytes += len(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            bad = InvalidRequest("the request is not valid HTTP/1.1")
+            self._refuse(*(self._refusal or (bad, "malformed")))
+            return
+        if self._in_head and self._late_bytes > MAX_HEAD_BYTES:  # one endless line calls no callback
+            self._refuse(_too_large(), "head")
+        elif self._num_unread and self.idle:
+            self._on_unread()
+        elif self.awaiting_since is None and self.idle:  # bytes that begin no request, such as empty lines
+            self.awaiting_since = self.loop.time()
+
+    # ------------------------------------------------------------ the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        if self._framing:
+            return
+        super().on_message_begin()
+        if self._num_unread:
+            self.awaiting_since = None
+        self._in_head = True
+        self._late_bytes = self._head_bytes = self._num_headers = 0
+        if self.awaiting_since is None:
+            self.awaiting_since = self.loop.time()
+
+    def on_url(self, url: bytes) -> None:
+        if self._framing:
+            return
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._framing:
+            return
+        self._num_headers += 1
+        self._count(len(name) + len(value))
+        if self._in_head:  # else a trailer: by then the headers have been judged
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._framing:
+            return
+        self._in_head, self._in_body = False, True
+        self._num_unread = 0
+        self.awaiting_since = None
+        self.bounds.places.work(self.transport)
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._give_up(InvalidRequest(f"more than {MAX_PIPELINED} requests wait on this connection"), "pipelined")
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self.idle:  # answered before it was read
+            self._num_unread += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and not self._tunnels:
+            return  # its body is still to come, see `_parse`
+        self._in_body = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.awaiting_since is not None:  # the next head came before this answer was through
+            self.awaiting_since = self.loop.time()
+        super().on_response_complete()
+        if self.idle:
+            self.bounds.places.rest(self.transport)
+
+    # ------------------------------------------------------------ the server's clock
+
+    def check(self, now: float) -> None:
+        """Ends what took too long; called about once a second."""
+        if self.transport.is_closing():
+            self.closing_since = self.closing_since or now
+            if now - self.closing_since > CLOSE_S:
+                self.transport.abort()
+        elif self.awaiting_since is not None and self.idle:
+            if now - self.awaiting_since <= self.bounds.header_timeout_s:
+                return
+            if self._in_head:
+                allowed = f"{self.bounds.header_timeout_s:g} s"
+                self._refuse(HeadTimeout(f"the request's head did not arrive within {allowed}"), "slow_head")
+            else:  # it never began to ask
+                self.bounds.on_reject("silent")
+                self.transport.close()
+        elif self.unread_since is not None and not self.idle and now - self.unread_since > self._reading_s:
+            self.bounds.on_reject("unread_answer")
+            self.transport.abort()
+
+    @property
+    def _reading_s(self) -> float:
+        """How long the client may leave what was written unread while more waits."""
+        cycles = (self.cycle, *(cycle for cycle, _ in self.pipeline))
+        return self.bounds.answer_s if any(generates(cycle.scope) for cycle in cycles) else CLOSE_S
+
+    # ------------------------------------------------------------ inside
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser, and decline every upgrade that is asked for: such a request is like any other.
+
+        The parser takes what follows its head for another protocol. But Java's HTTP client asks for HTTP/2 with each
+        first POST, and sends the body.
+        """
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if self._tunnels:
+                    self.cycle.keep_alive = False
+                    self._refused = True
+                    return
+                data = data[upgrade.args[0] :]
+                self._resume_at_body()
+            else:
+                return
+
+    @property
+    def _tunnels(self) -> bool:
+        """Whether the request is a CONNECT: whatever follows, it is no HTTP."""
+        return bool(self.scope["method"] == "CONNECT")
+
+    def _resume_at_body(self) -> None:
+        """A new parser, which knows of the present request's head only how long its body is."""
+        lengths = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._framing = True
+        try:
+            fields = b"".join(b"%s: %s\r\n" % pair for pair in lengths)
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + fields + b"\r\n")
+        finally:
+            self._framing = False
+
+    def _on_unread(self) -> None:
+        """The rest of a body came whose answer is out: the parser dropped it. It may not last for ever."""
+        if self._in_head:  # the next request's
+            self._num_unread = 0
+        elif not self._in_body:
+            self._num_unread, self.awaiting_since = 0, None
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        elif self._num_unread > MAX_DISCARDED_BYTES:
+            self.bounds.on_reject("unread")
+            self.transport.close()
+        else:
+            self.awaiting_since = self.awaiting_since or self.loop.time()
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > MAX_HEAD_BYTES or self._num_headers > MAX_HEADERS:
+            self._give_up(_too_large(), "head")
+
+    def _give_up(self, error: RequestError, reason: str) -> None:
+        """From within a callback: the parser stops, and `data_received` answers."""
+        self._refusal = (error, reason)
+        raise error
+
+    def _refuse(self, error: RequestError, reason: str) -> None:
+        """Answer with `error` and close; an answer that is under way already goes first."""
+        self._refused = True
+        self.bounds.on_reject(reason)
+        if self.pipeline:  # whole requests wait before the bad one: which of them is being answered is not known here
+            self.transport.close()
+            return
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and not cycle.more_body:
+            cycle.keep_alive = False  # it is the last one: the connection ends with it
+            return
+        started = cycle is not None and cycle.response_started and not cycle.response_complete
+        if not started and not self.transport.is_closing():
+            self.transport.write(_answer(error))
+        self.transport.close()
+
+
+def _too_large() -> HeadTooLarge:
+    return HeadTooLarge(f"the request's head may have {MAX_HEAD_BYTES:,} bytes and {MAX_HEADERS} headers")
+
+
+def _answer(error: RequestError) -> bytes:
+    body = orjson.dumps(error_object(error))
+    retry = "Retry-After: 1\r\n" if error.status == 503 else ""
+    head = (
+        f"HTTP/1.1 {error.status} {PHRASES[error.status]}\r\nContent-Type: application/json\r\n{retry}"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

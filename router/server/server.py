@@ -1,0 +1,244 @@
+"""Runs the application until a signal, and ends it without cutting answers that are nearly done.
+
+SIGTERM ─> /ready 503, new requests 503 ─> running answers get drain_timeout_s ─> what is left ends with an error event
+SIGHUP ──> keys, certificate and audit log are opened anew
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from common.config import RouterConfig
+from common.wire import listening
+from router.fleet.fleet import MAX_DISCOVERED
+from router.generation.exchange import SEND_GRACE_S
+from router.generation.service import Service
+from router.server.handshakes import Handshakes
+from router.server.http_connection import Bounds, Connection
+from router.server.places import Places
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+CLOSE_S = 1
+KEEP_ALIVE_S = 75
+"""Longer than clients and balancers keep idle connections, so that it is they who close them, never under a request."""
+POLL_S = 0.02
+TICKS_A_CHECK = 10
+"""uvicorn ticks ten times a second; connections are looked at once."""
+OTHER_FILES = 256
+"""Descriptors that a router needs beside those of its clients and workers: files, libraries."""
+FILES_A_WORKER = 8
+"""Of the connection to one worker: three sockets' wake-ups and the connection itself, twice while one takes over."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket: early clients wait. Raises OSError when the address is taken or not this machine's."""
+    return listening.listen(host, port, BACKLOG)
+
+
+class Server(uvicorn.Server):
+    """uvicorn with bounded connections, and without signal handlers of its own."""
+
+    def __init__(self, service: Service, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        settings, self._metrics = service.config, service.metrics
+        reject = service.metrics.count_rejected
+        places = Places(connections_possible(settings), lambda: reject("evicted"))
+        answer_s = settings.request_timeout_s + SEND_GRACE_S
+        self._bounds = Bounds(places, settings.header_timeout_s, answer_s, reject)
+        certificate = service.gate.certificate
+        self._tls: ssl.SSLContext | None = None if certificate is None else certificate.context
+        self._accepting: list[asyncio.Task[None]] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens on `sockets`."""
+        loop = asyncio.get_running_loop()
+        await self.lifespan.startup()
+        if self._tls is None:
+            self.servers = [
+                await loop.create_server(self._connection, sock=each, backlog=BACKLOG) for each in sockets or ()
+            ]
+        else:
+            self.servers = []
+            for each in sockets or ():
+                self._shake_hands(each, self._tls)
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.stop_listening()
+        await super().shutdown(sockets)
+
+    def stop_listening(self) -> None:
+        """Accept nothing more; what is connected stays."""
+        for server in self.servers:
+            server.close()
+        for task in self._accepting:
+            task.cancel()
+
+    def _shake_hands(self, listener: socket.socket, tls: ssl.SSLContext) -> None:
+        bounds = self._bounds
+        handshakes = Handshakes(
+            listener,
+            tls,
+            self._connection,
+            most=bounds.places.most,
+            timeout_s=bounds.header_timeout_s,
+            on_cut=lambda: bounds.on_reject("handshake"),
+        )
+        task = asyncio.create_task(handshakes.run(), name="accept")
+        task.add_done_callback(self._on_accepting_ended)
+        self._accepting.append(task)
+
+    def _on_accepting_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("connections are no longer accepted: the router ends", exc_info=task.exception())
+            self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_A_CHECK == 0:
+            self.check_connections()
+        return await super().on_tick(counter)
+
+    def check_connections(self) -> None:
+        """Ends those that took too long."""
+        now = asyncio.get_running_loop().time()
+        connections = list(self.server_state.connections)
+        self._metrics.connections.set(len(connections))
+        for connection in connections:
+            assert isinstance(connection, Connection)
+            connection.check(now)
+
+    def _connection(self) -> Connection:
+        return Connection(
+            self._bounds, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGINT or SIGTERM sets; the second signal ends the process at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _on_signal, stop)
+    return stop
+
+
+async def serve(
+    app: FastAPI, listener: socket.socket, close: Callable[[], Awaitable[None]], stop: asyncio.Event
+) -> None:
+    """Serve on `listener` until `stop` is set. `close` ends the app's client once the time to drain is over."""
+    service: Service = app.state.service
+    allow_files(service.config)
+    if service.gate.reloads:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
+    server = server_of(app)
+    running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    watching = asyncio.create_task(service.gate.watch(), name="watch")
+    await asyncio.wait((running, stopping, watching), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    try:
+        await _drain(service)
+        await close()
+        server.should_exit = True
+        await running
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await asyncio.to_thread(service.gate.close)
+    if watching.done() and not watching.cancelled():
+        watching.result()  # it ends only by a bug, which must not pass in silence
+
+
+def server_of(app: FastAPI) -> Server:
+    """The server of an application that `build_app` made."""
+    config = uvicorn.Config(
+        app,
+        loop="none",  # it runs already
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=CLOSE_S,
+    )
+    config.load()
+    server = Server(app.state.service, config)
+    server.lifespan = config.lifespan_class(config)
+    return server
+
+
+def files_needed(config: RouterConfig) -> int:
+    """Descriptors for as many clients as are let in, as many that shake hands, and as many workers as there may be."""
+    return _files_a_connection(config) * config.max_connections + _other_files(config)
+
+
+def connections_possible(config: RouterConfig) -> int:
+    """As many as are allowed, or as descriptors are left for: a client that gets none hears nothing at all."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return config.max_connections
+    files = max(soft - _other_files(config), soft // 2)
+    return max(1, min(config.max_connections, files // _files_a_connection(config)))
+
+
+def allow_files(config: RouterConfig) -> None:
+    """Raises the soft limit of open files towards what is needed, and says so; a lower hard limit is a warning."""
+    needed = files_needed(config)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    possible = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if possible > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
+        log.info("limit of open files raised", extra={"files": possible, "before": soft})
+    if possible < needed:
+        said = {"files": possible, "wanted": needed, "connections": connections_possible(config)}
+        log.warning("fewer open files than connections allowed", extra=said)
+
+
+def _files_a_connection(config: RouterConfig) -> int:
+    return 2 if config.tls_cert else 1
+
+
+def _other_files(config: RouterConfig) -> int:
+    static = len(config.prefill) + len(config.decode)
+    num_workers = static if config.discovery == "static" else MAX_DISCOVERED
+    return FILES_A_WORKER * num_workers + OTHER_FILES
+
+
+async def _drain(service: Service) -> None:
+    """Take nothing new; wait for what runs."""
+    service.draining = True
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + service.config.drain_timeout_s
+    while service.num_active and loop.time() < deadline:  # noqa: ASYNC110 (a counter, looked at for three seconds)
+        await asyncio.sleep(POLL_S)
+    log.info("stopping", extra={"unfinished": service.num_active})
+
+
+def _on_signal(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        log.warning("second signal: exiting at once")
+        os._exit(1)
+    stop.set()

@@ -1,0 +1,54 @@
+"""The parts that an answer is made of, in the order of its text: thoughts, text and calls of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtPart:
+    """More of what the model thinks."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """More of what the model says; `start` is its first character's place in the answer as the model wrote it."""
+
+    text: str
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """More of call `index` of an answer: `name` comes with its first part, `arguments` are JSON in pieces."""
+
+    index: int
+    name: str = ""
+    arguments: str = ""
+
+
+Part = ThoughtPart | TextPart | CallPart
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """The parts in their order, neighbours of one kind, or of one call, made one."""
+    return [_one(list(neighbours)) for _, neighbours in groupby(parts, key=_kind)]
+
+
+def _kind(part: Part) -> tuple[type[Part], int]:
+    return type(part), part.index if isinstance(part, CallPart) else 0
+
+
+def _one(neighbours: Sequence[Part]) -> Part:
+    first = neighbours[0]
+    if len(neighbours) == 1:
+        return first
+    if isinstance(first, CallPart):
+        arguments = [part.arguments for part in neighbours if isinstance(part, CallPart)]
+        return CallPart(first.index, first.name, "".join(arguments))
+    text = "".join([part.text for part in neighbours if not isinstance(part, CallPart)])
+    return ThoughtPart(text) if isinstance(first, ThoughtPart) else TextPart(text, first.start)

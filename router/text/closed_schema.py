@@ -1,0 +1,133 @@
+"""JSON schemas whose objects have the members that they name and no others, unless they say otherwise.
+
+JSON Schema allows whatever is not forbidden, and a weak model invents members where it may. So do as xgrammar does in
+its strict mode, the default of vLLM and SGLang, and as OpenAI wants schemas to be for `strict: true`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+SINGLE = ("items", "additionalItems", "contains", "additionalProperties", "then", "else")
+ALTERNATIVES = ("anyOf", "oneOf", "$ref", "then", "else", "dependentSchemas")
+"""Each describes the same value as the schema that it is in, once."""
+OF_OTHERS = ("additionalProperties", "minProperties", "propertyNames")
+"""What an object may say of members that it does not name."""
+
+Schema = Mapping[str, Any]
+
+
+def closed(schema: Schema) -> Schema:
+    """The schema with `additionalProperties: false` where an object names members and says nothing of others.
+
+    What several schemas describe together (an `allOf` of two, a `$ref` beside `properties`) stays open: each of them
+    would forbid the members that the others name.
+    """
+    try:
+        shared = _shared(schema)
+    except LookupError:
+        return schema
+    return {**_closed(schema, shared)}
+
+
+def _closed(schema: Any, shared: set[int]) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    copy = dict(schema)
+    for key, value in schema.items():
+        if key in NAMED and isinstance(value, Mapping):
+            copy[key] = {name: _closed(child, shared) for name, child in value.items()}
+        elif key in LISTED and isinstance(value, list):
+            copy[key] = [_closed(child, shared) for child in value]
+        elif key in SINGLE:
+            copy[key] = _closed(value, shared)
+    if id(schema) not in shared and _names_all(schema):
+        copy["additionalProperties"] = False
+    return copy
+
+
+def _names_all(schema: Schema) -> bool:
+    """Whether the members that an object names may be all that it has."""
+    named, patterns, required = (schema.get(key) for key in ("properties", "patternProperties", "required"))
+    if not isinstance(named, Mapping) and not isinstance(patterns, Mapping):
+        return False
+    if any(key in schema for key in OF_OTHERS) or schema.get("unevaluatedProperties", False) is not False:
+        return False
+    known = named if isinstance(named, Mapping) else {}
+    return not isinstance(required, list) or all(name in known for name in required)
+
+
+def _shared(document: Schema) -> set[int]:
+    """Identities of the schemas in a document that describe a value together with others.
+
+    Raises LookupError where one of them is referred to by something else than its place.
+    """
+    found: set[int] = set()
+    left: list[Any] = [document]
+    while left:
+        schema = left.pop()
+        if isinstance(schema, Mapping):
+            left.extend(_children(schema))
+            if _num_descriptions(schema) > 1:
+                _share(schema, document, found)
+    return found
+
+
+def _num_descriptions(schema: Schema) -> int:
+    """How many schemas describe a value of this one: itself, and those that it applies to the same value."""
+    itself = any(key in schema for key in ("properties", "patternProperties", "required"))
+    return itself + len(_list(schema, "allOf")) + sum(key in schema for key in ALTERNATIVES)
+
+
+def _share(schema: Schema, document: Schema, found: set[int]) -> None:
+    """Add a schema, and all that describe the same value."""
+    left: list[Any] = [schema]
+    while left:
+        schema = left.pop()
+        if not isinstance(schema, Mapping) or id(schema) in found:
+            continue
+        found.add(id(schema))
+        for key in ("allOf", "anyOf", "oneOf"):
+            left.extend(_list(schema, key))
+        left.extend(_dict(schema, "dependentSchemas").values())
+        left.extend(schema[key] for key in ("then", "else") if key in schema)
+        if "$ref" in schema:
+            left.append(_target(schema["$ref"], document))
+
+
+def _children(schema: Schema) -> Iterable[Any]:
+    for key in NAMED:
+        yield from _dict(schema, key).values()
+    for key in LISTED:
+        yield from _list(schema, key)
+    yield from (schema[key] for key in SINGLE if key in schema)
+
+
+def _target(reference: object, document: Schema) -> Any:
+    """What a reference of the form `#/$defs/name` names. Raises LookupError for another, or if there is none."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        raise LookupError(reference)
+    target: Any = document
+    for step in unquote(reference).split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list):
+            target = dict(enumerate(target))[int(key) if key.isdecimal() else -1]
+        elif isinstance(target, Mapping):
+            target = target[key]
+        else:
+            raise LookupError(reference)
+    return target
+
+
+def _dict(schema: Schema, key: str) -> Mapping[str, Any]:
+    value = schema.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(schema: Schema, key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []

@@ -1,0 +1,79 @@
+"""A conversation as chat templates expect it, from the forms that OpenAI's API allows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common.errors import InvalidRequest
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]], *, knows_developer: bool = False) -> list[dict[str, Any]]:
+    """Content as one string, tool calls with their arguments as objects.
+
+    A "developer" message becomes a "system" message for a template that does not know the role. Raises InvalidRequest
+    for content that is not text.
+    """
+    return [_message(message, index, knows_developer) for index, message in enumerate(messages)]
+
+
+def _message(message: Mapping[str, Any], index: int, knows_developer: bool) -> dict[str, Any]:
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["content"] = content_text(message.get("content"), index)
+    if plain.get("role") == "developer" and not knows_developer:
+        plain["role"] = "system"
+    if "tool_calls" in plain:
+        plain["tool_calls"] = _tool_calls(plain["tool_calls"], index)
+    return plain
+
+
+def content_text(content: Any, index: int) -> str:
+    """The text of a message's content: a string, null, or text parts, which are joined by line breaks."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise _refused(index, f"is {type(content).__name__}: send a string or text parts")
+    return "\n".join(_part_text(part, index) for part in content)
+
+
+def _part_text(part: Any, index: int) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise _refused(index, f"has a part that is {type(part).__name__}: send objects of type 'text'")
+    kind = str(part.get("type", "text"))
+    text = part.get(TEXT_PARTS.get(kind, ""))
+    if not isinstance(text, str):
+        raise _refused(index, f"has a part of type {kind[:40]!r}: this model takes text only")
+    return text
+
+
+def _refused(index: int, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"messages[{index}].content {reason}", param=f"messages[{index}].content")
+
+
+def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or not all(
+        isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) for call in calls
+    ):
+        param = f"messages[{index}].tool_calls"
+        raise InvalidRequest(f"{param} is not a list of function calls", param=param)
+    return [_tool_call(call) for call in calls]
+
+
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Templates write arguments with `tojson`, so JSON text is parsed first; what is no JSON object stays text."""
+    function = dict(call["function"])
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            parsed = None
+        function["arguments"] = parsed if isinstance(parsed, dict) else arguments
+    return {**call, "function": function}

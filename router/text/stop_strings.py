@@ -1,0 +1,111 @@
+"""Stop strings in text that arrives in pieces: one step per character (Aho and Corasick, 1975)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from common.errors import InvalidRequest
+
+MAX_STOP_CHARS = 4096
+AUTOMATONS_KEPT = 32
+
+
+@dataclass(slots=True)
+class _Node:
+    """A prefix of a stop string: `depth` characters. `match` is the longest stop string that ends here."""
+
+    depth: int
+    children: dict[str, _Node]
+    fallback: _Node | None = None  # the longest proper suffix that is a prefix too; None at the root
+    match: str = ""
+
+
+class StopScanner:
+    """Cuts one text at the stop string that is complete first; of those that end together, at the longest.
+
+    Holds back exactly the characters that may still turn out to begin a stop string. `include_stop` leaves the string
+    itself in the text. Raises InvalidRequest for an empty string or for more than `MAX_STOP_CHARS` in all.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        self._root = _automaton(tuple(stops))
+        self._include_stop = include_stop
+        self._node = self._root
+        self._held = ""
+        self._stop: str | None = None
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was found."""
+        return self._stop
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text that is safe to show now, and whether a stop string ended it. After the end there is only ""."""
+        if self._stop is not None:
+            return "", True
+        if self._node is self._root and self._root.children.keys().isdisjoint(text):
+            return text, False
+        known = self._held + text
+        for index, char in enumerate(text, start=len(self._held) + 1):
+            self._node = _step(self._node, char)
+            if self._node.match:
+                return self._cut(known[:index], self._node.match)
+        safe = len(known) - self._node.depth
+        self._held = known[safe:]
+        return known[:safe], False
+
+    def flush(self) -> str:
+        """What was held back, at the end of a text that no stop string cut."""
+        held, self._held, self._node = self._held, "", self._root
+        return held
+
+    def _cut(self, text: str, stop: str) -> tuple[str, bool]:
+        self._stop, self._held, self._node = stop, "", self._root
+        return (text if self._include_stop else text.removesuffix(stop)), True
+
+
+def _step(node: _Node, char: str) -> _Node:
+    while True:
+        child = node.children.get(char)
+        if child is not None:
+            return child
+        if node.fallback is None:
+            return node
+        node = node.fallback
+
+
+@lru_cache(maxsize=AUTOMATONS_KEPT)
+def _automaton(stops: tuple[str, ...]) -> _Node:
+    """The trie of all stop strings with its fallback links. It is never changed afterwards: requests share it."""
+    _check(stops)
+    root = _Node(0, {})
+    for stop in stops:
+        node = root
+        for char in stop:
+            node = node.children.setdefault(char, _Node(node.depth + 1, {}))
+        node.match = stop
+    level = list(root.children.values())
+    for node in level:
+        node.fallback = root
+    while level:
+        level = [_link(node, char, child) for node in level for char, child in node.children.items()]
+    return root
+
+
+def _link(parent: _Node, char: str, child: _Node) -> _Node:
+    assert parent.fallback is not None  # breadth first: the parent has its link
+    child.fallback = _step(parent.fallback, char)
+    child.match = child.match or child.fallback.match
+    return child
+
+
+def _check(stops: tuple[str, ...]) -> None:
+    if not all(stops):
+        raise InvalidRequest("a stop string is empty: leave it out", param="stop")
+    total = sum(map(len, stops))
+    if total > MAX_STOP_CHARS:
+        raise InvalidRequest(
+            f"the stop strings have {total:,} characters together, at most {MAX_STOP_CHARS:,} are taken", param="stop"
+        )

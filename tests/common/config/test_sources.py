@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from common.config import (
+    CONFIG_CLASSES,
+    DecodeWorkerConfig,
+    PrefillWorkerConfig,
+    RouterConfig,
+    is_loopback,
+    parse_cores,
+)
+from common.config.field import GROUPS, Config, fields_of, setting, to_argv, to_env
+from common.config.sources import load, read, variables_of
+from common.errors import ConfigError
+
+DECODE = "tcp://127.0.0.1:7002"
+
+
+def decode_worker(*argv: str, file: Path | None = None, **environ: str) -> DecodeWorkerConfig:
+    argv = (*argv, "--config", str(file)) if file else argv
+    return read(DecodeWorkerConfig, argv, environ=environ)
+
+
+def refusal(argv: Sequence[str] = (), cls: type[Config] = DecodeWorkerConfig, **environ: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        read(cls, argv, environ=environ)
+    return caught.value
+
+
+def test_a_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "diptych.toml"
+    file.write_text("max_num_seqs = 2\n[decode_worker]\nmax_num_seqs = 3\n")
+    assert decode_worker().max_num_seqs == 64
+    assert decode_worker(file=file).max_num_seqs == 3
+    assert decode_worker(file=file, DIPTYCH_MAX_NUM_SEQS="4").max_num_seqs == 4
+    assert decode_worker(DIPTYCH_DECODE_MAX_NUM_SEQS="5", DIPTYCH_MAX_NUM_SEQS="4").max_num_seqs == 5
+    assert decode_worker("--max-num-seqs=6", file=file, DIPTYCH_DECODE_MAX_NUM_SEQS="5").max_num_seqs == 6
+
+
+def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "diptych.toml"
+    file.write_text("watermark = 0\n")  # a whole number where a float is expected
+    assert decode_worker(DIPTYCH_CONFIG=str(file)).watermark == 0.0
+
+
+@dataclass(frozen=True)
+class ProgramConfig(Config):
+    section: ClassVar[str] = "bench"
+    env_prefix: ClassVar[str] = "BENCH"
+
+    rate: float = setting(1.0, "requests a second", group="Load", ge=0)
+
+
+def test_a_program_above_brings_its_own_settings(tmp_path: Path) -> None:
+    file = tmp_path / "diptych.toml"
+    file.write_text("max_num_seqs = 2\n[bench]\nrate = 3\n")
+    assert read(ProgramConfig, [], environ={"DIPTYCH_CONFIG": str(file)}).rate == 3.0
+    assert read(ProgramConfig, [], environ={"DIPTYCH_BENCH_RATE": "4", "DIPTYCH_PORT": "1"}).rate == 4.0
+    assert refusal([], ProgramConfig, DIPTYCH_BENCH_RAT="4").allowed.endswith("DIPTYCH_BENCH_RATE")
+
+
+def test_settings_of_other_processes_are_known_but_not_taken(tmp_path: Path) -> None:
+    file = tmp_path / "diptych.toml"
+    file.write_text("kv_streams = 4\n[router]\nport = 80\n[bench]\nrate = 2\n")
+    config = decode_worker(file=file, DIPTYCH_MAX_RETRIES="1", DIPTYCH_CACHE="/somewhere", DIPTYCH_BENCH_URL="http://x")
+    assert config == replace(DecodeWorkerConfig(), config=str(file))
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "field", "says"),
+    [
+        (["--max-num-seqs", "none"], {}, "max_num_seqs", "a whole number from 1 to 4096"),
+        (["--max-num-seqs", "0"], {}, "max_num_seqs", "from 1 to 4096"),
+        (["--block-size", "24"], {}, "block_size", "one of 16, 32, 64, 128"),
+        (["--watermark", "nan"], {}, "watermark", "from 0 to 0.5"),
+        (["--port", "65536"], {}, "port", "to 65535"),
+        (["--device", "tpu"], {}, "device", "cpu, cuda or cuda:N"),
+        (["--kv-transport", "rdma"], {}, "kv_transport", "one of auto, tcp, shm"),
+        (["--kv-transport", "shm", "--device", "cuda"], {}, "kv_transport", "not in host memory"),
+        (["--cores", "3-1"], {}, "cores", "rising"),
+        (["--host", "0.0.0.0"], {}, "host", "--allow-remote"),
+        (["--heartbeat-s", "5"], {}, "router_timeout_s", "two heartbeats"),
+        (["--max-num-seq", "3"], {}, "--max-num-seq", "--max-num-seqs"),
+        (["--max-num"], {}, "--max-num", "no such option"),
+        (["extra"], {}, "extra", "no such option"),
+        (["--port"], {}, "command line", "--help"),
+        ([], {"DIPTYCH_MAX_NUM_SEQ": "3"}, "DIPTYCH_MAX_NUM_SEQ", "DIPTYCH_MAX_NUM_SEQS"),
+        ([], {"DIPTYCH_LOG_JSON": "perhaps"}, "log_json", "true or false"),
+        ([], {"DIPTYCH_CONFIG": "/no/such.toml"}, "config", "No such file"),
+    ],
+)
+def test_a_bad_setting_is_refused(argv: list[str], environ: dict[str, str], field: str, says: str) -> None:
+    error = refusal(argv, **environ)
+    assert error.field == field
+    assert says in error.allowed
+
+
+def test_shared_memory_has_no_frames_to_quantise() -> None:
+    error = refusal(["--kv-transport", "shm", "--kv-wire-dtype", "fp8"], PrefillWorkerConfig)
+    assert error.field == "kv_wire_dtype" and "native" in error.allowed
+    assert read(PrefillWorkerConfig, ["--kv-wire-dtype", "fp8"], environ={}).kv_wire_dtype == "fp8"
+    error = refusal(["--kv-cache-dtype", "fp8", "--kv-wire-dtype", "fp8"], PrefillWorkerConfig)
+    assert error.field == "kv_wire_dtype" and "native with kv_cache_dtype fp8" in error.allowed
+    error = refusal(["--kv-cache-dtype", "int8", "--device", "cuda"], DecodeWorkerConfig)
+    assert error.field == "kv_cache_dtype" and error.allowed == "auto or fp8 on cuda"
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "says"),
+    [
+        ("max_num_sequences = 3", "max_num_sequences", "max_num_seqs"),
+        ("[decode_worker]\nkv_streams = 3", "decode_worker.kv_streams", "no such setting"),
+        ("[decodeworker]\n", "[decodeworker]", "[decode_worker]"),
+        ("decode = 1", "decode", "no such setting"),
+        ("max_num_seqs = true", "max_num_seqs", "a whole number"),
+        ("max_num_seqs = '3'", "max_num_seqs", "a whole number"),
+        ("max_num_seqs = ", "config", "a valid TOML file"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str, field: str, says: str) -> None:
+    file = tmp_path / "diptych.toml"
+    file.write_text(text)
+    error = refusal(["--config", str(file)])
+    assert error.field == field
+    assert says in error.allowed
+
+
+def test_addresses_come_apart_by_comma_space_and_repetition() -> None:
+    argv = ["--decode", "tcp://a:1,tcp://b:1", "tcp://c:1", "--decode", "tcp://d:1", "--prefill=tcp://p:1"]
+    config = read(RouterConfig, argv, environ={})
+    assert config.decode == ("tcp://a:1", "tcp://b:1", "tcp://c:1", "tcp://d:1")
+    assert config.prefill == ("tcp://p:1",)
+
+
+@pytest.mark.parametrize("argv", [[], ["--decode", "127.0.0.1:7002"], ["--decode", DECODE, "--prefill", DECODE]])
+def test_the_router_needs_distinct_addresses(argv: list[str]) -> None:
+    assert refusal(argv, RouterConfig).field in ("decode", "prefill")
+
+
+def test_objects_are_checked_however_they_are_built() -> None:
+    with pytest.raises(ConfigError, match="block_size=8 is refused: one of 16"):
+        PrefillWorkerConfig(block_size=8)
+    with pytest.raises(ConfigError, match="max_retries"):
+        RouterConfig(max_retries=True)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DecodeWorkerConfig(enable_prefix_caching=False, log_json=True, kv_memory_gib=0.5, cores="0-1,3", model="a b"),
+        RouterConfig(decode=("tcp://a:1", "tcp://b:2"), prefill=("tcp://[::1]:3",), host="0.0.0.0"),
+    ],
+)
+def test_argv_rebuilds_a_config(config: Config) -> None:
+    assert read(type(config), to_argv(config), environ={}) == config
+
+
+def test_a_secret_travels_by_environment_and_is_never_shown() -> None:
+    config = RouterConfig(api_key="hush", decode=(DECODE,))
+    assert "hush" not in repr(config) + " ".join(to_argv(config))
+    assert read(RouterConfig, to_argv(config), environ=to_env(config)) == config
+
+
+def test_load_says_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(DecodeWorkerConfig, ["--port=x"])
+    assert caught.value.code == 2
+    expected = "diptych decode-worker: port='x' is refused: a whole number from 0 to 65535\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("cls", CONFIG_CLASSES)
+def test_help_shows_every_flag(cls: type[Config], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read(cls, ["--help"], environ={})
+    shown = capsys.readouterr().out
+    for field in fields_of(cls):
+        assert field.flag in shown or f"--no-{field.flag[2:]}" in shown
+
+
+@pytest.mark.parametrize("cls", CONFIG_CLASSES)
+def test_every_field_has_help_and_a_group(cls: type[Config]) -> None:
+    for field in fields_of(cls):
+        assert field.rule.help
+        assert field.rule.group in GROUPS
+
+
+def test_no_environment_name_means_two_things() -> None:
+    own: dict[str, Any] = {}
+    shared: set[str] = set()
+    for cls in CONFIG_CLASSES:
+        names = variables_of(cls)
+        own |= {name: cls for name, (_, is_own) in names.items() if is_own}
+        shared |= {name for name, (_, is_own) in names.items() if not is_own}
+    assert not own.keys() & shared
+    assert len(own) == sum(len(fields_of(cls)) for cls in CONFIG_CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("host", "answer"), [("localhost", True), ("::1", True), ("127.9.9.9", True), ("10.0.0.1", False)]
+)
+def test_loopback(host: str, answer: bool) -> None:
+    assert is_loopback(host) is answer
+
+
+def test_cores_are_listed_once() -> None:
+    assert parse_cores("0-2,8,1") == (0, 1, 2, 8)
+    assert parse_cores("") == ()

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.machine.core_share import CoreShare
+
+HOLD = """
+import sys
+from common.machine.core_share import CoreShare
+share = CoreShare(sys.argv[1], 8)
+share.begin()
+print("holds", flush=True)
+sys.stdin.readline()
+share.end()
+print("let go", flush=True)
+sys.stdin.readline()
+"""
+
+ON_A_FULL_DISK = """
+import resource, sys
+from common.machine.core_share import CoreShare
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+with CoreShare(sys.argv[1], 8) as share:
+    print(share.begin(), share.address)
+"""
+
+
+class Holder:
+    """Another process that computes until it is told to stop."""
+
+    def __init__(self, path: Path) -> None:
+        command = [sys.executable, "-P", "-c", HOLD, str(path)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.read("holds")
+
+    def read(self, expected: str) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().strip() == expected
+
+    def let_go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self.read("let go")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cores"
+
+
+@pytest.fixture
+def holders(path: Path) -> Iterator[list[Holder]]:
+    made: list[Holder] = [Holder(path), Holder(path)]
+    yield made
+    for holder in made:
+        holder.kill()
+
+
+def test_alone_a_worker_has_all_cores(path: Path) -> None:
+    with CoreShare(str(path), 8) as share:
+        assert share.begin() == 8
+        share.end()
+        assert share.begin() == 8
+
+
+def test_company_takes_its_part_until_it_is_idle_or_dead(path: Path, holders: list[Holder]) -> None:
+    with CoreShare(str(path), 8) as share:
+        assert share.begin() == 2  # 8 for three
+        holders[0].let_go()
+        assert share.begin() == 4
+        holders[1].kill()
+        assert share.begin() == 8
+
+
+def test_everyone_has_at_least_one_thread(path: Path, holders: list[Holder]) -> None:
+    with CoreShare(str(path), 2) as share:
+        assert share.begin() == 1
+    assert len(holders) == 2
+
+
+def test_without_a_file_nothing_is_shared() -> None:
+    share = CoreShare("", 4)
+    assert share.begin() == 4
+    share.end()
+    share.close()
+
+
+def test_a_file_that_is_taken_away_does_no_harm(path: Path) -> None:
+    share = CoreShare(str(path), 4)
+    assert share.begin() == 4
+    path.unlink()
+    assert share.begin() == 4
+    share.end()
+    share.close()
+    assert share.begin() == 4
+
+
+def test_a_full_disk_is_shared_with_nobody(path: Path) -> None:
+    command = [sys.executable, "-P", "-c", ON_A_FULL_DISK, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "8 0\n"), done.stderr

@@ -1,0 +1,217 @@
+"""The engine over a device that runs steps as late as it can (`lazy_device.py`)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.kv.block_hash import block_hashes
+from common.runner.runner import ModelRunner
+from common.sampling.sampler import Sampler
+from common.wire.messages import AbortRequest, KVGrant
+
+from .lazy_device import LazyDevice
+
+Rig = Any  # EngineRig of conftest, which test modules cannot import
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+@pytest.fixture
+def ahead(make_engine: Callable[..., Rig]) -> Callable[..., Rig]:
+    """Engines that launch ahead; the device is `rig.device`."""
+
+    def make(**options: float) -> Rig:
+        devices: list[LazyDevice] = []
+
+        def launcher(runner: ModelRunner, sampler: Sampler) -> LazyDevice:
+            devices.append(LazyDevice(runner, sampler))
+            return devices[-1]
+
+        rig = make_engine(launcher=launcher, **options)
+        rig.device = devices[0]
+        return rig
+
+    return make
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}])
+def test_tokens_equal_the_oracle(ahead: Callable[..., Rig], params: dict[str, object]) -> None:
+    engine = ahead()
+    prompts = {f"r{length}": prompt(length, length) for length in (1, 15, 16, 17, 40, 70)}
+    for name, tokens in prompts.items():
+        engine.ask(tokens, name, max_tokens=20, **params)
+    engine.until(lambda: engine.is_clean)
+    for name, tokens in prompts.items():
+        assert engine.tokens(name) == engine.oracle(tokens, 20, **params)
+        assert engine.reason(name) == "length"
+    assert engine.device.num_fed > 6 * 10
+    assert engine.device.num_launched <= 30  # a sequence whose length is up is not run once more
+
+
+def test_a_stop_token_is_seen_one_step_late_and_nothing_follows_it(ahead: Callable[..., Rig]) -> None:
+    engine = ahead()
+    full = engine.oracle(prompt(20), 20)
+    engine.ask(prompt(20), max_tokens=20, stop_token_ids=(full[6],))
+    engine.ask(prompt(33, 1), "b", max_tokens=20)
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens() == full[: full.index(full[6]) + 1]
+    assert engine.tokens("b") == engine.oracle(prompt(33, 1), 20)
+
+
+def test_a_step_that_fails_publishes_nothing_it_was_to_write(ahead: Callable[..., Rig]) -> None:
+    engine, tokens = ahead(), prompt(20)
+    full = engine.oracle(tokens, 50)
+    engine.ask(tokens, max_tokens=50)
+    engine.device.fail_at = 12  # it runs position 31, the last slot of the second block
+    engine.until(lambda: engine.is_clean)
+    assert "the device failed" in engine.failures()[0].message
+    assert len(engine.engine.scheduler.pool.match(block_hashes(tokens + full, 16))) == 1
+    for count in (12, 13, 28, 40):  # a stream that goes on here, another choice, the next turn of a conversation
+        engine.ask(tokens + full[:count], f"x{count}", num_output=count, max_tokens=50)
+        engine.until(lambda: engine.is_clean)
+        assert full[:count] + engine.tokens(f"x{count}") == full
+
+
+def test_a_device_that_fails_at_the_end_leaves_no_thread(
+    ahead: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, ended = ahead(), []
+
+    def close() -> None:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.device, "close", close)
+        for owner in (engine.engine._transfers, engine.engine._handovers):
+            broken.setattr(type(owner), "stop", lambda owner: ended.append(owner))
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            engine.engine.close()
+    assert ended == [engine.engine._transfers, engine.engine._handovers]
+
+
+def test_blocks_of_a_finished_sequence_linger_until_its_last_step_ended(ahead: Callable[..., Rig]) -> None:
+    engine = ahead()
+    scheduler = engine.engine.scheduler
+    full = engine.oracle(prompt(20), 20)
+    engine.ask(prompt(20), max_tokens=20, stop_token_ids=(full[6],))
+    engine.until(lambda: engine.reason() == "stop")
+    assert len(scheduler) == 0 and engine.engine.has_work and not engine.engine.is_empty
+    assert scheduler.check_integrity().owned == 2
+    engine.turn()
+    assert engine.is_clean and engine.device.num_run == engine.device.num_launched
+
+
+def test_an_aborted_sequence_leaves_the_others_alone(ahead: Callable[..., Rig]) -> None:
+    engine = ahead()
+    engine.ask(prompt(20), max_tokens=200)
+    engine.ask(prompt(30, 1), "b", max_tokens=30)
+    engine.until(lambda: len(engine.tokens("b")) > 5)
+    engine.tell(AbortRequest(request_id="a", attempt=0))
+    engine.turn()
+    assert engine.engine.scheduler.find("a") is None
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens("b") == engine.oracle(prompt(30, 1), 30)
+    assert engine.tokens() == engine.oracle(prompt(20), len(engine.tokens()))
+
+
+def test_an_aborted_request_comes_back_under_its_name(ahead: Callable[..., Rig]) -> None:
+    engine = ahead()
+    engine.ask(prompt(20), max_tokens=200)
+    engine.until(lambda: len(engine.tokens()) > 5)
+    engine.tell(AbortRequest(request_id="a", attempt=0))
+    engine.ask(prompt(25, 2), attempt=1, max_tokens=10)
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens(attempt=1) == engine.oracle(prompt(25, 2), 10)
+
+
+@pytest.mark.parametrize("num_blocks", [8, 10, 12])
+def test_preempted_sequences_give_the_same_tokens(ahead: Callable[..., Rig], num_blocks: int) -> None:
+    engine = ahead(num_blocks=num_blocks, chunk=24)
+    prompts = {f"r{seed}": prompt(20, seed) for seed in range(4)}
+    for name, tokens in prompts.items():
+        engine.ask(tokens, name, max_tokens=60)
+    engine.until(lambda: engine.is_clean)
+    for name, tokens in prompts.items():
+        assert engine.tokens(name) == engine.oracle(tokens, 60)
+    assert any(engine.deltas(name)[-1].timeline.num_preemptions for name in prompts)
+    assert engine.device.num_fed
+
+
+def test_a_transfer_gets_no_block_that_a_step_in_flight_writes_to(ahead: Callable[..., Rig]) -> None:
+    """A prompt waits for the blocks of a request that is aborted while a step of it has not run yet."""
+    engine = ahead(num_blocks=5)
+    engine.ask(prompt(14), max_tokens=200)
+    engine.until(lambda: engine.tokens())
+    tokens = prompt(70, 1)
+    engine.ask(tokens, "b", remote=True, max_tokens=5)
+    engine.compute(tokens)
+    engine.peer.open("b", 5)
+    engine.gently(lambda: engine.engine.scheduler.queue)  # while the other one still runs
+    steps_before_grant: list[int] = []
+
+    def granted() -> bool:
+        """What the prefill worker hears while the engine waits for a step."""
+        if not steps_before_grant and engine.peer.socket.poll(100) and isinstance(engine.peer.read(), KVGrant):
+            steps_before_grant.append(engine.device.num_launched - engine.device.num_run)
+        return bool(steps_before_grant)
+
+    engine.device.on_run = granted
+    engine.tell(AbortRequest(request_id="a", attempt=0))
+    engine.until(granted)
+    assert steps_before_grant == [0]
+    engine.ship(tokens, 0, "b")
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens("b") == engine.oracle(tokens, 5)
+
+
+def test_sequences_that_need_the_host_share_the_batch(ahead: Callable[..., Rig]) -> None:
+    """Penalties and log-probabilities want every token on the host: such steps wait for the one before."""
+    engine = ahead()
+    penalty: dict[str, object] = {"presence_penalty": 1.5, "temperature": 0.7, "seed": 1}
+    engine.ask(prompt(20), max_tokens=40)
+    engine.turn(4)
+    engine.ask(prompt(21, 1), "b", max_tokens=8, **penalty)
+    engine.ask(prompt(22, 2), "c", max_tokens=6, logprobs=1)
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens() == engine.oracle(prompt(20), 40)
+    assert engine.tokens("b") == engine.oracle(prompt(21, 1), 8, **penalty)
+    assert engine.tokens("c") == engine.oracle(prompt(22, 2), 6)
+    assert all(entry.logprobs for entry in engine.deltas("c"))
+    assert engine.device.num_fed > 15
+
+
+def test_a_new_attempt_hears_every_token_again(ahead: Callable[..., Rig]) -> None:
+    engine = ahead()
+    engine.ask(prompt(20), max_tokens=30)
+    engine.until(lambda: len(engine.tokens()) > 5)
+    engine.ask(prompt(20), attempt=1, max_tokens=30)
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens(attempt=1) == engine.oracle(prompt(20), 30)
+
+
+@pytest.mark.parametrize("when", ["fail_at", "refuse_at"])
+def test_a_failed_step_ends_its_requests_once_and_leaks_nothing(ahead: Callable[..., Rig], when: str) -> None:
+    engine = ahead()
+    engine.ask(prompt(20), max_tokens=50)
+    engine.ask(prompt(30, 1), "b", max_tokens=50)
+    engine.until(lambda: len(engine.tokens()) > 4)
+    setattr(engine.device, when, engine.device.num_launched + 2)
+    engine.until(lambda: engine.is_clean)
+    assert [len(engine.failures(name)) for name in "ab"] == [1, 1]
+    assert engine.failures()[0].retryable
+    engine.ask(prompt(20), "c")
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens("c") == engine.oracle(prompt(20))
+
+
+def test_any_mixture_of_arrivals_and_ends(ahead: Callable[..., Rig]) -> None:
+    engine = ahead(num_blocks=24, max_num_seqs=5, chunk=20)
+    engine.mix(seed=5)
+    assert engine.device.num_fed > 50

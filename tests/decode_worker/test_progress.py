@@ -1,0 +1,40 @@
+"""What a decode worker says of requests that make progress, while their next token does not come yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..engine_rig import prompt
+
+Rig = Any  # EngineRig of conftest, which test modules cannot import
+
+
+def test_prompts_that_are_computed_here_or_wait_for_it(make_engine: Any) -> None:
+    engine = make_engine(chunk=16, max_num_seqs=1)
+    engine.ask(prompt(200), "long")
+    engine.ask(prompt(40, 1), "behind")
+    engine.turn()
+    assert engine.progress("long", "behind") == ["long", "behind"]
+    engine.until(lambda: engine.deltas("long"))
+    assert engine.progress("long", "behind") == ["behind"]  # the other one makes tokens
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens("long") == engine.oracle(prompt(200))
+
+
+def test_kv_that_arrives_is_progress_and_kv_that_does_not_come_is_none(engine: Any) -> None:
+    tokens = prompt(40)
+    engine.ask(tokens, remote=True)
+    engine.turn()
+    assert engine.progress("a") == []
+    engine.granted(tokens)
+    assert engine.progress("a") == ["a"]  # it fails by itself when no frame comes for long
+
+
+def test_a_preempted_stream_that_is_computed_again(make_engine: Any) -> None:
+    engine = make_engine(num_blocks=8, chunk=16)
+    for name in ("old", "young"):
+        engine.ask(prompt(40, len(name)), name, max_tokens=60)
+    engine.until(lambda: any(s.num_preemptions for s in engine.engine.scheduler))
+    assert engine.progress("old", "young") == ["young"]
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens("young") == engine.oracle(prompt(40, 5), 60)

@@ -1,0 +1,156 @@
+"""The plain way to run a model, in code of its own: one sequence, contiguous KV, no blocks, no batch, nothing fused.
+
+Tests compare the serving path with it. It shares with that path the weights, the sampler and the rule when to stop.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from common.grammar.grammar import Constraint
+from common.model.decoder import Decoder
+from common.model.rope import inverse_frequencies
+from common.model.weights import LayerWeights
+from common.model_files.config import ModelConfig
+from common.sampling.finish import banned_tokens, finish_reason
+from common.sampling.sampler import Sampler, SamplingRow
+from common.wire.sampling_params import SamplingParams
+from kernels.kv_region import packed, unpacked
+
+
+def generate(
+    model: Decoder,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    eos_token_ids: Collection[int] = (),
+    constraint: Constraint | None = None,
+    *,
+    kv_dtype: torch.dtype | None = None,
+) -> list[int]:
+    """Output tokens, the end token included, of one request."""
+    oracle, sampler = _oracle(model, kv_dtype), Sampler(model.config.vocab_size)
+    prompt, output = list(prompt_ids), list[int]()
+    cache = oracle.empty_cache()
+    logits = oracle.forward(prompt, cache)
+    while True:
+        banned = banned_tokens(params, eos_token_ids, len(output))
+        row = SamplingRow(params, len(prompt) + len(output), output, prompt, banned, constraint)
+        token_id = sampler.sample(logits[-1:], [row])[0].token_id
+        output.append(token_id)
+        reason = finish_reason(
+            params,
+            eos_token_ids,
+            num_output_tokens=len(output),
+            token_id=token_id,
+            num_tokens=len(prompt) + len(output),
+            max_model_len=model.config.max_model_len,
+        )
+        if reason:
+            return output
+        logits = oracle.forward([token_id], cache)
+
+
+class Oracle:
+    """Dense copies of a model's weights, in `dtype` (default: the model's), and a forward pass over them.
+
+    With a `kv_dtype` keys and values become rows of such a cache before anything looks at them.
+    """
+
+    def __init__(
+        self, model: Decoder, dtype: torch.dtype | None = None, *, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        self.config, self.model, self.kv_dtype = model.config, model, kv_dtype
+        self.dtype = dtype or model.dtype
+        weights = model.weights
+        self.embedding, self.head = weights.embedding.weight.to(self.dtype), weights.lm_head.weight.to(self.dtype)
+        self.matrices = [
+            tuple(linear.weight.to(self.dtype) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
+            for layer in weights.layers
+        ]
+
+    def empty_cache(self) -> list[Tensor]:
+        """Per layer the keys and values so far: [2, num_tokens, num_kv_heads, head_dim]."""
+        shape = (2, 0, self.config.num_kv_heads, self.config.head_dim)
+        return [torch.empty(shape, dtype=self.dtype) for _ in self.matrices]
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Sequence[int], cache: list[Tensor]) -> Tensor:
+        """Logits [len(token_ids), vocab_size] after each of the tokens, which are appended to `cache`."""
+        config, weights = self.config, self.model.weights
+        x = self.embedding[torch.tensor(token_ids)]
+        if config.embedding_scale != 1.0:
+            x = x * torch.tensor(config.embedding_scale, dtype=self.dtype)
+        for index, layer in enumerate(weights.layers):
+            x = self._layer(index, layer, x, cache)
+        logits = self._norm(x, weights.norm) @ self.head.T
+        logits = logits.double() if self.dtype == torch.float64 else logits.float()
+        return config.final_softcap * torch.tanh(logits / config.final_softcap) if config.final_softcap else logits
+
+    def _layer(self, index: int, layer: LayerWeights, x: Tensor, cache: list[Tensor]) -> Tensor:
+        _, output, gate_up, down = self.matrices[index]
+        mixed = self._attention(index, layer, self._norm(x, layer.input_norm), cache) @ output.T
+        mixed = mixed if layer.output.bias is None else mixed + layer.output.bias
+        x = x + (mixed if layer.post_attention_norm is None else self._norm(mixed, layer.post_attention_norm))
+        inner = self._norm(x, layer.mlp_norm) @ gate_up.T
+        inner = inner if layer.gate_up.bias is None else inner + layer.gate_up.bias
+        gate, up = inner.chunk(2, dim=-1)
+        silu = self.config.activation == "silu"
+        act = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
+        change = (act * up) @ down.T
+        change = change if layer.down.bias is None else change + layer.down.bias
+        return x + (change if layer.post_mlp_norm is None else self._norm(change, layer.post_mlp_norm))
+
+    def _attention(self, index: int, layer: LayerWeights, x: Tensor, cache: list[Tensor]) -> Tensor:
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = x @ self.matrices[index][0].T
+        qkv = qkv if layer.qkv.bias is None else qkv + layer.qkv.bias
+        qkv = qkv.view(len(x), -1, config.head_dim)
+        q, k, v = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
+        q = q if layer.q_norm is None else self._norm(q, layer.q_norm)
+        k = k if layer.k_norm is None else self._norm(k, layer.k_norm)
+        positions = torch.arange(cache[index].shape[1], cache[index].shape[1] + len(x))
+        q, k = self._rotate(index, q, positions), self._rotate(index, k, positions)
+        new = torch.stack((k, v))
+        if self.kv_dtype is not None:
+            both = new.float().permute(2, 1, 0, 3)  # [Hkv, T, 2, D]
+            new = unpacked(packed(both, self.kv_dtype)).permute(2, 1, 0, 3).to(self.dtype)
+        cache[index] = torch.cat((cache[index], new), dim=1)
+        keys, values = (part.repeat_interleave(heads // kv_heads, dim=1) for part in cache[index])
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * config.attention_scale
+        if config.attention_softcap:
+            scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
+        scores = scores.masked_fill(~_visible(config, index, positions, len(keys)), -torch.inf)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(self.dtype, torch.float32)).to(self.dtype)
+        return torch.einsum("hqk,khd->qhd", weights, values).reshape(len(x), -1)
+
+    def _rotate(self, index: int, x: Tensor, positions: Tensor) -> Tensor:
+        frequencies = inverse_frequencies(
+            self.config.layer_ropes[index], self.config.head_dim, self.model.weights.rope_factors
+        )
+        angles = (positions.float()[:, None] * frequencies).repeat(1, 2)[:, None, :]  # [T, 1, head_dim]
+        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        return (scaled * weight).to(x.dtype)
+
+
+@functools.lru_cache(maxsize=2)
+def _oracle(model: Decoder, kv_dtype: torch.dtype | None) -> Oracle:
+    return Oracle(model, kv_dtype=kv_dtype)
+
+
+def _visible(config: ModelConfig, index: int, positions: Tensor, num_keys: int) -> Tensor:
+    """bool [queries, keys]."""
+    behind = positions[:, None] - torch.arange(num_keys)[None, :]
+    window = config.layer_windows[index] or num_keys + 1
+    return (behind >= 0) & (behind < window)

@@ -1,0 +1,39 @@
+"""What becomes of a field: served, without effect on the answer, or refused; each with a request that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`fields` are added to a request that is fine."""
+
+    kind: Literal["served", "no effect", "refused"]
+    fields: Fields
+
+
+Table = dict[str, Outcome]
+
+
+def served(**fields: Any) -> Outcome:
+    return Outcome("served", fields)
+
+
+def no_effect(**fields: Any) -> Outcome:
+    """The answer is the same without the field: it is for accounts, bills, caches, or for what this server has not."""
+    return Outcome("no effect", fields)
+
+
+def refused(**fields: Any) -> Outcome:
+    """A 400 that names the field."""
+    return Outcome("refused", fields)
+
+
+def each(names: Iterable[str], place: str, outcome: Callable[[str], Outcome]) -> Table:
+    """The same outcome for many values or variants: `place` has braces where the name goes."""
+    return {place.format(name): outcome(name) for name in names}
