@@ -18,9 +18,9 @@ from benchmarks.kv_wire import TIMEOUT_S, Peers
 from common.kv.cache import KVCache
 from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing, block_bytes_of
 from common.machine.allocator import keep_large_buffers
-from common.transfer.incoming import Landing
+from common.transfer.incoming import IncomingTransfer
 from common.transfer.outgoing import TransferEnded
-from common.transfer.receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
 from common.wire.messages import KVDone, KVGrant, KVTarget
 
@@ -95,7 +95,7 @@ def serve_blocks(pipe: Connection, shape_name: str, device: str) -> None:
     keep_large_buffers()  # as a worker does
     kv = _cache(SHAPES[shape_name], torch.device(device))
     blocks = StagedIncoming(kv, CopyStream(kv.device))
-    events: SimpleQueue[TransferOpened | TransferLanded | TransferFailed] = SimpleQueue()
+    events: SimpleQueue[TransferOpened | TransferCompleted | TransferFailed] = SimpleQueue()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     receiver = KVReceiver(context, "127.0.0.1", 0, blocks.view, events.put, share=False, commit=blocks.commit)
     receiver.start()
@@ -104,7 +104,7 @@ def serve_blocks(pipe: Connection, shape_name: str, device: str) -> None:
         match events.get():
             case TransferOpened(peer, opened, now):
                 name, attempt = opened.request_id, opened.attempt
-                receiver.expect(Landing(name, attempt, peer, range(opened.num_blocks), 0, now, now))
+                receiver.expect(IncomingTransfer(name, attempt, peer, range(opened.num_blocks), 0, now, now))
                 receiver.send(peer, KVGrant(request_id=name, attempt=attempt, first_block=0))
             case TransferFailed(reason=reason):
                 raise RuntimeError(reason)

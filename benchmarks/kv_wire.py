@@ -43,9 +43,9 @@ from common.kv.quantised_staging import quantised_incoming, quantised_outgoing
 from common.kv.shared_memory import SharedMemory
 from common.machine.allocator import keep_large_buffers
 from common.transfer import frames as kv_frames
-from common.transfer.incoming import Landing
+from common.transfer.incoming import IncomingTransfer
 from common.transfer.outgoing import TransferEnded
-from common.transfer.receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
 from common.wire.curve import Curve
 from common.wire.curve_keys import KeyPair
@@ -102,7 +102,7 @@ def serve_blocks(
     if not checksum:
         kv_frames.checksum = _no_checksum
     cache = np.ones((shape.num_blocks, shape.block_bytes), np.uint8)
-    events: SimpleQueue[TransferOpened | TransferLanded | TransferFailed] = SimpleQueue()
+    events: SimpleQueue[TransferOpened | TransferCompleted | TransferFailed] = SimpleQueue()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shape.io_threads)
     curve = Curve(pair) if pair else None
     if curve is not None:
@@ -119,7 +119,9 @@ def serve_blocks(
                 if opened.memory is not None and memory is None:
                     raise RuntimeError("the sender's memory cannot be read here")
                 shared = memory is not None
-                receiver.expect(Landing(name, attempt, peer, blocks, 0, now, now, memory=memory, quantised=quantised))
+                receiver.expect(
+                    IncomingTransfer(name, attempt, peer, blocks, 0, now, now, memory=memory, quantised=quantised)
+                )
                 grant = KVGrant(request_id=name, attempt=attempt, first_block=0, shared=shared, quantised=quantised)
                 receiver.send(peer, grant)
             case TransferFailed(reason=reason):

@@ -14,10 +14,10 @@ from common.grammar.grammars import GrammarReady, Grammars
 from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockCounts
 from common.runner.runner import ModelRunner
-from common.sampling.logprobs import prompt_scores, separate
+from common.sampling.logprobs import chunk_logprobs, separate
 from common.sampling.sampler import Sampler
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
-from common.transfer.receiver import TransferFailed, TransferLanded, TransferOpened
+from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
 from common.wire.messages import AbortRequest, DecodeRequest, HandOver, Message, ResetPrefixCache
 from common.wire.sampling_params import SampledToken
@@ -128,8 +128,8 @@ class DecodeEngine(Engine):
                         self._drop(sequence, "router lost")
             case TransferOpened():
                 self._remote_prefills.on_opened(command)
-            case TransferLanded():
-                if (sequence := self._remote_prefills.on_landed(command)) is not None:
+            case TransferCompleted():
+                if (sequence := self._remote_prefills.on_completed(command)) is not None:
                     self._on_joined(sequence)
             case TransferAdvanced() | TransferEnded():
                 self._handovers.on_event(command, time.monotonic())
@@ -172,10 +172,11 @@ class DecodeEngine(Engine):
         if not chunks:
             return
         prepared = model_chunks(chunks)
-        logits, scored = separate(self._runner.forward(prepared), prepared)
-        for chunk, logits_of in zip(chunks, by_chunk(scored, [chunk.num_spans for chunk in chunks]), strict=True):
-            if logits_of[0] is not None:  # what is scored has no draft
-                self._on_scored(chunk, logits_of[0])
+        logits, prompt_logits = separate(self._runner.forward(prepared), prepared)
+        spans = by_chunk(prompt_logits, [chunk.num_spans for chunk in chunks])
+        for chunk, (of_prompt, *_) in zip(chunks, spans, strict=True):
+            if of_prompt is not None:  # such a chunk has no draft
+                self._report_prompt_logprobs(chunk, of_prompt)
         rows_of = [self._rules.rows(chunk) if chunk.sample else [] for chunk in chunks]
         sampled = self._sampler.sample(logits, [row for rows in rows_of for row in rows])
         self._runner.wait()  # a sequence that ends now gives its blocks to others
@@ -184,13 +185,13 @@ class DecodeEngine(Engine):
             self.scheduler.advance(chunk)
         self._process_outputs(chunks, by_chunk(sampled, [len(rows) for rows in rows_of]), done_at, done_at - now)
 
-    def _on_scored(self, chunk: DecodeChunk, logits: Tensor) -> None:
+    def _report_prompt_logprobs(self, chunk: DecodeChunk, logits: Tensor) -> None:
         """Tell log-probabilities of the prompt's tokens that follow the chunk's, by the logits of each of its rows."""
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         prompt = sequence.token_ids[: sequence.num_request_tokens]
-        logprobs = prompt_scores(logits, prompt, chunk.start, sequence.params.prompt_logprobs)
-        sequence.num_scored = max(sequence.num_scored, end)
-        self._reports.scores(sequence, chunk.start + 1, logprobs)
+        logprobs = chunk_logprobs(logits, prompt, chunk.start, sequence.params.prompt_logprobs)
+        sequence.num_logprobs_sent = max(sequence.num_logprobs_sent, end)
+        self._reports.wants_prompt_logprobs(sequence, chunk.start + 1, logprobs)
 
     def _complete_step(self, step: StepInFlight) -> None:
         """Process the tokens of a step that was launched, waiting for it if need be."""
@@ -317,7 +318,7 @@ class DecodeEngine(Engine):
         self._grammars.ask(sequence)
 
     def _accept_attempt(self, sequence: DecodeSequence, request: DecodeRequest) -> None:
-        """The router found another prefill worker, or none: keep what has landed, expect the rest from there."""
+        """The router found another prefill worker, or none: keep what has arrived, expect the rest from there."""
         self._handovers.cancel(sequence, "superseded by a new attempt")
         if sequence.is_incoming:
             self._remote_prefills.release(sequence, "superseded by a new attempt")
@@ -328,11 +329,11 @@ class DecodeEngine(Engine):
                 self._reports.add(sequence)
                 self._reports.flush()
         elif not request.prefill_worker:
-            self.scheduler.prefill_locally(sequence, sequence.num_landed_blocks)
+            self.scheduler.prefill_locally(sequence, sequence.num_received_blocks)
         self._remote_prefills.expect(sequence)
 
     def _on_joined(self, sequence: DecodeSequence) -> None:
-        """Its KV has landed, and with it one token at least."""
+        """Its KV has arrived, and with it one token at least."""
         reason = self._rules.finish_reason(sequence, sequence.token_ids[-1])
         if reason:
             self._finish(sequence, reason, sequence.joined_at)
@@ -372,7 +373,7 @@ class DecodeEngine(Engine):
         """Forget a request without a word to its router."""
         self._handovers.cancel(sequence, reason)
         self._remote_prefills.release(sequence, reason)
-        self.scheduler.remove(sequence, sequence.num_landed_blocks)
+        self.scheduler.remove(sequence, sequence.num_received_blocks)
 
     def _fail(self, sequence: DecodeSequence, phase: str, message: str, *, retryable: bool) -> None:
         self._drop(sequence, message)

@@ -6,7 +6,7 @@ import secrets
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from common.transfer.incoming import Landing
+from common.transfer.incoming import IncomingTransfer
 from common.transfer.receiver import KVReceiver, TransferOpened
 from common.wire.messages import KVAck, KVFailed, KVGrant, KVOpen, KVWait, Message
 from decode_worker.sequence import DecodeSequence
@@ -26,7 +26,7 @@ class _EarlyOpen:
 
 
 class IncomingTransfers:
-    """Speaks to prefill workers for the engine. Blocks stay the scheduler's; a landing only lends them."""
+    """Speaks to prefill workers for the engine. Blocks stay the scheduler's; a transfer only borrows them."""
 
     def __init__(self, receiver: KVReceiver, *, epoch: int, fingerprint: str, require_shared: bool = False) -> None:
         self._receiver, self._epoch, self._fingerprint = receiver, epoch, fingerprint
@@ -77,10 +77,10 @@ class IncomingTransfers:
         token = secrets.randbits(TOKEN_BITS)
         shared = memory is not None
         quantised = sequence.quantised and not shared and self._receiver.takes_quantised
-        landing = Landing(request_id, attempt, sequence.peer, blocks, first_block, now, now)
-        landing.memory, landing.token, landing.quantised = memory, token, quantised
+        transfer = IncomingTransfer(request_id, attempt, sequence.peer, blocks, first_block, now, now)
+        transfer.memory, transfer.token, transfer.quantised = memory, token, quantised
         sequence.lent = True
-        self._receiver.expect(landing)
+        self._receiver.expect(transfer)
         grant = KVGrant(
             request_id=request_id,
             attempt=attempt,
@@ -110,17 +110,17 @@ class IncomingTransfers:
     def refuse(self, peer: bytes, message: KVOpen, reason: str) -> None:
         self._tell(peer, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=reason))
 
-    def release(self, sequence: DecodeSequence, reason: str) -> Landing | None:
+    def release(self, sequence: DecodeSequence, reason: str) -> IncomingTransfer | None:
         """Take the blocks back, if lent; the prefill worker hears why when `reason` is given."""
-        landing = self._receiver.release(sequence.request_id, sequence.attempt)
+        transfer = self._receiver.release(sequence.request_id, sequence.attempt)
         if sequence.peer and reason:
             self._tell(
                 sequence.peer, KVFailed(request_id=sequence.request_id, attempt=sequence.attempt, reason=reason[:1000])
             )
         sequence.peer, sequence.lent = b"", False
-        return landing
+        return transfer
 
-    def stalled(self, before: float) -> list[Landing]:
+    def stalled(self, before: float) -> list[IncomingTransfer]:
         return self._receiver.stalled(before)
 
     @property

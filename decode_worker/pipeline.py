@@ -125,7 +125,7 @@ def model_chunks(chunks: Sequence[DecodeChunk]) -> list[SequenceChunk]:
     for chunk in chunks:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         tokens = sequence.token_ids[chunk.start : end]
-        prepared.append(SequenceChunk(tokens or (0,), chunk.start, sequence.blocks, chunk.sample, chunk.score))
+        prepared.append(SequenceChunk(tokens or (0,), chunk.start, sequence.blocks, chunk.sample, chunk.all_logits))
         for place, token_id in enumerate(chunk.draft.token_ids, end):
             prepared.append(SequenceChunk((token_id,), place, sequence.blocks))
     return prepared

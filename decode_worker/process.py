@@ -12,10 +12,10 @@ from common.model_files.files import ModelFiles
 from common.runner.loaded import LoadedModel
 from common.runner.runner import ModelRunner
 from common.runner.step_thread import StepThread
-from common.sampling.logprobs import max_scored_tokens
+from common.sampling.logprobs import max_prompt_logprobs
 from common.sampling.sampler import Sampler
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
-from common.transfer.receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
 from common.worker.engine import Engine
 from common.worker.process import Send, WorkerProcess
@@ -85,7 +85,7 @@ class DecodeWorker(WorkerProcess):
                 max_num_seqs=settings.max_num_seqs,
                 local_prefill_chunk=settings.local_prefill_chunk,
                 watermark=settings.watermark,
-                max_scored_tokens=max_scored_tokens(loaded.vocab_size),
+                max_prompt_logprobs=max_prompt_logprobs(loaded.vocab_size),
             ),
             loaded.runner,
             sampler,
@@ -123,7 +123,7 @@ class DecodeWorker(WorkerProcess):
         )
 
     def _on_transfer(
-        self, event: TransferOpened | TransferLanded | TransferFailed | TransferAdvanced | TransferEnded
+        self, event: TransferOpened | TransferCompleted | TransferFailed | TransferAdvanced | TransferEnded
     ) -> None:
         if isinstance(event, TransferOpened) or (isinstance(event, TransferFailed) and event.by_peer):
             self._engine.submit(event)  # peers can send any number of these: what there is no room for is lost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.transfer.incoming import Landing
+from common.transfer.incoming import IncomingTransfer
 from common.worker.metrics import WorkerMetrics
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk, SchedulerOutput
@@ -40,15 +40,15 @@ class Recorder:
         self._metrics.step_seconds.observe(step_s, num_sampled / num_sequences if num_sequences > 0 else 1.0)
         self._metrics.generation_tokens.inc(num_sampled)
 
-    def transfer_completed(self, sequence: DecodeSequence, landing: Landing) -> None:
+    def transfer_completed(self, sequence: DecodeSequence, transfer: IncomingTransfer) -> None:
         self._metrics.transfer_seconds.observe(sequence.transfer_s)
         self._metrics.exposed_seconds.observe(sequence.exposed_transfer_s)
-        self._metrics.transfer_bytes.inc(landing.num_bytes)
-        self._metrics.skipped_blocks.inc(landing.first_block)
-        self._metrics.count_transfer(shared=landing.memory is not None)
-        self._count_prompt(sequence, landing.first_block * self._block_size)
-        if landing.num_bytes:
-            self._metrics.transfer_rate.observe(landing.num_bytes / max(landing.busy_s, 1e-6))
+        self._metrics.transfer_bytes.inc(transfer.num_bytes)
+        self._metrics.skipped_blocks.inc(transfer.first_block)
+        self._metrics.count_transfer(shared=transfer.memory is not None)
+        self._count_prompt(sequence, transfer.first_block * self._block_size)
+        if transfer.num_bytes:
+            self._metrics.transfer_rate.observe(transfer.num_bytes / max(transfer.busy_s, 1e-6))
 
     def prefilled(self, sequence: DecodeSequence) -> None:
         self._metrics.queue_seconds.observe(sequence.admitted_at - sequence.accepted_at)

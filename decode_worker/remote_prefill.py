@@ -1,7 +1,7 @@
-"""KV that other workers ship to requests here: announced, granted, landed or lost. The other side of `handovers`.
+"""KV that other workers ship to requests here: announced, granted, received or lost. The other side of `handovers`.
 
-    expected ──KVOpen──> opened ──room──> granted ──all landed──> decoded
-                 └── refused      └── no room in time ┘└── failed, or silent: what has landed is cached
+    expected ──KVOpen──> opened ──room──> granted ──all received──> decoded
+                 └── refused      └── no room in time ┘└── failed, or silent: what has arrived is cached
 
 An announcement may overtake its request, and is kept for a while.
 """
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from common.errors import WireError
-from common.transfer.receiver import TransferFailed, TransferLanded, TransferOpened
+from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from decode_worker.grants import IncomingTransfers
 from decode_worker.recorder import Recorder
 from decode_worker.rules import DecodeRules
@@ -73,35 +73,35 @@ class RemotePrefills:
                 self._transfers.release(sequence, "")
             self._fail(sequence, "transfer", f"transfer failed: {event.reason}")
 
-    def on_landed(self, event: TransferLanded) -> DecodeSequence | None:
+    def on_completed(self, event: TransferCompleted) -> DecodeSequence | None:
         """All KV is here: the sequence, now in the running batch with the tokens that came; None if nobody wants it."""
-        landing = event.landing
-        sequence = self._scheduler.find(landing.request_id)
+        transfer = event.transfer
+        sequence = self._scheduler.find(transfer.request_id)
         if (
             sequence is None
-            or sequence.attempt != landing.attempt
+            or sequence.attempt != transfer.attempt
             or sequence.status is not RequestStatus.TRANSFERRING
-            or landing.done is None
+            or transfer.done is None
         ):
             return None  # aborted or superseded while the event was on its way
-        done = landing.done
+        done = transfer.done
         sequence.peer, sequence.lent = b"", False  # the receiver gave the blocks back with the last of them
         try:
             size = self._scheduler.block_size
-            *tokens, last = self._rules.received_tokens(sequence, done, num_blocks=landing.num_blocks, block_size=size)
+            *tokens, last = self._rules.received_tokens(sequence, done, num_blocks=transfer.num_blocks, block_size=size)
         except WireError as error:
             self._fail(sequence, "transfer", str(error))
             return None
-        sequence.transfer_s = max(landing.landed_at, landing.done_at) - landing.granted_at
+        sequence.transfer_s = max(transfer.last_block_at, transfer.done_at) - transfer.granted_at
         # By this worker's clock, but for the latency of an idle wire.
         computed_at = done.computed_at + sequence.clock_offset_s
-        sequence.exposed_transfer_s = max(0.0, max(landing.landed_at, landing.done_at) - computed_at)
+        sequence.exposed_transfer_s = max(0.0, max(transfer.last_block_at, transfer.done_at) - computed_at)
         sequence.prefill_s, sequence.num_cached = done.prefill_s, done.num_cached_tokens
         sequence.joined_at = sequence.first_token_at = time.monotonic()
         for token in tokens:
             sequence.append(token)
         self._scheduler.start_decoding(sequence)
-        self._recorder.transfer_completed(sequence, landing)
+        self._recorder.transfer_completed(sequence, transfer)
         sequence.append(last)
         return sequence
 
@@ -122,22 +122,22 @@ class RemotePrefills:
     def grant(self, granted: Sequence[DecodeSequence], now: float) -> None:
         """These sequences own blocks: let them be shipped, but for those that were found in the cache."""
         for sequence in granted:
-            sequence.num_landed_blocks = sequence.num_computed // self._scheduler.block_size
-            self._transfers.grant(sequence, sequence.num_landed_blocks, now)
+            sequence.num_received_blocks = sequence.num_computed // self._scheduler.block_size
+            self._transfers.grant(sequence, sequence.num_received_blocks, now)
 
     def release(self, sequence: DecodeSequence, reason: str) -> None:
-        """Nothing more lands for this attempt; what has landed is counted in `num_landed_blocks`."""
-        landing = self._transfers.release(sequence, reason)
-        if landing is not None:
-            sequence.num_landed_blocks = landing.num_prefix_landed
+        """Nothing more arrives for this attempt; what has arrived is counted in `num_received_blocks`."""
+        transfer = self._transfers.release(sequence, reason)
+        if transfer is not None:
+            sequence.num_received_blocks = transfer.num_prefix_received
 
     def expire(self, now: float) -> None:
         """End what waits for too long, and tell those who wait for room here to go on waiting."""
         self._transfers.expire_early(now)
-        for landing in self._transfers.stalled(now - self._transfer_timeout_s):
-            sequence = self._scheduler.find(landing.request_id)
-            if sequence is not None and sequence.attempt == landing.attempt:
-                missing = f"{landing.num_missing} of {len(landing.blocks)} blocks missing"
+        for transfer in self._transfers.stalled(now - self._transfer_timeout_s):
+            sequence = self._scheduler.find(transfer.request_id)
+            if sequence is not None and sequence.attempt == transfer.attempt:
+                missing = f"{transfer.num_missing} of {len(transfer.blocks)} blocks missing"
                 self._fail(sequence, "transfer", f"no KV for {self._transfer_timeout_s:g} s, {missing}")
         for sequence in self._scheduler:
             if sequence.status is not RequestStatus.OPENED:
@@ -157,4 +157,4 @@ class RemotePrefills:
         if sequence.status is RequestStatus.EXPECTING:
             self._scheduler.open(sequence)
         elif sequence.status is RequestStatus.TRANSFERRING:
-            self._transfers.grant(sequence, sequence.num_landed_blocks, now)
+            self._transfers.grant(sequence, sequence.num_received_blocks, now)

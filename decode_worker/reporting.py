@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from common.wire.messages import Message, PromptScores, RequestFailed, Timeline, TokenDelta, TokenOutput
+from common.wire.messages import Message, PromptLogprobs, RequestFailed, Timeline, TokenDelta, TokenOutput
 from common.wire.sampling_params import TokenLogprobs
 from decode_worker.sequence import DecodeSequence
 
@@ -36,9 +36,9 @@ class Reports:
         )
         sequence.num_reported += len(new)
 
-    def scores(self, sequence: DecodeSequence, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
+    def wants_prompt_logprobs(self, sequence: DecodeSequence, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """Queue log-probabilities of its prompt's tokens from `start` on: at once, before any token that follows."""
-        scores = PromptScores(
+        wants_prompt_logprobs = PromptLogprobs(
             worker_id=self._worker_id,
             epoch=self._epoch,
             request_id=sequence.request_id,
@@ -46,7 +46,7 @@ class Reports:
             start=start,
             logprobs=logprobs,
         )
-        self._emit(sequence.router, scores)
+        self._emit(sequence.router, wants_prompt_logprobs)
 
     def finish(self, sequence: DecodeSequence, reason: str, now: float) -> None:
         """Gather its last tokens, and where its time went."""

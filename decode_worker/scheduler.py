@@ -46,11 +46,11 @@ class DecodeScheduler:
         max_num_seqs: int,
         local_prefill_chunk: int,
         watermark: float,
-        max_scored_tokens: int = 1024,
+        max_prompt_logprobs: int = 1024,
     ) -> None:
         self.pool, self.block_size = pool, pool.block_size
         self.max_num_seqs, self.local_prefill_chunk = max_num_seqs, local_prefill_chunk
-        self.max_scored_tokens = max_scored_tokens
+        self.max_prompt_logprobs = max_prompt_logprobs
         self.num_watermark_blocks = int(watermark * pool.num_blocks)
         self.running: list[DecodeSequence] = []
         self.queue: list[DecodeSequence] = []
@@ -129,11 +129,11 @@ class DecodeScheduler:
         sequence.status = RequestStatus.RUNNING
         self.running.append(sequence)
 
-    def prefill_locally(self, sequence: DecodeSequence, num_landed: int) -> None:
-        """Stop expecting KV for `sequence` and compute it here, keeping its first `num_landed` landed blocks."""
+    def prefill_locally(self, sequence: DecodeSequence, num_received: int) -> None:
+        """Stop expecting KV for `sequence` and compute it here, keeping its first `num_received` received blocks."""
         if sequence.status is RequestStatus.TRANSFERRING:
             self.num_transferring -= 1
-            self._publish_landed(sequence, num_landed)
+            self._publish_received(sequence, num_received)
             self._release(sequence)
         elif sequence.status is RequestStatus.OPENED:
             self._dequeue(sequence)
@@ -156,15 +156,15 @@ class DecodeScheduler:
         preempted = self._make_room(withdraw)
         granted = self._admit(now)
         chunks = [DecodeChunk(s, s.num_computed, 1) for s in self.running if s.num_remaining == 1]
-        budget, to_score = self.local_prefill_chunk, self.max_scored_tokens
+        budget, logprob_room = self.local_prefill_chunk, self.max_prompt_logprobs
         for sequence in self.running:
             if sequence.num_remaining == 1:
                 continue
-            num_tokens = min(budget, sequence.num_remaining, to_score if sequence.scores else budget)
+            num_tokens = min(budget, sequence.num_remaining, logprob_room if sequence.wants_prompt_logprobs else budget)
             if num_tokens:
                 chunks.append(DecodeChunk(sequence, sequence.num_computed, num_tokens))
                 budget -= num_tokens
-                to_score -= num_tokens if sequence.scores else 0
+                logprob_room -= num_tokens if sequence.wants_prompt_logprobs else 0
         return SchedulerOutput(chunks, granted, preempted)
 
     def advance(self, chunk: DecodeChunk) -> None:
@@ -206,10 +206,10 @@ class DecodeScheduler:
         """A step in flight failed: what its slots hold is unknown, so nothing of `chunk` is ever published."""
         self._ended(chunk.sequence)
 
-    def remove(self, sequence: DecodeSequence, num_landed: int = 0) -> None:
+    def remove(self, sequence: DecodeSequence, num_received: int = 0) -> None:
         """Forget a request in whatever state and release its blocks, once no step in flight writes to them.
 
-        Of one whose KV was still coming, the first `num_landed` blocks are here: those of known tokens stay cached.
+        Of one whose KV was still coming, the first `num_received` blocks are here: those of known tokens stay cached.
         """
         if self._by_id.get(sequence.request_id) is not sequence:
             return
@@ -219,7 +219,7 @@ class DecodeScheduler:
                 self.running.remove(sequence)
             case RequestStatus.TRANSFERRING:
                 self.num_transferring -= 1
-                self._publish_landed(sequence, num_landed)
+                self._publish_received(sequence, num_received)
             case RequestStatus.LEAVING:
                 self.num_leaving -= 1
             case RequestStatus.OPENED | RequestStatus.WAITING | RequestStatus.PREEMPTED:
@@ -348,9 +348,9 @@ class DecodeScheduler:
                 self.running.append(sequence)
         return granted
 
-    def _publish_landed(self, sequence: DecodeSequence, num_landed: int) -> None:
+    def _publish_received(self, sequence: DecodeSequence, num_received: int) -> None:
         """Blocks that came are as good as computed ones, where the tokens are known that they hold."""
-        sequence.num_computed = min(num_landed, sequence.num_tokens // self.block_size) * self.block_size
+        sequence.num_computed = min(num_received, sequence.num_tokens // self.block_size) * self.block_size
         self.pool.wrote(sequence.blocks, 0, sequence.num_computed)
         self._publish(sequence)
 

@@ -17,7 +17,7 @@ from decode_worker.draft_tokens import Lookup
 class RequestStatus(Enum):
     """Where a request is.
 
-    EXPECTING ──KVOpen──> OPENED ──KVGrant──> TRANSFERRING ──KVDone, all landed──> RUNNING ──> (gone)
+    EXPECTING ──KVOpen──> OPENED ──KVGrant──> TRANSFERRING ──KVDone, all received──> RUNNING ──> (gone)
     WAITING (local prefill) ──room──> RUNNING <──room── PREEMPTED <──out of blocks── RUNNING
     RUNNING ──hand-over: its last blocks travel──> LEAVING ──KVAck──> (gone), or ──it failed──> RUNNING
     """
@@ -42,7 +42,8 @@ class DecodeSequence:
 
     While its blocks are `lent`, a transfer reads or writes them, and they cannot be released.
 
-    The router has the log-probabilities of what follows the first `num_scored` tokens, if it wants any of the prompt.
+    Where the request wants log-probabilities of its prompt, the router has those that follow the first
+    `num_logprobs_sent` tokens.
 
     Output token i (from `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those reported
     under the present attempt. Times are engine clock, in seconds.
@@ -63,8 +64,8 @@ class DecodeSequence:
     num_drafted: int = 0
     num_published: int = 0
     num_cached: int = 0
-    num_scored: int = 0
-    num_landed_blocks: int = 0
+    num_logprobs_sent: int = 0
+    num_received_blocks: int = 0
     num_reported: int = 0
     num_prompt_tokens: int = 0
     num_request_tokens: int = 0
@@ -147,19 +148,19 @@ class DecodeSequence:
         return self.num_planned - self.num_computed
 
     @property
-    def scores(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """Whether its router wants the prompt's log-probabilities, and has not all of them yet."""
         return (
             self.params.prompt_logprobs >= 0
             and not self.request.num_output_tokens
-            and self.num_scored + 1 < self.num_request_tokens
+            and self.num_logprobs_sent + 1 < self.num_request_tokens
         )
 
     @property
     def num_cacheable(self) -> int:
-        """Leading tokens whose KV may come from a cache. A prefill here computes one at least, and all to be scored."""
-        if self.scores:
-            return self.num_scored
+        """Leading tokens whose KV may be cached: a prefill computes at least one, and all whose logits are needed."""
+        if self.wants_prompt_logprobs:
+            return self.num_logprobs_sent
         return self.num_tokens - (self.status is not RequestStatus.OPENED)
 
     @property

@@ -13,8 +13,8 @@ from decode_worker.sequence import DecodeSequence
 class DecodeChunk:
     """Compute `num_tokens` tokens of `sequence` from `start` on; sample if that reaches its last token.
 
-    With `score`, tokens of the prompt follow some of them whose log-probabilities are wanted. A single token may have a
-    `draft` behind it, whose tokens are run, and sampled behind, as if they were the sequence's.
+    With `all_logits`, the logits of every token are kept: the request wants log-probabilities of its prompt. A single
+    token may have a `draft`, whose tokens run, and are sampled behind, as if they were the sequence's.
     """
 
     sequence: DecodeSequence
@@ -37,8 +37,8 @@ class DecodeChunk:
         return self.start + self.num_tokens == self.sequence.num_planned
 
     @property
-    def score(self) -> bool:
-        return self.sequence.scores and self.start + 1 < self.sequence.num_request_tokens
+    def all_logits(self) -> bool:
+        return self.sequence.wants_prompt_logprobs and self.start + 1 < self.sequence.num_request_tokens
 
 
 @dataclass(frozen=True, slots=True)

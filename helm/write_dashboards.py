@@ -231,7 +231,7 @@ DECODE = MODEL + ',diptych_role="decode"'
 TRANSFER = (
     (
         Panel(
-            "KV landed",
+            "KV received",
             "Bytes of KV blocks that decode workers received.",
             "Bps",
             summed("diptych_kv_transfer_bytes_total", DECODE, "diptych_pool", over="5m"),

@@ -15,7 +15,7 @@ from common.kv.block_pool import BlockCounts
 from common.model.batch import SequenceChunk
 from common.runner.runner import ModelRunner
 from common.sampling.finish import banned_tokens, finish_reason
-from common.sampling.logprobs import prompt_scores, separate
+from common.sampling.logprobs import chunk_logprobs, separate
 from common.sampling.sampler import Sampler, SamplingRow
 from common.transfer.outgoing import TransferEnded
 from common.transfer.sender import KVSender
@@ -25,7 +25,7 @@ from common.wire.messages import (
     KVDone,
     Message,
     PrefillRequest,
-    PromptScores,
+    PromptLogprobs,
     RequestFailed,
     ResetPrefixCache,
     Timeline,
@@ -110,10 +110,10 @@ class PrefillEngine(Engine):
         num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
         self.planned(num_tokens, sum(work_of(c.num_tokens, c.start + c.num_tokens) for c in output.chunks))
         chunks = [_model_chunk(chunk) for chunk in output.chunks]
-        logits, scored = separate(self._runner.forward(chunks), chunks)
-        for chunk, rows in zip(output.chunks, scored, strict=True):
+        logits, prompt_logits = separate(self._runner.forward(chunks), chunks)
+        for chunk, rows in zip(output.chunks, prompt_logits, strict=True):
             if rows is not None:
-                self._emit_scores(chunk, rows)
+                self._emit_prompt_logprobs(chunk, rows)
         finished = [chunk.sequence for chunk in output.chunks if chunk.sample]
         sampled = self._sampler.sample(logits, [self._row(sequence) for sequence in finished]) if finished else []
         self._runner.wait()  # the sender may read the blocks once it hears of them
@@ -276,19 +276,19 @@ class PrefillEngine(Engine):
             self.metrics.count_finished("transferred")
         self._drop(sequence, "acknowledged")  # even if it was still computing: the decode worker needs nothing more
 
-    def _emit_scores(self, chunk: PrefillChunk, logits: Tensor) -> None:
+    def _emit_prompt_logprobs(self, chunk: PrefillChunk, logits: Tensor) -> None:
         """Log-probabilities of the prompt's tokens that follow the chunk's, by the logits of each of its rows."""
         sequence = chunk.sequence
         params = sequence.request.params
-        scores = PromptScores(
+        message = PromptLogprobs(
             worker_id=self._worker_id,
             epoch=self._epoch,
             request_id=sequence.request_id,
             attempt=sequence.attempt,
             start=chunk.start + 1,
-            logprobs=prompt_scores(logits, sequence.token_ids, chunk.start, params.prompt_logprobs),
+            logprobs=chunk_logprobs(logits, sequence.token_ids, chunk.start, params.prompt_logprobs),
         )
-        self.emit(sequence.router, scores)
+        self.emit(sequence.router, message)
 
     def _first_token(self, sequence: PrefillSequence, sampled: SampledToken, reason: str) -> TokenOutput:
         delta = TokenDelta(
@@ -373,4 +373,4 @@ class PrefillEngine(Engine):
 def _model_chunk(chunk: PrefillChunk) -> SequenceChunk:
     sequence = chunk.sequence
     tokens = sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-    return SequenceChunk(tokens, chunk.start, sequence.blocks, chunk.sample, chunk.score)
+    return SequenceChunk(tokens, chunk.start, sequence.blocks, chunk.sample, chunk.all_logits)

@@ -10,7 +10,7 @@ from common.kv.quantised_staging import quantised_outgoing
 from common.kv.staging import outgoing_blocks
 from common.model_files.files import ModelFiles
 from common.runner.loaded import LoadedModel
-from common.sampling.logprobs import max_scored_tokens
+from common.sampling.logprobs import max_prompt_logprobs
 from common.sampling.sampler import Sampler
 from common.transfer.outgoing import TransferEnded
 from common.transfer.sender import KVSender
@@ -40,7 +40,7 @@ class PrefillWorker(WorkerProcess):
             pool,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
-            max_scored_tokens=max_scored_tokens(loaded.vocab_size),
+            max_prompt_logprobs=max_prompt_logprobs(loaded.vocab_size),
         )
 
         def on_ended(event: TransferEnded) -> None:

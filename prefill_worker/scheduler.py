@@ -20,7 +20,7 @@ from prefill_worker.sequence import PrefillSequence
 class PrefillChunk:
     """Compute `num_tokens` tokens of `sequence` from `start` on; the chunk that ends the prompt samples.
 
-    With `score`, tokens of the prompt follow some of them whose log-probabilities are wanted.
+    With `all_logits`, the logits of every token are kept: the request wants log-probabilities of its prompt.
     """
 
     sequence: PrefillSequence
@@ -32,8 +32,8 @@ class PrefillChunk:
         return self.start + self.num_tokens == self.sequence.num_tokens
 
     @property
-    def score(self) -> bool:
-        return self.sequence.scores and self.start + 1 < self.sequence.num_tokens
+    def all_logits(self) -> bool:
+        return self.sequence.wants_prompt_logprobs and self.start + 1 < self.sequence.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class PrefillScheduler:
         *,
         max_num_batched_tokens: int,
         max_num_seqs: int,
-        max_scored_tokens: int = 1024,
+        max_prompt_logprobs: int = 1024,
     ) -> None:
         self.pool, self.block_size = pool, pool.block_size
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
-        self.max_scored_tokens = max_scored_tokens
+        self.max_prompt_logprobs = max_prompt_logprobs
         self.unready: list[PrefillSequence] = []
         self.waiting: deque[PrefillSequence] = deque()
         self.running: list[PrefillSequence] = []
@@ -99,14 +99,14 @@ class PrefillScheduler:
     def schedule(self, now: float) -> SchedulerOutput:
         """The next step. Admitted prompts own their blocks from here on."""
         admitted = self._admit(now)
-        budget, to_score = self.max_num_batched_tokens, self.max_scored_tokens
+        budget, logprob_room = self.max_num_batched_tokens, self.max_prompt_logprobs
         chunks: list[PrefillChunk] = []
         for sequence in self.running:
-            num_tokens = min(budget, sequence.num_remaining, to_score if sequence.scores else budget)
+            num_tokens = min(budget, sequence.num_remaining, logprob_room if sequence.wants_prompt_logprobs else budget)
             if num_tokens:
                 chunks.append(PrefillChunk(sequence, sequence.num_computed, num_tokens))
                 budget -= num_tokens
-                to_score -= num_tokens if sequence.scores else 0
+                logprob_room -= num_tokens if sequence.wants_prompt_logprobs else 0
         return SchedulerOutput(chunks, admitted)
 
     def advance(self, chunk: PrefillChunk, now: float) -> int:

@@ -61,14 +61,14 @@ class PrefillSequence:
         return self.num_tokens - self.num_computed
 
     @property
-    def scores(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """Whether its router wants the prompt's log-probabilities, and has none yet."""
         return self.request.params.prompt_logprobs >= 0 and not self.request.num_output_tokens
 
     @property
     def num_cacheable(self) -> int:
-        """Leading tokens whose KV may come from a cache. One at least is computed, and all that are to be scored."""
-        return 0 if self.scores else self.num_tokens - 1
+        """Leading tokens whose KV may come from a cache. At least one is computed, and all whose logits are needed."""
+        return 0 if self.wants_prompt_logprobs else self.num_tokens - 1
 
     @property
     def computed(self) -> bool:

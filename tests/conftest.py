@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,13 @@ def no_settings_from_outside(request: pytest.FixtureRequest, monkeypatch: pytest
     for name in list(os.environ):
         if name.startswith("DIPTYCH_") and name not in kept:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_a_file_leaves_open_is_its_own() -> Iterator[None]:
+    """A socket that a test forgot is found in its own file, not in a later one in which garbage is collected."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from common.wire.messages import (
     KVWait,
     Message,
     PrefillRequest,
-    PromptScores,
+    PromptLogprobs,
     RequestFailed,
     ResetPrefixCache,
     RouterHeartbeat,
@@ -62,7 +62,9 @@ def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epo
         ),
         TokenOutput(worker_id=worker_id, epoch=epoch, outputs=(TokenDelta(request_id, attempt, 0, (7,), "stop"),)),
         TokenOutput(worker_id=worker_id, epoch=epoch, outputs=(TokenDelta(request_id, attempt, 0, (-1, 2**62), ""),)),
-        PromptScores(worker_id=worker_id, epoch=epoch, **name, start=1, logprobs=(TokenLogprobs(1e15, ((-1, 0.0),)),)),
+        PromptLogprobs(
+            worker_id=worker_id, epoch=epoch, **name, start=1, logprobs=(TokenLogprobs(1e15, ((-1, 0.0),)),)
+        ),
         RequestFailed(worker_id=worker_id, **name, phase="queue", message="forged", retryable=False),
         KVOpen(
             **name, worker_id=worker_id, epoch=epoch, decode_epoch=7, fingerprint="layout", num_blocks=3,

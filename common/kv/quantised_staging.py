@@ -30,15 +30,15 @@ class QuantisedOutgoing(StagedOutgoing):
 
 
 class QuantisedIncoming(StagedIncoming):
-    """Blocks land in buffers as they travelled, and are dequantised into the cache when they are committed."""
+    """Blocks arrive in buffers as they travelled, and are dequantised into the cache when they are committed."""
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:
         super().__init__(kv, stream)
         self._row = _Row(kv)
         self.block_bytes = self._row.num_bytes
 
-    def _store(self, landed: Sequence[tuple[int, Tensor]]) -> None:
-        blocks = [(self._kv.block_tensor(index), buffer) for index, buffer in landed]
+    def _store(self, received: Sequence[tuple[int, Tensor]]) -> None:
+        blocks = [(self._kv.block_tensor(index), buffer) for index, buffer in received]
 
         def dequantise() -> None:
             for block, buffer in blocks:  # in the stream's order: the one row serves them all

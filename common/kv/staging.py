@@ -29,10 +29,10 @@ class IncomingBlocks(Protocol):
     """What a receiver writes to; for one thread."""
 
     def view(self, index: int) -> memoryview:
-        """Where the bytes of a block are to land."""
+        """Where the bytes of a block are to arrive."""
 
     def commit(self, indices: Sequence[int]) -> None:
-        """These blocks have landed whole: they are in the cache when this returns. Views handed out before are void."""
+        """Copies these blocks, all received whole, into the cache. Views handed out before are void."""
 
 
 class BlocksInPlace:
@@ -111,29 +111,29 @@ class StagedOutgoing:
 
 
 class StagedIncoming:
-    """Blocks land in buffers and are copied into the cache together, when they are committed.
+    """Blocks arrive in buffers and are copied into the cache together, when they are committed.
 
-    There are as many buffers as blocks are landed between two commits: those of one message.
+    There are as many buffers as blocks arrive between two commits: those of one message.
     """
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:
         self._kv, self._stream = kv, stream
         self._free: list[Tensor] = []
-        self._landing: dict[int, Tensor] = {}
+        self._in_use: dict[int, Tensor] = {}
         self.block_bytes = kv.block_bytes
 
     def view(self, index: int) -> memoryview:
-        if index not in self._landing:
-            self._landing[index] = self._free.pop() if self._free else self._stream.buffer(self.block_bytes)
-        return self._landing[index].numpy().data
+        if index not in self._in_use:
+            self._in_use[index] = self._free.pop() if self._free else self._stream.buffer(self.block_bytes)
+        return self._in_use[index].numpy().data
 
     def commit(self, indices: Sequence[int]) -> None:
-        self._store([(index, self._landing[index]) for index in indices])
-        self._free.extend(self._landing.values())
-        self._landing.clear()
+        self._store([(index, self._in_use[index]) for index in indices])
+        self._free.extend(self._in_use.values())
+        self._in_use.clear()
 
-    def _store(self, landed: Sequence[tuple[int, Tensor]]) -> None:
-        self._stream.run([(block_bytes_of(self._kv, index), buffer) for index, buffer in landed])
+    def _store(self, received: Sequence[tuple[int, Tensor]]) -> None:
+        self._stream.run([(block_bytes_of(self._kv, index), buffer) for index, buffer in received])
 
 
 def outgoing_blocks(kv: KVCache) -> OutgoingBlocks:

@@ -20,14 +20,14 @@ class SequenceChunk:
     """Run `token_ids`, the tokens after the `start` that are in the KV cache already.
 
     `block_table` names the sequence's blocks in order, and may be longer than needed. With `sample`, the runner
-    returns the logits that follow the chunk's last token, with `score` those that follow each of its tokens.
+    returns the logits that follow the chunk's last token, with `all_logits` those that follow each of its tokens.
     """
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
     sample: bool = True
-    score: bool = False
+    all_logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ForwardBatch:
             check_chunk(chunk, config, kv)
             spans.append(QuerySpan(len(token_ids), len(chunk.token_ids), chunk.start, chunk.block_table))
             token_ids.extend(chunk.token_ids)
-            if chunk.score:
+            if chunk.all_logits:
                 sampled.extend(range(len(token_ids) - len(chunk.token_ids), len(token_ids)))
             elif chunk.sample:
                 sampled.append(len(token_ids) - 1)

@@ -58,7 +58,7 @@ class ModelRunner:
         self.profile = StepProfile()
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
-        """Run every chunk: logits float32 [rows, vocab_size], one of each chunk with `sample`, all with `score`.
+        """Run every chunk: logits float32 [rows, vocab_size], one of each chunk with `sample`, all with `all_logits`.
 
         A chunk's KV is in its blocks when this returned and, on a GPU, `wait` did. BlockError when a block table is too
         short or names a block out of range, InvalidRequest when a token id or position is out of range; before anything

@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.kv.cache import KVCache
 from common.model.batch import SequenceChunk
 from common.runner.runner import ModelRunner
-from common.sampling.logprobs import max_scored_tokens, token_scores
+from common.sampling.logprobs import max_prompt_logprobs, token_logprobs
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from kernels import on_device
@@ -55,14 +55,14 @@ def step_tokens(config: WorkerConfig) -> int:
 
 
 def run_every_kind(runner: ModelRunner, num_tokens: int) -> None:
-    """The largest step, one that scores, a row alone at the longest sequence's end, each way of sampling after them."""
+    """The largest step, one with all logits of a prompt, a row at the longest sequence's end, each way of sampling."""
     longest = min(runner.model.config.max_model_len, runner.kv.num_blocks * runner.kv.block_size)
     table = range(-(-longest // runner.kv.block_size))
     runner.forward(largest_step(num_tokens, longest, runner.kv))
-    num_scored = min(num_tokens, longest, max_scored_tokens(runner.model.config.vocab_size))
-    scored = runner.forward([SequenceChunk((0,) * num_scored, 0, table, score=True)])
-    token_scores(scored, (0,) * num_scored, MAX_TOP_LOGPROBS)
-    del scored
+    num_logprobs_sent = min(num_tokens, longest, max_prompt_logprobs(runner.model.config.vocab_size))
+    prompt_logits = runner.forward([SequenceChunk((0,) * num_logprobs_sent, 0, table, all_logits=True)])
+    token_logprobs(prompt_logits, (0,) * num_logprobs_sent, MAX_TOP_LOGPROBS)
+    del prompt_logits
     logits = runner.forward([SequenceChunk((0,), longest - 1, table)])
     sampler = Sampler(runner.model.config.vocab_size)
     with on_device(logits.device):

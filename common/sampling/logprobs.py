@@ -11,16 +11,16 @@ from common.model.batch import SequenceChunk
 from common.wire.sampling_params import TokenLogprobs
 
 LOGPROB_FLOOR = -9999.0
-SCORED_BYTES = 64 * 2**20
-SCORED_TOKENS = range(16, 1025)
+LOGPROB_BYTES = 64 * 2**20
+LOGPROB_TOKENS = range(16, 1025)
 
 
-def max_scored_tokens(vocab_size: int) -> int:
-    """Tokens of prompts that one step scores at most: each has a row of float32 logits, of which few are ever kept."""
-    return min(max(SCORED_TOKENS.start, SCORED_BYTES // (4 * vocab_size)), SCORED_TOKENS.stop - 1)
+def max_prompt_logprobs(vocab_size: int) -> int:
+    """The most prompt tokens whose log-probabilities one step computes: each has a row of float32 logits."""
+    return min(max(LOGPROB_TOKENS.start, LOGPROB_BYTES // (4 * vocab_size)), LOGPROB_TOKENS.stop - 1)
 
 
-def token_scores(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
     """Row by row of `logits`, float32 [n, vocab_size]: log-softmax at `token_ids[row]`, and the `count` best tokens.
 
     Ties go by lowest id. What is not a number counts as LOGPROB_FLOOR. A row's result depends on that row alone.
@@ -43,26 +43,26 @@ def token_scores(logits: Tensor, token_ids: Sequence[int], count: int) -> list[T
 def separate(logits: Tensor, chunks: Sequence[SequenceChunk]) -> tuple[Tensor, list[Tensor | None]]:
     """Takes a step's logits apart, float32 [rows, vocab_size].
 
-    The rows to sample from, one for each chunk with `sample`; and for each chunk, None or with `score` the rows that
-    follow its tokens. Both are views, the first a copy where some chunk scores.
+    The rows to sample from, one for each chunk with `sample`; and for each chunk, None or with `all_logits` the rows
+    that follow its tokens. Both are views; the first is a copy where some chunk has `all_logits`.
     """
-    if not any(chunk.score for chunk in chunks):
+    if not any(chunk.all_logits for chunk in chunks):
         return logits, [None] * len(chunks)
     sampled: list[int] = []
-    scored: list[Tensor | None] = []
+    rows_of_chunks: list[Tensor | None] = []
     end = 0
     for chunk in chunks:
-        first, end = end, end + (len(chunk.token_ids) if chunk.score else chunk.sample)
-        scored.append(logits[first:end] if chunk.score else None)
+        first, end = end, end + (len(chunk.token_ids) if chunk.all_logits else chunk.sample)
+        rows_of_chunks.append(logits[first:end] if chunk.all_logits else None)
         if chunk.sample:
             sampled.append(end - 1)
-    return logits[sampled], scored
+    return logits[sampled], rows_of_chunks
 
 
-def prompt_scores(logits: Tensor, token_ids: Sequence[int], start: int, count: int) -> tuple[TokenLogprobs, ...]:
+def chunk_logprobs(logits: Tensor, token_ids: Sequence[int], start: int, count: int) -> tuple[TokenLogprobs, ...]:
     """Of a prompt's tokens from `start + 1` on; `logits` follow the tokens from `start` on, float32 [n, vocab_size].
 
     One fewer than rows where the last row follows the prompt's last token.
     """
-    scored = token_ids[start + 1 : start + 1 + logits.shape[0]]
-    return tuple(token_scores(logits[: len(scored)], scored, count))
+    rows_of_chunks = token_ids[start + 1 : start + 1 + logits.shape[0]]
+    return tuple(token_logprobs(logits[: len(rows_of_chunks)], rows_of_chunks, count))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.grammar.grammar import Constraint
-from common.sampling.logprobs import token_scores
+from common.sampling.logprobs import token_logprobs
 from common.sampling.penalties import Adjustment, TokenCounts, adjust, needs_counts
 from common.wire.sampling_params import SampledToken, SamplingParams
 from kernels import Draw, SamplingTensors, on_device, sample
@@ -86,7 +86,7 @@ class Sampler:
     def _finish(self, logits: Tensor, row: SamplingRow, token_id: int) -> SampledToken:
         if row.params.logprobs < 0 or token_id >= self.vocab_size:  # logits that are not numbers have no such
             return SampledToken(token_id)
-        return SampledToken(token_id, token_scores(logits[None], [token_id], row.params.logprobs)[0])
+        return SampledToken(token_id, token_logprobs(logits[None], [token_id], row.params.logprobs)[0])
 
 
 def _draw_of(row: SamplingRow) -> Draw:

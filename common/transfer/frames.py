@@ -1,7 +1,7 @@
-"""KV blocks on ZeroMQ: how frames leave one worker's memory and land in another's.
+"""KV blocks on ZeroMQ: how frames leave one worker's memory and arrive in another's.
 
 One multipart message carries a `KVBlocks` header and one raw frame a block. Sending takes no copy: the frames point
-into the KV cache, whose memory outlives every socket. Receiving lands each frame in the block reserved for it.
+into the KV cache, whose memory outlives every socket. Receiving writes each frame into the block reserved for it.
 Between workers that share memory the header travels alone and names the blocks: the receiver copies them itself.
 """
 
@@ -29,7 +29,7 @@ def checksum(block: memoryview) -> int:
 
 
 def blocks_per_message(block_bytes: int) -> int:
-    """How many blocks share one message: enough for an efficient stream, few enough to start landing early."""
+    """How many blocks share one message: enough for an efficient stream, few enough to start early."""
     return max(1, min(MAX_BLOCKS_PER_FRAME, FRAME_TARGET_BYTES // max(1, block_bytes)))
 
 
@@ -99,16 +99,16 @@ def try_send_blocks(
 def receive_blocks(
     socket: zmq.Socket[bytes], header: KVBlocks, destination: Callable[[int], memoryview | None]
 ) -> tuple[list[int], str]:
-    """Land the frames that follow `header`: the block indices that arrived intact, and what was wrong (or "").
+    """Receive the frames that follow `header`: the block indices that arrived intact, and what was wrong (or "").
 
     `destination` maps a block index to the memory reserved for it, or None for a frame nobody wants. Every part of
     the message is consumed whatever happens, so the socket stays in step.
     """
-    landed: list[int] = []
+    received: list[int] = []
     problem = ""
     for offset, expected in enumerate(header.checksums):
         if not socket.getsockopt(zmq.RCVMORE):
-            return landed, problem or f"{len(header.checksums)} blocks announced, {offset} came"
+            return received, problem or f"{len(header.checksums)} blocks announced, {offset} came"
         index = header.first_block + offset
         target = destination(index)
         if target is None:
@@ -120,11 +120,11 @@ def receive_blocks(
         elif checksum(target) != expected:
             problem = problem or f"block {index} is corrupt: its checksum does not match"
         else:
-            landed.append(index)
+            received.append(index)
     extra = discard_rest(socket)
     if extra:
         problem = problem or f"{extra} frames beyond the {len(header.checksums)} announced"
-    return landed, problem
+    return received, problem
 
 
 def copy_blocks(
@@ -135,20 +135,20 @@ def copy_blocks(
     `read` copies a block of the sender's into the memory it is given, False when there is none of that number.
     The checksum is of the copy: a block that the sender took back and used again meanwhile does not pass for good.
     """
-    landed: list[int] = []
+    received: list[int] = []
     if len(header.sources) != len(header.checksums):
-        return landed, f"{len(header.checksums)} checksums for {len(header.sources)} blocks"
+        return received, f"{len(header.checksums)} checksums for {len(header.sources)} blocks"
     for offset, (source, expected) in enumerate(zip(header.sources, header.checksums, strict=True)):
         index = header.first_block + offset
         target = destination(index)
         if target is None:
             continue
         if not read(source, target):
-            return landed, f"block {index} is to be copied from block {source}, which cannot be read"
+            return received, f"block {index} is to be copied from block {source}, which cannot be read"
         if checksum(target) != expected:
-            return landed, f"block {index} is corrupt, or its sender took it back while it was copied"
-        landed.append(index)
-    return landed, ""
+            return received, f"block {index} is corrupt, or its sender took it back while it was copied"
+        received.append(index)
+    return received, ""
 
 
 def discard_part(socket: zmq.Socket[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""The state of one incoming KV transfer: which blocks are reserved for it and which have landed. Pure."""
+"""The state of one incoming KV transfer: which blocks are reserved for it and which have arrived. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from common.wire.messages import KVDone
 
 
 @dataclass(slots=True, eq=False)
-class Landing:
+class IncomingTransfer:
     """Blocks `first_block ..` of the prompt are to come into `blocks[first_block ..]`; those before are here already.
 
-    A block is landed once its frame arrived whole, or it was copied from `memory`, and its checksum matched. A second
+    A block is received once its frame arrived whole, or it was copied from `memory`, and its checksum matched. A second
     frame for it is ignored. `memory` is the prefill worker's, if this worker can read it. In a hand-over `blocks` has
     room for more than will come: `done` says how many there are in the end. Only who knows `token` may ship. The frames
-    are of 8-bit numbers if it is `quantised`; `num_bytes` of them have landed, or were copied.
+    are of 8-bit numbers if it is `quantised`; `num_bytes` of them have arrived, or were copied.
     """
 
     request_id: str
@@ -26,10 +26,10 @@ class Landing:
     first_block: int
     granted_at: float
     last_progress: float
-    landed: set[int] = field(default_factory=set)
+    received: set[int] = field(default_factory=set)
     done: KVDone | None = None
     done_at: float = 0.0
-    landed_at: float = 0.0
+    last_block_at: float = 0.0
     busy_s: float = 0.0
     memory: PeerMemory | None = None
     token: int = 0
@@ -47,20 +47,20 @@ class Landing:
 
     @property
     def num_missing(self) -> int:
-        return max(0, self.num_blocks - self.first_block) - len(self.landed)
+        return max(0, self.num_blocks - self.first_block) - len(self.received)
 
     @property
     def complete(self) -> bool:
         return self.done is not None and self.num_missing == 0
 
     @property
-    def num_prefix_landed(self) -> int:
+    def num_prefix_received(self) -> int:
         """Blocks from the start of the prompt that are here without a gap."""
         index = self.first_block
-        while index in self.landed:
+        while index in self.received:
             index += 1
         return index
 
     def wants(self, index: int) -> bool:
         """Whether a frame for block `index` may be written."""
-        return self.first_block <= index < len(self.blocks) and index not in self.landed
+        return self.first_block <= index < len(self.blocks) and index not in self.received

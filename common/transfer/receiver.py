@@ -1,9 +1,9 @@
 """Receives KV blocks into the decode worker's memory from a thread of its own, while the engine generates.
 
 The engine owns the blocks and lends them with `expect`; after `release` returned, this thread writes to none of them.
-Whatever it cannot match to a landing (unknown request, old attempt, the token of another grant, a block landed before)
+What it cannot match to a transfer (unknown request, old attempt, the token of another grant, a block received before)
 is read off the socket and dropped, so a late or forged frame can do no harm. Blocks of a prefill worker whose memory
-can be read are copied from there. Frames of 8-bit numbers land in buffers, from which they are dequantised.
+can be read are copied from there. Frames of 8-bit numbers arrive in buffers, from which they are dequantised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zmq
 from common.errors import WireError
 from common.kv.shared_memory import PeerMemory
 from common.transfer.frames import MAX_FRAME_BYTES, copy_blocks, discard_rest, receive_blocks
-from common.transfer.incoming import Landing
+from common.transfer.incoming import IncomingTransfer
 from common.transfer.mailbox import Mailbox
 from common.transfer.peer_memories import PeerMemories
 from common.wire.bind import bind
@@ -50,10 +50,10 @@ class TransferOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferLanded:
+class TransferCompleted:
     """Every block is here and verified, and the prefill worker's hold has ended."""
 
-    landing: Landing
+    transfer: IncomingTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class KVReceiver:
         host: str,
         port: int,
         block_view: Callable[[int], memoryview],
-        on_event: Callable[[TransferOpened | TransferLanded | TransferFailed], None],
+        on_event: Callable[[TransferOpened | TransferCompleted | TransferFailed], None],
         *,
         share: bool = True,
         commit: Callable[[Sequence[int]], None] = lambda blocks: None,
@@ -84,7 +84,7 @@ class KVReceiver:
     ) -> None:
         """`share`: read the memory of prefill workers that offer it, where that works.
 
-        `commit` hears of blocks whose bytes are in their views and verified, before they count as landed.
+        `commit` hears of blocks whose bytes are in their views and verified, before they count as received.
         """
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
@@ -95,7 +95,7 @@ class KVReceiver:
         self.address = bind(self._socket, host, port, curve)
         self._block_view, self._on_event, self._commit = block_view, on_event, commit
         self._quantised: IncomingBlocks | None = None
-        self._landings: dict[tuple[str, int], Landing] = {}
+        self._transfers: dict[tuple[str, int], IncomingTransfer] = {}
         self._lock = threading.Lock()
         self._memories = PeerMemories(share)
         self._outbox: Mailbox[tuple[bytes, Message] | None] = Mailbox(context)
@@ -114,7 +114,7 @@ class KVReceiver:
         return self._quantised is not None
 
     def take_quantised(self, blocks: IncomingBlocks) -> None:
-        """Before `start`: where the frames of landings that are `quantised` land, and from where they are committed."""
+        """Before `start`: where frames of 8-bit numbers arrive, and from where they are committed."""
         self._quantised = blocks
 
     def start(self) -> None:
@@ -136,26 +136,26 @@ class KVReceiver:
         """Answer a prefill worker."""
         self._outbox.put((peer, message))
 
-    def expect(self, landing: Landing) -> None:
-        """Lend the landing's blocks. Call before the grant is sent."""
+    def expect(self, transfer: IncomingTransfer) -> None:
+        """Lend the transfer's blocks. Call before the grant is sent."""
         with self._lock:
-            self._landings[landing.key] = landing
+            self._transfers[transfer.key] = transfer
 
-    def release(self, request_id: str, attempt: int) -> Landing | None:
+    def release(self, request_id: str, attempt: int) -> IncomingTransfer | None:
         """Take the blocks back: no frame is written to them once this returned."""
         with self._lock:
-            return self._landings.pop((request_id, attempt), None)
+            return self._transfers.pop((request_id, attempt), None)
 
     def touch(self, request_id: str, attempt: int, now: float) -> None:
         """The prefill worker is alive: its silence counts from `now`."""
         with self._lock:
-            if (landing := self._landings.get((request_id, attempt))) is not None:
-                landing.last_progress = now
+            if (transfer := self._transfers.get((request_id, attempt))) is not None:
+                transfer.last_progress = now
 
-    def stalled(self, before: float) -> list[Landing]:
-        """Landings without any progress since `before`."""
+    def stalled(self, before: float) -> list[IncomingTransfer]:
+        """Transfers without any progress since `before`."""
         with self._lock:
-            return [landing for landing in self._landings.values() if landing.last_progress < before]
+            return [transfer for transfer in self._transfers.values() if transfer.last_progress < before]
 
     def _main(self) -> None:
         poller = zmq.Poller()
@@ -203,7 +203,7 @@ class KVReceiver:
             self._drop(str(error))
             return
         if isinstance(message, KVBlocks):
-            self._land(message)
+            self._receive_blocks(message)
             return
         if discard_rest(self._socket):
             self._drop(f"{type(message).__name__} with frames behind it")
@@ -219,93 +219,97 @@ class KVReceiver:
             case _:
                 self._drop(f"{type(message).__name__} is not for a decode worker's KV socket")
 
-    def _land(self, header: KVBlocks) -> None:
+    def _receive_blocks(self, header: KVBlocks) -> None:
         began = time.monotonic()
         with self._lock:
-            landing = self._landing_of(header)
-            view, commit = self._places_of(landing)
+            transfer = self._transfer_of(header)
+            view, commit = self._places_of(transfer)
 
             def destination(index: int) -> memoryview | None:
-                wanted = landing is not None and landing.wants(index)
-                return view(landing.blocks[index]) if wanted and landing is not None else None
+                wanted = transfer is not None and transfer.wants(index)
+                return view(transfer.blocks[index]) if wanted and transfer is not None else None
 
             if header.sources:
-                landed, problem = self._copy(header, landing, destination)
+                received, problem = self._copy(header, transfer, destination)
             else:
-                landed, problem = receive_blocks(self._socket, header, destination)
-            if landing is not None:
-                blocks = [landing.blocks[index] for index in landed]
+                received, problem = receive_blocks(self._socket, header, destination)
+            if transfer is not None:
+                blocks = [transfer.blocks[index] for index in received]
                 num_bytes = sum(len(view(block)) for block in blocks)
                 commit(blocks)
             now = time.monotonic()
-            if landing is not None:
-                landing.landed.update(landed)
-                landing.num_bytes += num_bytes
-                landing.last_progress = now
-                landing.busy_s += now - began
-        if landing is None:
+            if transfer is not None:
+                transfer.received.update(received)
+                transfer.num_bytes += num_bytes
+                transfer.last_progress = now
+                transfer.busy_s += now - began
+        if transfer is None:
             self._drop_late(f"{len(header.checksums)} blocks", header)
             return
-        if landed:
+        if received:
             self.num_bytes += num_bytes
-            landing.landed_at = now
+            transfer.last_block_at = now
         if problem:
-            self._fail(landing, problem)
-        elif landing.complete:
-            self._complete(landing)
+            self._fail(transfer, problem)
+        elif transfer.complete:
+            self._complete(transfer)
 
     def _places_of(
-        self, landing: Landing | None
+        self, transfer: IncomingTransfer | None
     ) -> tuple[Callable[[int], memoryview], Callable[[Sequence[int]], None]]:
-        """Where the blocks of a landing come in, and what brings them into the cache from there."""
-        if landing is not None and landing.quantised and self._quantised is not None:
+        """Where the blocks of a transfer arrive, and what brings them into the cache from there."""
+        if transfer is not None and transfer.quantised and self._quantised is not None:
             return self._quantised.view, self._quantised.commit
         return self._block_view, self._commit
 
-    def _landing_of(self, message: KVBlocks | KVDone) -> Landing | None:
+    def _transfer_of(self, message: KVBlocks | KVDone) -> IncomingTransfer | None:
         """What a message belongs to, if it comes from whom that was granted to."""
-        landing = self._landings.get((message.request_id, message.attempt))
-        return landing if landing is not None and landing.token == message.token else None
+        transfer = self._transfers.get((message.request_id, message.attempt))
+        return transfer if transfer is not None and transfer.token == message.token else None
 
     def _copy(
-        self, header: KVBlocks, landing: Landing | None, destination: Callable[[int], memoryview | None]
+        self, header: KVBlocks, transfer: IncomingTransfer | None, destination: Callable[[int], memoryview | None]
     ) -> tuple[list[int], str]:
         extra = discard_rest(self._socket)
         if extra:
             return [], f"{extra} frames behind blocks that are to be copied"
-        if landing is None:
+        if transfer is None:
             return [], ""
-        if landing.memory is None:
+        if transfer.memory is None:
             return [], "blocks are to be copied from memory that this worker cannot read"
-        return copy_blocks(header, landing.memory.read, destination)
+        return copy_blocks(header, transfer.memory.read, destination)
 
     def _finish(self, done: KVDone) -> None:
         with self._lock:
-            landing = self._landing_of(done)
-            if landing is None or landing.done is not None:
-                landing = None
+            transfer = self._transfer_of(done)
+            if transfer is None or transfer.done is not None:
+                transfer = None
             else:
-                landing.done = done
-                landing.done_at = landing.last_progress = time.monotonic()
-        if landing is None:
+                transfer.done = done
+                transfer.done_at = transfer.last_progress = time.monotonic()
+        if transfer is None:
             self._drop_late("the end", done)
-        elif not landing.first_block <= landing.num_blocks <= len(landing.blocks):
-            self._fail(landing, f"{landing.num_blocks} blocks from {landing.first_block} on, of {len(landing.blocks)}")
-        elif landing.complete:
-            self._complete(landing)
+        elif not transfer.first_block <= transfer.num_blocks <= len(transfer.blocks):
+            self._fail(
+                transfer, f"{transfer.num_blocks} blocks from {transfer.first_block} on, of {len(transfer.blocks)}"
+            )
+        elif transfer.complete:
+            self._complete(transfer)
 
-    def _complete(self, landing: Landing) -> None:
+    def _complete(self, transfer: IncomingTransfer) -> None:
         with self._lock:
-            if self._landings.pop(landing.key, None) is None:
+            if self._transfers.pop(transfer.key, None) is None:
                 return  # released while the last frame was on its way
-        self._answer(landing.peer, KVAck(request_id=landing.request_id, attempt=landing.attempt))
-        self._on_event(TransferLanded(landing))
+        self._answer(transfer.peer, KVAck(request_id=transfer.request_id, attempt=transfer.attempt))
+        self._on_event(TransferCompleted(transfer))
 
-    def _fail(self, landing: Landing, reason: str) -> None:
-        self._drop(f"transfer {landing.request_id}/{landing.attempt} from a prefill worker: {reason}")
-        if self.release(*landing.key) is not None:
-            self._answer(landing.peer, KVFailed(request_id=landing.request_id, attempt=landing.attempt, reason=reason))
-            self._on_event(TransferFailed(landing.request_id, landing.attempt, reason, by_peer=False))
+    def _fail(self, transfer: IncomingTransfer, reason: str) -> None:
+        self._drop(f"transfer {transfer.request_id}/{transfer.attempt} from a prefill worker: {reason}")
+        if self.release(*transfer.key) is not None:
+            self._answer(
+                transfer.peer, KVFailed(request_id=transfer.request_id, attempt=transfer.attempt, reason=reason)
+            )
+            self._on_event(TransferFailed(transfer.request_id, transfer.attempt, reason, by_peer=False))
 
     def _drop_late(self, what: str, message: KVBlocks | KVDone) -> None:
         """Frames of what was aborted meanwhile are nothing to warn of."""

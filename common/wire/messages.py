@@ -219,7 +219,7 @@ class TokenOutput(Message, frozen=True, tag=22):
     outputs: Annotated[tuple[TokenDelta, ...], Meta(max_length=MAX_OUTPUTS)]
 
 
-class PromptScores(Message, frozen=True, tag=24):
+class PromptLogprobs(Message, frozen=True, tag=24):
     """Log-probabilities of the prompt's tokens from position `start` on, each given the tokens before it.
 
     In order, and all of them before the first token: a request with `params.prompt_logprobs` has one worker that
@@ -355,7 +355,7 @@ class KVWait(Message, frozen=True, tag=44):
 
 
 class KVAck(Message, frozen=True, tag=45):
-    """D has all it needs, landed and verified or computed itself: P's hold ends, whatever P was doing."""
+    """D has all it needs, received and verified or computed itself: P's hold ends, whatever P was doing."""
 
     request_id: Name
     attempt: Count
@@ -370,7 +370,7 @@ class KVFailed(Message, frozen=True, tag=46):
 
 
 ToWorker = RouterHello | RouterHeartbeat | PrefillRequest | DecodeRequest | AbortRequest | ResetPrefixCache | HandOver
-ToRouter = WorkerHello | WorkerHeartbeat | TokenOutput | PromptScores | RequestFailed
+ToRouter = WorkerHello | WorkerHeartbeat | TokenOutput | PromptLogprobs | RequestFailed
 ToDecode = KVOpen | KVBlocks | KVDone | KVFailed
 ToPrefill = KVGrant | KVWait | KVAck | KVFailed
 AnyMessage = ToWorker | ToRouter | ToDecode | ToPrefill

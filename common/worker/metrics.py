@@ -142,9 +142,9 @@ class WorkerMetrics:
             "diptych_kv_transfer_seconds", "From KVGrant to the last block", SHORT_SECONDS
         )
         self.exposed_seconds = histogram(
-            "diptych_kv_exposed_transfer_seconds", "From the end of prefill to the last block landed", SHORT_SECONDS
+            "diptych_kv_exposed_transfer_seconds", "From the end of prefill to the last block arrived", SHORT_SECONDS
         )
-        self.transfer_bytes = counter("diptych_kv_transfer_bytes", "Bytes of KV blocks landed or shipped")
+        self.transfer_bytes = counter("diptych_kv_transfer_bytes", "Bytes of KV blocks received or shipped")
         self.transfer_rate = histogram(
             "diptych_kv_transfer_bytes_per_second", "Bytes of a transfer over its busy time, by the receiver", RATES
         )

@@ -357,7 +357,7 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
     """Run a worker to its end and return the exit status; a refusal to start is one line on stderr."""
     import uvloop
 
-    # The KV thread must get the interpreter quickly when a frame lands while the engine computes.
+    # The KV thread must get the interpreter quickly when a frame arrives while the engine computes.
     sys.setswitchinterval(0.0005)
     keep_large_buffers()
     raise_file_limit()

@@ -100,16 +100,16 @@ class ChatShape:
     def chunks(self, choice: Choice, piece: Piece, *, at_least_one: bool) -> list[Object]:
         """One for each part, in the order of the text; what is not of a part is in the first or in the last one."""
         deltas = [self._delta(choice, part) for part in self._parts.taken_apart(choice, piece)]
-        scored = piece.scored if self._logprobs is not None else []
+        with_logprobs = piece.with_logprobs if self._logprobs is not None else []
         if not deltas:
-            if not (scored or piece.finish_reason or self._token_ids or at_least_one):
+            if not (with_logprobs or piece.finish_reason or self._token_ids or at_least_one):
                 return []
             deltas = [{} if piece.finish_reason else {"content": ""}]
         chunks: list[Object] = [
             {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
         ]
-        if self._logprobs is not None and scored:
-            chunks[0]["logprobs"] = self._logprobs.chat(scored)
+        if self._logprobs is not None and with_logprobs:
+            chunks[0]["logprobs"] = self._logprobs.chat(with_logprobs)
         if piece.finish_reason:
             chunks[-1]["finish_reason"] = self._parts.finish_reason(choice, piece.finish_reason)
         if self._token_ids:
@@ -118,7 +118,7 @@ class ChatShape:
         return chunks
 
     def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
-        scored = [token for piece in pieces for token in piece.scored]
+        with_logprobs = [token for piece in pieces for token in piece.with_logprobs]
         parts = self._parts.whole(choice, pieces)
         content = "".join([part.text for part in parts if isinstance(part, TextPart)])
         message: Object = {"role": "assistant", "content": content, "refusal": None}
@@ -129,7 +129,7 @@ class ChatShape:
         whole: Object = {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs.chat(scored) if self._logprobs is not None else None,
+            "logprobs": self._logprobs.chat(with_logprobs) if self._logprobs is not None else None,
             "finish_reason": self._parts.finish_reason(choice, choice.finish_reason),
         }
         if self._token_ids:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from common.errors import InvalidRequest
 from router.auth.keys import ApiKey
-from router.generation.choice import Choice, Piece, ScoredToken
+from router.generation.choice import Choice, Piece, TokenWithLogprobs
 from router.generation.logprobs import LogprobShapes
 from router.generation.plan import Plan, Prompt, check_num_sequences, fit, make_plan
 from router.generation.service import Service
@@ -89,13 +89,13 @@ class CompletionShape:
         )
         wanted = fields.prompt_logprobs
         self._prompt_logprobs = LogprobShapes(service.text, wanted) if wanted is not None else None
-        self._scored_echo = fields.echo_logprobs is not None
+        self._echo_has_logprobs = fields.echo_logprobs is not None
         self._skip_special = fields.skip_special_tokens is not False
         self._token_ids = bool(fields.return_token_ids)
 
     def opening(self, choice: Choice, prompt_token_ids: list[int] | None) -> Object | None:
         """The echo, unless it comes with log-probabilities; and the prompt's tokens, for those who want them."""
-        text = "" if self._scored_echo else choice.echo
+        text = "" if self._echo_has_logprobs else choice.echo
         if not text and prompt_token_ids is None:
             return None
         chunk: Object = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": None}
@@ -104,14 +104,14 @@ class CompletionShape:
         return chunk
 
     def chunks(self, choice: Choice, piece: Piece, *, at_least_one: bool) -> list[Object]:
-        scores = piece.scored if self._logprobs is not None else []
-        echoes = piece.first and self._scored_echo
-        if not (piece.text or scores or echoes or piece.finish_reason or self._token_ids or at_least_one):
+        with_logprobs = piece.with_logprobs if self._logprobs is not None else []
+        echoes = piece.first and self._echo_has_logprobs
+        if not (piece.text or with_logprobs or echoes or piece.finish_reason or self._token_ids or at_least_one):
             return []
         chunk: Object = {
             "index": choice.index,
             "text": choice.echo + piece.text if echoes else piece.text,
-            "logprobs": self._scores(choice, scores, echoes=echoes) if scores or echoes else None,
+            "logprobs": self._logprobs_of(choice, with_logprobs, echoes=echoes) if with_logprobs or echoes else None,
             "finish_reason": piece.finish_reason or None,
         }
         if self._token_ids:
@@ -119,11 +119,11 @@ class CompletionShape:
         return [chunk]
 
     def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
-        scored = [token for piece in pieces for token in piece.scored]
+        with_logprobs = [token for piece in pieces for token in piece.with_logprobs]
         whole: Object = {
             "index": choice.index,
             "text": choice.echo + "".join([piece.text for piece in pieces]),
-            "logprobs": self._scores(choice, scored, echoes=self._scored_echo),
+            "logprobs": self._logprobs_of(choice, with_logprobs, echoes=self._echo_has_logprobs),
             "finish_reason": choice.finish_reason,
         }
         if self._prompt_logprobs is not None:
@@ -137,11 +137,11 @@ class CompletionShape:
     def envelope(self, first: Choice, prompt_token_ids: list[int] | None) -> Object:
         return {}
 
-    def _scores(self, choice: Choice, scored: Sequence[ScoredToken], *, echoes: bool) -> Object | None:
+    def _logprobs_of(self, choice: Choice, tokens: Sequence[TokenWithLogprobs], *, echoes: bool) -> Object | None:
         """Log-probabilities of generated tokens, with `echoes` behind those of the prompt's."""
         if self._logprobs is None:
             return None
-        generated = self._logprobs.completion(scored, len(choice.echo))
+        generated = self._logprobs.completion(tokens, len(choice.echo))
         if not echoes:
             return {**generated}
         prompt = self._logprobs.echo(choice, skip_special_tokens=self._skip_special)

@@ -10,7 +10,7 @@ from common.errors import RequestError
 from router.api.chat import plan_chat
 from router.api.responses_fields import NAMES, ResponsesRequest
 from router.auth.keys import ApiKey
-from router.generation.choice import Choice, Piece, ScoredToken
+from router.generation.choice import Choice, Piece, TokenWithLogprobs
 from router.generation.logprobs import LogprobShapes
 from router.generation.parts import AnswerParts
 from router.generation.plan import Plan
@@ -41,16 +41,17 @@ class ResponsesFrames:
         self._items: list[Object] = []
         self._text: list[str] = []
         self._arguments: list[str] = []
-        self._scores: list[object] = []
-        self._waiting: list[ScoredToken] = []  # for the part that they are of
+        self._sent_logprobs: list[object] = []
+        self._waiting: list[TokenWithLogprobs] = []  # for the part that they are of
         self._is_open = False
         self._num_events = 0
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         (choice,) = self._plan.choices
-        parts = pieces[0]  # as one: its events are made for nobody
-        text, scored = "".join([part.text for part in parts]), [token for part in parts for token in part.scored]
-        self.chunk(choice, Piece(text, scored=scored, finish_reason=choice.finish_reason))
+        text = "".join([piece.text for piece in pieces[0]])
+        tokens = [token for piece in pieces[0] for token in piece.with_logprobs]
+        # As one piece: nothing reads the events that it makes.
+        self.chunk(choice, Piece(text, with_logprobs=tokens, finish_reason=choice.finish_reason))
         return self._response(choice)
 
     def opening(self) -> bytes:
@@ -61,7 +62,7 @@ class ResponsesFrames:
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         if self._logprobs is not None:
-            self._waiting += piece.scored
+            self._waiting += piece.with_logprobs
         events = [self._add(choice, part) for part in self._parts.taken_apart(choice, piece)]
         if piece.finish_reason:
             if not self._items:
@@ -87,14 +88,14 @@ class ResponsesFrames:
 
     def _say(self, part: TextPart) -> bytes:
         begun = self._begin_message() if not self._is_open or self._in_call else b""
-        scores = self._scores_of(part)
+        logprobs = self._logprobs_of(part)
         self._text.append(part.text)
-        self._scores += scores
-        added = {"delta": part.text, "logprobs": scores}
+        self._sent_logprobs += logprobs
+        added = {"delta": part.text, "logprobs": logprobs}
         return begun + self._event("response.output_text.delta", self._part() | added)
 
     def _begin_message(self) -> bytes:
-        self._text, self._scores = [], []
+        self._text, self._sent_logprobs = [], []
         name = f"msg_{self._plan.id}_{len(self._items)}"
         begun = self._begin({"type": "message", "id": name, "role": "assistant", "content": []})
         return begun + self._event("response.content_part.added", self._part() | {"part": self._output_text()})
@@ -145,16 +146,21 @@ class ResponsesFrames:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
     def _output_text(self) -> Object:
-        return {"type": "output_text", "text": "".join(self._text), "annotations": [], "logprobs": [*self._scores]}
+        return {
+            "type": "output_text",
+            "text": "".join(self._text),
+            "annotations": [],
+            "logprobs": [*self._sent_logprobs],
+        }
 
-    def _scores_of(self, part: TextPart) -> list[object]:
+    def _logprobs_of(self, part: TextPart) -> list[object]:
         """Those of the tokens that begin in this text. Those before it are of calls or of a thought."""
         if self._logprobs is None:
             return []
         end = part.start + len(part.text)
-        scored = [token for token in self._waiting if part.start <= token.start < end]
+        with_logprobs = [token for token in self._waiting if part.start <= token.start < end]
         self._waiting = [token for token in self._waiting if token.start >= end]
-        return [*self._logprobs.tokens(scored)]
+        return [*self._logprobs.tokens(with_logprobs)]
 
     @property
     def _in_call(self) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from common.config import RouterConfig
 from common.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
-from common.wire.messages import PromptScores, RequestFailed, ResetPrefixCache, TokenDelta, TokenOutput
+from common.wire.messages import PromptLogprobs, RequestFailed, ResetPrefixCache, TokenDelta, TokenOutput
 from router.dispatch.admission import Admission
 from router.dispatch.client import GenerationRequest, TokenEvent
 from router.dispatch.demand import Demand, DemandMeter
@@ -162,12 +162,12 @@ class Dispatcher:
             known = (self._states.get(delta.request_id) for delta in output.outputs)
             self._handovers.leave((state for state in known if state is not None), self._clock())
 
-    def on_scores(self, address: str, scores: PromptScores) -> None:
-        if (told := self._match_assignment(address, scores.epoch, scores)) is None:
+    def on_prompt_logprobs(self, address: str, prompt_logprobs: PromptLogprobs) -> None:
+        if (told := self._match_assignment(address, prompt_logprobs.epoch, prompt_logprobs)) is None:
             return
         state, assignment = told
         try:
-            state.scored(scores, self._clock())
+            state.on_prompt_logprobs(prompt_logprobs, self._clock())
         except StreamConflict as conflict:
             self._on_conflict(state, assignment, conflict)
 
@@ -282,7 +282,7 @@ class Dispatcher:
         return True
 
     def _match_assignment(
-        self, address: str, epoch: int, said: TokenDelta | PromptScores
+        self, address: str, epoch: int, said: TokenDelta | PromptLogprobs
     ) -> tuple[RequestState, Assignment] | None:
         """Whose request a worker speaks of; None, and the worker is told to stop, if it is not to be listened to."""
         worker = self.fleet.registry.workers[address]

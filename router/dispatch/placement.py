@@ -38,8 +38,8 @@ class Placement:
     def place(self, state: RequestState, now: float) -> bool:
         """Choose workers and send them a request that is on none; False when nobody can take it now."""
         state.num_base_tokens = len(state.stream.token_ids)
-        if state.is_scored:  # all scores come from one worker: another may have other weights
-            state.stream.drop_scores()
+        if state.wants_prompt_logprobs:  # all of them come from one worker: another may have other weights
+            state.stream.drop_prompt_logprobs()
         deaf: set[str] = set()
         while True:
             prefill, decode = self._candidates(state, deaf)
@@ -59,7 +59,7 @@ class Placement:
     def replace_prefill(self, state: RequestState, now: float) -> bool:
         """A new attempt with another prefill worker, or none, for the decode worker that stays.
 
-        The decode worker keeps the blocks that have landed. False when it cannot be told.
+        The decode worker keeps the blocks that have arrived. False when it cannot be told.
         """
         assignment = state.decode
         decode = self._registry.workers[assignment.address] if assignment else None
@@ -199,7 +199,7 @@ class Placement:
     def _shape(self, state: RequestState, workers: Sequence[Worker]) -> RequestShape:
         num_tokens = len(state.request.prompt_token_ids) + state.num_base_tokens
         num_remaining = state.request.params.max_tokens - state.num_base_tokens
-        if state.is_scored:  # what is cached has no logits
+        if state.wants_prompt_logprobs:  # what is cached has no logits
             return RequestShape(num_tokens, num_remaining, {}, alone=True)
         known = [worker for worker in workers if self._index.size(worker.address)]
         hashes = {size: state.hashes(size) for size in {worker.identity.block_size for worker in known}}

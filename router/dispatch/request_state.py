@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from common.errors import RequestError
 from common.kv.block_hash import BlockHasher
 from common.wire.message_fields import Role, pack_tokens
-from common.wire.messages import PromptScores, Timeline, TokenDelta
+from common.wire.messages import PromptLogprobs, Timeline, TokenDelta
 from router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
 from router.dispatch.prompt import Prompt
 from router.dispatch.stream import TokenStream
@@ -68,7 +68,7 @@ class RequestState:
         self.stream = TokenStream(
             params.max_tokens,
             with_logprobs=params.logprobs >= 0,
-            num_scored=len(request.prompt_token_ids) - 1 if params.prompt_logprobs >= 0 else 0,
+            num_prompt_logprobs=len(request.prompt_token_ids) - 1 if params.prompt_logprobs >= 0 else 0,
         )
         self._attempt = 0
         self.weights: str | None = None  # of the workers that began the answer; None before its first token
@@ -125,7 +125,7 @@ class RequestState:
         return self.request.params.max_tokens - len(self.stream.token_ids)
 
     @property
-    def is_scored(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """Whether the prompt's log-probabilities are wanted, of which a worker alone has to compute all."""
         return self.request.params.prompt_logprobs >= 0 and not self.num_base_tokens
 
@@ -270,9 +270,9 @@ class RequestState:
             self._wake.set()
         return grew
 
-    def scored(self, scores: PromptScores, now: float) -> None:
+    def on_prompt_logprobs(self, prompt_logprobs: PromptLogprobs, now: float) -> None:
         """Merge what a worker computed of the prompt. Raises StreamConflict."""
-        self.stream.score(scores.start, scores.logprobs)
+        self.stream.add_prompt_logprobs(prompt_logprobs.start, prompt_logprobs.logprobs)
         self.progress_at = now
 
     def fail(self, error: RequestError) -> None:
@@ -303,7 +303,7 @@ class RequestState:
             self.stream.finish_reason,
             self.num_cached_tokens,
             self.timeline(),
-            self.stream.take_scores(),
+            self.stream.take_prompt_logprobs(),
         )
 
     def timeline(self) -> RequestTimeline:

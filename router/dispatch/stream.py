@@ -21,17 +21,17 @@ class TokenStream:
     after comparing it. A delta that runs ahead waits. Never holds more than `max_tokens` tokens.
     """
 
-    def __init__(self, max_tokens: int, *, with_logprobs: bool, num_scored: int = 0) -> None:
-        """`num_scored` tokens of the prompt, all but the first, come with log-probabilities, or none."""
+    def __init__(self, max_tokens: int, *, with_logprobs: bool, num_prompt_logprobs: int = 0) -> None:
+        """`num_prompt_logprobs` tokens of the prompt, all but the first, come with log-probabilities, or none."""
         self.token_ids: list[int] = []
         self.finish_reason = ""
         self._logprobs: list[TokenLogprobs] = []
         self._max_tokens, self._with_logprobs = max_tokens, with_logprobs
         self._ahead: dict[int, TokenDelta] = {}
         self._num_taken = 0
-        self._num_scored = num_scored
-        self._scores: list[TokenLogprobs] = []
-        self._scores_taken = False
+        self._num_prompt_logprobs = num_prompt_logprobs
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs_taken = False
 
     @property
     def has_gap(self) -> bool:
@@ -59,25 +59,24 @@ class TokenStream:
             grew |= self._append(self._ahead.pop(first))
         return grew
 
-    def score(self, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
+    def add_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """Merge log-probabilities of the prompt's tokens from position `start` on. Raises StreamConflict."""
-        known, end = len(self._scores), start - 1 + len(logprobs)
-        if start - 1 > known or end > self._num_scored:
-            raise StreamConflict(
-                f"log-probabilities of the prompt's tokens {start} to {end}: {known} of {self._num_scored} are here"
-            )
-        self._scores.extend(logprobs[known - (start - 1) :])
+        known, end = len(self._prompt_logprobs), start - 1 + len(logprobs)
+        if start - 1 > known or end > self._num_prompt_logprobs:
+            here = f"{known} of {self._num_prompt_logprobs} are here"
+            raise StreamConflict(f"log-probabilities of the prompt's tokens {start} to {end}: {here}")
+        self._prompt_logprobs.extend(logprobs[known - (start - 1) :])
 
-    def take_scores(self) -> tuple[TokenLogprobs, ...]:
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the prompt, the first time."""
-        scores = () if self._scores_taken else tuple(self._scores)
-        self._scores_taken = True
-        return scores
+        logprobs = () if self._prompt_logprobs_taken else tuple(self._prompt_logprobs)
+        self._prompt_logprobs_taken = True
+        return logprobs
 
-    def drop_scores(self) -> None:
+    def drop_prompt_logprobs(self) -> None:
         """Forget log-probabilities of the prompt that were not taken: they come again, from another worker."""
-        if not self._scores_taken:
-            self._scores.clear()
+        if not self._prompt_logprobs_taken:
+            self._prompt_logprobs.clear()
 
     def drop_ahead(self) -> None:
         """Forget what ran ahead: its sender is no longer the one to listen to."""
@@ -94,8 +93,8 @@ class TokenStream:
         end = delta.index + len(delta.token_ids)
         if end > self._max_tokens:
             raise StreamConflict(f"tokens up to output position {end}, the request has {self._max_tokens}")
-        if len(self._scores) < self._num_scored:
-            here = f"{len(self._scores)} of {self._num_scored}"
+        if len(self._prompt_logprobs) < self._num_prompt_logprobs:
+            here = f"{len(self._prompt_logprobs)} of {self._num_prompt_logprobs}"
             raise StreamConflict(f"tokens, but only {here} log-probabilities of the prompt")
         if any(not 0 <= token < 2**32 for token in delta.token_ids):
             raise StreamConflict(f"no token ids: {delta.token_ids[:8]}")

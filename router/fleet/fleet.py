@@ -15,7 +15,7 @@ from common.config import RouterConfig
 from common.wire.curve import Curve, warn_of_readers
 from common.wire.messages import (
     Message,
-    PromptScores,
+    PromptLogprobs,
     RequestFailed,
     RouterHeartbeat,
     RouterHello,
@@ -47,7 +47,7 @@ class FleetListener(Protocol):
     """Who is told what workers send and what becomes of them. All calls come from the fleet's event loop."""
 
     def on_output(self, address: str, output: TokenOutput) -> None: ...
-    def on_scores(self, address: str, scores: PromptScores) -> None: ...
+    def on_prompt_logprobs(self, address: str, prompt_logprobs: PromptLogprobs) -> None: ...
     def on_failed(self, address: str, failed: RequestFailed) -> None: ...
     def on_lost(self, address: str, reason: str) -> None:
         """The worker's life ended: everything in flight there has failed."""
@@ -256,8 +256,8 @@ class WorkerFleet:
         match message:
             case TokenOutput():
                 self._listener.on_output(address, message)
-            case PromptScores():
-                self._listener.on_scores(address, message)
+            case PromptLogprobs():
+                self._listener.on_prompt_logprobs(address, message)
             case RequestFailed():
                 self._listener.on_failed(address, message)
             case WorkerHeartbeat():

@@ -13,21 +13,21 @@ from router.text.stop_strings import StopScanner
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredToken:
+class TokenWithLogprobs:
     """A token of the text; its text is characters `start` to `end` of the answer.
 
-    Its log-probabilities are at `place` among `scores`, which may be packed.
+    Its log-probabilities are at `place` among `among`, which may be packed.
     """
 
     token_id: int
-    scores: Sequence[TokenLogprobs]
+    among: Sequence[TokenLogprobs]
     place: int
     start: int
     end: int
 
     @property
     def logprobs(self) -> TokenLogprobs:
-        return self.scores[self.place]
+        return self.among[self.place]
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Piece:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    scored: list[ScoredToken] = field(default_factory=list)
+    with_logprobs: list[TokenWithLogprobs] = field(default_factory=list)
     finish_reason: str = ""
     first: bool = False
 
@@ -64,7 +64,7 @@ class Choice:
     ) -> None:
         self.index, self.prompt, self.request, self.echo = index, prompt, request, echo
         self._detokenizer, self._scanner, self._include_stop = detokenizer, scanner, include_stop
-        self._held: deque[ScoredToken] = deque()
+        self._held: deque[TokenWithLogprobs] = deque()
         self._decoded = self._given = 0  # characters made by the detokenizer, and those that passed the scanner
         self.num_tokens = self.num_cached_tokens = 0
         self._silent = silent
@@ -101,7 +101,7 @@ class Choice:
         if event.finish_reason and not stopped:
             stopped = self._flush(piece)
         self.finish_reason = piece.finish_reason = "stop" if stopped else event.finish_reason
-        piece.scored = self._let_go()
+        piece.with_logprobs = self._let_go()
         return piece
 
     def _push_singly(self, event: TokenEvent, num_text_tokens: int, piece: Piece) -> bool:
@@ -115,7 +115,7 @@ class Choice:
             piece.text += text
             self._given += len(text)
             if event.logprobs:
-                self._held.append(ScoredToken(token_id, event.logprobs, i, start, self._decoded))
+                self._held.append(TokenWithLogprobs(token_id, event.logprobs, i, start, self._decoded))
             if stopped:
                 return True
         return False
@@ -140,9 +140,9 @@ class Choice:
         self._decoded = self._given
         return stopped
 
-    def _let_go(self) -> list[ScoredToken]:
-        """Scores of tokens whose text is out. What a stop string cut never comes out, nor do its scores."""
-        out: list[ScoredToken] = []
+    def _let_go(self) -> list[TokenWithLogprobs]:
+        """Tokens whose text has left. What a stop string cut never leaves, nor do its log-probabilities."""
+        out: list[TokenWithLogprobs] = []
         while self._held and (
             self._held[0].end <= self._given or (self.finish_reason and self._held[0].start < self._given)
         ):

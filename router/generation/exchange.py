@@ -34,7 +34,7 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-MANY_SCORES = 2000
+MANY_LOGPROBS = 2000
 """Log-probabilities that take some milliseconds to write: an answer may have millions."""
 MANY_TOKENS = 20_000
 """Without log-probabilities."""
@@ -56,7 +56,7 @@ class Exchange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as held:
             try:
-                held.enter_context(self._service.scores.lease(self._plan.num_scores))
+                held.enter_context(self._service.prompt_logprob_budget.lease(self._plan.num_prompt_logprobs_held))
             except Unavailable as error:
                 await self._refuse(error, scope, receive, send)
                 self._settle()
@@ -144,10 +144,10 @@ class Exchange(Response):
         Log-probabilities of prompts are in what comes `first`.
         """
         plan = self._plan
-        num_scores = plan.num_scores if first else 0
+        num_prompt_logprobs_held = plan.num_prompt_logprobs_held if first else 0
         if plan.num_logprobs >= 0:
-            num_scores += num_tokens * (1 + plan.num_logprobs)
-        many = num_scores > MANY_SCORES or num_tokens > MANY_TOKENS
+            num_prompt_logprobs_held += num_tokens * (1 + plan.num_logprobs)
+        many = num_prompt_logprobs_held > MANY_LOGPROBS or num_tokens > MANY_TOKENS
         return await self._service.text.apart(write) if many else write()
 
     async def _refuse(self, error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.wire.sampling_params import TokenLogprobs
-from router.generation.choice import Choice, ScoredToken
+from router.generation.choice import Choice, TokenWithLogprobs
 from router.text.detokenizer import Detokenizer
 from router.text.pipeline import TextPipeline
 
@@ -18,30 +18,30 @@ def floored(logprob: float) -> float:
 
 
 class LogprobShapes:
-    """Writes scored tokens. `as_ids` names tokens `token_id:ID`, which is unambiguous where their text is not."""
+    """Writes tokens with log-probabilities. `as_ids` names them `token_id:ID`, unambiguous where text is not."""
 
     def __init__(self, text: TextPipeline, num_alternatives: int, *, as_ids: bool = False) -> None:
         self._text, self._num_alternatives, self._as_ids = text, num_alternatives, as_ids
 
-    def chat(self, scored: Sequence[ScoredToken]) -> dict[str, object]:
+    def chat(self, with_logprobs: Sequence[TokenWithLogprobs]) -> dict[str, object]:
         """`logprobs` of a chat choice or chunk."""
-        return {"content": self.tokens(scored), "refusal": None}
+        return {"content": self.tokens(with_logprobs), "refusal": None}
 
-    def tokens(self, scored: Sequence[ScoredToken]) -> list[dict[str, object]]:
+    def tokens(self, with_logprobs: Sequence[TokenWithLogprobs]) -> list[dict[str, object]]:
         """Tokens with their bytes and alternatives."""
         content: list[dict[str, object]] = []
-        for token in scored:
+        for token in with_logprobs:
             top = [self._chat_token(i, p) for i, p in token.logprobs.top[: self._num_alternatives]]
             content.append({**self._chat_token(token.token_id, token.logprobs.logprob), "top_logprobs": top})
         return content
 
-    def completion(self, scored: Sequence[ScoredToken], offset: int) -> dict[str, list[object]]:
+    def completion(self, with_logprobs: Sequence[TokenWithLogprobs], offset: int) -> dict[str, list[object]]:
         """`logprobs` of a completion choice or chunk; `offset` is where generated text begins (after an echo)."""
         return {
-            "tokens": [self._name(token.token_id) for token in scored],
-            "token_logprobs": [floored(token.logprobs.logprob) for token in scored],
-            "top_logprobs": [self._alternatives(token.token_id, token.logprobs) for token in scored],
-            "text_offset": [offset + token.start for token in scored],
+            "tokens": [self._name(token.token_id) for token in with_logprobs],
+            "token_logprobs": [floored(token.logprobs.logprob) for token in with_logprobs],
+            "top_logprobs": [self._alternatives(token.token_id, token.logprobs) for token in with_logprobs],
+            "text_offset": [offset + token.start for token in with_logprobs],
         }
 
     def echo(self, choice: Choice, *, skip_special_tokens: bool) -> dict[str, list[object]]:
@@ -62,10 +62,10 @@ class LogprobShapes:
     def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[dict[str, object] | None]:
         """`prompt_logprobs` of either endpoint, by token id; a rank is known of the best tokens only."""
         shown: list[dict[str, object] | None] = [None]
-        for token_id, scores in zip(token_ids[1:], logprobs, strict=True):
-            top = scores.top[: self._num_alternatives]
+        for token_id, found in zip(token_ids[1:], logprobs, strict=True):
+            top = found.top[: self._num_alternatives]
             ranks: dict[int, tuple[float, int | None]] = {i: (p, rank) for rank, (i, p) in enumerate(top, start=1)}
-            ranks.setdefault(token_id, (scores.logprob, None))
+            ranks.setdefault(token_id, (found.logprob, None))
             shown.append(
                 {
                     str(i): {"logprob": floored(p), "rank": rank, "decoded_token": self._text.token_text(i).token}
@@ -74,11 +74,11 @@ class LogprobShapes:
             )
         return shown
 
-    def _alternatives(self, token_id: int, scores: TokenLogprobs) -> dict[str, float] | None:
+    def _alternatives(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, float] | None:
         if not self._num_alternatives:
             return None
-        top = {self._name(i): floored(p) for i, p in scores.top[: self._num_alternatives]}
-        top.setdefault(self._name(token_id), floored(scores.logprob))
+        top = {self._name(i): floored(p) for i, p in logprobs.top[: self._num_alternatives]}
+        top.setdefault(self._name(token_id), floored(logprobs.logprob))
         return top
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, object]:

@@ -15,7 +15,7 @@ from router.auth.keys import ApiKey
 from router.dispatch.client import GenerationRequest
 from router.dispatch.prompt import Prompt as SharedPrompt
 from router.generation.choice import Choice
-from router.generation.score_budget import MAX_SCORES
+from router.generation.logprob_budget import MAX_PROMPT_LOGPROBS
 from router.generation.service import Service
 from router.request.errors import InvalidField
 from router.request.fields import SamplingFields
@@ -43,8 +43,8 @@ class Prompt:
 class Plan:
     """One answer to make: prompts, and for each prompt its `n` choices, prompt-major.
 
-    `num_scores` log-probabilities of prompts will be part of it, alternatives included. Each generated token has
-    `num_logprobs` alternatives, or with -1 no log-probabilities.
+    It will hold `num_prompt_logprobs_held` log-probabilities of prompts, alternatives included. Each generated token
+    has `num_logprobs` alternatives, or with -1 no log-probabilities.
     """
 
     id: str
@@ -53,7 +53,7 @@ class Plan:
     fields: SamplingFields
     prompts: list[Prompt]
     choices: list[Choice]
-    num_scores: int = 0
+    num_prompt_logprobs_held: int = 0
     num_logprobs: int = -1
 
     @property
@@ -114,7 +114,7 @@ def make_plan(
     `num_logprobs` and `num_prompt_logprobs` are -1 for none. `grammar` is what every answer must match, or "". What
     `key` computed is found again in the prefix caches by the same key, or group of keys, only.
     """
-    num_scores = _num_scores(fields, prompts, num_prompt_logprobs)
+    num_prompt_logprobs_held = _num_prompt_logprobs(fields, prompts, num_prompt_logprobs)
     answer_id = f"{prefix}-{uuid.uuid4().hex}"
     choices: list[Choice] = []
     salt = key.salt(fields.cache_salt or "")
@@ -153,7 +153,7 @@ def make_plan(
                 )
             )
     name, created = service.check_model(fields.model), int(time.time())
-    return Plan(answer_id, created, name, fields, list(prompts), choices, num_scores, num_logprobs)
+    return Plan(answer_id, created, name, fields, list(prompts), choices, num_prompt_logprobs_held, num_logprobs)
 
 
 def _choice(
@@ -218,13 +218,13 @@ def sampling_params(
     )
 
 
-def _num_scores(fields: SamplingFields, prompts: Sequence[Prompt], num_alternatives: int) -> int:
+def _num_prompt_logprobs(fields: SamplingFields, prompts: Sequence[Prompt], num_alternatives: int) -> int:
     """How many log-probabilities of prompts the answer will have; -1 alternatives: none. Raises InvalidRequest."""
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * (fields.n or 1)
-    if num_tokens * (1 + num_alternatives) > MAX_SCORES:
+    if num_tokens * (1 + num_alternatives) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"log-probabilities of {num_tokens:,} tokens of prompts, with {num_alternatives} alternatives each, are "
-            f"more than the {MAX_SCORES:,} that one answer may have",
+            f"more than the {MAX_PROMPT_LOGPROBS:,} that one answer may have",
             param="logprobs" if fields.prompt_logprobs is None else "prompt_logprobs",
         )
     return num_tokens * (1 + num_alternatives)

@@ -18,8 +18,8 @@ from router.auth.pace import Pace
 from router.auth.visit import Visit
 from router.dispatch.client import GenerationClient
 from router.dispatch.load import DispatchLoad
+from router.generation.logprob_budget import LogprobBudget
 from router.generation.request_log import RequestLog
-from router.generation.score_budget import ScoreBudget
 from router.generation.tracing import Tracing
 from router.generation.unread import UnreadBudget
 from router.observe.metrics import RouterMetrics
@@ -73,7 +73,7 @@ class Service:
     pace: Pace = field(default_factory=Pace)
     bodies: BodyBudget = field(init=False)
     large: LargeBodies = field(init=False)
-    scores: ScoreBudget = field(default_factory=ScoreBudget)
+    prompt_logprob_budget: LogprobBudget = field(default_factory=LogprobBudget)
     unread: UnreadBudget = field(default_factory=UnreadBudget)
 
     def __post_init__(self) -> None:

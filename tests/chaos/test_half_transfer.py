@@ -1,9 +1,9 @@
-"""Prefill workers killed in the middle of a KV transfer: what has landed is neither shipped nor computed again.
+"""Prefill workers killed in the middle of a KV transfer: what has arrived is neither shipped nor computed again.
 
 router ──> prefill workers          decode worker <── proxy <── the router's messages, and all KV
 
 The proxy lets some messages of blocks through, spoils those behind them and swallows the end. Messages arrive in order,
-so once the decode worker has dropped a spoilt one, it is known what has landed.
+so once the decode worker has dropped a spoilt one, it is known what has arrived.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ ASKS = [
 
 @dataclass
 class Attempt:
-    """What was said of one attempt on the KV wire. `landed`: blocks of messages that got through.
+    """What was said of one attempt on the KV wire. `received`: blocks of messages that got through.
 
     `num_messages` of blocks were sent, the first spoilt one of them as the `first_spoilt`-th of the tape.
     """
 
     prefill_worker: str = ""
     granted_from: int = -1
-    landed: set[int] = field(default_factory=set)
+    received: set[int] = field(default_factory=set)
     num_messages: int = 0
     first_spoilt: int = 0
 
@@ -79,7 +79,7 @@ class Tape:
         attempt = self._of(message.attempt)
         attempt.num_messages += 1
         if attempt.num_messages <= self._whole.get(message.attempt, ALWAYS):
-            attempt.landed |= set(range(message.first_block, message.first_block + len(message.checksums)))
+            attempt.received |= set(range(message.first_block, message.first_block + len(message.checksums)))
             return False
         self.num_spoilt += 1
         attempt.first_spoilt = attempt.first_spoilt or self.num_spoilt
@@ -122,7 +122,7 @@ async def all_used(stack: Stack) -> bool:
 
 
 class Killer:
-    """Kills prefill workers once blocks of theirs have landed and others are known to be missing."""
+    """Kills prefill workers once blocks of theirs have arrived and others are known to be missing."""
 
     def __init__(self, rig: Rig, tape: Tape, num_dropped: float) -> None:
         """`num_dropped`: frames that the decode worker had dropped before the tape began."""
@@ -148,7 +148,7 @@ async def num_dropped(rig: Rig) -> float:
     return await counter(rig.stack.workers("decode"), "diptych_frames_dropped")
 
 
-async def test_what_has_landed_is_kept_when_its_prefill_worker_dies(rig: Rig) -> None:
+async def test_what_has_arrived_is_kept_when_its_prefill_worker_dies(rig: Rig) -> None:
     (expected,) = await rig.expected("all", ASKS)
     decode = rig.stack.workers("decode")
     skipped = await counter(decode, "diptych_kv_blocks_skipped")
@@ -159,15 +159,15 @@ async def test_what_has_landed_is_kept_when_its_prefill_worker_dies(rig: Rig) ->
     (heard,) = await asking
     assert difference(heard, expected) == ""
 
-    second, kept = tape.attempts[1], len(first.landed)
-    assert first.granted_from == 0 and kept >= 3 * CHUNK_BLOCKS and first.landed == set(range(kept))
+    second, kept = tape.attempts[1], len(first.received)
+    assert first.granted_from == 0 and kept >= 3 * CHUNK_BLOCKS and first.received == set(range(kept))
     assert second.prefill_worker != first.prefill_worker
     assert second.granted_from == kept
-    assert second.landed == set(range(kept, PROMPT_BLOCKS + 1))  # what was missing, and nothing else
+    assert second.received == set(range(kept, PROMPT_BLOCKS + 1))  # what was missing, and nothing else
     assert await counter(decode, "diptych_kv_blocks_skipped") == skipped + kept
 
 
-async def test_what_landed_from_two_that_died_is_not_computed_again(rig: Rig) -> None:
+async def test_what_arrived_from_two_that_died_is_not_computed_again(rig: Rig) -> None:
     """The second goes on where the first was killed, and the decode worker, alone then, where the second was."""
     (expected,) = await rig.expected("all", ASKS)
     decode = rig.stack.workers("decode")
@@ -179,8 +179,8 @@ async def test_what_landed_from_two_that_died_is_not_computed_again(rig: Rig) ->
     (heard,) = await asking
     assert difference(heard, expected) == ""
 
-    assert second.granted_from == len(first.landed) and len(second.landed) >= 2 * CHUNK_BLOCKS
-    kept = len(first.landed | second.landed)
-    assert first.landed | second.landed == set(range(kept)) and kept < PROMPT_BLOCKS
+    assert second.granted_from == len(first.received) and len(second.received) >= 2 * CHUNK_BLOCKS
+    kept = len(first.received | second.received)
+    assert first.received | second.received == set(range(kept)) and kept < PROMPT_BLOCKS
     assert await counter(decode, "vllm:prefix_cache_queries") == asked + len(PROMPT)
     assert await counter(decode, "vllm:prefix_cache_hits") == hits + kept * BLOCK_SIZE

@@ -28,7 +28,7 @@ from common.wire.messages import (
     KVOpen,
     KVWait,
     Message,
-    PromptScores,
+    PromptLogprobs,
     RequestFailed,
     ResetPrefixCache,
     RouterHeartbeat,
@@ -151,7 +151,7 @@ async def test_a_restarted_peer_on_the_same_address(rig: Rig) -> None:
 
 @only_tcp
 @pytest.mark.parametrize(
-    "kind", [DecodeRequest, TokenOutput, PromptScores, RouterHello, WorkerHello, RouterHeartbeat, WorkerHeartbeat]
+    "kind", [DecodeRequest, TokenOutput, PromptLogprobs, RouterHello, WorkerHello, RouterHeartbeat, WorkerHeartbeat]
 )
 async def test_lost(rig: Rig, kind: type[Message]) -> None:
     await suffer(rig, kind, Fault.DROP)
@@ -225,7 +225,7 @@ async def reconnecting(rig: Rig, salt: str) -> None:
 async def scoring(rig: Rig, salt: str) -> None:
     """Prompts whose log-probabilities are wanted."""
     asks = [Ask({**ask.body, "logprobs": 1, "echo": True}) for ask in some_asks()]
-    await rig.same_answers(salt, name="scored", asks=asks)
+    await rig.same_answers(salt, name="with-logprobs", asks=asks)
 
 
 async def forgetting(rig: Rig, salt: str) -> None:
@@ -240,7 +240,7 @@ SCENARIOS: dict[str, Callable[[Rig, str], Awaitable[None]]] = {
     AbortRequest.__name__: left_alone,
     HandOver.__name__: handing_over,
     ResetPrefixCache.__name__: forgetting,
-    PromptScores.__name__: scoring,
+    PromptLogprobs.__name__: scoring,
     RequestFailed.__name__: failing,
     KVFailed.__name__: failing,
     KVWait.__name__: crowded,

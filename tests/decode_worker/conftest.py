@@ -21,8 +21,8 @@ from common.model_files.resolve import resolve_model
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
 from common.transfer.frames import checksum
-from common.transfer.incoming import Landing
-from common.transfer.receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from common.transfer.incoming import IncomingTransfer
+from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
 from common.wire.codec import decode, encode
 from common.wire.message_fields import pack_tokens
@@ -119,8 +119,8 @@ class ReceiverRig:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.block_bytes = block_bytes
         self.memory = np.zeros((num_blocks, block_bytes), np.uint8)
-        self.events: list[TransferOpened | TransferLanded | TransferFailed] = []
-        self.on_event: Callable[[TransferOpened | TransferLanded | TransferFailed], None] = self.events.append
+        self.events: list[TransferOpened | TransferCompleted | TransferFailed] = []
+        self.on_event: Callable[[TransferOpened | TransferCompleted | TransferFailed], None] = self.events.append
         self.receiver = KVReceiver(
             self.context, "127.0.0.1", 0, lambda index: memoryview(self.memory[index]), lambda e: self.on_event(e)
         )
@@ -133,20 +133,22 @@ class ReceiverRig:
 
     def expect(
         self, peer: Peer, blocks: Sequence[int] = range(4), name: str = "a", *, first: int = 0, attempt: int = 0
-    ) -> Landing:
+    ) -> IncomingTransfer:
         """Lend `blocks` to a prefill worker that announces itself and gets its grant."""
         peer.open(name, len(blocks), attempt=attempt, memory=peer.offer)
         wait(lambda: self.events)
         opened = self.events.pop()
         assert isinstance(opened, TransferOpened)
-        landing = Landing(name, attempt, opened.peer, tuple(blocks), first, 0.0, time.monotonic(), memory=opened.memory)
-        self.receiver.expect(landing)
+        transfer = IncomingTransfer(
+            name, attempt, opened.peer, tuple(blocks), first, 0.0, time.monotonic(), memory=opened.memory
+        )
+        self.receiver.expect(transfer)
         shared = opened.memory is not None
         self.receiver.send(opened.peer, KVGrant(request_id=name, attempt=attempt, first_block=first, shared=shared))
         assert isinstance(peer.read(), KVGrant)
-        return landing
+        return transfer
 
-    def event(self) -> TransferOpened | TransferLanded | TransferFailed:
+    def event(self) -> TransferOpened | TransferCompleted | TransferFailed:
         wait(lambda: self.events)
         return self.events.pop(0)
 
@@ -165,7 +167,7 @@ class ReceiverRig:
         self.context.term()
 
 
-def _name(event: TransferOpened | TransferLanded | TransferFailed) -> str:
+def _name(event: TransferOpened | TransferCompleted | TransferFailed) -> str:
     return event.message.request_id if isinstance(event, TransferOpened) else ""
 
 
@@ -350,9 +352,9 @@ class EngineRig(RouterSide):
         self.until(lambda: peer.socket.poll(0))
         assert isinstance(peer.read(), KVAck)
 
-    def landed_blocks(self, name: str, attempt: int, count: int) -> None:
+    def received_blocks(self, name: str, attempt: int, count: int) -> None:
         """Wait until `count` blocks of a transfer are here."""
-        self.until(lambda: len(self.receiver._landings[(name, attempt)].landed) == count)
+        self.until(lambda: len(self.receiver._transfers[(name, attempt)].received) == count)
 
     # ------------------------------------------------------------ time
 

@@ -112,12 +112,12 @@ def test_many_transfers_and_local_prefills_share_a_small_pool(make_engine: Calla
 # ---------------------------------------------------------------- attempts
 
 
-def test_a_new_attempt_keeps_what_has_landed(engine: Rig) -> None:
+def test_a_new_attempt_keeps_what_has_arrived(engine: Rig) -> None:
     tokens = prompt(70)
     transferring(engine, tokens)
     engine.peer.ship(0, 2)
     engine.peer.ship(3, 1)
-    engine.landed_blocks("a", 0, 3)
+    engine.received_blocks("a", 0, 3)
     engine.ask(tokens, attempt=1, remote=True)
     other = engine.another_peer()
     assert engine.granted(tokens, attempt=1, peer=other) == 2
@@ -131,7 +131,7 @@ def test_a_new_attempt_without_prefill_worker_computes_the_rest_here(engine: Rig
     tokens = prompt(70)
     transferring(engine, tokens)
     engine.peer.ship(0, 2)
-    engine.landed_blocks("a", 0, 2)
+    engine.received_blocks("a", 0, 2)
     engine.ask(tokens, attempt=1)
     engine.until(lambda: engine.is_clean)
     assert engine.tokens(attempt=1) == engine.oracle(tokens)
@@ -139,12 +139,12 @@ def test_a_new_attempt_without_prefill_worker_computes_the_rest_here(engine: Rig
 
 
 @pytest.mark.parametrize("end", ["abort", "silence"])
-def test_what_has_landed_is_cached_when_the_rest_does_not_come(engine: Rig, end: str) -> None:
+def test_what_has_arrived_is_cached_when_the_rest_does_not_come(engine: Rig, end: str) -> None:
     tokens = prompt(70)
     transferring(engine, tokens)
     engine.peer.ship(0, 2)
     engine.peer.ship(3, 1)
-    engine.landed_blocks("a", 0, 3)
+    engine.received_blocks("a", 0, 3)
     if end == "abort":
         engine.tell(AbortRequest(request_id="a", attempt=0))
     else:
@@ -161,7 +161,7 @@ def test_nothing_is_kept_of_what_its_sender_gave_up(engine: Rig) -> None:
     tokens = prompt(70)
     transferring(engine, tokens)
     engine.peer.ship(0, 2)
-    engine.landed_blocks("a", 0, 2)
+    engine.received_blocks("a", 0, 2)
     engine.peer.send(KVFailed(request_id="a", attempt=0, reason="its step failed"))
     engine.until(lambda: engine.is_clean)
     assert engine.engine.check_integrity().cached == 0
@@ -310,7 +310,7 @@ def in_state(engine: Rig, state: str) -> None:
         engine.until(lambda: engine.engine.scheduler.find("a").status.value == state)
 
 
-def test_a_landing_that_completes_during_the_abort_is_forgotten(engine: Rig) -> None:
+def test_a_transfer_that_completes_during_the_abort_is_forgotten(engine: Rig) -> None:
     tokens = prompt(40)
     transferring(engine, tokens)
     engine.peer.ship(0, 3)
@@ -354,7 +354,7 @@ def said_after_waiting(engine: Rig) -> Any:
 def test_a_stalled_transfer_fails_with_the_numbers(engine: Rig) -> None:
     transferring(engine, prompt(60))
     engine.peer.ship(0, 3)
-    engine.landed_blocks("a", 0, 3)
+    engine.received_blocks("a", 0, 3)
     engine.later(31)
     assert engine.is_clean
     assert "1 of 4 blocks missing" in engine.failures()[0].message and engine.failures()[0].retryable
@@ -363,10 +363,10 @@ def test_a_stalled_transfer_fails_with_the_numbers(engine: Rig) -> None:
 
 def test_a_prefill_worker_that_says_it_computes_is_waited_for(engine: Rig) -> None:
     transferring(engine, prompt(60))
-    landing = engine.receiver._landings[("a", 0)]
-    before = landing.last_progress = time.monotonic() - 15
+    transfer = engine.receiver._transfers[("a", 0)]
+    before = transfer.last_progress = time.monotonic() - 15
     engine.peer.open("a", 4)
-    engine.until(lambda: landing.last_progress > before)
+    engine.until(lambda: transfer.last_progress > before)
     engine.later(20)
     assert not engine.failures()
 

@@ -295,8 +295,8 @@ def test_what_the_target_has_of_a_stream_outlives_the_old_worker(pair: Pair) -> 
     pair.start(100)
     known = pair.old.tokens()
     pair.hand_over()
-    landings = pair.new.receiver._landings
-    pair.wait(lambda: ("a", 1) in landings and len(landings["a", 1].landed) == 6)
+    transfers = pair.new.receiver._transfers
+    pair.wait(lambda: ("a", 1) in transfers and len(transfers["a", 1].received) == 6)
     again = structs.replace(pair.request("a", known, 2, 0), prefill_worker="")
     pair.new.tell(again)
     pair.wait(lambda: pair.new.reason(attempt=2))
@@ -378,8 +378,8 @@ def test_nothing_is_shipped_of_blocks_that_were_given_to_others(
             end = time.monotonic() + 0.5
             while time.monotonic() < end:  # the target makes room, and takes what comes
                 new.turn()
-            landing = new.receiver._landings.get(("s", 1))
-            preempted.append(sorted(landing.landed) if landing else [])
+            transfer = new.receiver._transfers.get(("s", 1))
+            preempted.append(sorted(transfer.received) if transfer else [])
             if fails:
                 raise RuntimeError("scripted")
         return result

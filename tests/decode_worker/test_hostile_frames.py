@@ -1,4 +1,4 @@
-"""A stranger at the KV socket of a decode worker: whatever it sends, the transfer beside it lands as it should."""
+"""A stranger at the KV socket of a decode worker: whatever it sends, the transfer beside it arrives as it should."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_blocks_of_whom_nothing_was_granted_to_do_not_land(engine: Rig, stranger
     stranger.send(KVBlocks(request_id="a", attempt=0, first_block=0, checksums=sums, token=token), *[poison] * 3)
     stranger.send(KVDone(request_id="a", attempt=0, first_token=3, token=token))
     heard(engine, stranger)
-    assert not engine.receiver._landings["a", 0].landed
+    assert not engine.receiver._transfers["a", 0].received
     finishes(engine, first)
 
 

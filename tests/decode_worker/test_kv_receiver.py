@@ -8,14 +8,14 @@ import pytest
 import zmq
 from msgspec import structs
 
-from common.transfer.receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVWait
 
 Rig = Any  # ReceiverRig and Peer of conftest, which test modules cannot import
 Peer = Any
 
 
-def landed_exactly(rig: Rig, peer: Peer, blocks: range) -> bool:
+def received_exactly(rig: Rig, peer: Peer, blocks: range) -> bool:
     return all(bytes(rig.memory[block]) == peer.blocks[i] for i, block in enumerate(blocks))
 
 
@@ -29,18 +29,18 @@ def fails(rig: Rig, peer: Peer, name: str = "a") -> str:
     peer.ship(0, 2, "next")
     peer.done("next")
     assert isinstance(peer.read(), KVAck)
-    assert isinstance(rig.event(), TransferLanded)
+    assert isinstance(rig.event(), TransferCompleted)
     return answer.reason
 
 
 def test_blocks_land_where_they_were_expected(rig: Rig, peer: Peer) -> None:
-    landing = rig.expect(peer, range(8, 12))
+    transfer = rig.expect(peer, range(8, 12))
     peer.ship(0, 1)
     peer.ship(1, 3)
     peer.done()
     assert peer.read() == KVAck(request_id="a", attempt=0)
-    assert rig.event() == TransferLanded(landing)
-    assert landed_exactly(rig, peer, range(8, 12))
+    assert rig.event() == TransferCompleted(transfer)
+    assert received_exactly(rig, peer, range(8, 12))
     assert not rig.memory[:8].any() and not rig.memory[12:].any()
     assert rig.receiver.num_bytes == 4 * 64
 
@@ -49,14 +49,14 @@ def test_only_missing_blocks_are_needed(rig: Rig, peer: Peer) -> None:
     rig.expect(peer, first=3)
     peer.ship(3, 1)
     peer.done()
-    assert isinstance(rig.event(), TransferLanded)
+    assert isinstance(rig.event(), TransferCompleted)
 
 
 def test_a_full_hit_needs_the_end_only(rig: Rig, peer: Peer) -> None:
     rig.expect(peer, first=4)
     peer.done()
     assert isinstance(peer.read(), KVAck)
-    assert isinstance(rig.event(), TransferLanded)
+    assert isinstance(rig.event(), TransferCompleted)
 
 
 def test_the_end_may_overtake_blocks(rig: Rig, peer: Peer) -> None:
@@ -64,8 +64,8 @@ def test_the_end_may_overtake_blocks(rig: Rig, peer: Peer) -> None:
     peer.done()
     peer.ship(2, 2)
     peer.ship(0, 2)
-    assert isinstance(rig.event(), TransferLanded)
-    assert landed_exactly(rig, peer, range(4))
+    assert isinstance(rig.event(), TransferCompleted)
+    assert received_exactly(rig, peer, range(4))
 
 
 def test_blocks_may_come_over_several_connections(rig: Rig, peer: Peer) -> None:
@@ -74,7 +74,7 @@ def test_blocks_may_come_over_several_connections(rig: Rig, peer: Peer) -> None:
     other.ship(0, 2)
     peer.ship(2, 2)
     peer.done()
-    assert isinstance(rig.event(), TransferLanded)
+    assert isinstance(rig.event(), TransferCompleted)
 
 
 @pytest.mark.parametrize(
@@ -97,20 +97,20 @@ def test_wrong_frames_fail_that_transfer_only(rig: Rig, peer: Peer, frames: list
 
 
 def test_a_missing_message_never_completes(rig: Rig, peer: Peer) -> None:
-    landing = rig.expect(peer)
+    transfer = rig.expect(peer)
     peer.ship(0, 3)
     peer.done()
     rig.sync()
     assert not rig.events
-    assert rig.receiver.stalled(landing.last_progress + 1) == [landing]
-    assert (landing.num_missing, landing.num_prefix_landed) == (1, 3)
+    assert rig.receiver.stalled(transfer.last_progress + 1) == [transfer]
+    assert (transfer.num_missing, transfer.num_prefix_received) == (1, 3)
 
 
 def test_frames_after_the_blocks_were_reused_do_no_harm(rig: Rig, peer: Peer) -> None:
     rig.expect(peer)
     peer.ship(0, 2)
     rig.sync()
-    assert rig.receiver.release("a", 0).landed == {0, 1}
+    assert rig.receiver.release("a", 0).received == {0, 1}
     rig.memory[:] = 99
     peer.ship(2, 2)
     peer.ship(0, 2)
@@ -135,8 +135,8 @@ def test_a_second_frame_for_a_block_is_ignored(rig: Rig, peer: Peer) -> None:
     peer.ship(0, 3, frames=[b"x" * 64] * 3)
     peer.ship(3, 1)
     peer.done()
-    assert isinstance(rig.event(), TransferLanded)
-    assert landed_exactly(rig, peer, range(4))
+    assert isinstance(rig.event(), TransferCompleted)
+    assert received_exactly(rig, peer, range(4))
 
 
 @pytest.mark.parametrize("num_blocks", [1, 5])
@@ -155,8 +155,8 @@ def test_blocks_outside_of_the_grant_are_not_written(rig: Rig, peer: Peer) -> No
     rig.expect(peer, range(8, 12), first=2)
     peer.ship(0, 8)
     peer.done()
-    assert isinstance(rig.event(), TransferLanded)
-    assert landed_exactly(rig, peer, range(8, 12)) is False
+    assert isinstance(rig.event(), TransferCompleted)
+    assert received_exactly(rig, peer, range(8, 12)) is False
     assert not rig.memory[:10].any() and not rig.memory[12:].any()
 
 
@@ -167,7 +167,7 @@ def test_the_end_counts_once(rig: Rig, peer: Peer) -> None:
     peer.ship(0, 4)
     peer.done()
     rig.sync()
-    assert [type(event) for event in rig.events] == [TransferLanded]
+    assert [type(event) for event in rig.events] == [TransferCompleted]
     assert rig.receiver.num_dropped_frames == 2
 
 
@@ -185,7 +185,7 @@ def test_garbage_is_dropped(rig: Rig, peer: Peer, parts: list[bytes]) -> None:
     peer.send(parts[0], *parts[1:])
     peer.ship(0, 4)
     peer.done()
-    assert isinstance(rig.event(), TransferLanded)
+    assert isinstance(rig.event(), TransferCompleted)
     assert rig.receiver.num_dropped_frames == 1
 
 
@@ -206,9 +206,9 @@ def test_unknown_blocks_are_read_off_the_socket(rig: Rig, peer: Peer) -> None:
 
 
 def test_a_peer_that_gives_up_is_reported(rig: Rig, peer: Peer) -> None:
-    landing = rig.expect(peer)
+    transfer = rig.expect(peer)
     peer.send(KVFailed(request_id="a", attempt=0, reason="lease expired"))
-    assert rig.event() == TransferFailed("a", 0, "lease expired", by_peer=True, peer=landing.peer)
+    assert rig.event() == TransferFailed("a", 0, "lease expired", by_peer=True, peer=transfer.peer)
 
 
 def test_answers_to_a_peer_that_is_gone_do_no_harm(rig: Rig, peer: Peer) -> None:
@@ -218,8 +218,8 @@ def test_answers_to_a_peer_that_is_gone_do_no_harm(rig: Rig, peer: Peer) -> None
 
 
 def test_a_sign_of_life_counts_as_progress(rig: Rig, peer: Peer) -> None:
-    landing = rig.expect(peer)
-    before = landing.last_progress + 1
+    transfer = rig.expect(peer)
+    before = transfer.last_progress + 1
     assert rig.receiver.stalled(before)
     rig.receiver.touch("a", 0, before)
     rig.receiver.touch("unknown", 0, before)
@@ -241,7 +241,7 @@ def test_blocks_of_shared_memory_are_copied_where_they_were_expected(rig: Rig, p
     peer.name(2, [63, 0])
     peer.done()
     assert isinstance(peer.read(), KVAck)
-    assert isinstance(rig.event(), TransferLanded)
+    assert isinstance(rig.event(), TransferCompleted)
     assert [bytes(rig.memory[block]) for block in range(9, 12)] == [peer.blocks[i] for i in (5, 63, 0)]
     assert not rig.memory[:9].any() and not rig.memory[12:].any()
 
@@ -289,7 +289,7 @@ def test_frames_behind_names_fail(rig: Rig, peer: Peer) -> None:
 def test_names_that_come_too_late_do_no_harm(rig: Rig, peer: Peer) -> None:
     peer.share()
     rig.expect(peer)
-    assert rig.receiver.release("a", 0).landed == set()
+    assert rig.receiver.release("a", 0).received == set()
     peer.name(0, [0, 1])
     rig.sync()
     assert not rig.memory.any() and not rig.events
@@ -298,8 +298,8 @@ def test_names_that_come_too_late_do_no_harm(rig: Rig, peer: Peer) -> None:
 
 def test_memory_of_a_dead_prefill_worker_fails_its_transfers(rig: Rig, peer: Peer) -> None:
     peer.share()
-    landing = rig.expect(peer)
-    landing.memory.close()
+    transfer = rig.expect(peer)
+    transfer.memory.close()
     peer.name(0, [0])
     assert "cannot be read" in fails(rig, peer)
 
@@ -310,7 +310,7 @@ def test_an_offer_that_does_not_hold_means_frames(rig: Rig, peer: Peer) -> None:
     assert rig.expect(peer).memory is None
     peer.ship(0, 4)
     peer.done()
-    assert isinstance(rig.event(), TransferLanded)
+    assert isinstance(rig.event(), TransferCompleted)
 
 
 def test_a_receiver_that_never_started_can_be_closed() -> None:

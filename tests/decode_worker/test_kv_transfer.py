@@ -1,4 +1,4 @@
-"""Sender and receiver joined over real sockets: what is computed on one side is what lands on the other."""
+"""Sender and receiver joined over real sockets: what is computed on one side is what arrives on the other."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from common.kv.shared_memory import SharedMemory
-from common.transfer.incoming import Landing
+from common.transfer.incoming import IncomingTransfer
 from common.transfer.outgoing import TransferEnded
-from common.transfer.receiver import TransferFailed, TransferLanded, TransferOpened
+from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
 from common.wire.messages import KVDone, KVGrant, KVTarget
 
@@ -32,7 +32,7 @@ class Pair:
         self.source = np.frombuffer(pages, np.uint8).reshape(NUM_BLOCKS, rig.block_bytes)
         self.source[:] = np.random.default_rng(1).integers(0, 255, self.source.shape, np.uint8)
         self.plan: dict[str, tuple[list[int], int]] = {}
-        self.landed: dict[str, Landing] = {}
+        self.received: dict[str, IncomingTransfer] = {}
         self.ended: dict[str, TransferEnded] = {}
         self.failed: list[TransferFailed] = []
         rig.on_event = self.on_event
@@ -48,17 +48,17 @@ class Pair:
         )
         self.sender.start()
 
-    def on_event(self, event: TransferOpened | TransferLanded | TransferFailed) -> None:
+    def on_event(self, event: TransferOpened | TransferCompleted | TransferFailed) -> None:
         match event:
             case TransferOpened(peer, message, _, memory):
                 blocks, first = self.plan[message.request_id]
-                landing = Landing(message.request_id, 0, peer, tuple(blocks), first, 0.0, 0.0, memory=memory)
-                self.rig.receiver.expect(landing)
+                transfer = IncomingTransfer(message.request_id, 0, peer, tuple(blocks), first, 0.0, 0.0, memory=memory)
+                self.rig.receiver.expect(transfer)
                 shared = memory is not None
                 grant = KVGrant(request_id=message.request_id, attempt=0, first_block=first, shared=shared)
                 self.rig.receiver.send(peer, grant)
-            case TransferLanded(landing):
-                self.landed[landing.request_id] = landing
+            case TransferCompleted(transfer):
+                self.received[transfer.request_id] = transfer
             case TransferFailed():
                 self.failed.append(event)
 
@@ -98,7 +98,7 @@ def test_transfers_side_by_side_land_intact(make_pair: Callable[..., Pair], bloc
         mine = slice(4 * i, 4 * i + 4)
         pair.open(name, source[mine], target[mine], first=first, num_ready=i % 4)
         pair.finish(name, 4)
-    pair.wait(lambda: len(pair.ended) == len(pair.landed) == 12)
+    pair.wait(lambda: len(pair.ended) == len(pair.received) == 12)
     assert {event.reason for event in pair.ended.values()} == {""}
     for i, first in enumerate(firsts.values()):
         for k in range(first, 4):
@@ -114,7 +114,7 @@ def test_transfer_overlaps_computing(make_pair: Callable[..., Pair]) -> None:
         pair.sender.progress("a", 0, num_ready)
         pair.wait(lambda n=num_ready: pair.rig.receiver.num_bytes == n * 64)  # type: ignore[misc]
     pair.finish("a", 4)
-    pair.wait(lambda: "a" in pair.ended and "a" in pair.landed)
+    pair.wait(lambda: "a" in pair.ended and "a" in pair.received)
 
 
 def test_an_abort_in_flight_harms_nobody(make_pair: Callable[..., Pair]) -> None:
@@ -127,10 +127,10 @@ def test_an_abort_in_flight_harms_nobody(make_pair: Callable[..., Pair]) -> None
     pair.open("b", blocks[:2], blocks[:2], num_ready=2)
     pair.finish("b", 2)
     pair.finish("a", NUM_BLOCKS)
-    pair.wait(lambda: "b" in pair.landed)
+    pair.wait(lambda: "b" in pair.received)
     assert (pair.rig.memory[:2] == pair.source[:2]).all()
     assert (pair.rig.memory[2:] == 99).all()
-    assert "a" not in pair.landed
+    assert "a" not in pair.received
 
 
 def test_blocks_reused_under_the_sender_never_land_as_good(make_pair: Callable[..., Pair]) -> None:
@@ -141,10 +141,10 @@ def test_blocks_reused_under_the_sender_never_land_as_good(make_pair: Callable[.
     pair.sender.cancel("a", 0, "superseded")
     pair.source[:] = 0
     pair.wait(lambda: pair.failed)
-    landing = pair.rig.receiver.release("a", 0)
-    for index in landing.landed if landing is not None else ():
+    transfer = pair.rig.receiver.release("a", 0)
+    for index in transfer.received if transfer is not None else ():
         assert (pair.rig.memory[index] == original[index]).all()
-    assert "a" not in pair.landed
+    assert "a" not in pair.received
 
 
 def test_a_lost_grant_ends_on_both_sides(make_pair: Callable[..., Pair]) -> None:

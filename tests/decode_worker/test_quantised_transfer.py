@@ -16,9 +16,9 @@ from common.kv.staging import CopyStream
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
 from common.transfer.frames import checksum
-from common.transfer.incoming import Landing
+from common.transfer.incoming import IncomingTransfer
 from common.transfer.outgoing import TransferEnded
-from common.transfer.receiver import TransferFailed, TransferLanded, TransferOpened
+from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVTarget
 from kernels import gather_blocks, scatter_blocks
@@ -56,8 +56,8 @@ class Caches:
         self.incoming = QuantisedIncoming(self.target, CopyStream(CPU))
         rig.receiver.take_quantised(self.incoming)
         rig.receiver._block_view = self.target.block
-        self.landings: dict[str, Landing] = {}
-        self.landed: list[str] = []
+        self.transfers: dict[str, IncomingTransfer] = {}
+        self.received: list[str] = []
         self.failed: list[TransferFailed] = []
         self.ended: list[TransferEnded] = []
         self.blocks = list(reversed(range(NUM_BLOCKS)))  # of the target
@@ -75,17 +75,19 @@ class Caches:
         )
         self.sender.start()
 
-    def on_event(self, event: TransferOpened | TransferLanded | TransferFailed) -> None:
+    def on_event(self, event: TransferOpened | TransferCompleted | TransferFailed) -> None:
         match event:
             case TransferOpened(peer, message):
                 name, quantised = message.request_id, message.quantised and self.take
-                landing = Landing(name, 0, peer, self.blocks[: message.num_blocks], 1, 0.0, 0.0, quantised=quantised)
-                self.landings[name] = landing
-                self.rig.receiver.expect(landing)
+                transfer = IncomingTransfer(
+                    name, 0, peer, self.blocks[: message.num_blocks], 1, 0.0, 0.0, quantised=quantised
+                )
+                self.transfers[name] = transfer
+                self.rig.receiver.expect(transfer)
                 grant = KVGrant(request_id=name, attempt=0, first_block=1, quantised=quantised)
                 self.rig.receiver.send(peer, grant)
-            case TransferLanded(landing):
-                self.landed.append(landing.request_id)
+            case TransferCompleted(transfer):
+                self.received.append(transfer.request_id)
             case TransferFailed():
                 self.failed.append(event)
 
@@ -112,7 +114,7 @@ def make_caches(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Caches]]
 def test_what_lands_is_what_the_kernels_make_of_it(make_caches: Callable[..., Caches], dtype: str) -> None:
     caches = make_caches(dtype)
     caches.ship("a", NUM_BLOCKS - 2)
-    wait(lambda: caches.ended and caches.landed)
+    wait(lambda: caches.ended and caches.received)
     shipped = list(range(1, NUM_BLOCKS - 2))
     found, exact = caches.target.tensor[[caches.blocks[index] for index in shipped]], caches.source.tensor[shipped]
     assert torch.equal(found, through_fp8(caches.source.tensor, shipped))
@@ -122,7 +124,7 @@ def test_what_lands_is_what_the_kernels_make_of_it(make_caches: Callable[..., Ca
     untouched = [caches.blocks[index] for index in (0, NUM_BLOCKS - 2, NUM_BLOCKS - 1)]
     assert (caches.target.tensor[untouched] == UNTOUCHED).all()
     num_bytes = len(shipped) * caches.outgoing.block_bytes
-    assert caches.ended[0].num_bytes == caches.landings["a"].num_bytes == num_bytes
+    assert caches.ended[0].num_bytes == caches.transfers["a"].num_bytes == num_bytes
     assert caches.sender.num_bytes == caches.rig.receiver.num_bytes == num_bytes
     assert num_bytes < 0.6 * len(shipped) * caches.source.block_bytes
     assert caches.outgoing.num_buffers <= len(shipped) and len(caches.incoming._free) <= len(shipped)
@@ -132,7 +134,7 @@ def test_what_lands_is_what_the_kernels_make_of_it(make_caches: Callable[..., Ca
 def test_only_who_offers_and_who_takes_quantise(make_caches: Callable[..., Caches], offer: bool, take: bool) -> None:
     caches = make_caches(offer=offer, take=take)
     caches.ship("a", 8)
-    wait(lambda: caches.ended and caches.landed)
+    wait(lambda: caches.ended and caches.received)
     for index in range(1, 8):
         assert torch.equal(caches.target.tensor[caches.blocks[index]], caches.source.tensor[index])
     assert caches.sender.num_bytes == 7 * caches.source.block_bytes
@@ -143,13 +145,13 @@ def test_an_abort_in_flight_harms_nobody(make_caches: Callable[..., Caches]) -> 
     caches = make_caches()
     caches.sender.open("a", 0, KVTarget("d", 7, caches.rig.receiver.address), list(range(NUM_BLOCKS)), 2)
     wait(lambda: caches.rig.receiver.num_bytes)
-    landing = caches.rig.receiver.release("a", 0)
-    assert landing.landed == {1}
+    transfer = caches.rig.receiver.release("a", 0)
+    assert transfer.received == {1}
     caches.target.tensor.fill_(UNTOUCHED)
     caches.sender.progress("a", 0, NUM_BLOCKS, KVDone(request_id="a", attempt=0, first_token=3))
     caches.ship("b", 3)
-    wait(lambda: caches.landed)
-    assert caches.landed == ["b"]
+    wait(lambda: caches.received)
+    assert caches.received == ["b"]
     assert (caches.target.tensor[: NUM_BLOCKS - 3] == UNTOUCHED).all()
     blocks = [caches.blocks[1], caches.blocks[2]]
     assert torch.equal(caches.target.tensor[blocks], through_fp8(caches.source.tensor, [1, 2]))
@@ -189,7 +191,7 @@ def test_a_frame_that_was_spoilt_never_reaches_the_cache(
     answer = peer.read()
     assert isinstance(answer, KVFailed) and says in answer.reason and "block 2" in answer.reason
     wait(lambda: caches.failed)
-    assert not caches.landed and caches.rig.receiver.release("a", 0) is None
+    assert not caches.received and caches.rig.receiver.release("a", 0) is None
     blocks = [caches.blocks[index] for index in (1, 3)]
     assert torch.equal(caches.target.tensor[blocks], through_fp8(caches.source.tensor, [1, 3]))
     assert (caches.target.tensor[caches.blocks[2]] == UNTOUCHED).all()

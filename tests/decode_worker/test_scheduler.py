@@ -160,7 +160,7 @@ def test_nothing_passes_a_preempted_sequence() -> None:
     assert [s.request_id for s in plan.running] == ["a"]
 
 
-def test_a_landed_sequence_decodes_in_the_next_step_and_shares_its_prefix() -> None:
+def test_a_received_sequence_decodes_in_the_next_step_and_shares_its_prefix() -> None:
     plan = scheduler()
     sequence = granted(plan, "a", 8, 1.0)
     plan.start_decoding(sequence)
@@ -208,22 +208,22 @@ def test_a_preempted_sequence_goes_before_younger_ones() -> None:
     assert [sequence.request_id for sequence in plan.running] == ["b", "c"]
 
 
-def test_landed_blocks_survive_the_loss_of_the_prefill_worker() -> None:
+def test_received_blocks_survive_the_loss_of_the_prefill_worker() -> None:
     plan = scheduler()
     sequence = granted(plan, "a", 12, 1.0)
-    plan.prefill_locally(sequence, num_landed=2)
+    plan.prefill_locally(sequence, num_received=2)
     assert plan.num_transferring == 0
     assert shape(run(plan)) == [("a", 8, 4)]
 
 
-def test_all_landed_but_no_first_token_computes_the_last_block() -> None:
+def test_all_received_but_no_first_token_computes_the_last_block() -> None:
     plan = scheduler()
     sequence = granted(plan, "a", 12, 1.0)
-    plan.prefill_locally(sequence, num_landed=3)
+    plan.prefill_locally(sequence, num_received=3)
     assert shape(run(plan)) == [("a", 8, 4)]
 
 
-def test_what_has_landed_of_known_tokens_stays_cached_when_its_request_ends() -> None:
+def test_what_has_arrived_of_known_tokens_stays_cached_when_its_request_ends() -> None:
     plan = scheduler()
     sequence = request("a", [1] * 10, remote=True)
     sequence.request = structs.replace(sequence.request, num_reserved_tokens=6)
@@ -231,7 +231,7 @@ def test_what_has_landed_of_known_tokens_stays_cached_when_its_request_ends() ->
     plan.open(sequence)
     plan.schedule(1.0)
     assert len(sequence.blocks) == 4
-    plan.remove(sequence, num_landed=3)  # the third holds tokens that are not known here
+    plan.remove(sequence, num_received=3)  # the third holds tokens that are not known here
     assert (plan.check_integrity().cached, plan.num_transferring) == (2, 0)
     plan.add(request("b", [1] * 10, 2.0))
     assert shape(run(plan)) == [("b", 8, 2)]

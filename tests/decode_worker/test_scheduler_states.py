@@ -54,7 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.any_in(RequestStatus.TRANSFERRING))
     @rule(data=st.data())
-    def land(self, data: st.DataObject) -> None:
+    def receive(self, data: st.DataObject) -> None:
         sequence = self.pick(data, RequestStatus.TRANSFERRING)
         self.arrive(sequence, data.draw(st.integers(0, sequence.request.num_reserved_tokens)))
 
@@ -69,17 +69,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.plan.resume(self.pick(data, RequestStatus.LEAVING))
 
     @precondition(lambda self: self.any_in(RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING))
-    @rule(data=st.data(), num_landed=st.integers(0, 5))
-    def prefill_locally(self, data: st.DataObject, num_landed: int) -> None:
+    @rule(data=st.data(), num_received=st.integers(0, 5))
+    def prefill_locally(self, data: st.DataObject, num_received: int) -> None:
         sequence = self.pick(data, RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING)
-        self.plan.prefill_locally(sequence, self.arrive_in_part(sequence, num_landed))
+        self.plan.prefill_locally(sequence, self.arrive_in_part(sequence, num_received))
 
     @precondition(lambda self: len(self.plan) > 0)
-    @rule(data=st.data(), num_landed=st.integers(0, 5))
-    def abort(self, data: st.DataObject, num_landed: int) -> None:
+    @rule(data=st.data(), num_received=st.integers(0, 5))
+    def abort(self, data: st.DataObject, num_received: int) -> None:
         sequence = self.pick(data, *RequestStatus)
         is_coming = sequence.status is RequestStatus.TRANSFERRING
-        self.plan.remove(sequence, self.arrive_in_part(sequence, num_landed) if is_coming else 0)
+        self.plan.remove(sequence, self.arrive_in_part(sequence, num_received) if is_coming else 0)
 
     @rule()
     def reset(self) -> None:
@@ -172,9 +172,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive_in_part(self, sequence: DecodeSequence, num_more: int) -> int:
         """The blocks that are here once `num_more` have come, some of them for tokens that nobody here knows."""
         first = sequence.num_computed // SIZE
-        num_landed = min(first + num_more, len(sequence.blocks))
-        self.compute(sequence, first * SIZE, min(num_landed * SIZE, sequence.num_tokens))
-        return num_landed
+        num_received = min(first + num_more, len(sequence.blocks))
+        self.compute(sequence, first * SIZE, min(num_received * SIZE, sequence.num_tokens))
+        return num_received
 
     def append(self, sequence: DecodeSequence) -> None:
         sequence.append(SampledToken(len(sequence.token_ids) % 3))

@@ -1,4 +1,4 @@
-"""Blocks that are not in host memory: through buffers on both sides, the same bytes, landed only once committed."""
+"""Blocks that are not in host memory: through buffers on both sides, the same bytes, received only once committed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from common.kv.cache import KVCache
 from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
-from common.transfer.incoming import Landing
+from common.transfer.incoming import IncomingTransfer
 from common.transfer.outgoing import TransferEnded
-from common.transfer.receiver import KVReceiver, TransferFailed, TransferLanded, TransferOpened
+from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
 from common.wire.messages import KVDone, KVGrant, KVTarget
 
@@ -40,7 +40,7 @@ def test_a_transfer_through_buffers(context: zmq.Context[zmq.Socket[bytes]]) -> 
     source, target = cache(folder), cache(folder)
     source.tensor.normal_()
     outgoing, incoming = StagedOutgoing(source, CopyStream(CPU)), StagedIncoming(target, CopyStream(CPU))
-    events: SimpleQueue[TransferOpened | TransferLanded | TransferFailed] = SimpleQueue()
+    events: SimpleQueue[TransferOpened | TransferCompleted | TransferFailed] = SimpleQueue()
     ended: SimpleQueue[TransferEnded] = SimpleQueue()
     committed: list[int] = []
 
@@ -59,10 +59,10 @@ def test_a_transfer_through_buffers(context: zmq.Context[zmq.Socket[bytes]]) -> 
         opened = events.get(timeout=60)
         assert isinstance(opened, TransferOpened)
         blocks, now = tuple(reversed(range(NUM_BLOCKS))), time.monotonic()
-        receiver.expect(Landing("a", 0, opened.peer, blocks, 1, now, now))
+        receiver.expect(IncomingTransfer("a", 0, opened.peer, blocks, 1, now, now))
         receiver.send(opened.peer, KVGrant(request_id="a", attempt=0, first_block=1))
         sender.progress("a", 0, NUM_BLOCKS, KVDone(request_id="a", attempt=0, first_token=3))
-        assert isinstance(events.get(timeout=60), TransferLanded)
+        assert isinstance(events.get(timeout=60), TransferCompleted)
         assert ended.get(timeout=60).reason == ""
     finally:
         sender.stop()

@@ -83,7 +83,7 @@ def test_a_cache_of_8_bits_is_the_plain_loops(
         model.run_by_operation()
     one, pool = prompt(90), Pool(model, kv_dtype=kv_dtype)
     table = pool.table(len(one))
-    rows = [pool.runner.forward([SequenceChunk(one[:50], 0, table, score=True)])]
+    rows = [pool.runner.forward([SequenceChunk(one[:50], 0, table, all_logits=True)])]
     rows += [pool.runner.forward([SequenceChunk(one[i : i + 1], i, table)]) for i in range(50, 90)]
     expected, exact = (
         oracle.forward(one, oracle.empty_cache()) for oracle in (Oracle(model, kv_dtype=kv_dtype), Oracle(model))

@@ -109,7 +109,7 @@ def test_only_committed_blocks_change(make_kv: Callable[[], KVCache]) -> None:
         assert torch.equal(kv.tensor[index], source.tensor[index] if index in (1, 4) else before[index])
 
 
-def test_landing_buffers_are_used_again(make_kv: Callable[[], KVCache]) -> None:
+def test_staging_buffers_are_used_again(make_kv: Callable[[], KVCache]) -> None:
     kv, source = make_kv(), make_kv()
     blocks = StagedIncoming(kv, CopyStream(CPU))
     for message in ((0, 1), (2, 3), (4, 5)):

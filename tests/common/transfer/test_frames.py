@@ -1,4 +1,4 @@
-"""How frames leave one memory and land in another, on real sockets."""
+"""How frames leave one memory and arrive in another, on real sockets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ship(sender: Socket, blocks: list[bytes], first: int = 0) -> None:
     assert try_send_blocks(sender, "a", 0, first, [memoryview(block) for block in blocks])
 
 
-def land(receiver: Socket, memory: list[bytearray]) -> tuple[list[int], str]:
+def receive(receiver: Socket, memory: list[bytearray]) -> tuple[list[int], str]:
     assert receiver.poll(60_000)
     header = decode(receiver.recv())
     assert isinstance(header, KVBlocks)
@@ -66,7 +66,7 @@ def test_blocks_land_in_place(pair: tuple[Socket, Socket], size: int) -> None:
     blocks = [bytes([n]) * size for n in (1, 2, 3)]
     memory = [bytearray(size) for _ in range(4)]
     ship(pair[0], blocks, first=1)
-    assert land(pair[1], memory) == ([1, 2, 3], "")
+    assert receive(pair[1], memory) == ([1, 2, 3], "")
     assert [bytes(block) for block in memory] == [bytes(size), *blocks]
 
 
@@ -74,8 +74,8 @@ def test_unwanted_blocks_are_discarded_and_the_next_message_is_whole(pair: tuple
     ship(pair[0], [b"x" * 64] * 3, first=7)
     ship(pair[0], [b"y" * 64])
     memory = [bytearray(64)]
-    assert land(pair[1], memory) == ([], "")
-    assert land(pair[1], memory) == ([0], "")
+    assert receive(pair[1], memory) == ([], "")
+    assert receive(pair[1], memory) == ([0], "")
 
 
 def test_a_frame_never_writes_beyond_its_block(pair: tuple[Socket, Socket]) -> None:
@@ -83,8 +83,8 @@ def test_a_frame_never_writes_beyond_its_block(pair: tuple[Socket, Socket]) -> N
     memory = bytearray(128)
     header = decode(pair[1].recv())
     assert isinstance(header, KVBlocks)
-    landed, problem = receive_blocks(pair[1], header, lambda index: memoryview(memory)[:64])
-    assert (landed, problem) == ([], "block 0 has 100 bytes, not 64")
+    received, problem = receive_blocks(pair[1], header, lambda index: memoryview(memory)[:64])
+    assert (received, problem) == ([], "block 0 has 100 bytes, not 64")
     assert not any(memory[64:])
 
 

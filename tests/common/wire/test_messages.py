@@ -30,7 +30,7 @@ from common.wire.messages import (
     KVWait,
     Message,
     PrefillRequest,
-    PromptScores,
+    PromptLogprobs,
     RequestFailed,
     ResetPrefixCache,
     RouterHeartbeat,
@@ -75,7 +75,7 @@ MESSAGES: list[Message] = [
         worker_id="w", epoch=1,
         outputs=(TokenDelta("a", 0, 0, (1, 2), "stop", 16, (LOGPROBS, LOGPROBS), Timeline(queue_s=0.5)),),
     ),
-    PromptScores(worker_id="w", epoch=1, request_id="a", attempt=2, start=4_194_304, logprobs=(LOGPROBS,) * 3),
+    PromptLogprobs(worker_id="w", epoch=1, request_id="a", attempt=2, start=4_194_304, logprobs=(LOGPROBS,) * 3),
     RequestFailed(worker_id="w", request_id="a", attempt=0, phase="grant", message="why", retryable=True),
     KVOpen(request_id="a", attempt=0, worker_id="p", epoch=1, decode_epoch=2, fingerprint="f", num_blocks=1),
     KVOpen(

@@ -58,7 +58,7 @@ class Engine:
     requests: list[GenerationRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     num_resets: int = 0
-    scored: set[str] = field(default_factory=set)
+    with_logprobs: set[str] = field(default_factory=set)
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
     def check_room(self, is_longer: Callable[[int], bool]) -> None:
@@ -98,14 +98,14 @@ class Engine:
 
     def _event(self, request: GenerationRequest, tokens: list[int], reason: str) -> TokenEvent:
         top = tuple((ord("a") + i, -1.0 - i) for i in range(max(0, request.params.logprobs)))
-        scores = tuple(TokenLogprobs(self.logprob, top) for _ in tokens) if request.params.logprobs >= 0 else ()
+        logprobs = tuple(TokenLogprobs(self.logprob, top) for _ in tokens) if request.params.logprobs >= 0 else ()
         timeline = dataclasses.replace(TIMELINE) if reason else None
         asked, prompt = request.params.prompt_logprobs, ()
-        if asked >= 0 and request.request_id not in self.scored:
-            self.scored.add(request.request_id)
+        if asked >= 0 and request.request_id not in self.with_logprobs:
+            self.with_logprobs.add(request.request_id)
             best = tuple((ord("a") + i, -0.25 - i) for i in range(asked))
             prompt = tuple(TokenLogprobs(-float(token), best) for token in request.prompt_token_ids[1:])
-        return TokenEvent(tuple(tokens), scores, reason, self.cached, timeline, prompt)
+        return TokenEvent(tuple(tokens), logprobs, reason, self.cached, timeline, prompt)
 
     @property
     def ready(self) -> tuple[bool, str]:

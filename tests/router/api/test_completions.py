@@ -84,11 +84,11 @@ async def test_top_k_minus_one_is_off(running: Any) -> None:
 
 
 async def test_logprobs(running: Any) -> None:
-    scores = (await running.completion(max_tokens=2, logprobs=2)).json()["choices"][0]["logprobs"]
-    assert scores["tokens"] == ["T", "h"]
-    assert scores["token_logprobs"] == [-0.5, -0.5]
-    assert scores["top_logprobs"][0] == {"a": -1.0, "b": -2.0, "T": -0.5}
-    assert scores["text_offset"] == [0, 1]
+    logprobs = (await running.completion(max_tokens=2, logprobs=2)).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["T", "h"]
+    assert logprobs["token_logprobs"] == [-0.5, -0.5]
+    assert logprobs["top_logprobs"][0] == {"a": -1.0, "b": -2.0, "T": -0.5}
+    assert logprobs["text_offset"] == [0, 1]
 
 
 async def test_logprobs_are_numbers_that_json_has(start: Any, tools: Any) -> None:

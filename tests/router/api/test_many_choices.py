@@ -13,7 +13,7 @@ import pytest
 from common.errors import Unavailable
 from router.api.chat import ChatShape
 from router.dispatch.client import GenerationRequest, TokenEvent
-from router.generation.exchange import MANY_SCORES
+from router.generation.exchange import MANY_LOGPROBS
 
 from .conftest import Engine
 
@@ -101,7 +101,7 @@ async def test_many_log_probabilities_are_written_beside_the_event_loop(running:
     few = (await running.chat(max_tokens=4, logprobs=True, top_logprobs=5)).json()
     assert writers == {"MainThread"}
     writers.clear()
-    num_tokens = MANY_SCORES // 6 + 1
+    num_tokens = MANY_LOGPROBS // 6 + 1
     many = (await running.chat(max_tokens=num_tokens, logprobs=True, top_logprobs=5)).json()
     assert writers == {"text-long"}
     written = many["choices"][0]["logprobs"]["content"]
@@ -111,11 +111,11 @@ async def test_many_log_probabilities_are_written_beside_the_event_loop(running:
 async def test_a_large_piece_of_a_stream_is_written_beside_the_event_loop(
     start: Any, tools: Any, writers: set[str]
 ) -> None:
-    running = await start(tools.Engine(per_event=MANY_SCORES))
-    events = await running.events("/v1/chat/completions", max_tokens=MANY_SCORES, logprobs=True)
+    running = await start(tools.Engine(per_event=MANY_LOGPROBS))
+    events = await running.events("/v1/chat/completions", max_tokens=MANY_LOGPROBS, logprobs=True)
     assert writers == {"MainThread"}
     writers.clear()
-    events = await running.events("/v1/chat/completions", max_tokens=MANY_SCORES, logprobs=True, top_logprobs=1)
+    events = await running.events("/v1/chat/completions", max_tokens=MANY_LOGPROBS, logprobs=True, top_logprobs=1)
     assert writers == {"text-long"}
     content = [token for event in events[:-1] for token in (event["choices"][0]["logprobs"] or {}).get("content", ())]
-    assert len(content) == MANY_SCORES
+    assert len(content) == MANY_LOGPROBS

@@ -41,7 +41,7 @@ class Client:
     """Asks for one answer, whole or streamed and put together by the official SDK."""
 
     def __init__(self, url: str) -> None:
-        self.scored = True
+        self.with_logprobs = True
         self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         self.anthropic = anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
 
@@ -58,7 +58,8 @@ class Client:
 
     async def _chat(self, stream: bool, max_tokens: int, required: bool) -> Answer:
         asked: Any = {
-            "model": MODEL, "messages": HI, "tools": CHAT_TOOLS, "max_tokens": max_tokens, "logprobs": self.scored,
+            "model": MODEL, "messages": HI, "tools": CHAT_TOOLS, "max_tokens": max_tokens,
+            "logprobs": self.with_logprobs,
             "tool_choice": "required" if required else "auto",
         }  # fmt: skip
         if stream:
@@ -70,20 +71,20 @@ class Client:
             completion = await self.openai.chat.completions.create(**asked)
         (choice,) = completion.choices
         calls = [(call.function.name, call.function.arguments or "") for call in choice.message.tool_calls or ()]
-        scored = [token.model_dump() for token in (choice.logprobs and choice.logprobs.content) or ()]
-        return Answer([*filter(None, [choice.message.content]), *calls], choice.finish_reason, scored)
+        with_logprobs = [token.model_dump() for token in (choice.logprobs and choice.logprobs.content) or ()]
+        return Answer([*filter(None, [choice.message.content]), *calls], choice.finish_reason, with_logprobs)
 
     async def _response(self, stream: bool, max_tokens: int, required: bool) -> Answer:
         asked: Any = {
             "model": MODEL, "input": "hi", "tools": RESPONSES_TOOLS, "max_output_tokens": max_tokens,
             "include": ["message.output_text.logprobs"], "tool_choice": "required" if required else "auto",
         }  # fmt: skip
-        scored: list[Any] = []
+        with_logprobs: list[Any] = []
         if stream:
             async with self.openai.responses.stream(**asked) as events:
                 async for event in events:
                     if event.type == "response.output_text.delta":
-                        scored += [token.token for token in event.logprobs]
+                        with_logprobs += [token.token for token in event.logprobs]
                     if event.type in ("response.completed", "response.incomplete"):
                         response = event.response  # type: ignore[assignment]
         else:
@@ -96,7 +97,7 @@ class Client:
             elif item.type == "message":
                 items += [part.text for part in item.content if part.type == "output_text"]
                 whole += [token.token for part in item.content for token in part.logprobs or ()]  # type: ignore[union-attr]
-        assert not stream or whole == scored
+        assert not stream or whole == with_logprobs
         statuses = [getattr(item, "status", None) for item in response.output]
         return Answer([*filter(None, items)], response.status, [whole, statuses])
 
@@ -131,14 +132,14 @@ def engine(tools: Any) -> Any:
 
         async def _events(self, request: Any) -> AsyncIterator[Any]:
             self.per_event = 1
-            sizes, tokens, scores, size = list(self.sizes), [], [], 0
+            sizes, tokens, logprobs, size = list(self.sizes), [], [], 0
             async for event in super()._events(request):
                 tokens += event.token_ids
-                scores += event.logprobs
+                logprobs += event.logprobs
                 size = size or (sizes.pop(0) if len(sizes) > 1 else sizes[0])
                 if len(tokens) >= size or event.finish_reason:
-                    yield type(event)(tuple(tokens), tuple(scores), event.finish_reason, 0, event.timeline)
-                    tokens, scores, size = [], [], 0
+                    yield type(event)(tuple(tokens), tuple(logprobs), event.finish_reason, 0, event.timeline)
+                    tokens, logprobs, size = [], [], 0
 
     return Divided()
 
@@ -222,8 +223,8 @@ async def test_what_comes_beside_a_chunk_is_complete(chunks_of: Any) -> None:
     text = f"Hm {CALL}\n{OTHER} Bye"
     for sizes in ((1,), (9,), (1000,)):
         chunks = await chunks_of(text, sizes, logprobs=True, return_token_ids=True)
-        scored = [token["token"] for chunk in chunks for token in (chunk["logprobs"] or {"content": []})["content"]]
-        assert "".join(scored) == text
+        tokens = [token for chunk in chunks for token in (chunk["logprobs"] or {"content": []})["content"]]
+        assert "".join(token["token"] for token in tokens) == text
         ids = [token_id for chunk in chunks for token_id in chunk.get("token_ids", [])]
         assert bytes(ids[:-1]).decode() == text and len(ids) == len(text) + 1
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -240,7 +241,7 @@ async def test_no_part_of_a_mark_is_text_wherever_an_answer_is_cut_off(
 ) -> None:
     text = CALL if required else f"Hm {CALL}\n{OTHER[:20]}"
     engine.say(text)
-    asking.scored = False
+    asking.with_logprobs = False
     for max_tokens in range(1, len(text)):
         whole = await asking.ask(api, stream=False, max_tokens=max_tokens, required=required)
         streamed = await asking.ask(api, stream=True, max_tokens=max_tokens, required=required)

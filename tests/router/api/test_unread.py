@@ -35,10 +35,10 @@ class Fast:
         try:
             for i in range(self.count):
                 top = tuple((i + place, -1.0 - place) for place in range(self.alternatives))
-                scores = (TokenLogprobs(-float(i), top),) if self.alternatives else ()
+                logprobs = (TokenLogprobs(-float(i), top),) if self.alternatives else ()
                 reason = "length" if i == self.count - 1 else ""
                 self.num_given += 1
-                yield TokenEvent((i,), scores, reason)
+                yield TokenEvent((i,), logprobs, reason)
                 await asyncio.sleep(0)
         finally:
             self.num_ended += 1
@@ -80,9 +80,9 @@ async def test_tokens_that_wait_are_joined_and_none_is_lost(alternatives: int) -
         events = [arrival.event for arrival in arrivals if arrival.index == index]
         assert [token for event in events for token in event.token_ids] == list(range(3000))
         assert [event.finish_reason for event in events] == [""] * (MAX_WAITING - 1) + ["length"]
-        scores = [one for event in events for one in event.logprobs]
-        assert [one.logprob for one in scores] == [-float(i) for i in range(3000 if alternatives else 0)]
-        assert all(len(one.top) == 20 and one.top[3] == (i + 3, -4.0) for i, one in enumerate(scores))
+        logprobs = [one for event in events for one in event.logprobs]
+        assert [one.logprob for one in logprobs] == [-float(i) for i in range(3000 if alternatives else 0)]
+        assert all(len(one.top) == 20 and one.top[3] == (i + 3, -4.0) for i, one in enumerate(logprobs))
     await generations.close()
 
 

@@ -21,7 +21,7 @@ from common.wire.messages import (
     HandOver,
     Message,
     PrefillRequest,
-    PromptScores,
+    PromptLogprobs,
     RequestFailed,
     RouterHello,
     Timeline,
@@ -74,7 +74,7 @@ class FakeWorker:
         self.beating = self.serving = True
         self.token_s = 0.0
         self.stop_at: int | None = None
-        self.scores_per_message = 5
+        self.logprobs_per_message = 5
         self.on_request: Callable[[bytes, Message], bool] = lambda router, message: False
         self.on_handover: Callable[[bytes, HandOver], bool] = lambda router, order: False
         self.kv: dict[tuple[str, int], asyncio.Future[list[int]]] = {}
@@ -154,7 +154,7 @@ class FakeWorker:
     async def prefill(self, router: bytes, message: PrefillRequest) -> None:
         await asyncio.sleep(self.token_s)
         tokens = unpack_tokens(message.prompt)
-        self.score(router, message, tokens)
+        self.send_logprobs(router, message, tokens)
         token = next_token(tokens)
         reason = self.reason(message.params, message.num_output_tokens + 1)
         self.output(router, message, message.num_output_tokens, [token], reason)
@@ -166,12 +166,12 @@ class FakeWorker:
         self.sequences[message.request_id] = (message, tokens)
         index = message.num_output_tokens
         if message.prefill_worker:
-            landed = await self.expect(message.request_id, message.attempt)
+            received = await self.expect(message.request_id, message.attempt)
             if message.num_reserved_tokens:
-                tokens += landed
-                self.output(router, message, index, landed)
-                index += len(landed)
-        self.score(router, message, tokens)
+                tokens += received
+                self.output(router, message, index, received)
+                index += len(received)
+        self.send_logprobs(router, message, tokens)
         reason = ""
         while not reason:
             tokens.append(next_token(tokens))
@@ -189,7 +189,7 @@ class FakeWorker:
         if (job := self.jobs.pop(order.request_id, None)) is None or job.done():
             return
         job.cancel()
-        self.cluster.land(order, tokens[num_known:])
+        self.cluster.receive(order, tokens[num_known:])
         self.output(router, message, len(tokens) - len(message.prompt) // 4 + message.num_output_tokens, [], "moved")
 
     def refuse_handover(self, router: bytes, order: HandOver) -> bool:
@@ -217,14 +217,14 @@ class FakeWorker:
         )  # fmt: skip
         self.send(router, TokenOutput(worker_id=self.worker_id, epoch=self.epoch, outputs=(delta,)))
 
-    def score(self, router: bytes, message: PrefillRequest | DecodeRequest, tokens: list[int]) -> None:
-        """Log-probabilities of the prompt, `scores_per_message` at a time, if wanted."""
+    def send_logprobs(self, router: bytes, message: PrefillRequest | DecodeRequest, tokens: list[int]) -> None:
+        """Log-probabilities of the prompt, `logprobs_per_message` at a time, if wanted."""
         if message.params.prompt_logprobs < 0 or message.num_output_tokens:
             return
         scores = [TokenLogprobs(-float(token)) for token in tokens[1:]]
-        for first in range(0, len(scores), self.scores_per_message):
-            part = tuple(scores[first : first + self.scores_per_message])
-            told = PromptScores(
+        for first in range(0, len(scores), self.logprobs_per_message):
+            part = tuple(scores[first : first + self.logprobs_per_message])
+            told = PromptLogprobs(
                 worker_id=self.worker_id, epoch=self.epoch, request_id=message.request_id, attempt=message.attempt,
                 start=first + 1, logprobs=part,
             )  # fmt: skip
@@ -276,11 +276,11 @@ class Cluster:
         assert message.decode is not None
         for worker in self.workers:
             if worker.worker_id == message.decode.worker_id and worker.epoch == message.decode.epoch:
-                landed = worker.expect(message.request_id, message.attempt)
-                if not landed.done():
-                    landed.set_result([token])
+                received = worker.expect(message.request_id, message.attempt)
+                if not received.done():
+                    received.set_result([token])
 
-    def land(self, order: HandOver, tokens: list[int]) -> None:
+    def receive(self, order: HandOver, tokens: list[int]) -> None:
         for worker in self.workers:
             if worker.worker_id == order.target.worker_id and worker.epoch == order.target.epoch:
                 worker.expect(order.request_id, order.new_attempt).set_result(tokens)

@@ -242,13 +242,13 @@ async def test_a_target_that_does_not_make_it(cluster, tools, how):
     await all_free(dispatcher, tools)
 
 
-@pytest.mark.parametrize("landed", [False, True], ids=["copying", "landed"])
-async def test_the_old_worker_dies_meanwhile(cluster, tools, landed):
+@pytest.mark.parametrize("received", [False, True], ids=["copying", "received"])
+async def test_the_old_worker_dies_meanwhile(cluster, tools, received):
     dispatcher = await start(cluster)
     task, old = await streaming(dispatcher, tools, cluster, max_tokens=LONG)
     new = other_than(cluster, old)
     new.token_s = 0.001
-    if landed:
+    if received:
         send = old.send
         old.send = lambda router, message: None if moved(message) else send(router, message)
     else:

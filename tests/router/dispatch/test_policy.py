@@ -44,7 +44,7 @@ def test_a_short_uncached_tail_is_local():
     assert names(choose(pool(), hits={"d1": 480})) == (None, "d1")
 
 
-def test_one_worker_alone_computes_a_prompt_that_is_scored_and_its_answer():
+def test_one_worker_alone_computes_a_prompt_with_prompt_logprobs_and_its_answer():
     shape, registry = RequestShape(500, 100, {}, alone=True), pool()
     assert names(POLICY.choose(registry.ready("prefill"), registry.ready("decode"), shape)) == (None, "d0")
     shape = RequestShape(500, 1, {}, alone=True)

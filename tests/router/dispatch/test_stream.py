@@ -83,49 +83,49 @@ def test_any_order_and_any_repetition_gives_the_same_stream(tokens, data):
     assert stream.finish_reason == "length"
 
 
-def scores(*values):
+def logprobs(*values):
     return tuple(TokenLogprobs(float(-value)) for value in values)
 
 
 @pytest.fixture
-def scored():
-    return TokenStream(100, with_logprobs=False, num_scored=5)
+def echo():
+    return TokenStream(100, with_logprobs=False, num_prompt_logprobs=5)
 
 
-def test_scores_come_in_parts_and_are_taken_once(scored):
-    scored.score(1, scores(1, 2))
-    scored.score(3, scores(3, 4, 5))
-    scored.add(delta(0, 7))
-    assert scored.take_scores() == scores(1, 2, 3, 4, 5)
-    assert scored.take_scores() == ()
+def test_logprobs_come_in_parts_and_are_taken_once(echo):
+    echo.add_prompt_logprobs(1, logprobs(1, 2))
+    echo.add_prompt_logprobs(3, logprobs(3, 4, 5))
+    echo.add(delta(0, 7))
+    assert echo.take_prompt_logprobs() == logprobs(1, 2, 3, 4, 5)
+    assert echo.take_prompt_logprobs() == ()
 
 
-def test_scores_that_come_again_change_nothing(scored):
+def test_logprobs_that_come_again_change_nothing(echo):
     """Of another attempt, which begins anew; in bfloat16 they differ a little."""
-    scored.score(1, scores(1, 2, 3))
-    scored.score(1, scores(8))
-    scored.score(2, scores(8, 8, 4))
-    scored.score(5, scores(5))
-    assert scored.take_scores() == scores(1, 2, 3, 4, 5)
+    echo.add_prompt_logprobs(1, logprobs(1, 2, 3))
+    echo.add_prompt_logprobs(1, logprobs(8))
+    echo.add_prompt_logprobs(2, logprobs(8, 8, 4))
+    echo.add_prompt_logprobs(5, logprobs(5))
+    assert echo.take_prompt_logprobs() == logprobs(1, 2, 3, 4, 5)
 
 
 @pytest.mark.parametrize(("start", "count"), [(4, 1), (3, 4), (2**20, 1)])
-def test_scores_with_a_gap_or_too_many_are_refused(scored, start, count):
-    scored.score(1, scores(1, 2))
+def test_logprobs_with_a_gap_or_too_many_are_refused(echo, start, count):
+    echo.add_prompt_logprobs(1, logprobs(1, 2))
     with pytest.raises(StreamConflict, match="2 of 5 are here"):
-        scored.score(start, scores(*range(count)))
-    scored.score(3, scores(3, 4, 5))
-    assert scored.take_scores() == scores(1, 2, 3, 4, 5)
+        echo.add_prompt_logprobs(start, logprobs(*range(count)))
+    echo.add_prompt_logprobs(3, logprobs(3, 4, 5))
+    assert echo.take_prompt_logprobs() == logprobs(1, 2, 3, 4, 5)
 
 
-def test_scores_that_nobody_asked_for_are_refused(stream):
+def test_logprobs_that_nobody_asked_for_are_refused(stream):
     with pytest.raises(StreamConflict, match="0 of 0"):
-        stream.score(1, scores(1))
+        stream.add_prompt_logprobs(1, logprobs(1))
 
 
-def test_tokens_before_all_scores_are_refused(scored):
-    scored.score(1, scores(1, 2, 3, 4))
+def test_tokens_before_all_logprobs_are_refused(echo):
+    echo.add_prompt_logprobs(1, logprobs(1, 2, 3, 4))
     with pytest.raises(StreamConflict, match="only 4 of 5"):
-        scored.add(delta(0, 7))
-    scored.score(5, scores(5))
-    assert scored.add(delta(0, 7))
+        echo.add(delta(0, 7))
+    echo.add_prompt_logprobs(5, logprobs(5))
+    assert echo.add(delta(0, 7))

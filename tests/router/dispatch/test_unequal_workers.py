@@ -206,7 +206,7 @@ async def test_log_probabilities_of_a_prompt_come_from_one_worker(cluster, tools
         def begin(router, message):
             if message.attempt:
                 return False
-            worker.score(router, message, [100 + token for token in PROMPT[:7]])
+            worker.send_logprobs(router, message, [100 + token for token in PROMPT[:7]])
             return True
 
         return begin
@@ -215,7 +215,7 @@ async def test_log_probabilities_of_a_prompt_come_from_one_worker(cluster, tools
         worker.on_request = half(worker)
     stream = dispatcher.generate(tools.request(PROMPT, prompt_logprobs=0))
     task = asyncio.create_task(anext(stream))
-    await tools.until(lambda: any(state.stream._scores for state in dispatcher._states.values()))
+    await tools.until(lambda: any(state.stream._prompt_logprobs for state in dispatcher._states.values()))
     (old if old.of(DecodeRequest) else new).die()
     event = await task
     assert [-one.logprob for one in event.prompt_logprobs] == PROMPT[1:]

@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 
 from common.runner.step_thread import StepThread
-from common.wire.messages import PromptScores, TokenOutput
+from common.wire.messages import PromptLogprobs, TokenOutput
 
 from ..engine_rig import prompt
-from ..scores import check_scores, joined
+from ..prompt_logprobs import check_logprobs, joined
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 
 
-def told(rig: Rig, name: str = "a", attempt: int = 0) -> list[PromptScores]:
-    messages = [message for _, message in rig.sent if isinstance(message, PromptScores)]
+def told(rig: Rig, name: str = "a", attempt: int = 0) -> list[PromptLogprobs]:
+    messages = [message for _, message in rig.sent if isinstance(message, PromptLogprobs)]
     return [message for message in messages if (message.request_id, message.attempt) == (name, attempt)]
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "launched ahead"])
 @pytest.mark.parametrize("most", [1024, 7])
-def test_scores_and_tokens_are_the_oracles(make_engine: Callable[..., Rig], most: int, ahead: bool) -> None:
+def test_logprobs_and_tokens_are_the_oracles(make_engine: Callable[..., Rig], most: int, ahead: bool) -> None:
     rig = make_engine(launcher=StepThread if ahead else None)
-    rig.engine.scheduler.max_scored_tokens = most
+    rig.engine.scheduler.max_prompt_logprobs = most
     prompts = {f"r{length}": prompt(length, length) for length in (1, 2, 16, 17, 33, 65, 100)}
     for number, (name, tokens) in enumerate(prompts.items()):
         rig.ask(tokens, name, prompt_logprobs=number % 3, logprobs=number % 2 - 1)
@@ -33,7 +33,7 @@ def test_scores_and_tokens_are_the_oracles(make_engine: Callable[..., Rig], most
         rig.turn(3)
     rig.until(lambda: rig.is_clean)
     for number, (name, tokens) in enumerate(prompts.items()):
-        check_scores(joined(told(rig, name)), rig.model, tokens, number % 3)
+        check_logprobs(joined(told(rig, name)), rig.model, tokens, number % 3)
         assert rig.tokens(name) == rig.tokens(name + "-plain") == rig.oracle(tokens)
         assert told(rig, name + "-plain") == []
 
@@ -43,7 +43,7 @@ def test_they_come_before_the_first_token(engine: Rig) -> None:
     engine.until(lambda: engine.is_clean)
     kinds = [type(message) for _, message in engine.sent]
     first = kinds.index(TokenOutput)
-    assert first > 1 and kinds == [PromptScores] * first + [TokenOutput] * (len(kinds) - first)
+    assert first > 1 and kinds == [PromptLogprobs] * first + [TokenOutput] * (len(kinds) - first)
 
 
 def test_what_is_cached_is_computed_again_and_serves_others(engine: Rig) -> None:
@@ -52,7 +52,7 @@ def test_what_is_cached_is_computed_again_and_serves_others(engine: Rig) -> None
         engine.ask(tokens, name, prompt_logprobs=wanted)
         engine.until(lambda: engine.is_clean)
         assert engine.deltas(name)[-1].num_cached_tokens == cached
-    check_scores(joined(told(engine, "b")), engine.model, tokens, 2)
+    check_logprobs(joined(told(engine, "b")), engine.model, tokens, 2)
 
 
 def test_who_loses_its_blocks_scores_what_is_not_scored_yet(make_engine: Callable[..., Rig]) -> None:
@@ -61,17 +61,17 @@ def test_who_loses_its_blocks_scores_what_is_not_scored_yet(make_engine: Callabl
     older, tokens = prompt(60, 1), prompt(100, 2)
     rig.ask(older, "older", max_tokens=60)
     rig.until(lambda: rig.deltas("older"))
-    rig.ask(tokens, "scored", prompt_logprobs=1)
-    rig.until(lambda: len(told(rig, "scored")) >= 2)
-    sequence = rig.engine.scheduler.find("scored")
+    rig.ask(tokens, "with-logprobs", prompt_logprobs=1)
+    rig.until(lambda: len(told(rig, "with-logprobs")) >= 2)
+    sequence = rig.engine.scheduler.find("with-logprobs")
     rig.engine.scheduler._preempt(sequence)
     rig.until(lambda: rig.is_clean)
     known: dict[int, Any] = {}
-    for message in told(rig, "scored"):
+    for message in told(rig, "with-logprobs"):
         for position, scores in enumerate(message.logprobs, start=message.start):
             assert known.setdefault(position, scores) == scores
-    check_scores([known[i] for i in range(1, 100)], rig.model, tokens, 1)
-    assert rig.tokens("scored") == rig.oracle(tokens) and rig.tokens("older") == rig.oracle(older, 60)
+    check_logprobs([known[i] for i in range(1, 100)], rig.model, tokens, 1)
+    assert rig.tokens("with-logprobs") == rig.oracle(tokens) and rig.tokens("older") == rig.oracle(older, 60)
     assert sequence.num_preemptions >= 1
 
 
@@ -81,7 +81,7 @@ def test_another_attempt_begins_anew(engine: Rig) -> None:
     engine.until(lambda: engine.deltas())
     engine.ask(tokens, attempt=1, prompt_logprobs=1)
     engine.until(lambda: engine.is_clean)
-    check_scores(joined(told(engine, attempt=1)), engine.model, tokens, 1)
+    check_logprobs(joined(told(engine, attempt=1)), engine.model, tokens, 1)
     assert engine.tokens(attempt=1) == engine.oracle(tokens)
 
 

@@ -7,30 +7,30 @@ from contextlib import contextmanager
 
 from common.errors import Unavailable
 
-MAX_SCORES = 500_000
+MAX_PROMPT_LOGPROBS = 500_000
 """Of one answer, alternatives included."""
 MAX_HELD = 2_000_000
 """Of all answers together."""
 RETRY_AFTER_S = 1.0
 
 
-class ScoreBudget:
+class LogprobBudget:
     """Owned by the event loop."""
 
     def __init__(self, most: int = MAX_HELD) -> None:
         self._most, self._held = most, 0
 
     @contextmanager
-    def lease(self, num_scores: int) -> Iterator[None]:
-        """Room for an answer's scores while it is made. Raises Unavailable."""
-        if num_scores and self._held + num_scores > self._most:
+    def lease(self, num_logprobs: int) -> Iterator[None]:
+        """Room for the log-probabilities of an answer's prompts while it is made. Raises Unavailable."""
+        if num_logprobs and self._held + num_logprobs > self._most:
             raise Unavailable(
-                f"{self._held:,} log-probabilities of prompts are under way, {num_scores:,} more would exceed the "
+                f"{self._held:,} log-probabilities of prompts are under way, {num_logprobs:,} more would exceed the "
                 f"{self._most:,} that this router holds",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._held += num_scores
+        self._held += num_logprobs
         try:
             yield
         finally:
-            self._held -= num_scores
+            self._held -= num_logprobs

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from common.wire.messages import DecodeRequest, PrefillRequest, PromptScores
+from common.wire.messages import DecodeRequest, PrefillRequest, PromptLogprobs
 from common.wire.sampling_params import TokenLogprobs
 
 PROMPT = list(range(1, 41))
@@ -17,7 +17,7 @@ async def events(dispatcher, tools, **params):
 
 
 def part(worker, message, start, logprobs):
-    return PromptScores(
+    return PromptLogprobs(
         worker_id=worker.worker_id, epoch=worker.epoch, request_id=message.request_id, attempt=message.attempt,
         start=start, logprobs=logprobs,
     )  # fmt: skip
@@ -70,17 +70,17 @@ async def test_a_worker_that_dies_amid_them(cluster, tools, max_tokens, role):
 
 
 @pytest.mark.parametrize("wrong", ["a gap", "too many", "none"])
-async def test_a_worker_whose_scores_do_not_fit_is_not_believed(cluster, tools, wrong):
+async def test_a_worker_whose_logprobs_do_not_fit_is_not_believed(cluster, tools, wrong):
     dispatcher = await cluster.start(prefill=0, decode=2)
-    liar, score = cluster.decode[0], cluster.decode[0].score
+    liar, send = cluster.decode[0], cluster.decode[0].send_logprobs
 
     def lie(router, message, tokens):
         if wrong == "a gap":
             liar.send(router, part(liar, message, 3, SCORES[2:]))
         elif wrong == "too many":
-            score(router, message, [*tokens, 1, 2, 3])
+            send(router, message, [*tokens, 1, 2, 3])
 
-    liar.score = lie
+    liar.send_logprobs = lie
     for _ in range(4):  # the liar has its turn
         first, *later = await events(dispatcher, tools)
         assert first.prompt_logprobs == SCORES
@@ -89,17 +89,17 @@ async def test_a_worker_whose_scores_do_not_fit_is_not_believed(cluster, tools, 
     assert dispatcher.load().num_retries["decode"] >= 1
 
 
-async def test_scores_of_another_life_or_request_count_for_nothing(cluster, tools):
+async def test_logprobs_of_another_life_or_request_count_for_nothing(cluster, tools):
     dispatcher = await cluster.start(prefill=0)
-    worker, score = cluster.decode[0], cluster.decode[0].score
+    worker, send = cluster.decode[0], cluster.decode[0].send_logprobs
 
     def stale(router, message, tokens):
         for change in ({"epoch": worker.epoch + 1}, {"request_id": "nobody"}):
             told = part(worker, message, 1, (TokenLogprobs(-99.0),) * 9)
             worker.send(router, replace(told, **change))
-        score(router, message, tokens)
+        send(router, message, tokens)
 
-    worker.score = stale
+    worker.send_logprobs = stale
     first, *_ = await events(dispatcher, tools)
     assert first.prompt_logprobs == SCORES
     assert dispatcher.load().num_stale_deltas == 2

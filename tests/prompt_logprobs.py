@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from common.model.decoder import Decoder
-from common.wire.messages import PromptScores
+from common.wire.messages import PromptLogprobs
 from common.wire.sampling_params import TokenLogprobs
 
 from .oracle import Oracle
 
 
-def true_scores(model: Decoder, token_ids: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def true_logprobs(model: Decoder, token_ids: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Log-probabilities [len(token_ids) - 1, vocab_size] of what follows each token but the last."""
     oracle = Oracle(model, dtype)
     return torch.log_softmax(oracle.forward(token_ids, oracle.empty_cache())[:-1], dim=-1)
 
 
-def check_scores(found: Sequence[TokenLogprobs], model: Decoder, token_ids: Sequence[int], count: int) -> None:
-    """All tokens but the first are scored, as by the oracle, and the alternatives are the best ones."""
-    exact = true_scores(model, token_ids)
+def check_logprobs(found: Sequence[TokenLogprobs], model: Decoder, token_ids: Sequence[int], count: int) -> None:
+    """All tokens but the first have log-probabilities, those of the oracle, and the alternatives are the best ones."""
+    exact = true_logprobs(model, token_ids)
     assert len(found) == len(exact)
     for row, token_id, scores in zip(exact, token_ids[1:], found, strict=True):
         assert scores.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
@@ -30,7 +30,7 @@ def check_scores(found: Sequence[TokenLogprobs], model: Decoder, token_ids: Sequ
         assert [p for _, p in scores.top] == pytest.approx([row[i].item() for i, _ in scores.top], abs=1e-4)
 
 
-def joined(messages: Sequence[PromptScores]) -> list[TokenLogprobs]:
+def joined(messages: Sequence[PromptLogprobs]) -> list[TokenLogprobs]:
     """Parts of one attempt, which follow each other without gap or repetition."""
     scores: list[TokenLogprobs] = []
     for message in messages:

@@ -7,35 +7,35 @@ from typing import Any
 
 import pytest
 
-from common.wire.messages import AbortRequest, PromptScores, TokenOutput
+from common.wire.messages import AbortRequest, PromptLogprobs, TokenOutput
 
 from ..engine_rig import ROUTER, prompt
-from ..scores import check_scores, joined
+from ..prompt_logprobs import check_logprobs, joined
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 
 
-def told(rig: Rig, name: str = "a", attempt: int = 0) -> list[PromptScores]:
-    messages = [message for _, message in rig.sent if isinstance(message, PromptScores)]
+def told(rig: Rig, name: str = "a", attempt: int = 0) -> list[PromptLogprobs]:
+    messages = [message for _, message in rig.sent if isinstance(message, PromptLogprobs)]
     return [message for message in messages if (message.request_id, message.attempt) == (name, attempt)]
 
 
 @pytest.mark.parametrize("most", [1024, 24, 7])
-def test_scores_are_the_oracles_whatever_the_batch_and_chunks(make_engine: Callable[..., Rig], most: int) -> None:
+def test_logprobs_are_the_oracles_whatever_the_batch_and_chunks(make_engine: Callable[..., Rig], most: int) -> None:
     rig = make_engine()
-    rig.engine.scheduler.max_scored_tokens = most
+    rig.engine.scheduler.max_prompt_logprobs = most
     prompts = {f"r{length}": prompt(length, length) for length in (1, 2, 15, 16, 17, 33, 65, 100)}
     for number, (name, tokens) in enumerate(prompts.items()):
         rig.ask(tokens, name, prompt_logprobs=number % 4)
         rig.ask(tokens, name + "-plain")
     rig.until(lambda: rig.is_clean)
     for number, (name, tokens) in enumerate(prompts.items()):
-        check_scores(joined(told(rig, name)), rig.model, tokens, number % 4)
+        check_logprobs(joined(told(rig, name)), rig.model, tokens, number % 4)
         assert [list(rig.deltas(n)[0].token_ids) for n in (name, name + "-plain")] == [rig.oracle(tokens)] * 2
         assert told(rig, name + "-plain") == []
 
 
-def test_scores_alone_and_in_company_are_the_same_to_the_last_bit(make_engine: Callable[..., Rig]) -> None:
+def test_logprobs_alone_and_in_company_are_the_same_to_the_last_bit(make_engine: Callable[..., Rig]) -> None:
     alone, together = make_engine(budget=512), make_engine(budget=48)
     tokens = prompt(90)
     alone.ask(tokens, prompt_logprobs=3)
@@ -52,7 +52,7 @@ def test_they_come_before_the_first_token(engine: Rig) -> None:
     engine.ask(prompt(100), prompt_logprobs=0)
     engine.until(lambda: engine.is_clean)
     kinds = [type(message) for router, message in engine.sent if router == ROUTER]
-    assert kinds == [PromptScores] * (len(kinds) - 1) + [TokenOutput] and len(kinds) > 2
+    assert kinds == [PromptLogprobs] * (len(kinds) - 1) + [TokenOutput] and len(kinds) > 2
 
 
 def test_what_is_cached_is_computed_again_and_serves_others(engine: Rig) -> None:
@@ -62,7 +62,7 @@ def test_what_is_cached_is_computed_again_and_serves_others(engine: Rig) -> None
         engine.until(lambda: engine.is_clean)
         assert engine.deltas(name)[0].num_cached_tokens == cached
     for name, count in (("b", 2), ("d", 0)):
-        check_scores(joined(told(engine, name)), engine.model, tokens, count)
+        check_logprobs(joined(told(engine, name)), engine.model, tokens, count)
 
 
 def test_another_attempt_tells_them_again(engine: Rig) -> None:
@@ -72,7 +72,7 @@ def test_another_attempt_tells_them_again(engine: Rig) -> None:
     engine.ask(tokens, attempt=1, prompt_logprobs=1)
     engine.until(lambda: engine.is_clean)
     assert 0 < len(joined(told(engine))) < 99
-    check_scores(joined(told(engine, attempt=1)), engine.model, tokens, 1)
+    check_logprobs(joined(told(engine, attempt=1)), engine.model, tokens, 1)
 
 
 def test_output_is_not_scored(engine: Rig) -> None:
@@ -84,11 +84,11 @@ def test_output_is_not_scored(engine: Rig) -> None:
 
 def test_those_who_score_leave_room_in_the_step_for_others(make_engine: Callable[..., Rig]) -> None:
     rig = make_engine(budget=64)
-    rig.engine.scheduler.max_scored_tokens = 16
-    rig.ask(prompt(100), "scored", prompt_logprobs=0)
+    rig.engine.scheduler.max_prompt_logprobs = 16
+    rig.ask(prompt(100), "with-logprobs", prompt_logprobs=0)
     rig.ask(prompt(40, 1), "plain")
     rig.turn()
-    assert rig.deltas("plain") and len(joined(told(rig, "scored"))) == 16
-    rig.tell(AbortRequest(request_id="scored", attempt=0))
+    assert rig.deltas("plain") and len(joined(told(rig, "with-logprobs"))) == 16
+    rig.tell(AbortRequest(request_id="with-logprobs", attempt=0))
     rig.until(lambda: rig.is_clean)
-    assert not rig.deltas("scored")
+    assert not rig.deltas("with-logprobs")
