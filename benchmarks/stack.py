@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import httpx
 
@@ -50,6 +50,8 @@ class Place:
 class StackProcess:
     """One process of a stack: its command, its log file and the addresses it listens on."""
 
+    spawn: ClassVar[Callable[..., Any]] = staticmethod(subprocess.Popen)
+
     def __init__(self, name: str, role: str, command: Sequence[str], log: Path, cores: Sequence[int] = ()) -> None:
         self.name, self.role, self.command, self.log, self.cores = name, role, list(command), log, tuple(cores)
         self.address_file = log.with_suffix(".json")
@@ -61,7 +63,7 @@ class StackProcess:
         """Spawn the process; its output is appended to `log`. `extra` flags follow the command's own."""
         self.address_file.unlink(missing_ok=True)
         with self.log.open("ab") as output:
-            self._process = subprocess.Popen(
+            self._process = self.spawn(
                 [*self.command, *extra], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
             )
         if self.cores:  # before the process has threads of its own, so that all of them inherit it
