@@ -162,7 +162,6 @@ def test_the_real_model(system_of: Any, real_oracle: Any, random_prompts: Any) -
     assert system.generate(prompts, max_tokens=8) == [real_oracle(model).greedy(prompt, 8) for prompt in prompts]
 
 
-
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("model", "shape"), [("smollm2-135m", (1, 1)), slowly("smollm2-135m", (0, 1)), slowly("gemma3-270m", (1, 1))]
