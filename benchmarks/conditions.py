@@ -1,4 +1,4 @@
-"""What a measurement must be quoted with: when, where, with which versions, and how to repeat it."""
+"""The conditions of a measurement: date, machine, versions and the command that repeats it."""
 
 from __future__ import annotations
 

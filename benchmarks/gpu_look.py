@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu_look`: can this machine run Diptych on its GPU? All that is missing is named."""
+"""`python -m benchmarks.gpu_look`: checks that this machine can run Diptych on its GPU, or names the gaps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODULES = (
     "pytest_timeout",
     "transformers",
 )
-"""The programs, and what the tests take: `answers` compares with transformers."""
+"""The programs, and the packages of the tests: `answers` compares with transformers."""
 PACKAGES = ("torch", "triton", "numpy", "pyzmq", "tokenizers", "transformers", "pytest", "typing_extensions")
 
 
@@ -28,7 +28,7 @@ def version_of(package: str) -> str:
 
 
 def problem_of(module: str) -> str:
-    """Why a module cannot be imported, or ""."""
+    """The error of a module's import, or ""."""
     try:
         importlib.import_module(module)
     except Exception as error:
@@ -37,7 +37,7 @@ def problem_of(module: str) -> str:
 
 
 def device_problem() -> str:
-    """Whether the device computes: "" or what it said."""
+    """The error of a first computation on the device, or ""."""
     import torch
 
     if not torch.cuda.is_available():
