@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
+
+from benchmarks.conditions import version_of
 
 MODULES = (
     "benchmarks.gpu_suite",
@@ -18,13 +19,6 @@ MODULES = (
 )
 """The programs, and the packages of the tests: `answers` compares with transformers."""
 PACKAGES = ("torch", "triton", "numpy", "pyzmq", "tokenizers", "transformers", "pytest", "typing_extensions")
-
-
-def version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
 
 
 def problem_of(module: str) -> str:
@@ -52,7 +46,7 @@ def device_problem() -> str:
 
 
 def main() -> int:
-    print("Python", platform.python_version(), *(f"{name} {version_of(name)}" for name in PACKAGES))
+    print("Python", platform.python_version(), *(f"{name} {version_of(name) or 'missing'}" for name in PACKAGES))
     problems = [problem for problem in (*map(problem_of, MODULES), device_problem()) if problem]
     print("\n".join(problems) or "everything is here")
     return 1 if problems else 0

@@ -32,7 +32,7 @@ from rich.console import Console
 
 from benchmarks.arms import Arm, Target, stack_parser
 from benchmarks.load import Load
-from benchmarks.plot import plot_cdf, save
+from benchmarks.plot import plain_numbers, plot_cdf, save
 from benchmarks.report import open_console, print_table
 from benchmarks.script import run, settings_of, write_result
 from benchmarks.summary import INTERRUPTED, Distribution, RequestRecord
@@ -150,21 +150,16 @@ def plot(path: Path, results: Sequence[Result], title: str) -> None:
     left, right = figure.subplots(1, 2)
     plot_cdf(left, "gaps between tokens while prompts arrive", {r.arm.name: _all_busy_gaps(r) for r in results})
     left.set(xscale="log", xlabel="ms (log)", ylim=(0.5, 1.002))
-    _plain_numbers(left.xaxis)
+    plain_numbers(left.xaxis)
     for result in results:
         gaps = result.runs[0].gaps
         right.plot([at for at, _ in gaps], [gap * 1000 for _, gap in gaps], ".", markersize=3, label=result.arm.name)
     right.axvline(0, color="#444444", linewidth=1)
     right.set(title="each gap", xlabel="seconds after the first long prompt", ylabel="ms (log)", yscale="log")
-    _plain_numbers(right.yaxis)
+    plain_numbers(right.yaxis)
     right.grid(alpha=0.2)
     right.legend(fontsize=8, loc="upper left", markerscale=3)
     save(figure, path, title)
-
-
-def _plain_numbers(axis: Any) -> None:
-    for place in (axis.set_major_formatter, axis.set_minor_formatter):
-        place("{x:g}")
 
 
 def _all_busy_gaps(result: Result) -> list[float]:

@@ -82,6 +82,12 @@ def _spans(
     return starts, firsts, ends
 
 
+def plain_numbers(axis: Any) -> None:
+    """Write the numbers of a logarithmic axis without exponents."""
+    for place in (axis.set_major_formatter, axis.set_minor_formatter):
+        place("{x:g}")
+
+
 def save(figure: Figure, path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)

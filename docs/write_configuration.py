@@ -29,8 +29,8 @@ take `true` or `false` outside the command line, where they are `--log-json` and
 commas, in TOML they are arrays.
 
 A value out of range, an unknown flag, key, section or `DIPTYCH_*` variable stops the process at start with exit status
-2 and one line that names the setting, the value and the allowed values. (In Kubernetes, switch `enableServiceLinks` off: a
-Service whose name begins with `diptych` would otherwise inject variables of that kind.)
+2 and one line that names the setting, the value and the allowed values. (In Kubernetes, switch `enableServiceLinks`
+off: a Service whose name begins with `diptych` would otherwise inject variables of that kind.)
 
 `DIPTYCH_CACHE` is the folder of fetched models (default `~/.cache/diptych`). `DIPTYCH_MARCH` is the kind of CPU that
 kernels are compiled for, as compilers name it (default `native`, this machine's): `x86-64-v3`, for example, is an older

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.compare.ratios import METRICS
-from benchmarks.plot import save
+from benchmarks.plot import plain_numbers, save
 
 PANELS = ("output tok/s", "TTFT p50", "ITL p99")
 OWN_COLOURS = ("#2f6fb5", "#12365f", "#6ea3da", "#0b7a75")
@@ -69,8 +69,7 @@ def plot(path: Path, rows: Sequence[dict[str, Any]], own: Sequence[str], title: 
         axes.set_xlim(-0.5, len(rows) - 0.5)
         if not rate:
             axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-            for place in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-                place("{x:g}")
+            plain_numbers(axes.yaxis)
         axes.grid(alpha=0.2, axis="y", which="both")
     handles = [axes.bar(0, 0, color=colours[name], label=name) for name in names]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(6, len(names)), fontsize=8)
