@@ -17,7 +17,7 @@ from common.transfer.sender import KVSender
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import HandOver, KVDone
 from decode_worker.recorder import Recorder
-from decode_worker.reporting import Reports
+from decode_worker.reporting import DecodeReports
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 
@@ -52,7 +52,13 @@ class Handovers:
     """Speaks to target workers for the engine, through the KV sender, and to routers. Blocks stay the scheduler's."""
 
     def __init__(
-        self, sender: KVSender, scheduler: DecodeScheduler, reports: Reports, recorder: Recorder, *, timeout_s: float
+        self,
+        sender: KVSender,
+        scheduler: DecodeScheduler,
+        reports: DecodeReports,
+        recorder: Recorder,
+        *,
+        timeout_s: float,
     ) -> None:
         """`timeout_s`: how long a hand-over may take as a whole."""
         self._sender, self._scheduler, self._timeout_s = sender, scheduler, timeout_s
@@ -162,7 +168,7 @@ class Handovers:
         if not sequence.num_request_tokens <= num_known <= sequence.num_tokens:
             return f"{order.num_output_tokens} of its {sequence.num_output_tokens} output tokens are not this attempt's"
         self.cancel(sequence, "superseded by another hand-over")
-        room = self._num_blocks(num_known + order.num_reserved_tokens)
+        room = self._scheduler.blocks_for(num_known + order.num_reserved_tokens)
         handover = Handover(sequence, order, num_known, room, now, self._num_full(sequence))
         if self._outruns(handover):
             return f"it has {sequence.num_tokens} tokens, more than {room} blocks hold"
@@ -183,7 +189,7 @@ class Handovers:
         sequence, known = handover.sequence, handover.num_known_tokens
         self._scheduler.pause(sequence)
         handover.paused_at = now
-        num_blocks = self._num_blocks(sequence.num_computed)
+        num_blocks = self._scheduler.blocks_for(sequence.num_computed)
         new = sequence.token_ids[known:]
         logprobs = sequence.logprobs[known - sequence.num_request_tokens :]
         done = KVDone(
@@ -236,6 +242,3 @@ class Handovers:
 
     def _num_full(self, sequence: DecodeSequence) -> int:
         return (sequence.num_computed - sequence.num_pending) // self._scheduler.block_size
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._scheduler.block_size)

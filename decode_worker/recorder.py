@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from common.transfer.incoming import IncomingTransfer
 from common.worker.metrics import WorkerMetrics
+from common.worker.step_times import StepRate
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk, SchedulerOutput
-
-RATE_SMOOTHING = 0.2
 
 
 class Recorder:
@@ -17,7 +16,7 @@ class Recorder:
 
     def __init__(self, metrics: WorkerMetrics, *, block_size: int) -> None:
         self._metrics, self._block_size = metrics, block_size
-        self.tokens_per_s = self.step_time_s = 0.0
+        self.rate = StepRate()
 
     def scheduled(self, output: SchedulerOutput, now: float) -> None:
         for sequence in output.granted:
@@ -33,8 +32,7 @@ class Recorder:
             self._metrics.drafts.inc(len(drafts))
             self._metrics.draft_tokens.inc(sum(drafts))
             self._metrics.accepted_tokens.inc(num_accepted)
-        self.step_time_s += RATE_SMOOTHING * (step_s - self.step_time_s)
-        self.tokens_per_s += RATE_SMOOTHING * (num_tokens / max(step_s, 1e-6) - self.tokens_per_s)
+        self.rate.add(num_tokens, step_s)
         self._metrics.steps.inc()
         num_sequences = num_sampled - num_accepted
         self._metrics.step_seconds.observe(step_s, num_sampled / num_sequences if num_sequences > 0 else 1.0)
@@ -61,9 +59,6 @@ class Recorder:
 
     def handed_over(self, pause_s: float) -> None:
         self._metrics.handover_pause_seconds.observe(pause_s)
-
-    def failed(self, phase: str) -> None:
-        self._metrics.count_failed(phase)
 
     def _count_prompt(self, sequence: DecodeSequence, num_hits: int) -> None:
         self._metrics.prompt_tokens.inc(sequence.num_request_tokens)

@@ -1,47 +1,24 @@
-"""What a decode worker takes, how it samples for a sequence, and when a sequence ends. Pure."""
+"""How a decode worker samples for a sequence, what it may draft, and which received tokens it takes. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from common.errors import WireError
-from common.sampling.finish import banned_tokens, finish_reason
 from common.sampling.penalties import TokenCounts, needs_counts
 from common.sampling.sampler import SamplingRow
 from common.wire.message_fields import unpack_tokens
-from common.wire.messages import DecodeRequest, KVDone
+from common.wire.messages import KVDone
 from common.wire.sampling_params import SampledToken
-from decode_worker.sequence import DecodeSequence, RequestStatus
+from common.worker.rules import RequestRules
+from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk
 
 NO_TOKEN = -1
 
 
-class DecodeRules:
+class DecodeRules(RequestRules):
     """`max_model_len` is what model and cache take together."""
-
-    def __init__(
-        self, eos_token_ids: Collection[int], *, knows_grammars: bool, vocab_size: int, max_model_len: int
-    ) -> None:
-        self._eos, self._knows_grammars = tuple(eos_token_ids), knows_grammars
-        self.vocab_size, self.max_model_len = vocab_size, max_model_len
-
-    def prompt(self, request: DecodeRequest) -> list[int]:
-        """The prompt's tokens. Raises WireError for a request that cannot be served here."""
-        token_ids = unpack_tokens(request.prompt)
-        if not token_ids:
-            raise WireError("the prompt is empty")
-        if len(token_ids) >= self.max_model_len:
-            raise WireError(
-                f"the prompt has {len(token_ids)} tokens, this worker takes fewer than {self.max_model_len}"
-            )
-        if max(token_ids) >= self.vocab_size:
-            raise WireError(f"token id {max(token_ids)} is outside of the vocabulary of {self.vocab_size}")
-        if request.num_output_tokens >= len(token_ids):
-            raise WireError(f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output")
-        if request.params.grammar and not self._knows_grammars:
-            raise WireError("this worker knows no grammars")
-        return token_ids
 
     def rows(self, chunk: DecodeChunk) -> list[SamplingRow]:
         """How to sample behind a chunk's last token, and behind each token of its draft."""
@@ -73,7 +50,7 @@ class DecodeRules:
             params,
             position=sequence.num_planned + len(drafted),
             output_token_ids=[*sequence.output_token_ids, *drafted] if params.grammar else (),
-            banned=banned_tokens(params, self._eos, sequence.num_output_tokens + sequence.num_pending + len(drafted)),
+            banned=self.banned(sequence, sequence.num_pending + len(drafted)),
             constraint=sequence.constraint.copy() if sequence.constraint and drafted else sequence.constraint,
             counts=sequence.counts,
             draft=drafted,
@@ -100,33 +77,6 @@ class DecodeRules:
             raise WireError(f"{len(logprobs)} logprobs came for {len(token_ids)} tokens")
         return [SampledToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
 
-    def finish_reason(self, sequence: DecodeSequence, token_id: int) -> str:
-        """ "stop", "length" or "" (go on) now that `token_id` is the sequence's last token."""
-        return self._reason(sequence, token_id, 0)
-
     def ends_in_flight(self, sequence: DecodeSequence) -> bool:
         """Whether the tokens that are being sampled are the sequence's last, whatever they are."""
-        return bool(sequence.num_pending and self._reason(sequence, NO_TOKEN, sequence.num_pending))
-
-    def _reason(self, sequence: DecodeSequence, token_id: int, num_more: int) -> str:
-        return finish_reason(
-            sequence.params,
-            self._eos,
-            num_output_tokens=sequence.num_output_tokens + num_more,
-            token_id=token_id,
-            num_tokens=sequence.num_tokens + num_more,
-            max_model_len=self.max_model_len,
-        )
-
-
-def phase_of(sequence: DecodeSequence) -> str:
-    """Where a sequence is, in the words of `RequestFailed`."""
-    match sequence.status:
-        case RequestStatus.EXPECTING | RequestStatus.WAITING:
-            return "queue"
-        case RequestStatus.OPENED:
-            return "grant"
-        case RequestStatus.TRANSFERRING | RequestStatus.LEAVING:
-            return "transfer"
-        case _:
-            return "decode" if sequence.has_first_token else "prefill"
+        return bool(sequence.num_pending and self.finish_reason(sequence, NO_TOKEN, sequence.num_pending))

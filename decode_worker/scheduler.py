@@ -8,12 +8,12 @@ requests may pass one that does not fit, until they have taken as many blocks as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import BlockError
-from common.grammar.grammar import Constraint
 from common.kv.block_pool import BlockCounts, BlockPool
+from common.worker.scheduler import Scheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import DecodeChunk, SchedulerOutput
 
@@ -30,13 +30,12 @@ class _Admission:
     num_new: int
 
 
-class DecodeScheduler:
-    """Owns the block pool and every request of the worker. `queue` holds, by age, all that waits for blocks.
+class DecodeScheduler(Scheduler[DecodeSequence]):
+    """Keeps each request of the worker. `queue` holds, by age, those that wait for blocks.
 
-    What would wait there but for its grammar, which is being compiled, is `unready`: no other request waits behind it.
-
-    A step may be scheduled while the one before it is in flight: its sequences count one pending token each. One that
-    is removed meanwhile lingers: it is known no more, but keeps its blocks until no step in flight writes to them.
+    A step may be scheduled while the one before it is in flight: its sequences count one pending token each. A sequence
+    that is removed meanwhile lingers: `find` returns it no more, but it keeps its blocks until no step in flight writes
+    to them.
     """
 
     def __init__(
@@ -48,23 +47,13 @@ class DecodeScheduler:
         watermark: float,
         max_prompt_logprobs: int = 1024,
     ) -> None:
-        self.pool, self.block_size = pool, pool.block_size
-        self.max_num_seqs, self.local_prefill_chunk = max_num_seqs, local_prefill_chunk
-        self.max_prompt_logprobs = max_prompt_logprobs
+        super().__init__(pool, max_num_seqs=max_num_seqs, max_prompt_logprobs=max_prompt_logprobs)
+        self.local_prefill_chunk = local_prefill_chunk
         self.num_watermark_blocks = int(watermark * pool.num_blocks)
-        self.running: list[DecodeSequence] = []
         self.queue: list[DecodeSequence] = []
-        self.unready: list[DecodeSequence] = []
-        self._by_id: dict[str, DecodeSequence] = {}
         self._lingering: list[DecodeSequence] = []
         self.num_transferring = 0
         self.num_leaving = 0
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __iter__(self) -> Iterator[DecodeSequence]:
-        return iter(list(self._by_id.values()))
 
     @property
     def has_work(self) -> bool:
@@ -81,20 +70,10 @@ class DecodeScheduler:
         waiting = sum(s.num_remaining for s in (*self.queue, *self.unready) if s.status is not RequestStatus.OPENED)
         return waiting + sum(s.num_remaining - 1 for s in self.running)
 
-    def find(self, request_id: str) -> DecodeSequence | None:
-        return self._by_id.get(request_id)
-
     def add(self, sequence: DecodeSequence) -> None:
         """Accept a request; it owns no blocks yet."""
         self._by_id[sequence.request_id] = sequence
         if sequence.status is RequestStatus.WAITING:
-            self._enqueue(sequence)
-
-    def constrain(self, sequence: DecodeSequence, constraint: Constraint) -> None:
-        """The grammar of a request is there: it may get blocks."""
-        sequence.constraint = constraint
-        if sequence in self.unready:
-            self.unready.remove(sequence)
             self._enqueue(sequence)
 
     def open(self, sequence: DecodeSequence) -> None:
@@ -108,10 +87,10 @@ class DecodeScheduler:
         self.num_transferring -= 1
         sequence.num_computed = sequence.num_tokens
         self.pool.wrote(sequence.blocks, 0, sequence.num_computed)
-        num_used = -(-sequence.num_computed // self.block_size)
+        num_used = self.blocks_for(sequence.num_computed)
         self.pool.release(sequence.blocks[num_used:])
         del sequence.blocks[num_used:]
-        self._publish(sequence)
+        self._publish_full(sequence)
         sequence.status = RequestStatus.RUNNING
         self.running.append(sequence)
 
@@ -156,15 +135,11 @@ class DecodeScheduler:
         preempted = self._make_room(withdraw)
         granted = self._admit(now)
         chunks = [DecodeChunk(s, s.num_computed, 1) for s in self.running if s.num_remaining == 1]
-        budget, logprob_room = self.local_prefill_chunk, self.max_prompt_logprobs
-        for sequence in self.running:
-            if sequence.num_remaining == 1:
-                continue
-            num_tokens = min(budget, sequence.num_remaining, logprob_room if sequence.wants_prompt_logprobs else budget)
-            if num_tokens:
-                chunks.append(DecodeChunk(sequence, sequence.num_computed, num_tokens))
-                budget -= num_tokens
-                logprob_room -= num_tokens if sequence.wants_prompt_logprobs else 0
+        prompts = (sequence for sequence in self.running if sequence.num_remaining > 1)
+        chunks += [
+            DecodeChunk(sequence, sequence.num_computed, num_tokens)
+            for sequence, num_tokens in self._chunks(prompts, self.local_prefill_chunk)
+        ]
         return SchedulerOutput(chunks, granted, preempted)
 
     def advance(self, chunk: DecodeChunk) -> None:
@@ -172,11 +147,11 @@ class DecodeScheduler:
         sequence = chunk.sequence
         sequence.num_computed = chunk.start + chunk.num_tokens
         self.pool.wrote(sequence.blocks, chunk.start, sequence.num_computed)
-        self._publish(sequence)
+        self._publish_full(sequence)
 
     def room_for(self, sequence: DecodeSequence, num_tokens: int) -> int:
         """How many of `num_tokens` drafts behind the next token have blocks, which are allocated unless they lack."""
-        wanted = -(-(sequence.num_planned + num_tokens) // self.block_size) - len(sequence.blocks)
+        wanted = self.blocks_for(sequence.num_planned + num_tokens) - len(sequence.blocks)
         kept = max(self.num_watermark_blocks, len(self.running))  # each may need another one for its next token
         if wanted > 0 and self.pool.num_available - wanted >= kept:
             sequence.blocks += self.pool.allocate(wanted)
@@ -186,7 +161,7 @@ class DecodeScheduler:
         """The newest token is one that was drafted: its KV is there, and another token was sampled behind it."""
         self.pool.wrote(sequence.blocks, sequence.num_computed, sequence.num_computed + 1)
         sequence.num_computed += 1
-        self._publish(sequence)
+        self._publish_full(sequence)
 
     def launched(self, chunk: DecodeChunk) -> None:
         """A step that samples after `chunk` is in flight."""
@@ -199,7 +174,7 @@ class DecodeScheduler:
         if not self._ended(chunk.sequence):
             return False
         self.pool.wrote(chunk.sequence.blocks, chunk.start, chunk.start + chunk.num_tokens)
-        self._publish(chunk.sequence)
+        self._publish_full(chunk.sequence)
         return True
 
     def failed(self, chunk: DecodeChunk) -> None:
@@ -211,7 +186,7 @@ class DecodeScheduler:
 
         Of one whose KV was still coming, the first `num_received` blocks are here: those of known tokens stay cached.
         """
-        if self._by_id.get(sequence.request_id) is not sequence:
+        if not self.has(sequence):
             return
         del self._by_id[sequence.request_id]
         match sequence.status:
@@ -239,25 +214,16 @@ class DecodeScheduler:
         """A step in flight writes to the sequence's blocks no more; whether the sequence is still known."""
         sequence.num_pending -= 1
         sequence.num_drafted *= sequence.num_pending > 0  # a step with draft tokens is the last in flight
-        if self.find(sequence.request_id) is sequence:
+        if self.has(sequence):
             return True
         if not sequence.num_pending:
             self._lingering.remove(sequence)
             self._release(sequence)
         return False
 
-    def _release(self, sequence: DecodeSequence) -> None:
-        self._check_not_lent(sequence)
-        self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.num_computed, sequence.num_published = [], 0, 0
-
-    def _check_not_lent(self, sequence: DecodeSequence) -> None:
-        if sequence.lent:
-            raise BlockError(f"request {sequence.request_id} cannot lose blocks that a transfer reads or writes")
-
     def _num_missing(self, sequence: DecodeSequence) -> int:
         """Blocks that its next tokens need and it does not have."""
-        return max(0, -(-sequence.num_planned // self.block_size) - len(sequence.blocks))
+        return max(0, self.blocks_for(sequence.num_planned) - len(sequence.blocks))
 
     def _dequeue(self, sequence: DecodeSequence) -> None:
         (self.unready if sequence in self.unready else self.queue).remove(sequence)
@@ -307,10 +273,9 @@ class DecodeScheduler:
             return None
         limit = self.pool.num_blocks  # of the blocks that younger ones may take
         for place, sequence in enumerate(self.queue[:MAX_PASSING]):
-            hashes = sequence.hasher.extend(sequence.token_ids)
-            hits = self.pool.match(hashes[: sequence.num_cacheable // self.block_size])
-            num_new = -(-sequence.num_room_tokens // self.block_size) - len(hits)
-            if num_new <= limit and self._fits(hits, num_new):
+            hits = self._cached_prefix(sequence)
+            num_new = self.blocks_for(sequence.num_room_tokens) - len(hits)
+            if num_new <= limit and num_new + self._headroom <= self._num_available(hits):
                 return _Admission(place, hits, num_new)
             # The client of a preempted sequence has begun to read: it is not made to wait for others.
             left = num_new - sequence.num_passing_blocks if sequence.status is not RequestStatus.PREEMPTED else 0
@@ -319,10 +284,10 @@ class DecodeScheduler:
                 break
         return None
 
-    def _fits(self, hits: Sequence[int], num_new: int) -> bool:
-        # Headroom for those already here; an idle worker takes whatever fits.
-        headroom = self.num_watermark_blocks if self._num_active else 0
-        return num_new + headroom <= self.pool.num_available - self.pool.num_reclaimed(hits)
+    @property
+    def _headroom(self) -> int:
+        """Blocks that stay free for those already here; an idle worker takes whatever fits."""
+        return self.num_watermark_blocks if self._num_active else 0
 
     def _admit(self, now: float) -> list[DecodeSequence]:
         """Admit what waits, oldest first, while there is room: returns those whose KV is to come."""
@@ -332,11 +297,7 @@ class DecodeScheduler:
             sequence = self.queue.pop(admission.place)
             for passed in self.queue[: admission.place]:
                 passed.num_passing_blocks += num_new
-            self.pool.acquire(hits)
-            sequence.blocks = hits + self.pool.allocate(num_new)
-            sequence.num_computed = len(hits) * self.block_size
-            sequence.num_published = len(hits)
-            sequence.admitted_at = sequence.admitted_at or now
+            self._give_blocks(sequence, hits, num_new, now)
             if not sequence.num_preemptions:
                 sequence.num_cached = sequence.num_computed
             if sequence.status is RequestStatus.OPENED:
@@ -352,12 +313,8 @@ class DecodeScheduler:
         """Blocks that came are as good as computed ones, where the tokens are known that they hold."""
         sequence.num_computed = min(num_received, sequence.num_tokens // self.block_size) * self.block_size
         self.pool.wrote(sequence.blocks, 0, sequence.num_computed)
-        self._publish(sequence)
+        self._publish_full(sequence)
 
-    def _publish(self, sequence: DecodeSequence) -> None:
-        num_full = (sequence.num_computed - sequence.num_pending) // self.block_size
-        if num_full > sequence.num_published:
-            hashes = sequence.hasher.extend(sequence.token_ids[: num_full * self.block_size])
-            for index in range(sequence.num_published, num_full):
-                self.pool.publish(sequence.blocks[index], hashes[index])
-            sequence.num_published = num_full
+    def _publish_full(self, sequence: DecodeSequence) -> None:
+        """Publish the blocks whose KV no step in flight still writes."""
+        self._publish(sequence, sequence.num_computed - sequence.num_pending)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from common.grammar.grammar import Constraint
-from common.kv.block_hash import BlockHasher
 from common.kv.shared_memory import PeerMemory
 from common.sampling.penalties import TokenCounts
 from common.wire.messages import DecodeRequest, KVOpen
-from common.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
+from common.wire.sampling_params import SampledToken, TokenLogprobs
+from common.worker.sequence import WorkerSequence
 from decode_worker.draft_tokens import Lookup
 
 
@@ -32,43 +31,29 @@ class RequestStatus(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class DecodeSequence:
-    """`token_ids` is prompt + output; the KV of the first `num_computed` of them is in `blocks`.
+class DecodeSequence(WorkerSequence):
+    """A request between reservation and its last token.
 
-    `num_pending` more tokens are being sampled by steps in flight, whose KV counts as computed: nobody but a later step
-    reads it. Of such a step `num_drafted` more tokens may come.
+    `num_pending` more tokens are being sampled by steps in flight. Their KV counts as computed, because only later
+    steps read it. Such a step may bring `num_drafted` more tokens.
 
     Younger requests that were admitted while it waits for room own `num_passing_blocks`.
-
-    While its blocks are `lent`, a transfer reads or writes them, and they cannot be released.
 
     Where the request wants log-probabilities of its prompt, the router has those that follow the first
     `num_logprobs_sent` tokens.
 
     Output token i (from `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those reported
-    under the present attempt. Times are engine clock, in seconds.
+    under the present attempt.
     """
 
-    router: bytes
     request: DecodeRequest
-    token_ids: list[int]
-    hasher: BlockHasher
-    accepted_at: float
-    deadline: float
-    status: RequestStatus
-    blocks: list[int] = field(default_factory=list)
-    lent: bool = False
+    status: RequestStatus = field(kw_only=True)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    num_computed: int = 0
     num_pending: int = 0
     num_drafted: int = 0
-    num_published: int = 0
-    num_cached: int = 0
     num_logprobs_sent: int = 0
     num_received_blocks: int = 0
-    num_reported: int = 0
-    num_prompt_tokens: int = 0
-    num_request_tokens: int = 0
+    num_reported: int = field(init=False)
     num_preemptions: int = 0
     num_passing_blocks: int = 0
     joined_at: float = 0.0
@@ -79,40 +64,16 @@ class DecodeSequence:
     opened_at: float = 0.0
     renewed_at: float = 0.0
     granted_at: float = 0.0
-    admitted_at: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     exposed_transfer_s: float = 0.0
     clock_offset_s: float = 0.0
-    constraint: Constraint | None = None
     counts: TokenCounts | None = None
     lookup: Lookup | None = None
 
     def __post_init__(self) -> None:
-        self.num_request_tokens = len(self.token_ids)
-        self.num_prompt_tokens = self.num_request_tokens - self.request.num_output_tokens
+        WorkerSequence.__post_init__(self)  # `super()` fails in a dataclass with slots
         self.num_reported = self.request.num_output_tokens
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def attempt(self) -> int:
-        return self.request.attempt
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def awaits_grammar(self) -> bool:
-        """Whether what its answer must match is still being compiled: it gets no blocks before."""
-        return bool(self.params.grammar) and self.constraint is None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
 
     @property
     def num_announced_tokens(self) -> int:
@@ -135,16 +96,8 @@ class DecodeSequence:
         return self.num_planned + self.num_drafted
 
     @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
     def num_remaining(self) -> int:
-        """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
+        """Tokens whose KV is still to be computed: 1 for a sequence that decodes."""
         return self.num_planned - self.num_computed
 
     @property

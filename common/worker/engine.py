@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
@@ -44,6 +44,19 @@ class RouterLost:
     """A router is gone: everything it asked for ends."""
 
     router: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """`identity` is the worker's id and boot epoch. `max_model_len` is the model's; the cache may hold less.
+
+    `max_waiting` requests may wait here beside those that run.
+    """
+
+    identity: tuple[str, int]
+    eos_token_ids: Collection[int]
+    max_model_len: int
+    max_waiting: int
 
 
 @dataclass(frozen=True, slots=True)

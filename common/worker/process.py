@@ -16,19 +16,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import zmq
 import zmq.asyncio
 
 from common import __version__
 from common.config import WorkerConfig
-from common.errors import DiptychError, ModelError
+from common.errors import ConfigError, DiptychError, ModelError
+from common.kv.block_pool import BlockPool
 from common.machine.allocator import keep_large_buffers
 from common.machine.core_share import CoreShare
 from common.machine.file_limit import raise_file_limit
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
+from common.transfer.outgoing import TransferEnded
+from common.transfer.sender import KVSender
 from common.wire.curve import Curve, warn_of_readers
 from common.wire.gatekeeper import Gatekeeper
 from common.wire.listening import in_url
@@ -42,7 +45,7 @@ from common.wire.messages import (
     WorkerHello,
 )
 from common.worker.control import ControlServer, bind_control
-from common.worker.engine import Engine, EngineStatus, RequestReceived, RouterLost
+from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost
 from common.worker.metrics import WorkerMetrics
 from common.worker.probes import WorkerHTTP, WorkerStatus
 from common.worker.step_times import DEVICE_FLOOR_S, FLOOR_S, LONGEST_S, StepTimes
@@ -109,6 +112,35 @@ class WorkerProcess:
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
         """The engine, not started. It owns `grammars`."""
         raise AssertionError("a worker process has a role")
+
+    def engine_config(self, files: ModelFiles, loaded: LoadedModel) -> EngineConfig:
+        return EngineConfig(
+            identity=(self.identity.worker_id, self.identity.epoch),
+            eos_token_ids=files.eos_token_ids,
+            max_model_len=loaded.max_model_len,
+            max_waiting=self.config.max_waiting,
+        )
+
+    def new_pool(self, loaded: LoadedModel) -> BlockPool:
+        return BlockPool(
+            loaded.kv.num_blocks, loaded.kv.block_size, enable_prefix_caching=self.config.enable_prefix_caching
+        )
+
+    def new_sender(self, loaded: LoadedModel, on_ended: Callable[[TransferEnded], None], **options: Any) -> KVSender:
+        """Ships blocks of this worker's cache; `options` are the settings of `KVSender` that differ by role."""
+        from common.kv.staging import outgoing_blocks  # which imports torch, as the model has by now
+
+        return KVSender(
+            self.blocking_context,
+            outgoing_blocks(loaded.kv).view,
+            loaded.kv.block_bytes,
+            (self.identity.worker_id, self.identity.epoch, loaded.fingerprint),
+            on_ended,
+            memory=loaded.kv.shared.offer if loaded.kv.shared else None,
+            require_shared=self.config.kv_transport == "shm",
+            curve=self.curve,
+            **options,
+        )
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT; raises what the engine died of."""
@@ -184,6 +216,8 @@ class WorkerProcess:
     async def _start_engine(self, control: ControlServer) -> None:
         began = time.monotonic()
         files, loaded = await asyncio.to_thread(self._load)
+        if self.config.kv_transport == "shm" and loaded.kv.shared is None:
+            raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
         # Before the engine: a large vocabulary stops every thread for a second, and no router waits for this one yet.
         grammars = await asyncio.to_thread(_grammars, files, loaded)
         engine = self.build_engine(files, loaded, grammars, control.send_threadsafe)

@@ -24,6 +24,17 @@ FULL_TOKENS = 64
 """Steps of fewer tokens read every weight for next to nothing: they say little about the rate of full ones."""
 
 
+class StepRate:
+    """What recent steps took, and how many tokens a second they computed, for heartbeats and metrics."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = self.step_time_s = 0.0
+
+    def add(self, num_tokens: int, step_s: float) -> None:
+        self.step_time_s += SMOOTHING * (step_s - self.step_time_s)
+        self.tokens_per_s += SMOOTHING * (num_tokens / max(step_s, 1e-6) - self.tokens_per_s)
+
+
 @dataclass(slots=True)
 class _Class:
     """What steps of about one size took: smoothed, and the slowest, which is forgotten slowly."""

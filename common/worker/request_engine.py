@@ -1,0 +1,156 @@
+"""What the engines of both workers do with requests, whatever their steps compute: accept, refuse, abort, fail."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from common.errors import WireError
+from common.grammar.grammars import GrammarReady, Grammars
+from common.kv.block_hash import BlockHasher
+from common.kv.block_pool import BlockCounts
+from common.wire.message_fields import Role
+from common.wire.messages import AbortRequest, DecodeRequest, Message, PrefillRequest, ResetPrefixCache
+from common.worker.awaited_grammars import AwaitedGrammars
+from common.worker.engine import Engine, EngineConfig, RequestReceived, RouterLost
+from common.worker.metrics import WorkerMetrics
+from common.worker.reports import Reports
+from common.worker.rules import RequestRules
+from common.worker.scheduler import Scheduler
+from common.worker.sequence import WorkerSequence
+
+R = TypeVar("R", PrefillRequest, DecodeRequest)
+S = TypeVar("S", bound=WorkerSequence)
+
+
+class HasSequence(Protocol):
+    """A chunk of a step."""
+
+    @property
+    def sequence(self) -> Any: ...
+
+
+class RequestEngine(Engine, Generic[R, S]):
+    """Owns the block pool (through its scheduler). `_in_step` are the chunks of a step that has not ended."""
+
+    role: ClassVar[Role]
+    step_phase: ClassVar[str]
+    """What `RequestFailed` calls the phase in which a step fails."""
+    _reports: Reports
+
+    def __init__(
+        self,
+        send: Callable[[list[tuple[bytes, Message]]], None],
+        config: EngineConfig,
+        scheduler: Scheduler[S],
+        rules: RequestRules,
+        metrics: WorkerMetrics,
+        grammars: Grammars | None,
+    ) -> None:
+        """Without `grammars`, requests with a grammar are refused."""
+        super().__init__(send)
+        self.scheduler: Scheduler[S] = scheduler
+        self.metrics = metrics
+        self._rules, self._max_waiting = rules, config.max_waiting
+        self._grammars = AwaitedGrammars(grammars, self.notify, scheduler.constrain, self._fail)
+        self._in_step: Collection[HasSequence] = ()
+
+    def apply(self, command: object) -> None:
+        match command:
+            case RequestReceived(router, AbortRequest(request_id=request_id, attempt=attempt)):
+                sequence = self.scheduler.find(request_id)
+                if sequence is not None and sequence.attempt <= attempt and sequence.router == router:
+                    self._drop(sequence, "aborted")
+            case RequestReceived(_, ResetPrefixCache()):
+                self.scheduler.pool.reset_cache()
+            case RequestReceived(router, message):
+                self._refuse(router, message, f"a {self.role} worker takes no {type(message).__name__}")
+            case RouterLost(router):
+                for sequence in self.scheduler:
+                    if sequence.router == router:
+                        self._drop(sequence, "router lost")
+            case GrammarReady(compiled):
+                self._grammars.ready(compiled, self.scheduler)
+            case _:
+                raise TypeError(f"unknown command {command!r}")
+
+    def fail_step(self, error: Exception) -> None:
+        why = f"the step failed: {type(error).__name__}: {error}"
+        for chunk in self._in_step:
+            if self.scheduler.has(chunk.sequence):
+                self._fail(chunk.sequence, self.step_phase, why, retryable=True)
+        self._in_step = ()
+
+    def check_integrity(self) -> BlockCounts:
+        return self.scheduler.check_integrity()
+
+    def _accept(self, router: bytes, request: R) -> None:
+        """Take a request, refuse it, or see that it is here already."""
+        known = self.scheduler.find(request.request_id)
+        if known is not None:
+            if known.router != router:
+                why = f"request id {request.request_id} is another router's"
+                self._report_failed(router, request.request_id, request.attempt, "queue", why, retryable=False)
+                return
+            if known.attempt >= request.attempt:
+                return  # a duplicate: the first one keeps running
+            if self._continue(known, request):
+                return
+            self._drop(known, "superseded by a new attempt")
+        try:
+            token_ids = self._rules.prompt(request)
+        except WireError as error:
+            self._refuse(router, request, str(error))
+            return
+        if too_many := self._overload():
+            self._refuse(router, request, too_many, retryable=True)
+            return
+        hasher = BlockHasher(self.scheduler.block_size, request.cache_salt)
+        self._grammars.ask(self._add(router, request, token_ids, hasher, time.monotonic()))
+
+    def _continue(self, known: S, request: R) -> bool:
+        """Go on with a sequence under the new attempt `request`, if that loses nothing. False: it starts anew."""
+        return False
+
+    @abstractmethod
+    def _overload(self) -> str:
+        """Why the worker takes no further request now, or ""."""
+
+    @abstractmethod
+    def _add(self, router: bytes, request: R, token_ids: list[int], hasher: BlockHasher, now: float) -> S:
+        """Give a new sequence to the scheduler."""
+
+    @abstractmethod
+    def _phase_of(self, sequence: S) -> str:
+        """Where a sequence is, in the words of `RequestFailed`."""
+
+    @abstractmethod
+    def _drop(self, sequence: S, reason: str) -> None:
+        """Forget a sequence without a word to its router."""
+
+    def _expire_requests(self, now: float) -> None:
+        """Fail requests whose time is over, and those whose grammar is not compiled in time."""
+        for sequence in self.scheduler:
+            if sequence.deadline < now:
+                phase = self._phase_of(sequence)
+                self._fail(sequence, phase, f"the request's time was over in {phase}", retryable=False)
+            else:
+                self._grammars.expire(sequence, now)
+
+    def _fail(self, sequence: S, phase: str, why: str, *, retryable: bool) -> None:
+        self._drop(sequence, why)
+        self._report_failed(sequence.router, sequence.request_id, sequence.attempt, phase, why, retryable=retryable)
+
+    def _refuse(self, router: bytes, message: Message, why: str, *, retryable: bool = False) -> None:
+        """Refuse a message, if it names a request."""
+        request_id, attempt = getattr(message, "request_id", ""), getattr(message, "attempt", 0)
+        if request_id:
+            self._report_failed(router, request_id, attempt, "queue", why, retryable=retryable)
+
+    def _report_failed(
+        self, router: bytes, request_id: str, attempt: int, phase: str, why: str, *, retryable: bool
+    ) -> None:
+        self._reports.fail(router, request_id, attempt, phase, why, retryable=retryable)
+        self.metrics.count_failed(phase)
