@@ -300,7 +300,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         """Its KV has arrived, and with it one token at least."""
         reason = self._rules.finish_reason(sequence, sequence.token_ids[-1])
         if reason:
-            self._finish(sequence, reason, sequence.joined_at)
+            self._finish(sequence, reason, sequence.first_token_at)
         elif sequence.request.num_reserved_tokens:
             self._reports.add(sequence)  # its router listens to the worker before until it hears from this one
         self._reports.flush()
@@ -317,7 +317,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             if place:
                 self.scheduler.accept(sequence)
             elif not sequence.first_token_at:
-                sequence.joined_at = sequence.first_token_at = now
+                sequence.first_token_at = now
                 sequence.prefill_s = now - sequence.admitted_at
                 self._recorder.prefilled(sequence)
             sequence.append(token)

@@ -97,7 +97,7 @@ class RemotePrefills:
         computed_at = done.computed_at + sequence.clock_offset_s
         sequence.exposed_transfer_s = max(0.0, max(transfer.last_block_at, transfer.done_at) - computed_at)
         sequence.prefill_s, sequence.num_cached = done.prefill_s, done.num_cached_tokens
-        sequence.joined_at = sequence.first_token_at = time.monotonic()
+        sequence.first_token_at = time.monotonic()
         for token in tokens:
             sequence.append(token)
         self._scheduler.start_decoding(sequence)

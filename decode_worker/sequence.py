@@ -56,7 +56,6 @@ class DecodeSequence(WorkerSequence):
     num_reported: int = field(init=False)
     num_preemptions: int = 0
     num_passing_blocks: int = 0
-    joined_at: float = 0.0
     first_token_at: float = 0.0
     peer: bytes = b""
     memory: PeerMemory | None = None

@@ -351,7 +351,7 @@ class KVAck(Message, frozen=True, tag=45):
 
 
 class KVFailed(Message, frozen=True, tag=46):
-    """Either side gave the transfer up. Its sender owns nothing of the transfer, and its receiver releases everything."""
+    """Either side gave the transfer up: the sender of this owns nothing of it, and the receiver releases its blocks."""
 
     request_id: Name
     attempt: Count
