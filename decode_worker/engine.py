@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
 from common.kv.block_hash import BlockHasher
+from common.requests.engine import RequestEngine
 from common.runner.runner import ModelRunner
 from common.sampling.logprobs import separate
 from common.sampling.sampler import Sampler
@@ -19,7 +20,6 @@ from common.wire.messages import DecodeRequest, HandOver, Message
 from common.wire.sampling_params import SampledToken
 from common.worker.engine import EngineConfig, EngineStatus, RequestReceived
 from common.worker.metrics import WorkerMetrics
-from common.worker.request_engine import RequestEngine
 from common.worker.step_times import work_of
 from decode_worker.grants import IncomingTransfers
 from decode_worker.handover import Handovers

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from common.requests.reports import Reports
 from common.wire.messages import Timeline, TokenDelta
-from common.worker.reports import Reports
 from decode_worker.sequence import DecodeSequence
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.errors import WireError
+from common.requests.rules import RequestRules
 from common.sampling.penalties import TokenCounts, needs_counts
 from common.sampling.sampler import SamplingRow
 from common.wire.message_fields import unpack_tokens
 from common.wire.messages import KVDone
 from common.wire.sampling_params import SampledToken
-from common.worker.rules import RequestRules
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk
 

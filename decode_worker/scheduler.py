@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from common.errors import BlockError
 from common.kv.block_pool import BlockCounts, BlockPool
-from common.worker.scheduler import Scheduler
+from common.requests.scheduler import Scheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import DecodeChunk, SchedulerOutput
 

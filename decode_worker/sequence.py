@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from common.kv.shared_memory import PeerMemory
+from common.requests.sequence import WorkerSequence
 from common.sampling.penalties import TokenCounts
 from common.wire.messages import DecodeRequest, KVOpen
 from common.wire.sampling_params import SampledToken, TokenLogprobs
-from common.worker.sequence import WorkerSequence
 from decode_worker.draft_tokens import Lookup
 
 

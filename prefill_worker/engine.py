@@ -9,6 +9,9 @@ from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
 from common.kv.block_hash import BlockHasher
 from common.model.batch import SequenceChunk
+from common.requests.engine import RequestEngine
+from common.requests.reports import Reports
+from common.requests.rules import RequestRules
 from common.runner.runner import ModelRunner
 from common.sampling.logprobs import separate
 from common.sampling.sampler import Sampler, SamplingRow
@@ -18,9 +21,6 @@ from common.wire.messages import KVDone, Message, PrefillRequest, Timeline, Toke
 from common.wire.sampling_params import SampledToken
 from common.worker.engine import EngineConfig, EngineStatus, RequestReceived
 from common.worker.metrics import WorkerMetrics
-from common.worker.reports import Reports
-from common.worker.request_engine import RequestEngine
-from common.worker.rules import RequestRules
 from common.worker.step_times import StepRate, work_of
 from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
 from prefill_worker.sequence import PrefillSequence

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.kv.block_pool import BlockCounts, BlockPool
-from common.worker.scheduler import Scheduler
+from common.requests.scheduler import Scheduler
 from prefill_worker.sequence import PrefillSequence
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.requests.sequence import WorkerSequence
 from common.wire.messages import PrefillRequest
-from common.worker.sequence import WorkerSequence
 
 
 @dataclass(slots=True, eq=False)

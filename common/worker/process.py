@@ -1,4 +1,5 @@
-"""What both kinds of worker process do around their engine: sockets, start-up, heartbeats, probes, drain and end:
+"""The life of a worker process, of either kind:
+
 bind sockets ─> write --address-file ─> load the model (not ready) ─> run the engine (ready) ─> SIGTERM: drain ─> exit 0
 """
 
@@ -8,20 +9,17 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import zmq
 import zmq.asyncio
 
-from common import __version__
 from common.config import WorkerConfig
 from common.errors import ConfigError, DiptychError, ModelError
 from common.kv.block_pool import BlockPool
@@ -35,20 +33,13 @@ from common.transfer.sender import KVSender
 from common.wire.curve import Curve, warn_of_readers
 from common.wire.gatekeeper import Gatekeeper
 from common.wire.listening import in_url
-from common.wire.messages import (
-    AnyMessage,
-    DecodeRequest,
-    Message,
-    PrefillRequest,
-    RequestFailed,
-    WorkerHeartbeat,
-    WorkerHello,
-)
+from common.wire.messages import AnyMessage, DecodeRequest, Message, PrefillRequest, RequestFailed, WorkerHello
 from common.worker.control import ControlServer, bind_control
 from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost
 from common.worker.metrics import WorkerMetrics
-from common.worker.probes import WorkerHTTP, WorkerStatus
-from common.worker.step_times import DEVICE_FLOOR_S, FLOOR_S, LONGEST_S, StepTimes
+from common.worker.probes import WorkerHTTP
+from common.worker.step_times import DEVICE_FLOOR_S, FLOOR_S, StepTimes
+from common.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, probe_of
 
 if TYPE_CHECKING:
     from common.grammar.grammars import Grammars
@@ -57,23 +48,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.02
 LAST_WORDS_MS = 500
-"""Time at the end for what was said to routers to leave."""
+"""Time at the end for the last messages to routers to leave."""
 
 Send = Callable[[list[tuple[bytes, Message]]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerIdentity:
-    """Who this process is. `epoch` is new at every start."""
-
-    worker_id: str
-    role: str
-    epoch: int
-
-    @classmethod
-    def create(cls, role: str, configured: str) -> WorkerIdentity:
-        name = configured or f"{role}-{socket.gethostname()}-{os.getpid()}"
-        return cls(name, role, time.time_ns() // 1000 * 1000 + secrets.randbelow(1000))
 
 
 class WorkerProcess:
@@ -89,7 +66,7 @@ class WorkerProcess:
         self.metrics = WorkerMetrics(
             config.model,
             self.identity.worker_id,
-            lambda: self._status(),
+            self._status,
             role=self.role,
             slo_tpot_s=getattr(config, "slo_tpot_ms", 0.0) / 1e3,
         )
@@ -100,7 +77,6 @@ class WorkerProcess:
         self.loaded: LoadedModel | None = None
         self.kv_address = ""
         self._draining = False
-        self._control: ControlServer | None = None  # set when the drain begins
 
     def bind_kv(self) -> str:
         """Bind the KV socket if this role has one, and return its address. Called before the model is loaded."""
@@ -154,13 +130,18 @@ class WorkerProcess:
             self.gatekeeper.start()
         control_socket, address = bind_control(self.context, config.host, config.port, self.curve)
         self.kv_address = self._advertised(self.bind_kv())
-        http = WorkerHTTP(config.host, config.http_port, self._probe, self.metrics.registry)
+        http = WorkerHTTP(
+            config.host,
+            config.http_port,
+            lambda: probe_of(self.identity, self.engine, draining=self._draining),
+            self.metrics.registry,
+        )
         http_port = await http.start()
         self._write_address_file(self._advertised(address), http_port)
         self.control = control = ControlServer(
             control_socket,
             self._hello,
-            self._heartbeat,
+            lambda: heartbeat_of(self.identity, self.engine, self._status(), draining=self._draining),
             self._on_message,
             self._on_router_lost,
             heartbeat_s=config.heartbeat_s,
@@ -197,18 +178,18 @@ class WorkerProcess:
             await http.stop()
             if self.gatekeeper is not None:
                 await asyncio.to_thread(self.gatekeeper.stop)
-            if ended:  # else its thread still holds sockets, and closing the context would wait for them
+            if ended:  # else the engine's thread holds sockets, and `destroy` would wait for them
                 self.context.destroy(linger=LAST_WORDS_MS)
 
     def _abandon_loading(self, serving: asyncio.Task[None]) -> NoReturn:
-        """End at once: a thread that loads weights cannot be interrupted, and nothing else has begun."""
+        """End at once: nothing can interrupt the thread that loads weights, and nothing else has begun."""
         log.info("stopping while the model is loaded")
         end_process(1 if serving.done() else 0)
 
     def _tend_pod(self) -> asyncio.Task[None] | None:
         if not self.config.pod_deletion_cost:
             return None
-        # Imported here: an HTTP client that no other worker needs.
+        # Imported here: other workers need no HTTP client.
         from common.worker.pod_deletion_cost import keep_pod_deletion_cost
 
         return keep_pod_deletion_cost(self.config, self._status)
@@ -218,7 +199,7 @@ class WorkerProcess:
         files, loaded = await asyncio.to_thread(self._load)
         if self.config.kv_transport == "shm" and loaded.kv.shared is None:
             raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
-        # Before the engine: a large vocabulary stops every thread for a second, and no router waits for this one yet.
+        # Before the engine: a large vocabulary stops every thread for a second, while no router waits for this worker.
         grammars = await asyncio.to_thread(_grammars, files, loaded)
         engine = self.build_engine(files, loaded, grammars, control.send_threadsafe)
         floor_s = FLOOR_S if self.config.device == "cpu" else DEVICE_FLOOR_S
@@ -251,7 +232,7 @@ class WorkerProcess:
         return files, LoadedModel.load(files, self.config)
 
     async def _watch_engine(self) -> None:
-        """Ends, with the reason, when the engine's thread does, or the gatekeeper's."""
+        """Raise the reason when the engine's thread ends, or the gatekeeper's."""
         while self.engine is None or self.engine.alive:
             if self.gatekeeper is not None and self.gatekeeper.failure is not None:
                 raise RuntimeError("the gatekeeper died") from self.gatekeeper.failure
@@ -260,7 +241,7 @@ class WorkerProcess:
 
     async def _drain(self, control: ControlServer, serving: asyncio.Task[None]) -> None:
         """Take nothing new, let what runs finish or be handed over, up to the deadline."""
-        self._draining, self._control = True, control
+        self._draining = True
         control.broadcast_heartbeat()
         deadline = time.monotonic() + self.config.drain_timeout_s
         while time.monotonic() < deadline and self.engine is not None and self.engine.alive and not serving.done():
@@ -276,8 +257,8 @@ class WorkerProcess:
         stop.set()
 
     def _on_message(self, router: bytes, message: AnyMessage) -> None:
-        if self._control is not None and isinstance(message, PrefillRequest | DecodeRequest):
-            self._control.send(router, self._refusal(message))  # it was sent before its router knew
+        if self._draining and self.control is not None and isinstance(message, PrefillRequest | DecodeRequest):
+            self.control.send(router, self._refusal(message))  # its router sent it before it heard of the drain
         elif self.engine is not None and not self.engine.submit(RequestReceived(router, message)):
             log.error("the engine's inbox is full: dropped %s", type(message).__name__)
 
@@ -304,56 +285,7 @@ class WorkerProcess:
         )
 
     def _hello(self) -> WorkerHello:
-        loaded = self.loaded
-        return WorkerHello(
-            worker_id=self.identity.worker_id,
-            role=self.role,
-            epoch=self.identity.epoch,
-            fingerprint=loaded.fingerprint if loaded else "loading",
-            model=loaded.model_id if loaded else self.config.model,
-            block_size=self.config.block_size,
-            num_blocks=loaded.kv.num_blocks if loaded else 0,
-            max_model_len=loaded.max_model_len if loaded else 0,
-            max_num_seqs=getattr(self.config, "max_num_seqs", 0),
-            kv_address=self.kv_address,
-            version=__version__,
-            weights=loaded.weights if loaded else "",
-        )
-
-    def _heartbeat(self) -> WorkerHeartbeat:
-        status, engine = self._status(), self.engine
-        return WorkerHeartbeat(
-            worker_id=self.identity.worker_id,
-            epoch=self.identity.epoch,
-            step=engine.num_steps if engine else 0,
-            ready=engine is not None and engine.alive,
-            draining=self._draining,
-            num_running=status.num_running,
-            num_waiting=status.num_waiting,
-            num_transferring=status.num_transferring,
-            num_waiting_tokens=status.num_waiting_tokens,
-            num_free_blocks=status.blocks.free,
-            num_cached_blocks=status.blocks.cached,
-            num_owned_blocks=status.blocks.owned,
-            tokens_per_s=status.tokens_per_s,
-            step_time_s=status.step_time_s,
-            full_tokens_per_s=status.full_tokens_per_s,
-            turn_limit_s=engine.turn_limit_s if engine else LONGEST_S,
-        )
-
-    def _probe(self) -> WorkerStatus:
-        """Healthy while the engine's loop turns; ready when a router may send requests."""
-        engine, now = self.engine, time.monotonic()
-        if engine is None:
-            return WorkerStatus(ready=False, healthy=True, detail={"state": "loading"})
-        healthy = engine.alive and not engine.is_stuck(now)
-        blocks = engine.status.blocks
-        detail: dict[str, object] = {
-            "state": "draining" if self._draining else "ready" if healthy else "stuck",
-            "worker_id": self.identity.worker_id,
-            "blocks": {"free": blocks.free, "cached": blocks.cached, "owned": blocks.owned},
-        }
-        return WorkerStatus(ready=healthy and not self._draining, healthy=healthy, detail=detail)
+        return hello_of(self.identity, self.config, self.loaded, self.kv_address)
 
     def _advertised(self, address: str) -> str:
         """The address that others reach this worker by."""
@@ -363,20 +295,19 @@ class WorkerProcess:
         return f"tcp://{in_url(host)}:{address.rsplit(':', 1)[1]}"
 
     def _write_address_file(self, address: str, http_port: int) -> None:
-        if not self.config.address_file:
-            return
-        path = Path(self.config.address_file)
-        host = self.config.advertise_host or self.config.host
-        body = {
-            "worker_id": self.identity.worker_id,
-            "role": self.role,
-            "address": address,
-            "kv_address": self.kv_address,
-            "http": f"http://{in_url(host)}:{http_port}",
-        }
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(body))
-        temporary.replace(path)
+        if self.config.address_file:
+            host = self.config.advertise_host or self.config.host
+            body = {
+                "worker_id": self.identity.worker_id,
+                "role": self.role,
+                "address": address,
+                "kv_address": self.kv_address,
+                "http": f"http://{in_url(host)}:{http_port}",
+            }
+            path = Path(self.config.address_file)
+            temporary = path.with_name(f"{path.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(body))
+            temporary.replace(path)
 
 
 def _grammars(files: ModelFiles, loaded: LoadedModel) -> Grammars:
@@ -414,7 +345,7 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
 
 
 def end_process(status: int) -> NoReturn:
-    """End now. To take the interpreter and torch apart needs a second or two, which whoever replaces us waits for."""
+    """End at once: to take the interpreter and torch apart needs a second or two, which a replacement would wait."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,15 +11,15 @@ from common.errors import WireError
 from common.grammar.grammars import GrammarReady, Grammars
 from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockCounts
+from common.requests.awaited_grammars import AwaitedGrammars
+from common.requests.reports import Reports
+from common.requests.rules import RequestRules
+from common.requests.scheduler import Scheduler
+from common.requests.sequence import WorkerSequence
 from common.wire.message_fields import Role
 from common.wire.messages import AbortRequest, DecodeRequest, Message, PrefillRequest, ResetPrefixCache
-from common.worker.awaited_grammars import AwaitedGrammars
 from common.worker.engine import Engine, EngineConfig, RequestReceived, RouterLost
 from common.worker.metrics import WorkerMetrics
-from common.worker.reports import Reports
-from common.worker.rules import RequestRules
-from common.worker.scheduler import Scheduler
-from common.worker.sequence import WorkerSequence
 
 R = TypeVar("R", PrefillRequest, DecodeRequest)
 S = TypeVar("S", bound=WorkerSequence)

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from common.errors import BlockError
 from common.grammar.grammar import Constraint
 from common.kv.block_pool import BlockCounts, BlockPool
-from common.worker.sequence import WorkerSequence
+from common.requests.sequence import WorkerSequence
 
 S = TypeVar("S", bound=WorkerSequence)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from common.errors import WireError
+from common.requests.sequence import WorkerSequence
 from common.sampling.finish import banned_tokens, finish_reason
 from common.wire.message_fields import unpack_tokens
 from common.wire.messages import DecodeRequest, PrefillRequest
-from common.worker.sequence import WorkerSequence
 
 
 class RequestRules:

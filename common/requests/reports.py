@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from common.requests.sequence import WorkerSequence
 from common.sampling.logprobs import chunk_logprobs
 from common.wire.messages import Message, PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
-from common.worker.sequence import WorkerSequence
 
 MAX_MESSAGE_CHARS = 4000
 """Of a failure's message: the wire takes 4096."""

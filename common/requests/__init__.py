@@ -1,0 +1,1 @@
+"""What the engines of both workers do with requests, whatever their steps compute."""
