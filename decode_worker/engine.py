@@ -18,7 +18,7 @@ from common.transfer.receiver import TransferCompleted, TransferFailed, Transfer
 from common.transfer.sender import KVSender
 from common.wire.messages import DecodeRequest, HandOver, Message
 from common.wire.sampling_params import SampledToken
-from common.worker.engine import EngineConfig, EngineStatus, RequestReceived
+from common.worker.engine import EngineConfig, RequestReceived
 from common.worker.metrics import WorkerMetrics
 from common.worker.step_times import work_of
 from decode_worker.grants import IncomingTransfers
@@ -34,14 +34,15 @@ from decode_worker.speculation import Speculation
 from decode_worker.step import DecodeChunk
 
 FEW_SEQUENCES = 4
-"""Steps of fewer stream the weights through one core nearly as fast as through two (docs/performance.md)."""
+"""A step of fewer sequences reads the weights with one core nearly as fast as with two (docs/performance.md)."""
 EXPIRE_INTERVAL_S = 0.05
+"""How often deadlines are checked: each check looks at every request."""
 
 
 class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
     """Owns the block pool (through its scheduler) and the model; the KV receiver writes only what it was lent."""
 
-    role = step_phase = "decode"
+    role = "decode"
     scheduler: DecodeScheduler
     _rules: DecodeRules
     _reports: DecodeReports
@@ -66,9 +67,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
     ) -> None:
         """A step checks at most `max_draft_tokens` tokens for each sequence.
 
-        With a `launcher`, steps that it takes are launched before the tokens of the step before are known.
-
-        Without `grammars`, requests with a grammar are refused.
+        A `launcher` launches the steps that it takes before the tokens of the step before are known. Without
+        `grammars`, requests with a grammar are refused.
         """
         longest = min(config.max_model_len, scheduler.pool.num_blocks * scheduler.block_size)
         rules = DecodeRules(
@@ -100,7 +100,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._pipeline.in_flight is not None
+        return super().has_work or self._pipeline.in_flight is not None
 
     @property
     def is_light(self) -> bool:
@@ -110,7 +110,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     @property
     def is_empty(self) -> bool:
-        return len(self.scheduler) == 0 and self._pipeline.in_flight is None
+        return super().is_empty and self._pipeline.in_flight is None
 
     def apply(self, command: object) -> None:
         match command:
@@ -134,14 +134,14 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
     def step(self, now: float) -> None:
         in_flight = self._pipeline.in_flight
         if in_flight is not None and (in_flight.has_drafts or self.scheduler.lacks_blocks):
-            self._drain()  # drafts decide positions, and preemption frees blocks that a step in flight may write to
+            self._drain()  # drafts fix positions, and preemption frees blocks that a step in flight may write to
         self._pause_due(now)
         output = self.scheduler.schedule(now, self._handovers.withdraw)
         self._remote_prefills.grant(output.granted, now)
         self._recorder.scheduled(output, now)
         certain = [chunk for chunk in output.chunks if not self._rules.ends_in_flight(chunk.sequence)]
         chunks = self._speculation.extend(certain, self._room)
-        self._in_step = chunks
+        self._in_step = [chunk.sequence for chunk in chunks]
         if chunks:
             work = sum(work_of(chunk.num_rows, chunk.start + chunk.num_rows) for chunk in chunks)
             self._num_rows = sum(chunk.num_rows for chunk in chunks)
@@ -159,7 +159,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._in_step = ()
 
     def _compute(self, chunks: Sequence[DecodeChunk], now: float) -> None:
-        """Run a step from begin to end, nothing being in flight."""
+        """Run a step from begin to end. No step may be in flight."""
         if not chunks:
             return
         prepared = model_chunks(chunks)
@@ -171,15 +171,15 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                 self._reports.report_prompt_logprobs(chunk.sequence, chunk.start, of_prompt)
         rows_of = [self._rules.rows(chunk) if chunk.sample else [] for chunk in chunks]
         sampled = self._sampler.sample(logits, [row for rows in rows_of for row in rows])
-        self._runner.wait()  # a sequence that ends now gives its blocks to others
+        self._runner.wait()  # the blocks of a sequence that ends now go to others
         done_at = time.monotonic()
         for chunk in chunks:
             self.scheduler.advance(chunk)
         self._process_outputs(chunks, by_chunk(sampled, [len(rows) for rows in rows_of]), done_at, done_at - now)
 
     def _complete_step(self, step: StepInFlight) -> None:
-        """Process the tokens of a step that was launched, waiting for it if need be."""
-        self._in_step = (*step.chunks, *self._in_step)
+        """Wait for a step that was launched, and process its tokens."""
+        self._in_step = [*(chunk.sequence for chunk in step.chunks), *self._in_step]
         completed = self._pipeline.complete(step)
         done_at = time.monotonic()
         step_s, self._completed_at = done_at - max(step.launched_at, self._completed_at), done_at
@@ -194,7 +194,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
     def _process_outputs(
         self, chunks: Sequence[DecodeChunk], sampled: Sequence[Sequence[SampledToken]], now: float, step_s: float
     ) -> None:
-        """`sampled` are the tokens of each chunk's rows; none for a sequence that has ended meanwhile."""
+        """Append the tokens of a step. `sampled` has those of each chunk's rows, none for an ended sequence."""
         num_tokens = num_accepted = 0
         for chunk, tokens in zip(chunks, sampled, strict=True):
             if tokens:
@@ -204,13 +204,14 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._reports.flush()
         self._speculation.stepped(chunks, step_s)
         self._recorder.stepped(chunks, num_tokens, num_accepted, step_s)
+        self._rate.add(sum(chunk.num_tokens for chunk in chunks) + num_accepted, step_s)
 
     def _room(self, sequence: DecodeSequence, num_tokens: int) -> int:
-        """For how many of `num_tokens` drafts a sequence has room. One that leaves grows within what was announced."""
+        """How many of `num_tokens` draft tokens a sequence has room for; in a hand-over none, as its room is fixed."""
         return 0 if sequence in self._handovers else self.scheduler.room_for(sequence, num_tokens)
 
     def _pause_due(self, now: float) -> None:
-        """Pause the sequences whose last blocks are to travel, once no step in flight writes to them."""
+        """Pause the sequences whose last blocks are to be sent, once no step in flight writes to them."""
         if self._handovers.wants_pause:
             self._drain()
             self._handovers.pause_due(now)
@@ -233,26 +234,17 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                 self._reports.add(sequence)
         self._reports.flush()
 
-    def snapshot(self) -> EngineStatus:
-        scheduler = self.scheduler
-        return EngineStatus(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.queue) + len(scheduler.unready),
-            num_transferring=scheduler.num_transferring + scheduler.num_leaving,
-            num_waiting_tokens=scheduler.num_waiting_tokens,
-            blocks=scheduler.pool.counts,
-            tokens_per_s=self._recorder.rate.tokens_per_s,
-            step_time_s=self._recorder.rate.step_time_s,
-            num_dropped_frames=self._transfers.num_dropped_frames + self._handovers.num_dropped_frames,
-        )
-
     def close(self) -> None:
         try:
             self._pipeline.close()
-        finally:  # whatever a step in flight came to: threads left behind would keep the process from ending
+        finally:  # even if the step in flight failed: threads that run on would keep the process from ending
             self._transfers.stop()
             self._handovers.stop()
             self._grammars.close()
+
+    @property
+    def _num_dropped_frames(self) -> int:
+        return self._transfers.num_dropped_frames + self._handovers.num_dropped_frames
 
     def _overload(self) -> str:
         is_full = len(self.scheduler) >= self._max_waiting + self.scheduler.max_num_seqs
@@ -279,7 +271,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                 return "decode" if sequence.has_first_token else "prefill"
 
     def _continue(self, known: DecodeSequence, request: DecodeRequest) -> bool:
-        """The router found another prefill worker, or none: keep what has arrived, expect the rest from there."""
+        """Keep the blocks that have arrived, and expect the rest from the new attempt's prefill worker, if any."""
         if not known.is_continued_by(request):
             return False
         self._handovers.cancel(known, "superseded by a new attempt")
@@ -297,19 +289,19 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         return True
 
     def _on_joined(self, sequence: DecodeSequence) -> None:
-        """Its KV has arrived, and with it one token at least."""
+        """Process the tokens that came with a sequence's KV."""
         reason = self._rules.finish_reason(sequence, sequence.token_ids[-1])
         if reason:
             self._finish(sequence, reason, sequence.first_token_at)
         elif sequence.request.num_reserved_tokens:
-            self._reports.add(sequence)  # its router listens to the worker before until it hears from this one
+            self._reports.add(sequence)  # until then its router listens to the former worker
         self._reports.flush()
 
     def _on_tokens(self, sequence: DecodeSequence, sampled: Sequence[SampledToken], now: float) -> int:
-        """Its next tokens, each but the last drafted before it was sampled: how many it takes before it ends."""
+        """Append a sequence's next tokens, all but the last drafted before; how many it takes before it ends."""
         for place, token in enumerate(sampled):
-            if token.token_id >= self._rules.vocab_size:  # its next step would fail the whole batch
-                if place:  # the router has the tokens before first, as it would have without draft tokens
+            if token.token_id >= self._rules.vocab_size:  # not a token: the next step would fail with the whole batch
+                if place:  # report the tokens before it first, as without draft tokens
                     self._reports.add(sequence)
                     self._reports.flush()
                 self._fail(sequence, *unsampled(sequence.constraint, "decode"), retryable=False)

@@ -1,4 +1,4 @@
-"""What the decode engine measures: recent rates for its status, and the worker's metrics."""
+"""Counts the events of a decode engine in the worker's metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from common.transfer.incoming import IncomingTransfer
 from common.worker.metrics import WorkerMetrics
-from common.worker.step_times import StepRate
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk, SchedulerOutput
 
@@ -16,7 +15,6 @@ class Recorder:
 
     def __init__(self, metrics: WorkerMetrics, *, block_size: int) -> None:
         self._metrics, self._block_size = metrics, block_size
-        self.rate = StepRate()
 
     def scheduled(self, output: SchedulerOutput, now: float) -> None:
         for sequence in output.granted:
@@ -25,14 +23,12 @@ class Recorder:
             self._metrics.preemptions.inc(len(output.preempted))
 
     def stepped(self, chunks: Sequence[DecodeChunk], num_sampled: int, num_accepted: int, step_s: float) -> None:
-        """`num_sampled` tokens were new, of which `num_accepted` had been drafted before."""
-        num_tokens = sum(chunk.num_tokens for chunk in chunks) + num_accepted
+        """`num_sampled` tokens were new, `num_accepted` of them drafted before."""
         drafts = [len(chunk.draft.token_ids) for chunk in chunks if chunk.draft.token_ids]
         if drafts:
             self._metrics.drafts.inc(len(drafts))
             self._metrics.draft_tokens.inc(sum(drafts))
             self._metrics.accepted_tokens.inc(num_accepted)
-        self.rate.add(num_tokens, step_s)
         self._metrics.steps.inc()
         num_sequences = num_sampled - num_accepted
         self._metrics.step_seconds.observe(step_s, num_sampled / num_sequences if num_sequences > 0 else 1.0)

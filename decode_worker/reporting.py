@@ -1,4 +1,4 @@
-"""The tokens of a decode worker's requests as it reports them to routers: each once, and at the end a timeline."""
+"""What a decode worker reports of a sequence: each token once, and at the end a timeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class DecodeReports(Reports):
     """Gathers what is new of each sequence."""
 
     def add(self, sequence: DecodeSequence, reason: str = "", timeline: Timeline | None = None) -> None:
-        """Gather the tokens its router does not have from this worker under this attempt."""
+        """Gather the tokens that its router has not got from this worker under this attempt."""
         new = sequence.token_ids[sequence.num_prompt_tokens + sequence.num_reported :]
         made_here = sequence.num_reported - sequence.request.num_output_tokens
         self.add_delta(
@@ -30,7 +30,7 @@ class DecodeReports(Reports):
         sequence.num_reported += len(new)
 
     def finish(self, sequence: DecodeSequence, reason: str, now: float) -> None:
-        """Gather its last tokens, and where its time went."""
+        """Gather its last tokens, and the durations of its phases."""
         queue_s = 0.0 if sequence.granted_at else max(0.0, (sequence.admitted_at or now) - sequence.accepted_at)
         timeline = Timeline(
             queue_s=queue_s,

@@ -21,18 +21,18 @@ class DecodeRules(RequestRules):
     """`max_model_len` is what model and cache take together."""
 
     def rows(self, chunk: DecodeChunk) -> list[SamplingRow]:
-        """How to sample behind a chunk's last token, and behind each token of its draft."""
+        """How to sample behind a chunk's last token, and behind each of its draft tokens."""
         draft = chunk.draft.token_ids
         return [self._row(chunk.sequence, draft[:count]) for count in range(len(draft) + 1)]
 
     def num_drafts(self, sequence: DecodeSequence, num_tokens: int) -> int:
-        """How many of `num_tokens` drafts behind the next token may come before the sequence ends by its length."""
+        """How many of `num_tokens` draft tokens behind the next token fit into the sequence's greatest length."""
         num_output = sequence.num_output_tokens + sequence.num_pending
         left = min(sequence.params.max_tokens - num_output, self.max_model_len - sequence.num_planned)
         return min(num_tokens, left - 1)
 
     def num_possible(self, sequence: DecodeSequence, drafted: Sequence[int]) -> int:
-        """How many of the tokens `drafted` may come before the sequence ends by one of them, or breaks its grammar."""
+        """How many of the tokens `drafted` come before one that would end the sequence or break its grammar."""
         params = sequence.params
         ends = {*params.stop_token_ids, *self._eos}
         count = next((place for place, token_id in enumerate(drafted) if token_id in ends), len(drafted))
@@ -41,7 +41,7 @@ class DecodeRules(RequestRules):
         return 0 if params.grammar else count
 
     def _row(self, sequence: DecodeSequence, drafted: tuple[int, ...]) -> SamplingRow:
-        """How to sample the token behind `drafted`, which are behind those that are being sampled now."""
+        """How to sample the token behind `drafted`, which follow the tokens of the steps in flight."""
         num_prompt, params = sequence.num_prompt_tokens, sequence.params
         if needs_counts(params):
             sequence.counts = sequence.counts or TokenCounts(sequence.token_ids[:num_prompt])
@@ -59,7 +59,7 @@ class DecodeRules(RequestRules):
     def received_tokens(
         self, sequence: DecodeSequence, done: KVDone, *, num_blocks: int, block_size: int
     ) -> list[SampledToken]:
-        """The tokens that came with `num_blocks` blocks of KV, which must be those of all tokens but the last.
+        """The tokens that came with `num_blocks` blocks of KV, which must hold all tokens but the last.
 
         Raises WireError.
         """
@@ -78,5 +78,5 @@ class DecodeRules(RequestRules):
         return [SampledToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
 
     def ends_in_flight(self, sequence: DecodeSequence) -> bool:
-        """Whether the tokens that are being sampled are the sequence's last, whatever they are."""
+        """Whether the sequence ends with the steps in flight, for any tokens that they sample."""
         return bool(sequence.num_pending and self.finish_reason(sequence, NO_TOKEN, sequence.num_pending))

@@ -14,11 +14,11 @@ from decode_worker.draft_tokens import Lookup
 
 
 class RequestStatus(Enum):
-    """Where a request is.
+    """The state of a request.
 
     EXPECTING ──KVOpen──> OPENED ──KVGrant──> TRANSFERRING ──KVDone, all received──> RUNNING ──> (gone)
     WAITING (local prefill) ──room──> RUNNING <──room── PREEMPTED <──out of blocks── RUNNING
-    RUNNING ──hand-over: its last blocks travel──> LEAVING ──KVAck──> (gone), or ──it failed──> RUNNING
+    RUNNING ──hand-over: its last blocks are sent──> LEAVING ──KVAck──> (gone), or ──it failed──> RUNNING
     """
 
     EXPECTING = "expecting"
@@ -76,22 +76,22 @@ class DecodeSequence(WorkerSequence):
 
     @property
     def num_announced_tokens(self) -> int:
-        """Tokens whose KV may come: in a hand-over, that of those too that are sampled while it lasts."""
+        """Tokens whose KV may come. In a hand-over these include tokens that the other worker samples meanwhile."""
         return self.num_request_tokens + self.request.num_reserved_tokens
 
     @property
     def num_room_tokens(self) -> int:
-        """Tokens that blocks are to be allocated for."""
+        """Tokens that need blocks at admission."""
         return self.num_announced_tokens if self.status is RequestStatus.OPENED else len(self.token_ids)
 
     @property
     def num_planned(self) -> int:
-        """Tokens once the steps in flight have ended, without those that were drafted."""
+        """Tokens once the steps in flight have ended, without accepted draft tokens."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def num_at_most(self) -> int:
-        """Tokens once the steps in flight have ended."""
+        """Tokens once the steps in flight have ended, if all draft tokens are accepted."""
         return self.num_planned + self.num_drafted
 
     @property
@@ -101,7 +101,6 @@ class DecodeSequence(WorkerSequence):
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether its router wants the prompt's log-probabilities, and has not all of them yet."""
         return (
             self.params.prompt_logprobs >= 0
             and not self.request.num_output_tokens
@@ -110,28 +109,27 @@ class DecodeSequence(WorkerSequence):
 
     @property
     def num_cacheable(self) -> int:
-        """Leading tokens whose KV may be cached: a prefill computes at least one, and all whose logits are needed."""
         if self.wants_prompt_logprobs:
             return self.num_logprobs_sent
         return self.num_tokens - (self.status is not RequestStatus.OPENED)
 
     @property
     def is_incoming(self) -> bool:
-        """Whether its KV is to come from another worker, and is not all here."""
+        """Whether it waits for KV from another worker."""
         return self.status in (RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING)
 
     @property
     def awaits_turn(self) -> bool:
-        """Whether steps are between it and its next token: its prompt waits or is computed, or computed again."""
+        """Whether steps must compute KV before its next token: its prompt's, or all again after a preemption."""
         return not self.is_incoming and (self.num_remaining > 1 or not self.has_first_token)
 
     @property
     def has_first_token(self) -> bool:
-        """Whether this worker holds output made for this request (its own or the prefill worker's)."""
+        """Whether this attempt has output, of this worker or the prefill worker."""
         return self.num_tokens > self.num_request_tokens
 
     def is_continued_by(self, request: DecodeRequest) -> bool:
-        """Whether `request` is another attempt at the very same work, of which nothing has to be told again."""
+        """Whether `request` is another attempt at the same work. Prompt log-probabilities would be lost."""
         mine = self.request
         if mine.params.prompt_logprobs >= 0:
             return False
@@ -144,7 +142,7 @@ class DecodeSequence(WorkerSequence):
         )
 
     def mismatch(self, announced: KVOpen, block_size: int) -> str:
-        """Why announced KV cannot be this request's, or ""."""
+        """Why the announced KV is not this request's, or ""."""
         if announced.worker_id != self.request.prefill_worker:
             return f"the KV is to come from {self.request.prefill_worker}, not from {announced.worker_id}"
         if announced.num_blocks != -(-self.num_announced_tokens // block_size):
@@ -157,6 +155,6 @@ class DecodeSequence(WorkerSequence):
             self.logprobs.append(sampled.logprobs)
 
     def restart_reporting(self, request: DecodeRequest) -> None:
-        """A new attempt of the same request: the router wants every token of it again."""
+        """Go on under a new attempt, for which the router wants every token again."""
         self.request = request
         self.num_reported = request.num_output_tokens

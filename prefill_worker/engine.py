@@ -19,9 +19,9 @@ from common.transfer.outgoing import TransferEnded
 from common.transfer.sender import KVSender
 from common.wire.messages import KVDone, Message, PrefillRequest, Timeline, TokenDelta
 from common.wire.sampling_params import SampledToken
-from common.worker.engine import EngineConfig, EngineStatus, RequestReceived
+from common.worker.engine import EngineConfig, RequestReceived
 from common.worker.metrics import WorkerMetrics
-from common.worker.step_times import StepRate, work_of
+from common.worker.step_times import work_of
 from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
 from prefill_worker.sequence import PrefillSequence
 
@@ -29,7 +29,7 @@ from prefill_worker.sequence import PrefillSequence
 class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
     """Owns the block pool (through its scheduler) and the model; the KV sender only reads blocks."""
 
-    role = step_phase = "prefill"
+    role = "prefill"
     scheduler: PrefillScheduler
 
     def __init__(
@@ -55,15 +55,6 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         super().__init__(send, config, scheduler, rules, metrics, grammars)
         self._reports = Reports(config.identity, self.emit)
         self._runner, self._sampler, self._sender = runner, sampler, sender
-        self._rate = StepRate()
-
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work
-
-    @property
-    def is_empty(self) -> bool:
-        return len(self.scheduler) == 0
 
     def apply(self, command: object) -> None:
         match command:
@@ -78,7 +69,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         output = self.scheduler.schedule(now)
         for sequence in output.admitted:
             self._on_admitted(sequence, now)
-        self._in_step = output.chunks
+        self._in_step = [chunk.sequence for chunk in output.chunks]
         num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
         self.planned(num_tokens, sum(work_of(c.num_tokens, c.start + c.num_tokens) for c in output.chunks))
         chunks = [_model_chunk(chunk) for chunk in output.chunks]
@@ -105,29 +96,20 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
 
     def tell_progress(self, *, has_stepped: bool) -> None:
         if not has_stepped:
-            return  # what is held waits for decode workers, and what waits, for room
+            return  # no prompt is further: some wait for decode workers, the others for room
         for sequence in self.scheduler:
             if not sequence.computed:
                 delta = TokenDelta(sequence.request_id, sequence.attempt, sequence.request.num_output_tokens, ())
                 self._reports.add_delta(sequence.router, delta)
         self._reports.flush()
 
-    def snapshot(self) -> EngineStatus:
-        scheduler = self.scheduler
-        return EngineStatus(
-            num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
-            num_transferring=len(scheduler.held),
-            num_waiting_tokens=scheduler.num_waiting_tokens,
-            blocks=scheduler.pool.counts,
-            tokens_per_s=self._rate.tokens_per_s,
-            step_time_s=self._rate.step_time_s,
-            num_dropped_frames=self._sender.num_dropped_frames,
-        )
-
     def close(self) -> None:
         self._sender.stop()
         self._grammars.close()
+
+    @property
+    def _num_dropped_frames(self) -> int:
+        return self._sender.num_dropped_frames
 
     def _overload(self) -> str:
         is_full = self.scheduler.num_waiting >= self._max_waiting
@@ -149,7 +131,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             size = self.scheduler.block_size
             num_ready, num_used = sequence.num_computed // size, sequence.num_tokens % size
             if self._sender.quantises and num_used:
-                # What an earlier prompt left there would count for the scale of this one's numbers.
+                # The scale of an 8-bit block counts all its slots, also those that an earlier prompt wrote.
                 self._runner.kv.clear_slots(sequence.blocks[-1], num_used)
             self._sender.open(request.request_id, request.attempt, request.decode, sequence.blocks, num_ready)
             sequence.lent = True

@@ -1,7 +1,7 @@
 """Which prompt tokens a prefill worker computes next. Pure: no clocks, sockets or tensors.
 
 Prompts are admitted in order of arrival as blocks allow, those with a grammar once it is compiled. Each step spends a
-token budget over the admitted ones, oldest first, so that short prompts share a step and a long one comes in chunks.
+token budget on the admitted ones, oldest first, so that short prompts share a step and a long one comes in chunks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """What to compute in this step, and which prompts were admitted for it."""
+    """Chunks to compute, and prompts that were admitted for them."""
 
     chunks: Sequence[PrefillChunk]
     admitted: Sequence[PrefillSequence]
@@ -65,12 +65,14 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that own no blocks yet."""
         return len(self.unready) + len(self.waiting)
 
     @property
+    def num_in_transfer(self) -> int:
+        return len(self.held)
+
+    @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens accepted and not computed yet."""
         return sum(s.num_remaining for s in (*self.unready, *self.waiting, *self.running))
 
     def add(self, sequence: PrefillSequence) -> None:
@@ -88,7 +90,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         return SchedulerOutput(chunks, admitted)
 
     def advance(self, chunk: PrefillChunk, now: float) -> int:
-        """Record a computed chunk and publish its full blocks; how many blocks of the prompt are complete now."""
+        """Record a computed chunk and publish its full blocks; how many blocks of the prompt are complete."""
         sequence = chunk.sequence
         sequence.num_computed = chunk.start + chunk.num_tokens
         self.pool.wrote(sequence.blocks, chunk.start, sequence.num_computed)

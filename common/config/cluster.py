@@ -143,7 +143,7 @@ class DiscoverySettings(ClusterSettings):
 
 @dataclass(frozen=True)
 class PodSettings(ClusterSettings):
-    """What a worker in a pod does for the cluster that runs it."""
+    """Settings of a worker in a pod."""
 
     pod_deletion_cost: bool = setting(
         False,

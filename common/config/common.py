@@ -10,7 +10,7 @@ from common.errors import ConfigError
 
 @dataclass(frozen=True)
 class CommonConfig(Config):
-    """What every process takes."""
+    """Settings that the router and the workers share."""
 
     curve_key: str = setting(
         "",

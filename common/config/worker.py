@@ -37,7 +37,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class WorkerConfig(CommonConfig, PodSettings):
-    """What both kinds of worker take."""
+    """Settings that prefill and decode workers share."""
 
     host: str = setting("127.0.0.1", "address the worker's sockets listen on", group="Sockets", **HOST)
     port: int = setting(

@@ -1,4 +1,4 @@
-"""Quantiles of what was observed lately, in constant memory."""
+"""Quantiles of recent observations, in constant memory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the engines of both workers do with requests, whatever their steps compute."""
+"""Requests on a worker: the parts of sequence, scheduler and engine that prefill and decode workers share."""

@@ -43,7 +43,7 @@ class AwaitedGrammars(Generic[S]):
             self._settle(sequence, compiled)
 
     def ready(self, compiled: CompiledGrammar, sequences: Iterable[S]) -> None:
-        """Constrain, or fail, those of `sequences` that wait for this grammar."""
+        """Constrain, or fail, the `sequences` that wait for this grammar."""
         for sequence in list(sequences):
             if sequence.awaits_grammar and sequence.params.grammar == compiled.grammar:
                 self._settle(sequence, compiled)

@@ -1,11 +1,11 @@
-"""What the engines of both workers do with requests, whatever their steps compute: accept, refuse, abort, fail."""
+"""The part of an engine that both workers share: it accepts, refuses, aborts and fails requests."""
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from common.errors import WireError
 from common.grammar.grammars import GrammarReady, Grammars
@@ -18,26 +18,21 @@ from common.requests.scheduler import Scheduler
 from common.requests.sequence import WorkerSequence
 from common.wire.message_fields import Role
 from common.wire.messages import AbortRequest, DecodeRequest, Message, PrefillRequest, ResetPrefixCache
-from common.worker.engine import Engine, EngineConfig, RequestReceived, RouterLost
+from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost
 from common.worker.metrics import WorkerMetrics
+from common.worker.step_times import StepRate
 
 R = TypeVar("R", PrefillRequest, DecodeRequest)
 S = TypeVar("S", bound=WorkerSequence)
 
 
-class HasSequence(Protocol):
-    """A chunk of a step."""
-
-    @property
-    def sequence(self) -> Any: ...
-
-
 class RequestEngine(Engine, Generic[R, S]):
-    """Owns the block pool (through its scheduler). `_in_step` are the chunks of a step that has not ended."""
+    """Owns the block pool (through its scheduler). `_in_step` are the sequences of a step that has not ended.
+
+    Subclasses set `role` and `_reports`.
+    """
 
     role: ClassVar[Role]
-    step_phase: ClassVar[str]
-    """What `RequestFailed` calls the phase in which a step fails."""
     _reports: Reports
 
     def __init__(
@@ -55,7 +50,16 @@ class RequestEngine(Engine, Generic[R, S]):
         self.metrics = metrics
         self._rules, self._max_waiting = rules, config.max_waiting
         self._grammars = AwaitedGrammars(grammars, self.notify, scheduler.constrain, self._fail)
-        self._in_step: Collection[HasSequence] = ()
+        self._rate = StepRate()
+        self._in_step: Collection[S] = ()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.scheduler) == 0
 
     def apply(self, command: object) -> None:
         match command:
@@ -78,10 +82,23 @@ class RequestEngine(Engine, Generic[R, S]):
 
     def fail_step(self, error: Exception) -> None:
         why = f"the step failed: {type(error).__name__}: {error}"
-        for chunk in self._in_step:
-            if self.scheduler.has(chunk.sequence):
-                self._fail(chunk.sequence, self.step_phase, why, retryable=True)
+        for sequence in self._in_step:
+            if self.scheduler.has(sequence):
+                self._fail(sequence, self.role, why, retryable=True)
         self._in_step = ()
+
+    def snapshot(self) -> EngineStatus:
+        scheduler = self.scheduler
+        return EngineStatus(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_transferring=scheduler.num_in_transfer,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            blocks=scheduler.pool.counts,
+            tokens_per_s=self._rate.tokens_per_s,
+            step_time_s=self._rate.step_time_s,
+            num_dropped_frames=self._num_dropped_frames,
+        )
 
     def check_integrity(self) -> BlockCounts:
         return self.scheduler.check_integrity()
@@ -111,8 +128,13 @@ class RequestEngine(Engine, Generic[R, S]):
         self._grammars.ask(self._add(router, request, token_ids, hasher, time.monotonic()))
 
     def _continue(self, known: S, request: R) -> bool:
-        """Go on with a sequence under the new attempt `request`, if that loses nothing. False: it starts anew."""
+        """Go on with a sequence under the new attempt `request`. False if that attempt must start from its prompt."""
         return False
+
+    @property
+    @abstractmethod
+    def _num_dropped_frames(self) -> int:
+        """KV frames that were dropped since the start."""
 
     @abstractmethod
     def _overload(self) -> str:

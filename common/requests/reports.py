@@ -1,4 +1,4 @@
-"""What routers hear of their requests: tokens, log-probabilities of prompts, and failures."""
+"""Reports to routers about their requests: tokens, log-probabilities of prompts, and failures."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from common.requests.sequence import WorkerSequence
 from common.sampling.logprobs import chunk_logprobs
 from common.wire.messages import Message, PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
 
-MAX_MESSAGE_CHARS = 4000
-"""Of a failure's message: the wire takes 4096."""
+MAX_WHY_CHARS = 4000
+"""The wire takes texts of 4096 characters."""
 
 
 class Reports:
@@ -36,7 +36,7 @@ class Reports:
     def report_prompt_logprobs(self, sequence: WorkerSequence, start: int, logits: Tensor) -> None:
         """Queue log-probabilities of the prompt's tokens behind `start`: at once, before any token that follows.
 
-        `logits` are those of the prompt's tokens from `start` on.
+        `logits` belong to the prompt's tokens from `start` on.
         """
         prompt = sequence.token_ids[: sequence.num_request_tokens]
         message = PromptLogprobs(
@@ -56,7 +56,7 @@ class Reports:
             request_id=request_id,
             attempt=attempt,
             phase=phase,
-            message=why[:MAX_MESSAGE_CHARS],
+            message=why[:MAX_WHY_CHARS],
             retryable=retryable,
         )
         self._emit(router, failed)

@@ -38,6 +38,21 @@ class Scheduler(ABC, Generic[S]):
     def has_work(self) -> bool:
         """Whether the next step would compute something."""
 
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """Requests that wait for blocks or for their grammar."""
+
+    @property
+    @abstractmethod
+    def num_in_transfer(self) -> int:
+        """Requests that wait for a transfer of their KV."""
+
+    @property
+    @abstractmethod
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens that this worker must still compute."""
+
     def find(self, request_id: str) -> S | None:
         return self._by_id.get(request_id)
 

@@ -39,7 +39,7 @@ class KVConnection:
 
     @property
     def refusal(self) -> str:
-        """Why the decode worker does not take this connection, "" while nothing is known to be wrong."""
+        """Why the decode worker does not take this connection, "" while there is no reason."""
         return next((dialer.refusal for dialer in self._dialers if dialer.refusal), "")
 
     def dial_again(self, now: float) -> bool:

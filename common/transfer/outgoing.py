@@ -156,11 +156,11 @@ class OutgoingTransfer:
         """The event that the engine must hear now, if any: once that it was granted, once that it caught up."""
         if not self.room or self.state is TransferState.OPENED:
             return None
-        told = {CatchUp.NOT_GRANTED: CatchUp.GRANTED, CatchUp.ANSWERED: CatchUp.COMPLETE}.get(self.catch_up)
-        if told is None:
+        following = {CatchUp.NOT_GRANTED: CatchUp.GRANTED, CatchUp.ANSWERED: CatchUp.COMPLETE}.get(self.catch_up)
+        if following is None:
             return None
-        self.catch_up = told
-        return TransferAdvanced(self.request_id, self.attempt, told is CatchUp.COMPLETE)
+        self.catch_up = following
+        return TransferAdvanced(self.request_id, self.attempt, following is CatchUp.COMPLETE)
 
     def ended(self, reason: str, now: float) -> TransferEnded:
         """The event of a transfer that ends at `now`."""

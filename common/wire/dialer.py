@@ -28,7 +28,7 @@ WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED | zmq.EVENT_DISCONNECTED
 
 
 class Dialer:
-    """Owns the socket's one connection. `refusal` says why there is none, "" while nothing is known to be wrong.
+    """Owns the socket's one connection. `refusal` says why there is none, "" while there is no reason.
 
     A worker does not say which key it has, so the dialer tries each trusted key, first the one that was right before.
     """

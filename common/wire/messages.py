@@ -1,4 +1,4 @@
-"""Every message that crosses a process border, grouped by who receives it, in one closed union.
+"""Every message that crosses a process border, grouped by receiver, in one closed union.
 
 `codec.py` packs them. Each message that moves memory says who owns the blocks before and after it.
 """
@@ -28,7 +28,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class RouterHello(Message, frozen=True, tag=1):
-    """First message on a connection: who the router is. The worker answers `WorkerHello`."""
+    """The first message on a connection names the router. The worker answers `WorkerHello`."""
 
     router_id: Name
     epoch: Count
@@ -121,7 +121,7 @@ class HandOver(Message, frozen=True, tag=7):
 
 
 class WorkerHello(Message, frozen=True, tag=20):
-    """Who the worker is. `epoch` differs after every start: a restarted worker is a new worker.
+    """Identity and model of the worker. `epoch` differs after every start: a restarted worker is a new worker.
 
     Only workers with equal `fingerprint` are paired: it covers protocol, model, weights, dtype and KV layout. An answer
     that has begun goes on only on workers with equal `weights`, which covers the model and how its weights are kept.

@@ -15,7 +15,7 @@ ASSUMED_TOKENS_PER_S = 1000.0
 
 
 def backlog_s(num_tokens: float, tokens_per_s: float) -> float:
-    """Seconds that a worker needs to compute `num_tokens` of prompts; 0 when nothing waits, whatever the rate."""
+    """Seconds that a worker needs to compute `num_tokens` of prompts; 0 when nothing waits."""
     return num_tokens / (tokens_per_s if tokens_per_s > 0 else ASSUMED_TOKENS_PER_S)
 
 

@@ -31,7 +31,7 @@ FORGETTING = 0.02
 
 
 class StepRate:
-    """What recent steps took, and how many tokens a second they computed, for heartbeats and metrics."""
+    """The time and the tokens a second of recent steps, for heartbeats and metrics."""
 
     def __init__(self) -> None:
         self._step_s, self._tokens_per_s = Ewma(SMOOTHING, 0.0), Ewma(SMOOTHING, 0.0)
@@ -50,7 +50,7 @@ class StepRate:
 
 
 class _SizeClass:
-    """What steps of about one size took: on average, and the slowest, which is forgotten slowly."""
+    """The times of steps of about one size: their average, and the slowest, which is forgotten slowly."""
 
     def __init__(self) -> None:
         self.num_tokens, self.mean_s, self.slow_s = Ewma(SMOOTHING), Ewma(SMOOTHING), 0.0
@@ -106,7 +106,7 @@ class StepTimes:
         return max(full, default=0.0)
 
     def _expected_s(self, key: int) -> float | None:
-        """What a step of this size takes at worst: as the next larger known size, or in proportion to a smaller one."""
+        """The worst time of a step of this size: that of the next larger known size, or in proportion to a smaller."""
         larger = [size for size in self._classes if size >= key]
         if larger:
             return self._classes[min(larger)].slow_s
