@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
@@ -18,7 +18,7 @@ from common.transfer.receiver import TransferCompleted, TransferFailed, Transfer
 from common.transfer.sender import KVSender
 from common.wire.messages import DecodeRequest, HandOver, Message
 from common.wire.sampling_params import SampledToken
-from common.worker.engine import EngineConfig, RequestReceived
+from common.worker.engine import EngineConfig, RequestReceived, Send
 from common.worker.metrics import WorkerMetrics
 from common.worker.step_times import work_of
 from decode_worker.grants import IncomingTransfers
@@ -49,7 +49,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     def __init__(
         self,
-        send: Callable[[list[tuple[bytes, Message]]], None],
+        send: Send,
         config: EngineConfig,
         scheduler: DecodeScheduler,
         runner: ModelRunner,

@@ -127,7 +127,7 @@ class Handovers:
                 self._pause(handover, now)
 
     def stepped(self) -> None:
-        """After a step: give the sender the blocks it has filled, and end hand-overs that outgrew their room."""
+        """After a step: give the sender the filled blocks, and end hand-overs that outgrew their room ungranted."""
         for handover in list(self._by_key.values()):
             sequence = handover.sequence
             if not handover.granted and self._outruns(handover):

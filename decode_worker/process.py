@@ -14,8 +14,8 @@ from common.sampling.logprobs import max_prompt_logprobs
 from common.sampling.sampler import Sampler
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
-from common.worker.engine import Engine
-from common.worker.process import Send, WorkerProcess
+from common.worker.engine import Engine, Send
+from common.worker.process import WorkerProcess
 from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers
 from decode_worker.pipeline import Launcher

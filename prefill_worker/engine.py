@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
@@ -17,9 +16,9 @@ from common.sampling.logprobs import separate
 from common.sampling.sampler import Sampler, SamplingRow
 from common.transfer.outgoing import TransferEnded
 from common.transfer.sender import KVSender
-from common.wire.messages import KVDone, Message, PrefillRequest, Timeline, TokenDelta
+from common.wire.messages import KVDone, PrefillRequest, Timeline, TokenDelta
 from common.wire.sampling_params import SampledToken
-from common.worker.engine import EngineConfig, RequestReceived
+from common.worker.engine import EngineConfig, RequestReceived, Send
 from common.worker.metrics import WorkerMetrics
 from common.worker.step_times import work_of
 from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
@@ -34,7 +33,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
 
     def __init__(
         self,
-        send: Callable[[list[tuple[bytes, Message]]], None],
+        send: Send,
         config: EngineConfig,
         scheduler: PrefillScheduler,
         runner: ModelRunner,

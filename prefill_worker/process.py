@@ -9,8 +9,8 @@ from common.model_files.files import ModelFiles
 from common.runner.loaded import LoadedModel
 from common.sampling.logprobs import max_prompt_logprobs
 from common.sampling.sampler import Sampler
-from common.worker.engine import Engine
-from common.worker.process import Send, WorkerProcess
+from common.worker.engine import Engine, Send
+from common.worker.process import WorkerProcess
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.scheduler import PrefillScheduler
 

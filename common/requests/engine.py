@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import ClassVar, Generic, TypeVar
 
 from common.errors import WireError
@@ -18,7 +18,7 @@ from common.requests.scheduler import Scheduler
 from common.requests.sequence import WorkerSequence
 from common.wire.message_fields import Role
 from common.wire.messages import AbortRequest, DecodeRequest, Message, PrefillRequest, ResetPrefixCache
-from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost
+from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost, Send
 from common.worker.metrics import WorkerMetrics
 from common.worker.step_times import StepRate
 
@@ -37,7 +37,7 @@ class RequestEngine(Engine, Generic[R, S]):
 
     def __init__(
         self,
-        send: Callable[[list[tuple[bytes, Message]]], None],
+        send: Send,
         config: EngineConfig,
         scheduler: Scheduler[S],
         rules: RequestRules,

@@ -93,7 +93,7 @@ class Dialer:
         except zmq.ZMQError as error:
             if error.errno != errno.ENOENT:  # ENOENT: ZeroMQ gave the connection up itself
                 raise
-        self.dial_at = now + (RETRY_S if certain or self._has_tried_all() else NEXT_KEY_S)
+        self.dial_at = now + (RETRY_S if certain or self._mark_tried() else NEXT_KEY_S)
 
     def _certain_reason(self, event: int, value: int) -> str:
         """The reason that a failure proves, or ""."""
@@ -105,9 +105,9 @@ class Dialer:
             if self._curve is None:
                 return "it wants CURVE, and this process was given no --curve-key"
             return "it speaks no CURVE, and this process was given a --curve-key"
-        return f"what answers there is no worker (ZeroMQ's protocol error {value:#x})" if self._curve is None else ""
+        return f"the process there is no worker (ZeroMQ's protocol error {value:#x})" if self._curve is None else ""
 
-    def _has_tried_all(self) -> bool:
+    def _mark_tried(self) -> bool:
         """Count the present key as tried; whether that was the last one, after which the first is next."""
         if self._curve is None:
             return True

@@ -20,6 +20,8 @@ from common.wire.messages import Message
 from common.worker.step_times import StepTimes
 
 log = logging.getLogger(__name__)
+Send = Callable[[list[tuple[bytes, Message]]], None]
+"""Sends messages to routers, given as (router, message) pairs. Callable from the engine's thread."""
 IDLE_WAIT_S = 0.05
 """How long an idle loop waits for a command."""
 IDLE_CHECK_S = 0.5
@@ -79,7 +81,7 @@ class EngineStatus:
 class Engine(ABC):
     """The loop. Subclasses say what a command does, what a step computes, and what expires."""
 
-    def __init__(self, send: Callable[[list[tuple[bytes, Message]]], None]) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
         self._inbox: SimpleQueue[object] = SimpleQueue()
         self._outbox: list[tuple[bytes, Message]] = []

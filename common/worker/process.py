@@ -33,9 +33,9 @@ from common.transfer.sender import KVSender
 from common.wire.curve import Curve, warn_of_readers
 from common.wire.gatekeeper import Gatekeeper
 from common.wire.listening import in_url
-from common.wire.messages import AnyMessage, DecodeRequest, Message, PrefillRequest, RequestFailed, WorkerHello
+from common.wire.messages import AnyMessage, DecodeRequest, PrefillRequest, RequestFailed
 from common.worker.control import ControlServer, bind_control
-from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost
+from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost, Send
 from common.worker.metrics import WorkerMetrics
 from common.worker.probes import WorkerHTTP
 from common.worker.step_times import DEVICE_FLOOR_S, FLOOR_S, StepTimes
@@ -49,8 +49,6 @@ log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.02
 LAST_WORDS_MS = 500
 """Time at the end for the last messages to routers to leave."""
-
-Send = Callable[[list[tuple[bytes, Message]]], None]
 
 
 class WorkerProcess:
@@ -119,35 +117,11 @@ class WorkerProcess:
         )
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; raises what the engine died of."""
-        config, loop = self.config, asyncio.get_running_loop()
-        stop = asyncio.Event()
+        """Serve until SIGTERM or SIGINT; raises the error that ended the engine."""
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, stop)
-        if self.curve is not None:
-            warn_of_readers(config.curve_key)
-            self.gatekeeper = Gatekeeper(self.blocking_context, self.curve)
-            self.gatekeeper.start()
-        control_socket, address = bind_control(self.context, config.host, config.port, self.curve)
-        self.kv_address = self._advertised(self.bind_kv())
-        http = WorkerHTTP(
-            config.host,
-            config.http_port,
-            lambda: probe_of(self.identity, self.engine, draining=self._draining),
-            self.metrics.registry,
-        )
-        http_port = await http.start()
-        self._write_address_file(self._advertised(address), http_port)
-        self.control = control = ControlServer(
-            control_socket,
-            self._hello,
-            lambda: heartbeat_of(self.identity, self.engine, self._status(), draining=self._draining),
-            self._on_message,
-            self._on_router_lost,
-            heartbeat_s=config.heartbeat_s,
-            router_timeout_s=config.router_timeout_s,
-        )
-        log.info("%s listens on %s", self.identity.worker_id, address, extra={"kv": self.kv_address, "http": http_port})
+        control, http = await self._listen()
         serving = asyncio.create_task(control.run(), name="control")
         stopped = asyncio.create_task(stop.wait(), name="stop")
         tending = self._tend_pod()
@@ -169,17 +143,50 @@ class WorkerProcess:
             stopped.cancel()
             if tending is not None:
                 tending.cancel()
-            ended = True
             await asyncio.gather(serving, return_exceptions=True)
-            if self.engine is not None:
-                ended = await asyncio.to_thread(self.engine.stop)
-            else:
-                self.close_kv()
-            await http.stop()
-            if self.gatekeeper is not None:
-                await asyncio.to_thread(self.gatekeeper.stop)
-            if ended:  # else the engine's thread holds sockets, and `destroy` would wait for them
-                self.context.destroy(linger=LAST_WORDS_MS)
+            await self._close(http)
+
+    async def _listen(self) -> tuple[ControlServer, WorkerHTTP]:
+        """Bind all sockets and tell their addresses. The control server does not run yet."""
+        config = self.config
+        if self.curve is not None:
+            warn_of_readers(config.curve_key)
+            self.gatekeeper = Gatekeeper(self.blocking_context, self.curve)
+            self.gatekeeper.start()
+        control_socket, address = bind_control(self.context, config.host, config.port, self.curve)
+        self.kv_address = self._advertised(self.bind_kv())
+        http = WorkerHTTP(
+            config.host,
+            config.http_port,
+            lambda: probe_of(self.identity, self.engine, draining=self._draining),
+            self.metrics.registry,
+        )
+        http_port = await http.start()
+        self._write_address_file(self._advertised(address), http_port)
+        self.control = ControlServer(
+            control_socket,
+            lambda: hello_of(self.identity, config, self.loaded, self.kv_address),
+            lambda: heartbeat_of(self.identity, self.engine, self._status(), draining=self._draining),
+            self._on_message,
+            self._on_router_lost,
+            heartbeat_s=config.heartbeat_s,
+            router_timeout_s=config.router_timeout_s,
+        )
+        log.info("%s listens on %s", self.identity.worker_id, address, extra={"kv": self.kv_address, "http": http_port})
+        return self.control, http
+
+    async def _close(self, http: WorkerHTTP) -> None:
+        """End the engine and all threads, and close the sockets."""
+        has_ended = True
+        if self.engine is not None:
+            has_ended = await asyncio.to_thread(self.engine.stop)
+        else:
+            self.close_kv()
+        await http.stop()
+        if self.gatekeeper is not None:
+            await asyncio.to_thread(self.gatekeeper.stop)
+        if has_ended:  # else the engine's thread holds sockets, and `destroy` would wait for them
+            self.context.destroy(linger=LAST_WORDS_MS)
 
     def _abandon_loading(self, serving: asyncio.Task[None]) -> NoReturn:
         """End at once: nothing can interrupt the thread that loads weights, and nothing else has begun."""
@@ -283,9 +290,6 @@ class WorkerProcess:
             num_dropped_frames=status.num_dropped_frames + (self.control.num_dropped_frames if self.control else 0),
             num_refused_connections=self.gatekeeper.num_refused if self.gatekeeper else 0,
         )
-
-    def _hello(self) -> WorkerHello:
-        return hello_of(self.identity, self.config, self.loaded, self.kv_address)
 
     def _advertised(self, address: str) -> str:
         """The address that others reach this worker by."""
