@@ -46,7 +46,7 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype | str) 
 class KVCache:
     """`.tensor` is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), width], contiguous, zero at first.
 
-    The width is head_dim; int8 has scales as well: see `kernels.kv_region`.
+    Its width is head_dim; in int8 there is room for scales besides: see `kernels.kv_region`.
 
     The system maps host memory as it is touched: blocks that were never written cost nothing. `.shared` is the memory
     that other processes may read, None unless `share` asks for it and the system has it.
