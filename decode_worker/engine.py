@@ -81,13 +81,13 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         super().__init__(send, config, scheduler, rules, metrics, grammars)
         self._runner, self._sampler, self._transfers = runner, sampler, transfers
         self._reports = DecodeReports(config.identity, self.emit)
-        self._recorder = recorder = Recorder(metrics, block_size=scheduler.block_size)
-        self._handovers = Handovers(sender, scheduler, self._reports, recorder, timeout_s=handover_timeout_s)
+        self._recorder = Recorder(metrics, block_size=scheduler.block_size)
+        self._handovers = Handovers(sender, scheduler, self._reports, metrics, timeout_s=handover_timeout_s)
         self._remote_prefills = RemotePrefills(
             transfers,
             scheduler,
             rules,
-            recorder,
+            self._recorder,
             functools.partial(self._fail, retryable=True),
             grant_timeout_s=grant_timeout_s,
             transfer_timeout_s=transfer_timeout_s,
@@ -322,7 +322,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
     def _finish(self, sequence: DecodeSequence, reason: str, now: float) -> None:
         self._handovers.cancel(sequence, f"it ended: {reason}")
         self._reports.finish(sequence, reason, now)
-        self._recorder.finished(sequence, reason, now)
+        self.metrics.decode_seconds.observe(now - sequence.first_token_at)
+        self.metrics.count_finished(reason)
         self.scheduler.remove(sequence)
 
     def _drop(self, sequence: DecodeSequence, reason: str) -> None:

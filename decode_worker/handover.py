@@ -16,7 +16,7 @@ from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.transfer.sender import KVSender
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import HandOver, KVDone
-from decode_worker.recorder import Recorder
+from common.worker.metrics import WorkerMetrics
 from decode_worker.reporting import DecodeReports
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
@@ -56,13 +56,13 @@ class Handovers:
         sender: KVSender,
         scheduler: DecodeScheduler,
         reports: DecodeReports,
-        recorder: Recorder,
+        metrics: WorkerMetrics,
         *,
         timeout_s: float,
     ) -> None:
         """`timeout_s` bounds a whole hand-over."""
         self._sender, self._scheduler, self._timeout_s = sender, scheduler, timeout_s
-        self._reports, self._recorder = reports, recorder
+        self._reports, self._metrics = reports, metrics
         self._by_key: dict[tuple[str, int], Handover] = {}
         self._keys: dict[str, tuple[str, int]] = {}
 
@@ -209,7 +209,7 @@ class Handovers:
     def _leave(self, handover: Handover, now: float) -> None:
         sequence = handover.sequence
         self._forget(handover, "acknowledged")
-        self._recorder.handed_over(now - handover.paused_at)
+        self._metrics.handover_pause_seconds.observe(now - handover.paused_at)
         self._reports.finish(sequence, "moved", now)
         self._reports.flush()
         self._scheduler.remove(sequence)

@@ -49,13 +49,6 @@ class Recorder:
         self._metrics.prefill_seconds.observe(sequence.prefill_s)
         self._count_prompt(sequence, sequence.num_cached)
 
-    def finished(self, sequence: DecodeSequence, reason: str, now: float) -> None:
-        self._metrics.decode_seconds.observe(now - sequence.first_token_at)
-        self._metrics.count_finished(reason)
-
-    def handed_over(self, pause_s: float) -> None:
-        self._metrics.handover_pause_seconds.observe(pause_s)
-
     def _count_prompt(self, sequence: DecodeSequence, num_hits: int) -> None:
         self._metrics.prompt_tokens.inc(sequence.num_request_tokens)
         self._metrics.prefix_queries.inc(sequence.num_request_tokens)
