@@ -1,4 +1,4 @@
-"""`diptych COMMAND`: runs the module that is the command. Nothing of a command is imported before it is chosen."""
+"""`diptych COMMAND`: runs the command's module, and imports no other command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from common import __version__
-from common.packages import warn_of_strangers
+from common.packages import warn_of_foreign_packages
 
 COMMANDS = {
     "serve": ("router.local.serve", "the whole service on this machine: model, workers and router"),
@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 def usage() -> str:
-    """What `diptych --help` prints."""
+    """The text of `diptych --help`."""
     lines = [f"  {name:<16}{about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join(
         (
@@ -46,18 +46,18 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def end_when_told() -> None:
-    """Obey SIGTERM from the first moment on, long before a command does so in its own way.
+def end_at_sigterm() -> None:
+    """End at SIGTERM from the start, until the command installs a handler of its own.
 
-    The first process of a container has no default for signals: one that comes while Python imports would be lost, and
-    the container would be killed only when its grace period is over.
+    The first process of a container has no default handlers: a signal that comes while Python imports would be lost,
+    and the container would run on until its grace period is over.
     """
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, _end)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console script. Returns the exit status; a command may also end the process itself."""
+    """Entry point of the console script: the exit status, unless the command ends the process itself."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
     if command in ("-h", "--help", "help"):
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"diptych: no command {command!r}; it is one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    end_when_told()
-    warn_of_strangers()
+    end_at_sigterm()
+    warn_of_foreign_packages()
     sys.argv = [f"diptych {command}", *arguments[1:]]
     runpy.run_module(COMMANDS[command][0], run_name="__main__", alter_sys=True)
     return 0

@@ -1,9 +1,9 @@
-"""Every error Diptych raises on purpose.
+"""Every error that Diptych raises on purpose.
 
 DiptychError
 ├── ConfigError          a setting is unknown, of the wrong type or out of range: the process refuses to start
 ├── ModelError           a model file is missing, damaged, unsupported or of the wrong dtype: refuses to start
-├── WireError            a frame that is not one of our messages, or breaks a bound: counted and dropped
+├── WireError            a frame is not one of our messages, or exceeds a bound: counted and dropped
 ├── BlockError           a block was used against its ownership: a bug, never user input
 └── RequestError         a request cannot be served; carries the HTTP status and the OpenAI error type
     ├── InvalidRequest       400  the request itself is wrong: never retried
@@ -71,8 +71,8 @@ class InvalidRequest(RequestError):
 class ContextLengthExceeded(InvalidRequest):
     """A prompt, with the `max_tokens` of its answer, has more tokens than the model takes.
 
-    The text is OpenAI's to the letter, numbers without separators: litellm and others recognise the error by its words.
-    `where` is the field that holds the prompt; with `at_least` the prompt was not counted to its end.
+    The text is OpenAI's to the letter, numbers without separators: litellm and others recognise the error by it.
+    `where` is the field that holds the prompt. With `at_least` only a part of the prompt was counted.
     """
 
     code = "context_length_exceeded"

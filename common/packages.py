@@ -1,7 +1,7 @@
-"""The folders of this project are the packages that it imports, by names that others may have as well.
+"""Warns when Python would import another project's package of the same name, such as `kernels`, instead of ours.
 
-So Diptych has an environment of its own. Where it has not, and another `kernels` comes first on the path, what would
-follow is an ImportError that explains nothing: `warn_of_strangers` says before what is the matter.
+Diptych should have an environment of its own. Where it has none and another package comes first on the path, an
+ImportError would follow that explains nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ PACKAGES: Final = ("kernels", "common", "prefill_worker", "decode_worker", "rout
 _ROOT: Final = Path(__file__).resolve().parents[1]
 
 
-def strangers(root: Path = _ROOT) -> Iterator[tuple[str, str]]:
-    """(name, where it is) of each package that is not imported from `root`. Nothing is imported to find that out."""
+def foreign_packages(root: Path = _ROOT) -> Iterator[tuple[str, str]]:
+    """(name, place) of each package that Python would import from elsewhere than `root`. Imports nothing."""
     for name in PACKAGES:
         spec = find_spec(name)
         if spec is None:
@@ -28,9 +28,9 @@ def strangers(root: Path = _ROOT) -> Iterator[tuple[str, str]]:
             yield name, places[0]
 
 
-def warn_of_strangers() -> None:
-    """One line on stderr for each name that another package has taken."""
-    for name, place in strangers():
+def warn_of_foreign_packages() -> None:
+    """Print a line on stderr for each name that another package has taken."""
+    for name, place in foreign_packages():
         print(
             f"diptych: warning: the package {name} comes from {place}, not from {_ROOT / name}: another one of that "
             "name is installed here or on PYTHONPATH. Give Diptych an environment of its own.",

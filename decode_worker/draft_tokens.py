@@ -1,13 +1,13 @@
-"""Draft tokens for one step of speculative decoding: what followed the last time that the text read like this.
+"""Draft tokens for one step of speculative decoding, taken from an earlier place of the text that reads the same. Pure.
 
 Each draft token is one more row of the step. The step runs it behind the tokens before it as if they were certain, and
 samples a token behind each row. A draft token that equals the sampled one is accepted: the row behind it ran as it
 would have run one step later, so its token counts too. Everything behind the first rejected draft token is dropped. A
 row's logits depend only on its sequence, and its draw on logits, seed and position: draft tokens change no answer.
 
-What answers copy (names, code, quotations) and what their grammar leaves no choice about (the members of JSON) comes
-several tokens a step that way. The search is "prompt lookup" (Saxena 2023). `speculation.py` decides how many tokens
-to draft, by how many were accepted of late and by what rows cost. Pure.
+So several tokens a step come where an answer copies (names, code, quotations) or its grammar leaves no choice (the
+members of JSON). The search is "prompt lookup" (Saxena 2023). `speculation.py` decides how many tokens to draft, by how
+many were accepted recently and by the time that rows take.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ import numpy as np
 import numpy.typing as npt
 
 LONGEST_MATCH = 16
+"""Tokens before a place that are compared."""
 FORCED = LONGEST_MATCH + 1
+"""The kind of a draft token that a grammar forces, beside the lengths of matches."""
 LOOKED_THROUGH = 32_768
 """Tokens back from the end that are searched."""
 LOOKED_AT = 1024
-"""Of the places where the text's last token stands, so many that are nearest to the end."""
+"""At most so many places that hold the text's last token are compared, those nearest to the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """`token_ids` may come next, behind `unseen` if those are the tokens that steps in flight are sampling.
+    """`token_ids` may come next, behind `unseen`, the tokens that steps in flight are expected to sample.
 
-    `kinds` says of each of them, unseen ones first, how many tokens before it agree with the place that it was taken
-    from, or that a grammar has FORCED it.
+    `kinds` has for each of them, unseen ones first, how many tokens before it agree with the place that it was taken
+    from, or FORCED.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -47,7 +49,7 @@ NOTHING = Draft()
 
 
 class Lookup:
-    """A text that grows, and what is likely to come behind it."""
+    """Finds draft tokens in a growing text."""
 
     def __init__(self) -> None:
         self._text: npt.NDArray[np.int32] = np.empty(0, np.int32)  # of which the first `_length` are written
@@ -74,10 +76,7 @@ class Lookup:
         self._length = length
 
     def _best_match(self) -> tuple[int, int]:
-        """The end of the earlier place that agrees with the text's end for longest, the last of such; and how long.
-
-        No longer than LONGEST_MATCH, 0 if nowhere.
-        """
+        """(end, length) of the longest earlier match with the text's end, the last of equal ones; length 0 if none."""
         text = self._text[: self._length]
         first = max(0, self._length - LOOKED_THROUGH)
         ends = np.flatnonzero(text[first:-1] == text[-1])[-LOOKED_AT:] + (first + 1)
@@ -98,14 +97,14 @@ class HitRates:
 
     SMOOTHING = 0.05
     FORGETTING = 0.002
-    """What was not tried for a few hundred draft tokens is worth another try."""
+    """Rates drift back to their start, so that after a few hundred draft tokens a kind is tried again."""
 
     def __init__(self) -> None:
         self._at_first = [1.0 - 1.0 / (2.0 + 0.5 * match) for match in range(LONGEST_MATCH + 1)] + [0.95]
         self._rates = list(self._at_first)
 
     def chances(self, draft: Draft) -> list[float]:
-        """Of each token of `draft` the probability that it, and all before it, are accepted."""
+        """For each token of `draft`, the probability that it and all tokens before it are accepted."""
         chance, chances = 1.0, []
         for kind in draft.kinds:
             chance *= self._rates[kind]
@@ -113,7 +112,7 @@ class HitRates:
         return chances[len(draft.unseen) :]
 
     def learn(self, draft: Draft, token_ids: Sequence[int]) -> None:
-        """`token_ids` are what really came, from the first of `draft.unseen` on."""
+        """`token_ids` are the sampled tokens, from the first of `draft.unseen` on."""
         drafts = zip(draft.kinds, (*draft.unseen, *draft.token_ids), token_ids, strict=False)
         for kind, drafted, real in drafts:
             self._rates[kind] += self.SMOOTHING * ((drafted == real) - self._rates[kind])
@@ -124,7 +123,7 @@ class HitRates:
 
 
 def num_accepted(draft: Draft, sampled: Sequence[int]) -> int:
-    """How many tokens of `draft` are accepted. `sampled`: the row before it, and the row behind each of its tokens."""
+    """How many tokens of `draft` are accepted. `sampled` has the token of the row before it and of each of its rows."""
     count = 0
     while count < len(draft.token_ids) and draft.token_ids[count] == sampled[count]:
         count += 1

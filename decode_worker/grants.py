@@ -1,4 +1,4 @@
-"""The engine's side of incoming transfers: who may ship, into which blocks, and until when."""
+"""The engine's side of incoming transfers: grants, refusals, renewals and announcements that came early."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from common.transfer.receiver import KVReceiver, TransferOpened
 from common.wire.messages import KVAck, KVFailed, KVGrant, KVOpen, KVWait, Message
 from decode_worker.sequence import DecodeSequence
 
+# Announcements (`KVOpen`) that came before their `DecodeRequest`.
 MAX_EARLY_OPENS = 4096
 EARLY_OPEN_S = 10.0
-"""How long a `KVOpen` that came before its `DecodeRequest` is kept."""
+"""How long one is kept."""
+
 TOKEN_BITS = 62
+"""Of a grant's secret: the most that a `Count` on the wire holds."""
 RENEW_S = 1.0
-"""How often a prefill worker whose prompt waits for room here is told to keep holding."""
+"""How often `KVWait` renews the lease of a prefill worker whose prompt waits for room here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class _EarlyOpen:
 
 
 class IncomingTransfers:
-    """Speaks to prefill workers for the engine. Blocks stay the scheduler's; a transfer only borrows them."""
+    """Sends messages to prefill workers for the engine. The scheduler owns the blocks; a transfer only borrows them."""
 
     def __init__(self, receiver: KVReceiver, *, epoch: int, fingerprint: str, require_shared: bool = False) -> None:
         self._receiver, self._epoch, self._fingerprint = receiver, epoch, fingerprint
@@ -45,14 +48,14 @@ class IncomingTransfers:
         return ""
 
     def keep_early(self, event: TransferOpened, now: float) -> None:
-        """Remember an announcement whose request has not come yet."""
+        """Keep an announcement whose request has not come yet."""
         self._early[(event.message.request_id, event.message.attempt)] = _EarlyOpen(event, now + EARLY_OPEN_S)
         if len(self._early) > MAX_EARLY_OPENS:
             _, oldest = self._early.popitem(last=False)
             self.refuse(oldest.event.peer, oldest.event.message, "too many unknown requests")
 
     def forget_early(self, request_id: str, attempt: int, peer: bytes) -> None:
-        """Its prefill worker gave up before the request came."""
+        """Drop an announcement because its prefill worker gave up before the request came."""
         early = self._early.get((request_id, attempt))
         if early is not None and early.event.peer == peer:
             del self._early[request_id, attempt]
@@ -70,7 +73,7 @@ class IncomingTransfers:
             self.refuse(early.event.peer, early.event.message, "unknown request")
 
     def grant(self, sequence: DecodeSequence, first_block: int, now: float) -> None:
-        """Lend the sequence's blocks and let the prefill worker ship from `first_block` on."""
+        """Lend the sequence's blocks to the receiver, and let the prefill worker ship from `first_block` on."""
         sequence.granted_at = now
         request_id, attempt, memory = sequence.request_id, sequence.attempt, sequence.memory
         blocks = tuple(sequence.blocks)
@@ -92,26 +95,26 @@ class IncomingTransfers:
         self._tell(sequence.peer, grant)
 
     def renew(self, sequence: DecodeSequence, now: float) -> None:
-        """Tell the prefill worker, now and then, that its prompt still waits for room here."""
+        """Tell the prefill worker every RENEW_S that its prompt still waits for room here."""
         if now - sequence.renewed_at >= RENEW_S:
             sequence.renewed_at = now
             self._tell(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
 
     def touch(self, sequence: DecodeSequence, now: float) -> None:
-        """The sender said that it is still computing. In a hand-over it wants to know that all before that is here."""
+        """Note that the sender still computes. In a hand-over, confirm that all it sent before has arrived."""
         self._receiver.touch(sequence.request_id, sequence.attempt, now)
         if sequence.request.num_reserved_tokens:
             self._tell(sequence.peer, KVWait(request_id=sequence.request_id, attempt=sequence.attempt))
 
     def not_needed(self, peer: bytes, message: KVOpen) -> None:
-        """This worker has, or computes, the KV itself."""
+        """Acknowledge KV that this worker has, or computes, itself."""
         self._tell(peer, KVAck(request_id=message.request_id, attempt=message.attempt))
 
     def refuse(self, peer: bytes, message: KVOpen, reason: str) -> None:
         self._tell(peer, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=reason))
 
     def release(self, sequence: DecodeSequence, reason: str) -> IncomingTransfer | None:
-        """Take the blocks back, if lent; the prefill worker hears why when `reason` is given."""
+        """Take the blocks back, if lent. A `reason` is sent to the prefill worker."""
         transfer = self._receiver.release(sequence.request_id, sequence.attempt)
         if sequence.peer and reason:
             self._tell(
@@ -125,7 +128,7 @@ class IncomingTransfers:
 
     @property
     def failure(self) -> BaseException | None:
-        """What the receiver's thread died of."""
+        """The error that ended the receiver's thread."""
         return self._receiver.failure
 
     @property

@@ -1,10 +1,10 @@
-"""Running sequences that another decode worker takes over: their KV is copied while they are decoded here.
+"""Hands running sequences over to other decode workers: their KV is copied while they are decoded here.
 
     take ──KVGrant──> copied ──caught up──> paused: the last blocks ──KVAck──> gone
       └── failed, or out of room ──> decoded here ┘└── failed, or no answer ──> decoded here again, from where it was
 
-Full blocks never change, so they travel while further tokens are sampled. Once everything full has left and a token is
-there that the other worker does not know, the sequence pauses, and the blocks it has filled since go with its tokens.
+Full blocks never change, so they are sent while further tokens are sampled. Once the target has all full blocks and the
+sequence has a token that the target lacks, it pauses, and its remaining blocks are sent with its tokens.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.transfer.sender import KVSender
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import HandOver, KVDone
-from decode_worker.recorder import Recorder
-from decode_worker.reporting import Reports
+from common.worker.metrics import WorkerMetrics
+from decode_worker.reporting import DecodeReports
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 
 log = logging.getLogger(__name__)
 MAX_PAUSE_S = 2.0
-"""How long the client of a paused sequence waits for the other worker before this one goes on."""
+"""How long a paused sequence, and its client, wait for the target before this worker decodes on."""
 
 
 @dataclass(slots=True, eq=False)
 class Handover:
     """One hand-over. Of `room` blocks, announced to the target, `num_ready` are full and given to the sender.
 
-    The target knows the sequence's first `num_known_tokens` tokens. Times are engine clock, in seconds.
+    The target has the sequence's first `num_known_tokens` tokens. Times are engine clock, in seconds.
     """
 
     sequence: DecodeSequence
@@ -49,14 +49,20 @@ class Handover:
 
 
 class Handovers:
-    """Speaks to target workers for the engine, through the KV sender, and to routers. Blocks stay the scheduler's."""
+    """Speaks to target workers, through the KV sender, and to routers. The scheduler owns the blocks."""
 
     def __init__(
-        self, sender: KVSender, scheduler: DecodeScheduler, reports: Reports, recorder: Recorder, *, timeout_s: float
+        self,
+        sender: KVSender,
+        scheduler: DecodeScheduler,
+        reports: DecodeReports,
+        metrics: WorkerMetrics,
+        *,
+        timeout_s: float,
     ) -> None:
-        """`timeout_s`: how long a hand-over may take as a whole."""
+        """`timeout_s` bounds a whole hand-over."""
         self._sender, self._scheduler, self._timeout_s = sender, scheduler, timeout_s
-        self._reports, self._recorder = reports, recorder
+        self._reports, self._metrics = reports, metrics
         self._by_key: dict[tuple[str, int], Handover] = {}
         self._keys: dict[str, tuple[str, int]] = {}
 
@@ -69,19 +75,19 @@ class Handovers:
 
     @property
     def failure(self) -> BaseException | None:
-        """What the sender's thread died of."""
+        """The error that ended the sender's thread."""
         return self._sender.failure
 
     @property
     def num_dropped_frames(self) -> int:
         return self._sender.num_dropped_frames
 
-    # ------------------------------------------------------------ what the router and the target say
+    # ------------------------------------------------------------ messages of the router and the target
 
     def take(self, router: bytes, order: HandOver, now: float) -> DecodeSequence | None:
         """Start to copy a sequence that is decoded here, or tell its router why not.
 
-        Returns a sequence whose KV is not here: there is nothing to copy, and nothing lost by computing it elsewhere.
+        Returns a sequence whose KV is not computed yet: there is nothing to copy, and any worker can compute it.
         """
         sequence = self._scheduler.find(order.request_id)
         if sequence is None or sequence.router != router or sequence.attempt != order.attempt:
@@ -95,7 +101,7 @@ class Handovers:
         return None
 
     def on_event(self, event: TransferAdvanced | TransferEnded, now: float) -> None:
-        """The target made room, has what is full so far, has the sequence, or the transfer failed."""
+        """Process an event of the sender: granted, caught up, acknowledged or failed."""
         handover = self._by_key.get((event.request_id, event.attempt))
         if handover is None:
             return
@@ -107,21 +113,21 @@ class Handovers:
         else:
             self._leave(handover, now)
 
-    # ------------------------------------------------------------ what the engine does
+    # ------------------------------------------------------------ calls of the engine
 
     @property
     def wants_pause(self) -> bool:
-        """Whether `pause_due` would pause somebody, if no step were in flight."""
+        """Whether `pause_due` would pause a sequence, if no step were in flight."""
         return any(self._is_due(handover) for handover in self._by_key.values())
 
     def pause_due(self, now: float) -> None:
-        """Let go of the sequences that are copied but for their last blocks. Nothing of them may be in flight."""
+        """Pause the sequences that are copied but for their last blocks. No step of theirs may be in flight."""
         for handover in list(self._by_key.values()):
             if self._is_due(handover):
                 self._pause(handover, now)
 
     def stepped(self) -> None:
-        """A step has ended: offer the blocks it has filled, and give up on what nobody made room for."""
+        """After a step: give the sender the filled blocks, and end hand-overs that outgrew their room ungranted."""
         for handover in list(self._by_key.values()):
             sequence = handover.sequence
             if not handover.granted and self._outruns(handover):
@@ -138,13 +144,13 @@ class Handovers:
                 self._stay(handover, f"it took longer than {self._timeout_s:g} s")
 
     def withdraw(self, sequence: DecodeSequence) -> None:
-        """The sequence is about to lose its blocks: no copy of them leaves once this returned."""
+        """End the hand-over of a sequence that is to lose its blocks: none of them is sent once this has returned."""
         handover = self._handover_of(sequence)
         if handover is not None:
             self._stay(handover, "its blocks are needed here")
 
     def cancel(self, sequence: DecodeSequence, reason: str) -> None:
-        """The sequence is over here, or has another target: nobody goes on with what was copied."""
+        """End the hand-over of a sequence that has ended here, or gets another target."""
         handover = self._handover_of(sequence)
         if handover is not None:
             self._forget(handover, reason)
@@ -157,12 +163,12 @@ class Handovers:
     # ------------------------------------------------------------ inside
 
     def _begin(self, sequence: DecodeSequence, order: HandOver, now: float) -> str:
-        """Why a sequence cannot be handed over, or "" when its blocks are on their way."""
+        """Start to copy a sequence: why that cannot be, or ""."""
         num_known = sequence.num_prompt_tokens + order.num_output_tokens
         if not sequence.num_request_tokens <= num_known <= sequence.num_tokens:
             return f"{order.num_output_tokens} of its {sequence.num_output_tokens} output tokens are not this attempt's"
         self.cancel(sequence, "superseded by another hand-over")
-        room = self._num_blocks(num_known + order.num_reserved_tokens)
+        room = self._scheduler.blocks_for(num_known + order.num_reserved_tokens)
         handover = Handover(sequence, order, num_known, room, now, self._num_full(sequence))
         if self._outruns(handover):
             return f"it has {sequence.num_tokens} tokens, more than {room} blocks hold"
@@ -175,7 +181,7 @@ class Handovers:
         sequence = handover.sequence
         if not handover.granted or sequence.status is not RequestStatus.RUNNING:
             return False
-        # A step in flight may end the last place: its tokens count.
+        # Tokens of steps in flight count: they may fill the last place.
         is_full = sequence.num_at_most > handover.room * self._scheduler.block_size
         return (handover.caught_up or is_full) and sequence.num_planned > handover.num_known_tokens
 
@@ -183,7 +189,7 @@ class Handovers:
         sequence, known = handover.sequence, handover.num_known_tokens
         self._scheduler.pause(sequence)
         handover.paused_at = now
-        num_blocks = self._num_blocks(sequence.num_computed)
+        num_blocks = self._scheduler.blocks_for(sequence.num_computed)
         new = sequence.token_ids[known:]
         logprobs = sequence.logprobs[known - sequence.num_request_tokens :]
         done = KVDone(
@@ -203,13 +209,13 @@ class Handovers:
     def _leave(self, handover: Handover, now: float) -> None:
         sequence = handover.sequence
         self._forget(handover, "acknowledged")
-        self._recorder.handed_over(now - handover.paused_at)
+        self._metrics.handover_pause_seconds.observe(now - handover.paused_at)
         self._reports.finish(sequence, "moved", now)
         self._reports.flush()
         self._scheduler.remove(sequence)
 
     def _stay(self, handover: Handover, reason: str) -> None:
-        """The sequence goes on here."""
+        """End a hand-over; the sequence is decoded on here."""
         log.info("request %s stays: %s", handover.order.request_id, reason)
         sequence = handover.sequence
         self._forget(handover, reason)
@@ -218,7 +224,7 @@ class Handovers:
         self._refuse(sequence.router, handover.order, reason)
 
     def _refuse(self, router: bytes, order: HandOver, reason: str) -> None:
-        """Tell a router that nobody will go on under the new attempt."""
+        """Tell a router that the new attempt has failed."""
         self._reports.fail(router, order.request_id, order.new_attempt, "handover", reason, retryable=True)
 
     def _forget(self, handover: Handover, reason: str) -> None:
@@ -231,11 +237,8 @@ class Handovers:
         return handover if handover is not None and handover.sequence is sequence else None
 
     def _outruns(self, handover: Handover) -> bool:
-        """Whether the target could not take the sequence with the tokens that are on their way."""
+        """Whether the sequence, with the tokens of steps in flight, has more tokens than the target has room for."""
         return handover.sequence.num_at_most > handover.room * self._scheduler.block_size
 
     def _num_full(self, sequence: DecodeSequence) -> int:
         return (sequence.num_computed - sequence.num_pending) // self._scheduler.block_size
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._scheduler.block_size)

@@ -2,10 +2,10 @@
 
     launch N ── launch N+1 ── tokens of N ── launch N+2 ── tokens of N+1 ── ...
 
-A step that checks draft tokens (`draft_tokens.py`) may be launched so, but the next one waits until it has completed.
-A sequence that ends with step N may be in step N+1 already. Its extra token is discarded, and its blocks linger with
-the scheduler until that step has ended. Only steps in which every sequence decodes one token are launched ahead; any
-other step waits until nothing is in flight.
+A step that checks draft tokens (`draft_tokens.py`) may be launched ahead, but the next step waits until it has
+completed. A sequence that ends with step N may be in step N+1 already: its extra token is dropped, and its blocks
+linger with the scheduler until that step has ended. Only steps in which every sequence decodes one token are launched
+ahead; any other step waits until nothing is in flight.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Sampled = TypeVar("Sampled")
 
 
 class Tokens(Protocol):
-    """What a launched step samples."""
+    """The tokens that a launched step samples."""
 
     def read(self) -> list[int]:
-        """Wait for the step: one token id for each of its rows. Raises what the device failed with."""
+        """Wait for the step: one token id for each of its rows. Raises the device's error."""
 
 
 class Launcher(Protocol):
@@ -40,12 +40,12 @@ class Launcher(Protocol):
     ) -> Tokens: ...
 
     def close(self) -> None:
-        """Wait for what was launched. Nothing is launched after it."""
+        """Wait for the launched steps. No step may be launched afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A launched step: the rows of each of `chunks` in turn. Times are engine clock, in seconds."""
+    """A launched step, with the rows of each of `chunks` in turn. Times are engine clock, in seconds."""
 
     chunks: Sequence[DecodeChunk]
     tokens: Tokens
@@ -53,7 +53,7 @@ class StepInFlight:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether the number of tokens that it brings is known only once it has completed."""
+        """Whether it checks draft tokens: then it may bring several tokens of a sequence."""
         return any(chunk.draft.token_ids for chunk in self.chunks)
 
 
@@ -70,7 +70,7 @@ class Pipeline:
         return self._launcher is not None
 
     def prepare(self, chunks: Sequence[DecodeChunk], rows: Sequence[SamplingRow]) -> Sequence[SequenceChunk]:
-        """What a step of `chunks`, which sample by `rows`, is to run; nothing if it cannot be launched ahead."""
+        """The model's chunks for a step of `chunks` and `rows`; none if it cannot be launched ahead."""
         if self._launcher is None or not chunks:
             return ()
         prepared = model_chunks(chunks)
@@ -83,8 +83,8 @@ class Pipeline:
         rows: Sequence[SamplingRow],
         now: float,
     ) -> StepInFlight | None:
-        """Start a step, fed by the one in flight: returns that one, which is now to be completed."""
-        assert self._launcher is not None  # it took what was prepared
+        """Start a step, fed by the one in flight; returns the latter, which must be completed now."""
+        assert self._launcher is not None  # `prepare` found one
         before = self.in_flight
         row_of = {id(chunk.sequence): row for row, chunk in enumerate(before.chunks)} if before else {}
         sources = [
@@ -97,7 +97,7 @@ class Pipeline:
         return before
 
     def complete(self, step: StepInFlight) -> list[Sequence[int]]:
-        """Wait for a step: the tokens of each chunk's rows, none for ended sequences. Raises what the device raised."""
+        """Wait for a step: the tokens of each chunk's rows, none for ended sequences. Raises the device's error."""
         if self.in_flight is step:
             self.in_flight = None
         try:
@@ -111,15 +111,15 @@ class Pipeline:
         return [rows if is_wanted else [] for rows, is_wanted in zip(rows_of, wanted, strict=True)]
 
     def close(self) -> None:
-        """From now on nothing writes to a block. The tokens of a step in flight are lost."""
+        """Wait for the steps in flight and drop their tokens. No step writes to a block afterwards."""
         if self._launcher is not None:
             self._launcher.close()
 
 
 def model_chunks(chunks: Sequence[DecodeChunk]) -> list[SequenceChunk]:
-    """What the model is to run. A token that is still being sampled is unknown here: 0 stands for it.
+    """The model's chunks. A token that is still being sampled is unknown here: 0 stands for it.
 
-    A token of a draft is a chunk of its own: it is computed as it would be in a step of its own.
+    Each draft token is a chunk of its own, computed as in a step of its own.
     """
     prepared = []
     for chunk in chunks:
@@ -132,6 +132,6 @@ def model_chunks(chunks: Sequence[DecodeChunk]) -> list[SequenceChunk]:
 
 
 def by_chunk(sampled: Sequence[Sampled], counts: Sequence[int]) -> list[Sequence[Sampled]]:
-    """What was sampled, taken apart: so many rows of each chunk."""
+    """Split the rows of a step: `counts` rows for each chunk."""
     ends = list(accumulate(counts))
     return [sampled[end - count : end] for end, count in zip(ends, counts, strict=True)]

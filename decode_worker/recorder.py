@@ -1,4 +1,4 @@
-"""What the decode engine measures: recent rates for its status, and the worker's metrics."""
+"""Counts the events of a decode engine in the worker's metrics."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from common.worker.metrics import WorkerMetrics
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk, SchedulerOutput
 
-RATE_SMOOTHING = 0.2
-
 
 class Recorder:
     """Called by the engine's thread at each event of a request's life. Times are engine clock, in seconds."""
 
     def __init__(self, metrics: WorkerMetrics, *, block_size: int) -> None:
         self._metrics, self._block_size = metrics, block_size
-        self.tokens_per_s = self.step_time_s = 0.0
 
     def scheduled(self, output: SchedulerOutput, now: float) -> None:
         for sequence in output.granted:
@@ -26,15 +23,12 @@ class Recorder:
             self._metrics.preemptions.inc(len(output.preempted))
 
     def stepped(self, chunks: Sequence[DecodeChunk], num_sampled: int, num_accepted: int, step_s: float) -> None:
-        """`num_sampled` tokens were new, of which `num_accepted` had been drafted before."""
-        num_tokens = sum(chunk.num_tokens for chunk in chunks) + num_accepted
+        """`num_sampled` tokens were new, `num_accepted` of them drafted before."""
         drafts = [len(chunk.draft.token_ids) for chunk in chunks if chunk.draft.token_ids]
         if drafts:
             self._metrics.drafts.inc(len(drafts))
             self._metrics.draft_tokens.inc(sum(drafts))
             self._metrics.accepted_tokens.inc(num_accepted)
-        self.step_time_s += RATE_SMOOTHING * (step_s - self.step_time_s)
-        self.tokens_per_s += RATE_SMOOTHING * (num_tokens / max(step_s, 1e-6) - self.tokens_per_s)
         self._metrics.steps.inc()
         num_sequences = num_sampled - num_accepted
         self._metrics.step_seconds.observe(step_s, num_sampled / num_sequences if num_sequences > 0 else 1.0)
@@ -54,16 +48,6 @@ class Recorder:
         self._metrics.queue_seconds.observe(sequence.admitted_at - sequence.accepted_at)
         self._metrics.prefill_seconds.observe(sequence.prefill_s)
         self._count_prompt(sequence, sequence.num_cached)
-
-    def finished(self, sequence: DecodeSequence, reason: str, now: float) -> None:
-        self._metrics.decode_seconds.observe(now - sequence.first_token_at)
-        self._metrics.count_finished(reason)
-
-    def handed_over(self, pause_s: float) -> None:
-        self._metrics.handover_pause_seconds.observe(pause_s)
-
-    def failed(self, phase: str) -> None:
-        self._metrics.count_failed(phase)
 
     def _count_prompt(self, sequence: DecodeSequence, num_hits: int) -> None:
         self._metrics.prompt_tokens.inc(sequence.num_request_tokens)

@@ -1,9 +1,9 @@
-"""KV that other workers ship to requests here: announced, granted, received or lost. The other side of `handovers`.
+"""Requests whose KV another worker ships: announced, granted, received or lost. The other side of `handover.py`.
 
     expected ──KVOpen──> opened ──room──> granted ──all received──> decoded
                  └── refused      └── no room in time ┘└── failed, or silent: what has arrived is cached
 
-An announcement may overtake its request, and is kept for a while.
+An announcement may overtake its request; it is kept for a while.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RemotePrefills:
         self._fail = fail
         self._grant_timeout_s, self._transfer_timeout_s = grant_timeout_s, transfer_timeout_s
 
-    # ------------------------------------------------------------ what prefill workers say
+    # ------------------------------------------------------------ events of the receiver
 
     def on_opened(self, event: TransferOpened) -> None:
         message, now = event.message, time.monotonic()
@@ -67,14 +67,14 @@ class RemotePrefills:
         sequence = self._scheduler.find(event.request_id)
         if sequence is None or sequence.attempt != event.attempt or not sequence.is_incoming:
             return
-        if not event.by_peer or event.peer == sequence.peer:  # else it is not the sender's to give up
+        if not event.by_peer or event.peer == sequence.peer:  # else that peer is not the sender
             sequence.peer = b""
-            if event.by_peer:  # what made the sender give up may have spoilt what it sent: none of that is kept
+            if event.by_peer:  # keep nothing: what failed there may have spoilt blocks that it sent
                 self._transfers.release(sequence, "")
             self._fail(sequence, "transfer", f"transfer failed: {event.reason}")
 
     def on_completed(self, event: TransferCompleted) -> DecodeSequence | None:
-        """All KV is here: the sequence, now in the running batch with the tokens that came; None if nobody wants it."""
+        """Let a sequence whose KV has arrived join the running batch; None if its attempt has ended meanwhile."""
         transfer = event.transfer
         sequence = self._scheduler.find(transfer.request_id)
         if (
@@ -97,7 +97,7 @@ class RemotePrefills:
         computed_at = done.computed_at + sequence.clock_offset_s
         sequence.exposed_transfer_s = max(0.0, max(transfer.last_block_at, transfer.done_at) - computed_at)
         sequence.prefill_s, sequence.num_cached = done.prefill_s, done.num_cached_tokens
-        sequence.joined_at = sequence.first_token_at = time.monotonic()
+        sequence.first_token_at = time.monotonic()
         for token in tokens:
             sequence.append(token)
         self._scheduler.start_decoding(sequence)
@@ -105,34 +105,34 @@ class RemotePrefills:
         sequence.append(last)
         return sequence
 
-    # ------------------------------------------------------------ what the engine says
+    # ------------------------------------------------------------ calls of the engine
 
     def expect(self, sequence: DecodeSequence) -> None:
-        """The request is here: its announcement may have been here before."""
+        """Process the announcement of a new request, if it came before."""
         early = self._transfers.take_early(sequence.request_id, sequence.attempt)
         if early is not None:
             self.on_opened(early)
 
     def refuse(self, request_id: str, attempt: int, why: str) -> None:
-        """Its request was refused: so is an announcement that was here before."""
+        """Refuse the announcement of a refused request, if it came before."""
         early = self._transfers.take_early(request_id, attempt)
         if early is not None:
             self._transfers.refuse(early.peer, early.message, why)
 
     def grant(self, granted: Sequence[DecodeSequence], now: float) -> None:
-        """These sequences own blocks: let them be shipped, but for those that were found in the cache."""
+        """Let other workers ship the blocks of these sequences, except those that were found in the cache."""
         for sequence in granted:
             sequence.num_received_blocks = sequence.num_computed // self._scheduler.block_size
             self._transfers.grant(sequence, sequence.num_received_blocks, now)
 
     def release(self, sequence: DecodeSequence, reason: str) -> None:
-        """Nothing more arrives for this attempt; what has arrived is counted in `num_received_blocks`."""
+        """Take a sequence's blocks back from its transfer, and set `num_received_blocks` to what has arrived."""
         transfer = self._transfers.release(sequence, reason)
         if transfer is not None:
             sequence.num_received_blocks = transfer.num_prefix_received
 
     def expire(self, now: float) -> None:
-        """End what waits for too long, and tell those who wait for room here to go on waiting."""
+        """Fail sequences that have waited too long, and renew the leases of the prefill workers of the others."""
         self._transfers.expire_early(now)
         for transfer in self._transfers.stalled(now - self._transfer_timeout_s):
             sequence = self._scheduler.find(transfer.request_id)

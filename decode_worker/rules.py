@@ -1,61 +1,38 @@
-"""What a decode worker takes, how it samples for a sequence, and when a sequence ends. Pure."""
+"""How a decode worker samples for a sequence, what it may draft, and which received tokens it takes. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from common.errors import WireError
-from common.sampling.finish import banned_tokens, finish_reason
+from common.requests.rules import RequestRules
 from common.sampling.penalties import TokenCounts, needs_counts
 from common.sampling.sampler import SamplingRow
 from common.wire.message_fields import unpack_tokens
-from common.wire.messages import DecodeRequest, KVDone
+from common.wire.messages import KVDone
 from common.wire.sampling_params import SampledToken
-from decode_worker.sequence import DecodeSequence, RequestStatus
+from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk
 
 NO_TOKEN = -1
 
 
-class DecodeRules:
+class DecodeRules(RequestRules):
     """`max_model_len` is what model and cache take together."""
 
-    def __init__(
-        self, eos_token_ids: Collection[int], *, knows_grammars: bool, vocab_size: int, max_model_len: int
-    ) -> None:
-        self._eos, self._knows_grammars = tuple(eos_token_ids), knows_grammars
-        self.vocab_size, self.max_model_len = vocab_size, max_model_len
-
-    def prompt(self, request: DecodeRequest) -> list[int]:
-        """The prompt's tokens. Raises WireError for a request that cannot be served here."""
-        token_ids = unpack_tokens(request.prompt)
-        if not token_ids:
-            raise WireError("the prompt is empty")
-        if len(token_ids) >= self.max_model_len:
-            raise WireError(
-                f"the prompt has {len(token_ids)} tokens, this worker takes fewer than {self.max_model_len}"
-            )
-        if max(token_ids) >= self.vocab_size:
-            raise WireError(f"token id {max(token_ids)} is outside of the vocabulary of {self.vocab_size}")
-        if request.num_output_tokens >= len(token_ids):
-            raise WireError(f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output")
-        if request.params.grammar and not self._knows_grammars:
-            raise WireError("this worker knows no grammars")
-        return token_ids
-
     def rows(self, chunk: DecodeChunk) -> list[SamplingRow]:
-        """How to sample behind a chunk's last token, and behind each token of its draft."""
+        """How to sample behind a chunk's last token, and behind each of its draft tokens."""
         draft = chunk.draft.token_ids
         return [self._row(chunk.sequence, draft[:count]) for count in range(len(draft) + 1)]
 
     def num_drafts(self, sequence: DecodeSequence, num_tokens: int) -> int:
-        """How many of `num_tokens` drafts behind the next token may come before the sequence ends by its length."""
+        """How many of `num_tokens` draft tokens behind the next token fit into the sequence's greatest length."""
         num_output = sequence.num_output_tokens + sequence.num_pending
         left = min(sequence.params.max_tokens - num_output, self.max_model_len - sequence.num_planned)
         return min(num_tokens, left - 1)
 
     def num_possible(self, sequence: DecodeSequence, drafted: Sequence[int]) -> int:
-        """How many of the tokens `drafted` may come before the sequence ends by one of them, or breaks its grammar."""
+        """How many of the tokens `drafted` come before one that would end the sequence or break its grammar."""
         params = sequence.params
         ends = {*params.stop_token_ids, *self._eos}
         count = next((place for place, token_id in enumerate(drafted) if token_id in ends), len(drafted))
@@ -64,7 +41,7 @@ class DecodeRules:
         return 0 if params.grammar else count
 
     def _row(self, sequence: DecodeSequence, drafted: tuple[int, ...]) -> SamplingRow:
-        """How to sample the token behind `drafted`, which are behind those that are being sampled now."""
+        """How to sample the token behind `drafted`, which follow the tokens of the steps in flight."""
         num_prompt, params = sequence.num_prompt_tokens, sequence.params
         if needs_counts(params):
             sequence.counts = sequence.counts or TokenCounts(sequence.token_ids[:num_prompt])
@@ -73,7 +50,7 @@ class DecodeRules:
             params,
             position=sequence.num_planned + len(drafted),
             output_token_ids=[*sequence.output_token_ids, *drafted] if params.grammar else (),
-            banned=banned_tokens(params, self._eos, sequence.num_output_tokens + sequence.num_pending + len(drafted)),
+            banned=self.banned(sequence, sequence.num_pending + len(drafted)),
             constraint=sequence.constraint.copy() if sequence.constraint and drafted else sequence.constraint,
             counts=sequence.counts,
             draft=drafted,
@@ -82,7 +59,7 @@ class DecodeRules:
     def received_tokens(
         self, sequence: DecodeSequence, done: KVDone, *, num_blocks: int, block_size: int
     ) -> list[SampledToken]:
-        """The tokens that came with `num_blocks` blocks of KV, which must be those of all tokens but the last.
+        """The tokens that came with `num_blocks` blocks of KV, which must hold all tokens but the last.
 
         Raises WireError.
         """
@@ -100,33 +77,6 @@ class DecodeRules:
             raise WireError(f"{len(logprobs)} logprobs came for {len(token_ids)} tokens")
         return [SampledToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
 
-    def finish_reason(self, sequence: DecodeSequence, token_id: int) -> str:
-        """ "stop", "length" or "" (go on) now that `token_id` is the sequence's last token."""
-        return self._reason(sequence, token_id, 0)
-
     def ends_in_flight(self, sequence: DecodeSequence) -> bool:
-        """Whether the tokens that are being sampled are the sequence's last, whatever they are."""
-        return bool(sequence.num_pending and self._reason(sequence, NO_TOKEN, sequence.num_pending))
-
-    def _reason(self, sequence: DecodeSequence, token_id: int, num_more: int) -> str:
-        return finish_reason(
-            sequence.params,
-            self._eos,
-            num_output_tokens=sequence.num_output_tokens + num_more,
-            token_id=token_id,
-            num_tokens=sequence.num_tokens + num_more,
-            max_model_len=self.max_model_len,
-        )
-
-
-def phase_of(sequence: DecodeSequence) -> str:
-    """Where a sequence is, in the words of `RequestFailed`."""
-    match sequence.status:
-        case RequestStatus.EXPECTING | RequestStatus.WAITING:
-            return "queue"
-        case RequestStatus.OPENED:
-            return "grant"
-        case RequestStatus.TRANSFERRING | RequestStatus.LEAVING:
-            return "transfer"
-        case _:
-            return "decode" if sequence.has_first_token else "prefill"
+        """Whether the sequence ends with the steps in flight, for any tokens that they sample."""
+        return bool(sequence.num_pending and self.finish_reason(sequence, NO_TOKEN, sequence.num_pending))

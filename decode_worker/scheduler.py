@@ -1,24 +1,24 @@
 """What a decode worker computes next. Pure: no clocks, sockets or tensors.
 
 Every step holds one token of each decoding sequence (and draft tokens behind it, see `speculation.py`), plus at most
-`local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that nobody's long prompt stalls
-everybody's tokens. Grants for KV from prefill workers and local prefills draw on the same blocks, oldest first; younger
-requests may pass one that does not fit, until they have taken as many blocks as it needs itself.
+`local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that a long prompt does not stall all
+streams. Grants for KV from prefill workers and local prefills take the same blocks, oldest first. Younger requests may
+pass one that does not fit, until they have taken as many blocks as it needs itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import BlockError
-from common.grammar.grammar import Constraint
 from common.kv.block_pool import BlockCounts, BlockPool
+from common.requests.scheduler import Scheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import DecodeChunk, SchedulerOutput
 
 MAX_PASSING = 16
-"""How many waiting requests are looked at for one that fits: a long queue must not slow down each step."""
+"""How many waiting requests a step tries, so that a long queue does not slow it down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,12 @@ class _Admission:
     num_new: int
 
 
-class DecodeScheduler:
-    """Owns the block pool and every request of the worker. `queue` holds, by age, all that waits for blocks.
+class DecodeScheduler(Scheduler[DecodeSequence]):
+    """Keeps each request of the worker. `queue` holds, by age, those that wait for blocks.
 
-    What would wait there but for its grammar, which is being compiled, is `unready`: no other request waits behind it.
-
-    A step may be scheduled while the one before it is in flight: its sequences count one pending token each. One that
-    is removed meanwhile lingers: it is known no more, but keeps its blocks until no step in flight writes to them.
+    A step may be scheduled while the one before it is in flight: its sequences count one pending token each. A sequence
+    that is removed meanwhile lingers: `find` does not return it, but it keeps its blocks until no step in flight writes
+    to them.
     """
 
     def __init__(
@@ -48,23 +47,13 @@ class DecodeScheduler:
         watermark: float,
         max_prompt_logprobs: int = 1024,
     ) -> None:
-        self.pool, self.block_size = pool, pool.block_size
-        self.max_num_seqs, self.local_prefill_chunk = max_num_seqs, local_prefill_chunk
-        self.max_prompt_logprobs = max_prompt_logprobs
+        super().__init__(pool, max_num_seqs=max_num_seqs, max_prompt_logprobs=max_prompt_logprobs)
+        self.local_prefill_chunk = local_prefill_chunk
         self.num_watermark_blocks = int(watermark * pool.num_blocks)
-        self.running: list[DecodeSequence] = []
         self.queue: list[DecodeSequence] = []
-        self.unready: list[DecodeSequence] = []
-        self._by_id: dict[str, DecodeSequence] = {}
         self._lingering: list[DecodeSequence] = []
         self.num_transferring = 0
         self.num_leaving = 0
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __iter__(self) -> Iterator[DecodeSequence]:
-        return iter(list(self._by_id.values()))
 
     @property
     def has_work(self) -> bool:
@@ -72,17 +61,21 @@ class DecodeScheduler:
 
     @property
     def lacks_blocks(self) -> bool:
-        """Whether the next step would preempt somebody."""
+        """Whether the next step would preempt a sequence."""
         return sum(self._num_missing(sequence) for sequence in self.running) > self.pool.num_available
 
     @property
+    def num_waiting(self) -> int:
+        return len(self.queue) + len(self.unready)
+
+    @property
+    def num_in_transfer(self) -> int:
+        return self.num_transferring + self.num_leaving
+
+    @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens to be computed here and not computed yet."""
         waiting = sum(s.num_remaining for s in (*self.queue, *self.unready) if s.status is not RequestStatus.OPENED)
         return waiting + sum(s.num_remaining - 1 for s in self.running)
-
-    def find(self, request_id: str) -> DecodeSequence | None:
-        return self._by_id.get(request_id)
 
     def add(self, sequence: DecodeSequence) -> None:
         """Accept a request; it owns no blocks yet."""
@@ -90,33 +83,26 @@ class DecodeScheduler:
         if sequence.status is RequestStatus.WAITING:
             self._enqueue(sequence)
 
-    def constrain(self, sequence: DecodeSequence, constraint: Constraint) -> None:
-        """The grammar of a request is there: it may get blocks."""
-        sequence.constraint = constraint
-        if sequence in self.unready:
-            self.unready.remove(sequence)
-            self._enqueue(sequence)
-
     def open(self, sequence: DecodeSequence) -> None:
-        """Its prefill worker announced the KV: wait for room."""
+        """Let a sequence whose KV was announced wait for room."""
         sequence.status = RequestStatus.OPENED
         self._enqueue(sequence)
 
     def start_decoding(self, sequence: DecodeSequence) -> None:
-        """The KV of all its tokens is in its blocks: join the running batch. Blocks beyond that are given back."""
+        """Let a sequence join the running batch: the KV of all its tokens is in its blocks. Releases blocks beyond."""
         self._check_not_lent(sequence)
         self.num_transferring -= 1
         sequence.num_computed = sequence.num_tokens
         self.pool.wrote(sequence.blocks, 0, sequence.num_computed)
-        num_used = -(-sequence.num_computed // self.block_size)
+        num_used = self.blocks_for(sequence.num_computed)
         self.pool.release(sequence.blocks[num_used:])
         del sequence.blocks[num_used:]
-        self._publish(sequence)
+        self._publish_full(sequence)
         sequence.status = RequestStatus.RUNNING
         self.running.append(sequence)
 
     def pause(self, sequence: DecodeSequence) -> None:
-        """Leave a running sequence out of the batch: its last blocks travel. It keeps all its blocks."""
+        """Take a running sequence out of the batch while its last blocks are sent. It keeps all blocks."""
         if sequence.num_pending:
             raise BlockError(f"request {sequence.request_id} cannot leave: a step in flight writes to its blocks")
         self.running.remove(sequence)
@@ -124,13 +110,13 @@ class DecodeScheduler:
         self.num_leaving += 1
 
     def resume(self, sequence: DecodeSequence) -> None:
-        """It stays after all: it is computed on from where it was."""
+        """Put a paused sequence back into the batch."""
         self.num_leaving -= 1
         sequence.status = RequestStatus.RUNNING
         self.running.append(sequence)
 
     def prefill_locally(self, sequence: DecodeSequence, num_received: int) -> None:
-        """Stop expecting KV for `sequence` and compute it here, keeping its first `num_received` received blocks."""
+        """Compute the KV of `sequence` here instead of expecting it. Its first `num_received` blocks are kept."""
         if sequence.status is RequestStatus.TRANSFERRING:
             self.num_transferring -= 1
             self._publish_received(sequence, num_received)
@@ -141,7 +127,7 @@ class DecodeScheduler:
         self._enqueue(sequence)
 
     def expect_again(self, sequence: DecodeSequence) -> None:
-        """Another prefill worker is to announce the KV: until then the sequence does not wait for room."""
+        """Wait for another prefill worker to announce the KV, no longer for room."""
         if sequence.status is RequestStatus.OPENED:
             self._dequeue(sequence)
             sequence.status = RequestStatus.EXPECTING
@@ -151,20 +137,16 @@ class DecodeScheduler:
     ) -> SchedulerOutput:
         """The next step. Granted sequences own blocks for their whole prompt from here on.
 
-        `withdraw` is called with each sequence that is about to lose its blocks: it has them back from any transfer.
+        `withdraw` takes the blocks of a sequence back from any transfer before it is preempted.
         """
         preempted = self._make_room(withdraw)
         granted = self._admit(now)
         chunks = [DecodeChunk(s, s.num_computed, 1) for s in self.running if s.num_remaining == 1]
-        budget, logprob_room = self.local_prefill_chunk, self.max_prompt_logprobs
-        for sequence in self.running:
-            if sequence.num_remaining == 1:
-                continue
-            num_tokens = min(budget, sequence.num_remaining, logprob_room if sequence.wants_prompt_logprobs else budget)
-            if num_tokens:
-                chunks.append(DecodeChunk(sequence, sequence.num_computed, num_tokens))
-                budget -= num_tokens
-                logprob_room -= num_tokens if sequence.wants_prompt_logprobs else 0
+        prompts = (sequence for sequence in self.running if sequence.num_remaining > 1)
+        chunks += [
+            DecodeChunk(sequence, sequence.num_computed, num_tokens)
+            for sequence, num_tokens in self._chunks(prompts, self.local_prefill_chunk)
+        ]
         return SchedulerOutput(chunks, granted, preempted)
 
     def advance(self, chunk: DecodeChunk) -> None:
@@ -172,46 +154,46 @@ class DecodeScheduler:
         sequence = chunk.sequence
         sequence.num_computed = chunk.start + chunk.num_tokens
         self.pool.wrote(sequence.blocks, chunk.start, sequence.num_computed)
-        self._publish(sequence)
+        self._publish_full(sequence)
 
     def room_for(self, sequence: DecodeSequence, num_tokens: int) -> int:
-        """How many of `num_tokens` drafts behind the next token have blocks, which are allocated unless they lack."""
-        wanted = -(-(sequence.num_planned + num_tokens) // self.block_size) - len(sequence.blocks)
+        """How many of `num_tokens` draft tokens behind the next token have room. Allocates blocks if there are any."""
+        wanted = self.blocks_for(sequence.num_planned + num_tokens) - len(sequence.blocks)
         kept = max(self.num_watermark_blocks, len(self.running))  # each may need another one for its next token
         if wanted > 0 and self.pool.num_available - wanted >= kept:
             sequence.blocks += self.pool.allocate(wanted)
         return min(num_tokens, len(sequence.blocks) * self.block_size - sequence.num_planned)
 
     def accept(self, sequence: DecodeSequence) -> None:
-        """The newest token is one that was drafted: its KV is there, and another token was sampled behind it."""
+        """Accept the newest token, which was drafted: the step has written its KV and sampled behind it."""
         self.pool.wrote(sequence.blocks, sequence.num_computed, sequence.num_computed + 1)
         sequence.num_computed += 1
-        self._publish(sequence)
+        self._publish_full(sequence)
 
     def launched(self, chunk: DecodeChunk) -> None:
-        """A step that samples after `chunk` is in flight."""
+        """Record that a step that samples after `chunk` is in flight."""
         chunk.sequence.num_computed = chunk.start + chunk.num_tokens
         chunk.sequence.num_pending += 1
         chunk.sequence.num_drafted = len(chunk.draft.token_ids)
 
     def completed(self, chunk: DecodeChunk) -> bool:
-        """A step in flight has computed `chunk`; False when the sequence is over and its token of no use."""
+        """Record that a step in flight has computed `chunk`; False when its sequence has ended, so drop its tokens."""
         if not self._ended(chunk.sequence):
             return False
         self.pool.wrote(chunk.sequence.blocks, chunk.start, chunk.start + chunk.num_tokens)
-        self._publish(chunk.sequence)
+        self._publish_full(chunk.sequence)
         return True
 
     def failed(self, chunk: DecodeChunk) -> None:
-        """A step in flight failed: what its slots hold is unknown, so nothing of `chunk` is ever published."""
+        """Record that a step in flight failed: its slots hold anything, so nothing of `chunk` is ever published."""
         self._ended(chunk.sequence)
 
     def remove(self, sequence: DecodeSequence, num_received: int = 0) -> None:
-        """Forget a request in whatever state and release its blocks, once no step in flight writes to them.
+        """Forget a request in any state and release its blocks, once no step in flight writes to them.
 
-        Of one whose KV was still coming, the first `num_received` blocks are here: those of known tokens stay cached.
+        If its KV was still coming, the first `num_received` blocks have arrived: those of known tokens stay cached.
         """
-        if self._by_id.get(sequence.request_id) is not sequence:
+        if not self.has(sequence):
             return
         del self._by_id[sequence.request_id]
         match sequence.status:
@@ -236,28 +218,19 @@ class DecodeScheduler:
         return self.pool.check_integrity(sequence.blocks for sequence in (*self._by_id.values(), *self._lingering))
 
     def _ended(self, sequence: DecodeSequence) -> bool:
-        """A step in flight writes to the sequence's blocks no more; whether the sequence is still known."""
+        """Record that a step in flight has ended for the sequence; whether the sequence is still here."""
         sequence.num_pending -= 1
         sequence.num_drafted *= sequence.num_pending > 0  # a step with draft tokens is the last in flight
-        if self.find(sequence.request_id) is sequence:
+        if self.has(sequence):
             return True
         if not sequence.num_pending:
             self._lingering.remove(sequence)
             self._release(sequence)
         return False
 
-    def _release(self, sequence: DecodeSequence) -> None:
-        self._check_not_lent(sequence)
-        self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.num_computed, sequence.num_published = [], 0, 0
-
-    def _check_not_lent(self, sequence: DecodeSequence) -> None:
-        if sequence.lent:
-            raise BlockError(f"request {sequence.request_id} cannot lose blocks that a transfer reads or writes")
-
     def _num_missing(self, sequence: DecodeSequence) -> int:
-        """Blocks that its next tokens need and it does not have."""
-        return max(0, -(-sequence.num_planned // self.block_size) - len(sequence.blocks))
+        """Blocks that the sequence lacks for its next tokens."""
+        return max(0, self.blocks_for(sequence.num_planned) - len(sequence.blocks))
 
     def _dequeue(self, sequence: DecodeSequence) -> None:
         (self.unready if sequence in self.unready else self.queue).remove(sequence)
@@ -272,7 +245,7 @@ class DecodeScheduler:
         self.queue.insert(index, sequence)
 
     def _make_room(self, withdraw: Callable[[DecodeSequence], None]) -> list[DecodeSequence]:
-        """Give each running sequence the blocks its next tokens need, youngest ones losing theirs if there are none."""
+        """Give each running sequence the blocks its next tokens need, preempting the youngest if there are too few."""
         preempted: list[DecodeSequence] = []
         for sequence in sorted(self.running, key=lambda s: s.accepted_at):
             while sequence.status is RequestStatus.RUNNING:
@@ -305,38 +278,33 @@ class DecodeScheduler:
         """The oldest waiting request that fits and may pass those before it."""
         if self._num_active >= self.max_num_seqs:
             return None
-        limit = self.pool.num_blocks  # of the blocks that younger ones may take
+        limit = self.pool.num_blocks  # of blocks that younger ones may take
         for place, sequence in enumerate(self.queue[:MAX_PASSING]):
-            hashes = sequence.hasher.extend(sequence.token_ids)
-            hits = self.pool.match(hashes[: sequence.num_cacheable // self.block_size])
-            num_new = -(-sequence.num_room_tokens // self.block_size) - len(hits)
-            if num_new <= limit and self._fits(hits, num_new):
+            hits = self._cached_prefix(sequence)
+            num_new = self.blocks_for(sequence.num_room_tokens) - len(hits)
+            if num_new <= limit and num_new + self._headroom <= self._num_available(hits):
                 return _Admission(place, hits, num_new)
-            # The client of a preempted sequence has begun to read: it is not made to wait for others.
+            # Nothing may pass a preempted sequence: its client has begun to read.
             left = num_new - sequence.num_passing_blocks if sequence.status is not RequestStatus.PREEMPTED else 0
             limit = min(limit, left)
             if limit <= 0:
                 break
         return None
 
-    def _fits(self, hits: Sequence[int], num_new: int) -> bool:
-        # Headroom for those already here; an idle worker takes whatever fits.
-        headroom = self.num_watermark_blocks if self._num_active else 0
-        return num_new + headroom <= self.pool.num_available - self.pool.num_reclaimed(hits)
+    @property
+    def _headroom(self) -> int:
+        """Blocks that stay free for the sequences that are here: none on an idle worker."""
+        return self.num_watermark_blocks if self._num_active else 0
 
     def _admit(self, now: float) -> list[DecodeSequence]:
-        """Admit what waits, oldest first, while there is room: returns those whose KV is to come."""
+        """Admit waiting requests, oldest first, while there is room: returns those whose KV another worker sends."""
         granted: list[DecodeSequence] = []
         while (admission := self._next()) is not None:
             hits, num_new = admission.hits, admission.num_new
             sequence = self.queue.pop(admission.place)
             for passed in self.queue[: admission.place]:
                 passed.num_passing_blocks += num_new
-            self.pool.acquire(hits)
-            sequence.blocks = hits + self.pool.allocate(num_new)
-            sequence.num_computed = len(hits) * self.block_size
-            sequence.num_published = len(hits)
-            sequence.admitted_at = sequence.admitted_at or now
+            self._give_blocks(sequence, hits, num_new, now)
             if not sequence.num_preemptions:
                 sequence.num_cached = sequence.num_computed
             if sequence.status is RequestStatus.OPENED:
@@ -349,15 +317,11 @@ class DecodeScheduler:
         return granted
 
     def _publish_received(self, sequence: DecodeSequence, num_received: int) -> None:
-        """Blocks that came are as good as computed ones, where the tokens are known that they hold."""
+        """Publish the received blocks whose tokens are known, as if they were computed here."""
         sequence.num_computed = min(num_received, sequence.num_tokens // self.block_size) * self.block_size
         self.pool.wrote(sequence.blocks, 0, sequence.num_computed)
-        self._publish(sequence)
+        self._publish_full(sequence)
 
-    def _publish(self, sequence: DecodeSequence) -> None:
-        num_full = (sequence.num_computed - sequence.num_pending) // self.block_size
-        if num_full > sequence.num_published:
-            hashes = sequence.hasher.extend(sequence.token_ids[: num_full * self.block_size])
-            for index in range(sequence.num_published, num_full):
-                self.pool.publish(sequence.blocks[index], hashes[index])
-            sequence.num_published = num_full
+    def _publish_full(self, sequence: DecodeSequence) -> None:
+        """Publish the blocks whose KV no step in flight still writes."""
+        self._publish(sequence, sequence.num_computed - sequence.num_pending)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from common.grammar.grammar import Constraint
-from common.kv.block_hash import BlockHasher
 from common.kv.shared_memory import PeerMemory
+from common.requests.sequence import WorkerSequence
 from common.sampling.penalties import TokenCounts
 from common.wire.messages import DecodeRequest, KVOpen
-from common.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
+from common.wire.sampling_params import SampledToken, TokenLogprobs
 from decode_worker.draft_tokens import Lookup
 
 
 class RequestStatus(Enum):
-    """Where a request is.
+    """The state of a request.
 
     EXPECTING ──KVOpen──> OPENED ──KVGrant──> TRANSFERRING ──KVDone, all received──> RUNNING ──> (gone)
     WAITING (local prefill) ──room──> RUNNING <──room── PREEMPTED <──out of blocks── RUNNING
-    RUNNING ──hand-over: its last blocks travel──> LEAVING ──KVAck──> (gone), or ──it failed──> RUNNING
+    RUNNING ──hand-over: its last blocks are sent──> LEAVING ──KVAck──> (gone), or ──it failed──> RUNNING
     """
 
     EXPECTING = "expecting"
@@ -32,46 +31,31 @@ class RequestStatus(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class DecodeSequence:
-    """`token_ids` is prompt + output; the KV of the first `num_computed` of them is in `blocks`.
+class DecodeSequence(WorkerSequence):
+    """A request between reservation and its last token.
 
-    `num_pending` more tokens are being sampled by steps in flight, whose KV counts as computed: nobody but a later step
-    reads it. Of such a step `num_drafted` more tokens may come.
+    `num_pending` more tokens are being sampled by steps in flight. Their KV counts as computed, because only later
+    steps read it. Such a step may bring `num_drafted` more tokens.
 
     Younger requests that were admitted while it waits for room own `num_passing_blocks`.
-
-    While its blocks are `lent`, a transfer reads or writes them, and they cannot be released.
 
     Where the request wants log-probabilities of its prompt, the router has those that follow the first
     `num_logprobs_sent` tokens.
 
     Output token i (from `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those reported
-    under the present attempt. Times are engine clock, in seconds.
+    under the present attempt.
     """
 
-    router: bytes
     request: DecodeRequest
-    token_ids: list[int]
-    hasher: BlockHasher
-    accepted_at: float
-    deadline: float
-    status: RequestStatus
-    blocks: list[int] = field(default_factory=list)
-    lent: bool = False
+    status: RequestStatus = field(kw_only=True)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    num_computed: int = 0
     num_pending: int = 0
     num_drafted: int = 0
-    num_published: int = 0
-    num_cached: int = 0
     num_logprobs_sent: int = 0
     num_received_blocks: int = 0
-    num_reported: int = 0
-    num_prompt_tokens: int = 0
-    num_request_tokens: int = 0
+    num_reported: int = field(init=False)
     num_preemptions: int = 0
     num_passing_blocks: int = 0
-    joined_at: float = 0.0
     first_token_at: float = 0.0
     peer: bytes = b""
     memory: PeerMemory | None = None
@@ -79,77 +63,44 @@ class DecodeSequence:
     opened_at: float = 0.0
     renewed_at: float = 0.0
     granted_at: float = 0.0
-    admitted_at: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     exposed_transfer_s: float = 0.0
     clock_offset_s: float = 0.0
-    constraint: Constraint | None = None
     counts: TokenCounts | None = None
     lookup: Lookup | None = None
 
     def __post_init__(self) -> None:
-        self.num_request_tokens = len(self.token_ids)
-        self.num_prompt_tokens = self.num_request_tokens - self.request.num_output_tokens
+        WorkerSequence.__post_init__(self)  # `super()` fails in a dataclass with slots
         self.num_reported = self.request.num_output_tokens
 
     @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def attempt(self) -> int:
-        return self.request.attempt
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def awaits_grammar(self) -> bool:
-        """Whether what its answer must match is still being compiled: it gets no blocks before."""
-        return bool(self.params.grammar) and self.constraint is None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
     def num_announced_tokens(self) -> int:
-        """Tokens whose KV may come: in a hand-over, that of those too that are sampled while it lasts."""
+        """Tokens whose KV may come. In a hand-over these include tokens that the other worker samples meanwhile."""
         return self.num_request_tokens + self.request.num_reserved_tokens
 
     @property
     def num_room_tokens(self) -> int:
-        """Tokens that blocks are to be allocated for."""
+        """Tokens that need blocks at admission."""
         return self.num_announced_tokens if self.status is RequestStatus.OPENED else len(self.token_ids)
 
     @property
     def num_planned(self) -> int:
-        """Tokens once the steps in flight have ended, without those that were drafted."""
+        """Tokens once the steps in flight have ended, without accepted draft tokens."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def num_at_most(self) -> int:
-        """Tokens once the steps in flight have ended."""
+        """Tokens once the steps in flight have ended, if all draft tokens are accepted."""
         return self.num_planned + self.num_drafted
 
     @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
     def num_remaining(self) -> int:
-        """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
+        """Tokens whose KV is still to be computed: 1 for a sequence that decodes."""
         return self.num_planned - self.num_computed
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether its router wants the prompt's log-probabilities, and has not all of them yet."""
         return (
             self.params.prompt_logprobs >= 0
             and not self.request.num_output_tokens
@@ -158,28 +109,27 @@ class DecodeSequence:
 
     @property
     def num_cacheable(self) -> int:
-        """Leading tokens whose KV may be cached: a prefill computes at least one, and all whose logits are needed."""
         if self.wants_prompt_logprobs:
             return self.num_logprobs_sent
         return self.num_tokens - (self.status is not RequestStatus.OPENED)
 
     @property
     def is_incoming(self) -> bool:
-        """Whether its KV is to come from another worker, and is not all here."""
+        """Whether it waits for KV from another worker."""
         return self.status in (RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING)
 
     @property
     def awaits_turn(self) -> bool:
-        """Whether steps are between it and its next token: its prompt waits or is computed, or computed again."""
+        """Whether steps must compute KV before its next token: its prompt's, or all again after a preemption."""
         return not self.is_incoming and (self.num_remaining > 1 or not self.has_first_token)
 
     @property
     def has_first_token(self) -> bool:
-        """Whether this worker holds output made for this request (its own or the prefill worker's)."""
+        """Whether this attempt has output, of this worker or the prefill worker."""
         return self.num_tokens > self.num_request_tokens
 
     def is_continued_by(self, request: DecodeRequest) -> bool:
-        """Whether `request` is another attempt at the very same work, of which nothing has to be told again."""
+        """Whether `request` is another attempt at the same work. Prompt log-probabilities would be lost."""
         mine = self.request
         if mine.params.prompt_logprobs >= 0:
             return False
@@ -192,7 +142,7 @@ class DecodeSequence:
         )
 
     def mismatch(self, announced: KVOpen, block_size: int) -> str:
-        """Why announced KV cannot be this request's, or ""."""
+        """Why the announced KV is not this request's, or ""."""
         if announced.worker_id != self.request.prefill_worker:
             return f"the KV is to come from {self.request.prefill_worker}, not from {announced.worker_id}"
         if announced.num_blocks != -(-self.num_announced_tokens // block_size):
@@ -205,6 +155,6 @@ class DecodeSequence:
             self.logprobs.append(sampled.logprobs)
 
     def restart_reporting(self, request: DecodeRequest) -> None:
-        """A new attempt of the same request: the router wants every token of it again."""
+        """Go on under a new attempt, for which the router wants every token again."""
         self.request = request
         self.num_reported = request.num_output_tokens

@@ -1,4 +1,4 @@
-"""How much a step drafts: as many rows as bring the most tokens a second, by what rows cost here. Pure."""
+"""Decides how many tokens a step drafts: as many as bring the most tokens a second on this machine. Pure."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk
 
 MAX_SEQUENCES = 32
-"""In larger batches a row costs what a token brings, and looking for draft tokens takes longer than it saves."""
+"""In larger batches a row costs what a token brings, and the search for draft tokens takes longer than it saves."""
 LEAST_CHANCE = 0.1
+"""Of acceptance, for a draft token to be considered."""
 LEAST_GAIN = 1.05
-"""In tokens a second, for draft tokens to be worth anything: the step behind them is not launched ahead."""
+"""In tokens a second, for draft tokens to pay: the step behind them is not launched ahead."""
 SLOWEST = 1.5
-"""How much longer a step may take for its draft tokens: those whose text repeats nothing wait as long, too."""
+"""A step may take so many times as long with draft tokens: sequences without any wait as long, too."""
 
 
 class RowCosts:
-    """What decode steps took, by their number of rows. Sizes that were not seen count as free until they are tried."""
+    """The time that decode steps take, by their number of rows. Rows beyond the largest known step count as free."""
 
     SMOOTHING = 0.1
     FORGETTING = 0.002
-    """A size that was once slow is tried again after a few hundred steps of other sizes."""
+    """Larger sizes drift towards smaller ones, so that a slow size is tried again after a few hundred steps."""
     LARGEST_JUMP = 2.0
-    """A step that took many times as long was stopped by something else."""
+    """A step that takes more times as long was held up by something else."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -45,7 +46,7 @@ class RowCosts:
             self._seconds[larger] += self.FORGETTING * (self._seconds[at] - self._seconds[larger])
 
     def seconds(self, num_rows: int) -> float:
-        """What a step of so many rows should take; 0 where nothing is known."""
+        """The expected time of a step of so many rows; 0 before the first step."""
         at = bisect_left(self._sizes, num_rows)
         if at < len(self._sizes) and (self._sizes[at] == num_rows or not at):
             return self._seconds[at]
@@ -55,7 +56,7 @@ class RowCosts:
         return fast + (slow - fast) * (num_rows - low) / (high - low)
 
     def worthwhile(self, num_rows: int, chances: Sequence[float]) -> int:
-        """Of draft tokens with these chances of acceptance, best first: how many make most tokens a second."""
+        """How many draft tokens with these chances of acceptance, best first, bring the most tokens a second."""
         plain = self.seconds(num_rows)
         if not plain:
             return 0
@@ -71,7 +72,7 @@ class RowCosts:
 
 
 class Speculation:
-    """Drafts tokens for the sequences of one engine, and learns from which of them are accepted."""
+    """Drafts tokens for the sequences of one engine, and learns which are accepted."""
 
     def __init__(self, rules: DecodeRules, *, max_tokens: int, max_rows: int) -> None:
         """At most `max_tokens` for one sequence, 0 for none; at most `max_rows` in a step, certain ones included."""
@@ -104,7 +105,7 @@ class Speculation:
         ]
 
     def learn(self, chunk: DecodeChunk, sampled: Sequence[int]) -> int:
-        """`sampled` are the tokens of all rows of a step that has ended: how many of its draft tokens were accepted."""
+        """Learn from the `sampled` tokens of all of a chunk's rows; how many of its draft tokens were accepted."""
         draft = chunk.draft
         count = num_accepted(draft, sampled)
         if draft.token_ids:
@@ -113,12 +114,12 @@ class Speculation:
         return count
 
     def stepped(self, chunks: Sequence[DecodeChunk], step_s: float) -> None:
-        """A step of these, which nothing else kept waiting, took so long."""
+        """Learn how long a step of these chunks took."""
         if self._max_tokens and len(chunks) <= MAX_SEQUENCES and all(chunk.num_tokens == 1 for chunk in chunks):
             self._costs.add(sum(chunk.num_rows for chunk in chunks), step_s)
 
     def _pays(self, chunks: Sequence[DecodeChunk]) -> bool:
-        """Whether a draft token that is surely right would be worth its row: no search else."""
+        """Whether a draft token that is surely accepted would pay. If not, there is no search."""
         if not self._max_tokens or not 0 < len(chunks) <= min(MAX_SEQUENCES, self._max_rows - 1):
             return False
         if not all(chunk.sample and chunk.num_tokens == 1 for chunk in chunks):

@@ -1,4 +1,4 @@
-"""What one step of a decode worker computes of a sequence, and what a step is made of."""
+"""The parts of one step of a decode worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DecodeChunk:
     """Compute `num_tokens` tokens of `sequence` from `start` on; sample if that reaches its last token.
 
     With `all_logits`, the logits of every token are kept: the request wants log-probabilities of its prompt. A single
-    token may have a `draft`, whose tokens run, and are sampled behind, as if they were the sequence's.
+    token may have a `draft`: the step also runs its tokens as if they were the sequence's, and samples behind each.
     """
 
     sequence: DecodeSequence
@@ -24,12 +24,12 @@ class DecodeChunk:
 
     @property
     def num_rows(self) -> int:
-        """Tokens that are run."""
+        """Tokens that the model runs."""
         return self.num_tokens + len(self.draft.token_ids)
 
     @property
     def num_spans(self) -> int:
-        """What the model runs it as: a token of a draft is run by itself."""
+        """Chunks that the model runs it as: each draft token is one of its own."""
         return 1 + len(self.draft.token_ids)
 
     @property
@@ -43,7 +43,7 @@ class DecodeChunk:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """What to compute, what was granted room for its KV to arrive, and what lost its blocks."""
+    """Chunks to compute, sequences that got room for KV to arrive, and sequences that lost their blocks."""
 
     chunks: Sequence[DecodeChunk]
     granted: Sequence[DecodeSequence]

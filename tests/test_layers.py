@@ -27,7 +27,7 @@ EXCEPTIONS: dict[str, set[str]] = {
 ROOMS = {
     "common": (
         "wire", "cluster", "observe", "config", "machine", "gguf_format", "model_files", "kv", "transfer", "grammar",
-        "model", "sampling", "runner", "worker",
+        "model", "sampling", "runner", "worker", "requests",
     ),
     "router": (
         "discovery", "fleet", "dispatch", "text", "observe", "auth", "request", "generation", "api", "server", "local",

@@ -1,1 +1,1 @@
-"""The Kubernetes API, as far as Diptych speaks it."""
+"""The part of the Kubernetes API that Diptych uses."""

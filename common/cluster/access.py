@@ -1,4 +1,4 @@
-"""Where a Kubernetes cluster's API server is, and what a pod shows to be let in."""
+"""The address of a Kubernetes cluster's API server, and a pod's credentials for it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ CREDENTIALS = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 @dataclass(frozen=True, slots=True)
 class ClusterAccess:
-    """`folder` holds `token`, `ca.crt` and `namespace`, as Kubernetes mounts them; the first two change as we run."""
+    """`folder` holds `token`, `ca.crt` and `namespace`, as Kubernetes mounts them. The first two change at any time."""
 
     url: str
     folder: Path
 
     @classmethod
     def find(cls, api: str, folder: str, environ: Mapping[str, str] | None = None) -> ClusterAccess:
-        """The server that `api` names, else the one that Kubernetes tells every container of. Raises ConfigError."""
+        """The server that `api` names, else that of the environment of every container. Raises ConfigError."""
         environ = os.environ if environ is None else environ
         host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not api and not host:
@@ -49,7 +49,7 @@ class ClusterAccess:
         return self.folder / "ca.crt"
 
     def namespace(self, configured: str, field: str) -> str:
-        """The configured namespace, else the pod's own. Raises ConfigError, naming `field`, where neither is known."""
+        """The configured namespace, else the pod's own. Raises ConfigError, naming `field`, if there is neither."""
         try:
             name = configured or (self.folder / "namespace").read_text(encoding="utf-8").strip()
         except (OSError, ValueError):

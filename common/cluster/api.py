@@ -1,4 +1,4 @@
-"""The few requests of the Kubernetes API that Diptych makes, in plain HTTP: get, watch, merge-patch."""
+"""The few requests that Diptych makes to the Kubernetes API, in plain HTTP: get, watch, merge-patch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from common.errors import DiptychError
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
-"""For a whole answer; a watch has its own."""
+"""For a whole answer. A watch has a limit of its own."""
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_LINE_BYTES = 4 * 1024 * 1024
-"""An object is at most 1.5 MiB where the API server keeps it; JSON with managed fields is larger."""
+"""The API server keeps objects of at most 1.5 MiB; their JSON with managed fields is larger."""
 MAX_SHOWN = 300
 
 
 class KubernetesError(DiptychError):
-    """The API server is away, refuses, or does not make sense. `status` is the HTTP status it gave, or 0."""
+    """The API server does not answer, refuses, or answers nonsense. `status` is the HTTP status, or 0."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -38,9 +38,9 @@ class _Status(msgspec.Struct):
 
 
 class KubernetesClient:
-    """One event loop's connection to the API server. Every method raises KubernetesError, and none waits for ever.
+    """One event loop's connection to the API server. Every method raises KubernetesError and has a deadline.
 
-    Token and CA are files that kubelet replaces while a pod runs: the token is read for each request, the CA when its
+    The kubelet replaces token and CA while a pod runs: the client reads the token for each request, and the CA when its
     file has changed.
     """
 
@@ -92,7 +92,7 @@ class KubernetesClient:
         headers: Mapping[str, str] | None = None,
         content: bytes | None = None,
     ) -> AsyncIterator[httpx.Response]:
-        """The answer to a request, its body unread; all that can go wrong with it is a KubernetesError."""
+        """The answer to a request, its body unread. Every failure is a KubernetesError."""
         try:
             async with asyncio.timeout(wait_s):
                 http = await self._connection()
@@ -105,11 +105,11 @@ class KubernetesClient:
             raise KubernetesError(f"no answer from {self._access.url} within {wait_s:g} s") from error
         except httpx.HTTPError as error:
             raise KubernetesError(f"{self._access.url}: {str(error) or type(error).__name__}") from error
-        except (OSError, httpx.InvalidURL) as error:  # the token or the CA cannot be read
+        except (OSError, httpx.InvalidURL) as error:  # token or CA cannot be read
             raise KubernetesError(f"{self._access.url}: {error}") from error
 
     def _authorization(self) -> dict[str, str]:
-        """Empty without a token, as behind `kubectl proxy`. Raises OSError for one that cannot be read."""
+        """The header with the token; empty without a token, as behind `kubectl proxy`. Raises OSError."""
         try:
             token = self._access.token_file.read_text(encoding="ascii").strip()
         except FileNotFoundError:
@@ -155,7 +155,7 @@ async def _read(response: httpx.Response, limit: int) -> bytes:
 
 
 def _refusal(status: int, body: bytes) -> KubernetesError:
-    """What the server's refusal means, for people."""
+    """A refusal of the server, in words for people."""
     try:
         said = msgspec.json.decode(body, type=_Status).message
     except (msgspec.MsgspecError, ValueError):

@@ -4,7 +4,7 @@
     CommonConfig <- RouterConfig
                  <- WorkerConfig     <- PrefillWorkerConfig, DecodeWorkerConfig
 
-Each is made of what its file declares and of groups that others share: `curve`, `cluster`, `access`.
+`cluster` and `access` hold groups of settings that these classes inherit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings that have to do with where processes run: how a router finds workers, and what autoscalers read."""
+"""Settings of where processes run: how a router finds workers, and what autoscalers read."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 from dataclasses import dataclass
 
 from common.cluster.access import CREDENTIALS, ClusterAccess
-from common.config.field import Config, setting
+from common.config.field import GOAL_MS, Config, setting
 from common.errors import ConfigError
 
 _SERVICE = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)(:[0-9]{1,5})?"
+_ADDRESS = r"(tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}|ipc://.+)"
 _NAMESPACE = r"([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?"
 
 
@@ -77,25 +78,45 @@ class DiscoverySettings(ClusterSettings):
     discovery_interval_s: float = setting(
         5.0, "seconds between two lookups of the names, with --discovery dns", group="Workers", ge=0.05, le=3600
     )
+    prefill: tuple[str, ...] = setting(
+        (),
+        "control addresses of the prefill workers; none: decode workers do everything",
+        group="Workers",
+        pattern=_ADDRESS,
+        expects="addresses such as tcp://127.0.0.1:7001",
+        metavar="ADDRESS",
+    )
+    decode: tuple[str, ...] = setting(
+        (),
+        "control addresses of the decode workers",
+        group="Workers",
+        pattern=_ADDRESS,
+        expects="at least one address such as tcp://127.0.0.1:7002",
+        metavar="ADDRESS",
+    )
     slo_ttft_ms: float = setting(
         0.0,
-        "milliseconds within which a first token should come: who would wait longer behind others gets 429 at once; "
-        "0: no such goal, --max-wait-s alone limits the wait",
+        "milliseconds within which a first token should come: a request that would wait longer behind others gets 429 "
+        "at once; 0: no such goal, --max-wait-s alone limits the wait",
         group="Scaling",
-        ge=0,
-        le=3.6e6,
+        **GOAL_MS,
     )
     slo_tpot_ms: float = setting(
-        0.0, "milliseconds that a token after the first should take; 0: no such goal", group="Scaling", ge=0, le=3.6e6
+        0.0, "milliseconds that a token after the first should take; 0: no such goal", group="Scaling", **GOAL_MS
     )
 
-    def check_discovery(self, static: tuple[str, ...]) -> None:
-        """`static`: the addresses that are listed. Raises ConfigError."""
+    def check(self) -> None:
+        super().check()
+        addresses = (*self.prefill, *self.decode)
+        for address in addresses:
+            if addresses.count(address) > 1:
+                field = "decode" if address in self.decode else "prefill"
+                raise ConfigError(field, address, "each worker address once")
         services = (*self.prefill_services, *self.decode_services)
         if self.discovery == "static":
             if services:
                 raise ConfigError("discovery", "static", "dns or kubernetes, for --prefill-services, --decode-services")
-        elif static:
+        elif addresses:
             raise ConfigError("discovery", self.discovery, "static, where --prefill or --decode list addresses")
         if self.discovery_namespace and self.discovery != "kubernetes":
             raise ConfigError("discovery_namespace", self.discovery_namespace, "empty without --discovery kubernetes")
@@ -109,27 +130,30 @@ class DiscoverySettings(ClusterSettings):
             if services.count(name) > 1:
                 raise ConfigError(field, name, "each name once")
 
-    def check_discovery_start(self) -> None:
-        """What only a router about to start must have. Raises ConfigError."""
-        if not self.decode_services:
+    def check_start(self) -> None:
+        super().check_start()
+        if self.discovery == "static":
+            if not self.decode:
+                raise ConfigError("decode", self.decode, "at least one address such as tcp://127.0.0.1:7002")
+        elif not self.decode_services:
             raise ConfigError("decode_services", (), f"at least one name with --discovery {self.discovery}")
-        if self.discovery == "kubernetes":
+        elif self.discovery == "kubernetes":
             self.cluster.namespace(self.discovery_namespace, "discovery_namespace")
 
 
 @dataclass(frozen=True)
 class PodSettings(ClusterSettings):
-    """What a worker in a pod does for the cluster that runs it."""
+    """Settings of a worker in a pod."""
 
     pod_deletion_cost: bool = setting(
         False,
         "keep controller.kubernetes.io/pod-deletion-cost on the worker's own pod at its number of requests, so that a "
-        "pool that shrinks loses its idlest pod; needs POD_NAME and the right to patch pods",
+        "pool that shrinks loses its least busy pod; needs POD_NAME and the right to patch pods",
         group="Kubernetes",
     )
 
-    def check_pod_start(self) -> None:
-        """What only a worker about to start must have. Raises ConfigError."""
+    def check_start(self) -> None:
+        super().check_start()
         if self.pod_deletion_cost:
             if not os.environ.get("POD_NAME"):
                 raise ConfigError("pod_deletion_cost", True, "false where POD_NAME is not set in the environment")

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.config.curve import CurveSettings
-from common.config.field import setting
-
-HOST = r"[A-Za-z0-9_.:-]+"
-"""A host name or an IP address."""
+from common.config.field import FILE, Config, setting
+from common.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class CommonConfig(CurveSettings):
-    """What every process takes."""
+class CommonConfig(Config):
+    """Settings that the router and the workers share."""
 
+    curve_key: str = setting(
+        "",
+        "key pair of this process, written by `diptych keygen`: encrypts and authenticates (CURVE) every connection "
+        "between processes; empty: neither",
+        group="Sockets",
+        **FILE,
+    )
+    curve_authorized: str = setting(
+        "",
+        "file with further public keys to trust at the other end of any connection, one a line; read anew whenever it "
+        "changes. The process's own key is always trusted",
+        group="Sockets",
+        **FILE,
+    )
     config: str = setting(
         "",
         "TOML file with settings; flags and environment win over it",
         group="Everywhere",
-        metavar="FILE",
         in_file=False,
+        **FILE,
     )
     log_level: str = setting(
         "info", "how much to log", group="Everywhere", choices=("debug", "info", "warning", "error")
@@ -36,8 +47,26 @@ class CommonConfig(CurveSettings):
     )
     heartbeat_s: float = setting(
         0.25,
-        "seconds between the signs of life that router and workers send each other",
+        "seconds between the heartbeats that router and workers send each other",
         group="Deadlines",
         ge=0.01,
         le=10,
     )
+
+    def check(self) -> None:
+        super().check()
+        if self.curve_authorized and not self.curve_key:
+            raise ConfigError("curve_authorized", self.curve_authorized, "empty unless --curve-key is given")
+
+    def check_silence(self, field: str) -> None:
+        """Refuse a time of silence in which fewer than two heartbeats come. Raises ConfigError."""
+        if getattr(self, field) < 2 * self.heartbeat_s:
+            raise ConfigError(field, getattr(self, field), f"at least two heartbeats (2 x {self.heartbeat_s:g})")
+
+    def check_start(self) -> None:
+        super().check_start()
+        if self.curve_key:
+            # Imported here: no other check needs ZeroMQ.
+            from common.wire.curve import Curve
+
+            Curve.load(self.curve_key, self.curve_authorized)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config.field import setting
+from common.config.field import GOAL_MS, PORT, setting
 from common.config.worker import WorkerConfig
 
 
@@ -21,13 +21,12 @@ class DecodeWorkerConfig(WorkerConfig):
         0.0,
         "milliseconds that a token after the first should take, for diptych_decode_pressure; 0: no such goal",
         group="Scaling",
-        ge=0,
-        le=3.6e6,
+        **GOAL_MS,
     )
     cuda_graphs: bool = setting(
         True, "record decode steps as CUDA graphs at start and launch each as a whole; only on cuda", group="Device"
     )
-    kv_port: int = setting(0, "port that KV blocks arrive on; 0 picks a free one", group="Sockets", ge=0, le=65535)
+    kv_port: int = setting(0, "port that KV blocks arrive on; 0 picks a free one", group="Sockets", **PORT)
     max_num_seqs: int = setting(64, "requests generated side by side", group="Scheduling", ge=1, le=4096)
     local_prefill_chunk: int = setting(
         128,
@@ -38,8 +37,8 @@ class DecodeWorkerConfig(WorkerConfig):
     )
     max_draft_tokens: int = setting(
         6,
-        "tokens that a step may draft for each answer, from what followed the same words before; a step checks "
-        "them all, and answers stay the same; 0: none",
+        "tokens that a step may draft for each answer, from what followed the same tokens before; the step checks "
+        "them all, so answers stay the same; 0: none",
         group="Scheduling",
         ge=0,
         le=64,

@@ -1,7 +1,6 @@
 """Settings as fields of frozen dataclasses: a default, its help and its bounds are written once, in the field.
 
-A config object that exists has been checked, however it was built: a bad value is a `ConfigError` with field, value
-and what is allowed.
+Every config object is checked when it is made. A bad value is a `ConfigError` with field, value and what is allowed.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, get_type_hints
 
@@ -31,13 +29,23 @@ GROUPS = (
     "Everywhere",
 )
 
+# Shapes that several settings have: keywords of `setting`.
+FILE = {"metavar": "FILE"}
+PORT = {"ge": 0, "le": 65535}
+HOST = {"pattern": r"[A-Za-z0-9_.:-]+", "expects": "a host name or IP address"}
+TIMEOUT = {"ge": 0.05, "le": 86400}
+"""Seconds that must not be 0."""
+DURATION = {"ge": 0, "le": 86400}
+"""Seconds."""
+GOAL_MS = {"ge": 0, "le": 3.6e6}
+
 _META = "diptych"
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a field accepts, and the words for it. `pattern` is a full-match expression, `expects` says it in words."""
+    """What a field accepts, and the words for it. `pattern` must match the whole text; `expects` says it in words."""
 
     help: str
     group: str
@@ -51,23 +59,13 @@ class Rule:
     in_file: bool = True
 
 
-def setting(
-    default: Any,
-    help: str,
-    *,
-    group: str,
-    choices: Sequence[Any] = (),
-    ge: float | None = None,
-    le: float | None = None,
-    pattern: str = "",
-    expects: str = "",
-    metavar: str = "",
-    secret: bool = False,
-    in_file: bool = True,
-) -> Any:
-    """A dataclass field of a `Config`. The type comes from the annotation: str, int, float, bool or tuple[str, ...]."""
-    rule = Rule(help, group, tuple(choices), ge, le, pattern, expects, metavar, secret, in_file)
-    return dataclasses.field(default=default, metadata={_META: rule}, repr=not secret)
+def setting(default: Any, help: str, **rule: Any) -> Any:
+    """A dataclass field of a `Config`; `rule` are the fields of `Rule`.
+
+    The type comes from the annotation: str, int, float, bool or tuple[str, ...].
+    """
+    checked = Rule(help, **rule)
+    return dataclasses.field(default=default, metadata={_META: checked}, repr=not checked.secret)
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Field:
 
     @property
     def allowed(self) -> str:
-        """What the field takes, in words: the end of every refusal and part of the help."""
+        """What the field takes, in words: for refusals and for the help."""
         rule = self.rule
         if rule.expects:
             return rule.expects
@@ -142,23 +140,22 @@ class Field:
         else:
             members = (value,)
         for member in members:
-            self._check_one(rule, member)
+            if rule.choices and member not in rule.choices:
+                self.refuse(member)
+            if rule.pattern and not re.fullmatch(rule.pattern, str(member)):
+                self.refuse(member)
+            if isinstance(member, int | float) and not isinstance(member, bool) and not _is_within(member, rule):
+                self.refuse(member)
 
-    def _check_one(self, rule: Rule, value: Any) -> None:
-        if rule.choices and value not in rule.choices:
-            self.refuse(value)
-        if rule.pattern and not re.fullmatch(rule.pattern, value):
-            self.refuse(value)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            too_low = rule.ge is not None and value < rule.ge
-            too_high = rule.le is not None and value > rule.le
-            if not math.isfinite(value) or too_low or too_high:
-                self.refuse(value)
+
+def _is_within(number: float, rule: Rule) -> bool:
+    low, high = -math.inf if rule.ge is None else rule.ge, math.inf if rule.le is None else rule.le
+    return math.isfinite(number) and low <= number <= high
 
 
 @dataclass(frozen=True)
 class Config:
-    """Base of every settings class. `section` names its TOML table, `env_prefix` its own environment names."""
+    """Base of every settings class. `section` names its TOML table, `env_prefix` its own environment variables."""
 
     section: ClassVar[str] = ""
     env_prefix: ClassVar[str] = ""
@@ -173,7 +170,7 @@ class Config:
         """Checks over several fields. Raises ConfigError."""
 
     def check_start(self) -> None:
-        """Checks that only a process about to start must pass, such as an address that has no default."""
+        """Checks for a process that is about to start, such as for an address that has no default."""
 
 
 def fields_of(cls: type[Config]) -> tuple[Field, ...]:

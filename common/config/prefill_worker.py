@@ -28,7 +28,7 @@ class PrefillWorkerConfig(WorkerConfig):
         1, "parallel connections to each decode worker for KV blocks", group="Transfer", ge=1, le=16
     )
     kv_lease_s: float = setting(
-        30.0, "seconds that KV is kept for a decode worker that says nothing", group="Transfer", ge=0.05, le=3600
+        30.0, "seconds that KV is kept for a silent decode worker", group="Transfer", ge=0.05, le=3600
     )
     kv_wire_dtype: str = setting(
         "native",
@@ -41,9 +41,8 @@ class PrefillWorkerConfig(WorkerConfig):
     def check(self) -> None:
         super().check()
         if self.kv_wire_dtype != "native" and self.kv_transport == "shm":
-            raise ConfigError(
-                "kv_wire_dtype", self.kv_wire_dtype, "native with kv_transport shm, which sends no frames"
-            )
+            allowed = "native with kv_transport shm, which sends no frames"
+            raise ConfigError("kv_wire_dtype", self.kv_wire_dtype, allowed)
         if self.kv_wire_dtype != "native" and self.kv_cache_dtype != "auto":
             allowed = f"native with kv_cache_dtype {self.kv_cache_dtype}, which is as small already"
             raise ConfigError("kv_wire_dtype", self.kv_wire_dtype, allowed)

@@ -7,11 +7,8 @@ from typing import ClassVar
 
 from common.config.access import AccessSettings
 from common.config.cluster import DiscoverySettings
-from common.config.common import HOST, CommonConfig
-from common.config.field import setting
-from common.errors import ConfigError
-
-_ADDRESS = r"(tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}|ipc://.+)"
+from common.config.common import CommonConfig
+from common.config.field import DURATION, HOST, PORT, TIMEOUT, setting
 
 
 @dataclass(frozen=True)
@@ -24,14 +21,8 @@ class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings):
         "The OpenAI-compatible front door: sends each request to a prefill and a decode worker, streams the answer."
     )
 
-    host: str = setting(
-        "127.0.0.1",
-        "address the HTTP server listens on",
-        group="HTTP",
-        pattern=HOST,
-        expects="a host name or IP address",
-    )
-    port: int = setting(8000, "port the HTTP server listens on; 0 picks a free one", group="HTTP", ge=0, le=65535)
+    host: str = setting("127.0.0.1", "address the HTTP server listens on", group="HTTP", **HOST)
+    port: int = setting(8000, "port the HTTP server listens on; 0 picks a free one", group="HTTP", **PORT)
     api_key: str = setting(
         "",
         "key that clients must send (Authorization: Bearer); empty: none. Better set by environment",
@@ -59,8 +50,8 @@ class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings):
     )
     reasoning: str = setting(
         "auto",
-        "auto: what a chat answer has between <think> and </think> is told apart from its text, where the model's chat "
-        "template knows these marks; none: it is text like any other",
+        "auto: an answer's text between <think> and </think> is sent as its reasoning, where the model's chat template "
+        "has these marks; none: it is text like any other",
         group="Model",
         choices=("auto", "none"),
     )
@@ -74,22 +65,6 @@ class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings):
         group="Model",
         ge=0,
         le=1_000_000_000,
-    )
-    prefill: tuple[str, ...] = setting(
-        (),
-        "control addresses of the prefill workers; none: decode workers do everything",
-        group="Workers",
-        pattern=_ADDRESS,
-        expects="addresses such as tcp://127.0.0.1:7001",
-        metavar="ADDRESS",
-    )
-    decode: tuple[str, ...] = setting(
-        (),
-        "control addresses of the decode workers",
-        group="Workers",
-        pattern=_ADDRESS,
-        expects="at least one address such as tcp://127.0.0.1:7002",
-        metavar="ADDRESS",
     )
     local_prefill_threshold: int = setting(
         64,
@@ -115,69 +90,46 @@ class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings):
         30.0,
         "seconds a request may wait for a worker, its stream begun or not, before 503",
         group="Deadlines",
-        ge=0.05,
-        le=86400,
+        **TIMEOUT,
     )
     prefill_timeout_s: float = setting(
         120.0,
-        "seconds without a first token of a placed request, and without a word of its worker that it makes progress "
-        "(said once a second), after which it moves to others",
+        "seconds without a first token of a placed request, and without its worker's report of progress (once a "
+        "second), after which it moves to other workers",
         group="Deadlines",
-        ge=0.05,
-        le=86400,
+        **TIMEOUT,
     )
     token_timeout_s: float = setting(
         60.0,
-        "seconds between two tokens, and without such a word of a transfer, after which a request moves to others",
+        "seconds between two tokens, and without such a report of a transfer, after which a request moves to other "
+        "workers",
         group="Deadlines",
-        ge=0.05,
-        le=86400,
+        **TIMEOUT,
     )
     max_wait_s: float = setting(
         30.0,
-        "seconds that a new request may be bound to wait behind others; one that would wait longer gets 429 at once. "
-        "Batch clients are content to wait; for people set --slo-ttft-ms",
+        "seconds that a new request may have to wait behind others; one that would wait longer gets 429 at once. "
+        "This suits batch clients; for people set --slo-ttft-ms",
         group="Deadlines",
-        ge=0.05,
-        le=86400,
+        **TIMEOUT,
     )
     overload_wait_s: float = setting(
         0.5,
-        "what --max-wait-s falls to once requests have been refused for seconds without a pause: as many are served "
-        "through a short queue, and sooner. A few may always wait; set to the same as --max-wait-s it never falls",
+        "what --max-wait-s falls to while requests are refused for seconds without a pause: a short queue serves as "
+        "many, and sooner. A few requests may always wait; with the value of --max-wait-s nothing falls",
         group="Deadlines",
-        ge=0.05,
-        le=86400,
+        **TIMEOUT,
     )
     drain_timeout_s: float = setting(
         30.0,
         "seconds that running answers get to finish after SIGTERM; at most 3 under `diptych serve`",
         group="Deadlines",
-        ge=0,
-        le=86400,
+        **DURATION,
     )
     request_timeout_s: float = setting(
-        600.0, "seconds a whole request may take before 504", group="Deadlines", ge=0.05, le=86400
+        600.0, "seconds a whole request may take before 504", group="Deadlines", **TIMEOUT
     )
 
     def check(self) -> None:
-        self.check_curve()
-        if self.worker_timeout_s < 2 * self.heartbeat_s:
-            raise ConfigError(
-                "worker_timeout_s", self.worker_timeout_s, f"at least two heartbeats (2 x {self.heartbeat_s:g})"
-            )
-        addresses = (*self.prefill, *self.decode)
-        for address in addresses:
-            if addresses.count(address) > 1:
-                raise ConfigError(
-                    "decode" if address in self.decode else "prefill", address, "each worker address once"
-                )
-        self.check_discovery(addresses)
-        self.check_access()
-
-    def check_start(self) -> None:
-        self.check_curve_start()
-        if self.discovery != "static":
-            self.check_discovery_start()
-        elif not self.decode:
-            raise ConfigError("decode", self.decode, "at least one address such as tcp://127.0.0.1:7002")
+        super().check()
+        self.check_silence("worker_timeout_s")

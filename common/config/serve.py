@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config.field import Config, setting
+from common.config.field import DURATION, Config, setting
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,15 @@ class ServeConfig(Config):
     decode: int = setting(1, "decode workers to start", group="Workers", ge=1, le=64)
     start_timeout_s: float = setting(
         1800.0,
-        "seconds after its start in which a process must have loaded and answer: the service is given up if one of the "
-        "first does not, a later one is ended and started again; 0: any time",
+        "seconds after its start within which a process must have loaded and answer: if one of the first does not, the "
+        "service ends; a later one is ended and started again; 0: any time",
         group="Deadlines",
-        ge=0,
-        le=86400,
+        **DURATION,
     )
     liveness_s: float = setting(
         90.0,
-        "seconds without a good answer of /health after which a worker, once started, is ended and started again (the "
-        "router after two thirds of them); 0: never",
+        "seconds without a good answer of /health after which a started worker is ended and started again (the router "
+        "after two thirds of them); 0: never",
         group="Deadlines",
-        ge=0,
-        le=86400,
+        **DURATION,
     )

@@ -4,7 +4,7 @@
 
 In the file a `[section]` wins over a top-level key; in the environment `DIPTYCH_DECODE_MAX_NUM_SEQS` wins over
 `DIPTYCH_MAX_NUM_SEQS`. A top-level key or an unprefixed variable holds for every process that has such a setting.
-Whatever is wrong, unknown names included, is a `ConfigError`.
+An unknown name or a bad value is a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from common.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
 
-# Read elsewhere, not a field of a config class: the folder that fetched models are kept in.
+# No fields of a config class: the folder of fetched models, and the CPU that kernels are compiled for.
 OTHER_VARIABLES = ("DIPTYCH_CACHE", "DIPTYCH_MARCH")
-# Programs above this layer bring a config class of their own; every other process leaves their settings to them.
+# Settings of programs above this layer, which bring their own config class. Other processes ignore them.
 OTHER_PREFIXES = ("DIPTYCH_BENCH_",)
 OTHER_SECTIONS = ("bench",)
 
@@ -47,7 +47,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def variables_of(cls: type[Config]) -> dict[str, tuple[Field, bool]]:
-    """Environment names of a class -> (field, whether the name is this section's own)."""
+    """Environment variables of a class: (field, whether the variable is for this kind of process only)."""
     shared = {f"DIPTYCH_{field.name.upper()}": (field, False) for field in fields_of(cls)}
     own = {f"DIPTYCH_{cls.env_prefix}_{field.name.upper()}": (field, True) for field in fields_of(cls)}
     return shared | own
@@ -60,14 +60,14 @@ def group_order(field: Field) -> int:
 
 @dataclass(frozen=True)
 class Sources:
-    """File and environment, known to hold no unknown name."""
+    """File and environment. `open` refuses names that no process has."""
 
     file: Mapping[str, Any]
     environ: Mapping[str, str]
 
     @classmethod
     def open(cls, path: str, environ: Mapping[str, str], reader: type[Config]) -> Sources:
-        """Reads the TOML file (`path` may be empty) and the DIPTYCH_* variables for `reader`. Raises ConfigError."""
+        """Read the TOML file (`path` may be empty) and the DIPTYCH_* variables for `reader`. Raises ConfigError."""
         classes = dict.fromkeys((*CONFIG_CLASSES, reader))
         ours = {name: text for name, text in environ.items() if name.startswith("DIPTYCH_")}
         known = {name for config in classes for name in variables_of(config)} | set(OTHER_VARIABLES)
@@ -80,7 +80,7 @@ class Sources:
         return cls(table, ours)
 
     def values(self, config: type[Config], skip: frozenset[str] = frozenset()) -> dict[str, Any]:
-        """What file and environment say about the fields of `config`, except `skip`. Raises ConfigError."""
+        """The fields of `config`, except `skip`, that file or environment set. Raises ConfigError."""
         by_name = {field.name: field for field in fields_of(config) if field.name not in skip}
         values: dict[str, Any] = {}
         for table in (self.file, self.file.get(config.section, {})):
@@ -120,7 +120,7 @@ def _check_names(table: Mapping[str, Any], classes: Iterable[type[Config]]) -> N
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse that raises ConfigError, never abbreviates and leaves every value as text."""
+    """argparse that raises ConfigError, takes no abbreviations and leaves every value as text."""
 
     def __init__(self, prog: str, about: str, epilog: str) -> None:
         super().__init__(
@@ -168,7 +168,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=34, width=min(shutil.get_terminal_size().columns, 120))
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
-        """The options are listed below; a usage line that repeats them all is noise."""
+        """Leave the options out of the usage line: they are listed below it."""
         super().add_usage("%(prog)s [options]", actions, groups, prefix)
 
 
@@ -220,6 +220,6 @@ def load(cls: type[C], argv: Sequence[str] | None = None, *, prog: str = "") -> 
 
 
 def exit_refused(error: Exception, prog: str) -> NoReturn:
-    """Ends the process the way every refused start does: one line on stderr, exit status 2."""
+    """End the process as every refused start does: one line on stderr, exit status 2."""
     print(f"{prog}: {error}", file=sys.stderr)
     raise SystemExit(2) from error

@@ -6,8 +6,8 @@ import ipaddress
 from dataclasses import dataclass
 
 from common.config.cluster import PodSettings
-from common.config.common import HOST, CommonConfig
-from common.config.field import setting
+from common.config.common import CommonConfig
+from common.config.field import DURATION, FILE, HOST, PORT, setting
 from common.errors import ConfigError
 
 _CORES = r"([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?"
@@ -37,28 +37,19 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class WorkerConfig(CommonConfig, PodSettings):
-    """What both kinds of worker take."""
+    """Settings that prefill and decode workers share."""
 
-    host: str = setting(
-        "127.0.0.1",
-        "address the worker's sockets listen on",
-        group="Sockets",
-        pattern=HOST,
-        expects="a host name or IP address",
-    )
+    host: str = setting("127.0.0.1", "address the worker's sockets listen on", group="Sockets", **HOST)
     port: int = setting(
-        0, "port of the control socket that routers connect to; 0 picks a free one", group="Sockets", ge=0, le=65535
+        0, "port of the control socket that routers connect to; 0 picks a free one", group="Sockets", **PORT
     )
-    http_port: int = setting(
-        0, "port of /health, /ready and /metrics; 0 picks a free one", group="Sockets", ge=0, le=65535
-    )
+    http_port: int = setting(0, "port of /health, /ready and /metrics; 0 picks a free one", group="Sockets", **PORT)
     advertise_host: str = setting(
         "",
         "host name that others reach this worker by, when it is not --host (a wildcard, a container)",
         group="Sockets",
-        pattern=rf"({HOST})?",
-        expects="a host name or IP address",
         metavar="HOST",
+        **HOST | {"pattern": rf"({HOST['pattern']})?"},
     )
     allow_remote: bool = setting(
         False,
@@ -67,10 +58,10 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     address_file: str = setting(
         "",
-        "write the bound addresses to this file as JSON, for whoever started the worker",
+        "write the bound addresses to this file as JSON, for the program that started the worker",
         group="Sockets",
-        metavar="FILE",
         in_file=False,
+        **FILE,
     )
     worker_id: str = setting(
         "",
@@ -114,7 +105,7 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     core_share: str = setting(
         "",
-        "file through which workers of one machine tell each other that they compute: whoever computes alone uses all "
+        "file through which workers of one machine see which of them compute: a worker that computes alone uses all "
         "its threads, others a part; `diptych serve` sets it",
         group="Device",
     )
@@ -168,34 +159,25 @@ class WorkerConfig(CommonConfig, PodSettings):
         ge=0,
         le=3600,
     )
-
     drain_timeout_s: float = setting(
         30.0,
         "seconds that running requests get to finish, or to move to another worker, after SIGTERM; at most 2 under "
         "`diptych serve`",
         group="Deadlines",
-        ge=0,
-        le=86400,
+        **DURATION,
     )
 
     def check(self) -> None:
-        self.check_curve()
+        super().check()
         if not is_loopback(self.host) and not self.curve_key and not self.allow_remote:
             allowed = "127.0.0.1, ::1 or localhost unless --curve-key or --allow-remote is given"
             raise ConfigError("host", self.host, allowed)
-        if self.router_timeout_s < 2 * self.heartbeat_s:
-            raise ConfigError(
-                "router_timeout_s", self.router_timeout_s, f"at least two heartbeats (2 x {self.heartbeat_s:g})"
-            )
+        self.check_silence("router_timeout_s")
         if self.kv_transport == "shm" and self.device != "cpu":
             raise ConfigError("kv_transport", "shm", f"auto or tcp on {self.device}: its blocks are not in host memory")
         if self.kv_cache_dtype == "int8" and self.device != "cpu":
             raise ConfigError("kv_cache_dtype", "int8", f"auto or fp8 on {self.device}")
         parse_cores(self.cores)
-
-    def check_start(self) -> None:
-        self.check_curve_start()
-        self.check_pod_start()
 
     @property
     def shares_kv(self) -> bool:

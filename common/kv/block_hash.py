@@ -12,8 +12,8 @@ DIGEST_BYTES = 16
 class BlockHasher:
     """Hashes the blocks of one growing sequence, each once.
 
-    `hash_i = blake2b(hash_{i-1} + tokens of block i)`; the chain starts from the salt, so that tenants with
-    different salts never share a block. The model needs no place in it: a pool holds one model's blocks only.
+    `hash_i = blake2b(hash_{i-1} + tokens of block i)`. The chain starts from the salt, so that tenants with different
+    salts never share a block. It leaves the model out: a pool holds the blocks of one model only.
     """
 
     def __init__(self, block_size: int, salt: str = "") -> None:
@@ -22,13 +22,13 @@ class BlockHasher:
         self._tail = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
     def copy(self) -> BlockHasher:
-        """Another hasher of what was hashed so far."""
+        """A hasher that goes on from the same blocks."""
         other = BlockHasher(self.block_size)
         other.hashes, other._tail = list(self.hashes), self._tail
         return other
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
-        """All hashes of the full blocks of `token_ids`, which must begin with what was hashed before."""
+        """Hashes of all full blocks of `token_ids`, which must begin with the tokens hashed before."""
         size = self.block_size
         for index in range(len(self.hashes), len(token_ids) // size):
             tokens = array("I", token_ids[index * size : (index + 1) * size]).tobytes()

@@ -28,11 +28,11 @@ class BlockCounts:
 class BlockPool:
     """Allocation, reference counts and an LRU prefix cache over hashed blocks.
 
-    The block that became free last is handed out first: its memory is there already, while one that was never used
-    costs a page fault for every 4 KiB.
-    A block is published under its hash only when `wrote` has named every slot of it: a completed step or a verified
-    transfer wrote it, since the block was allocated. A released block that is published stays in the cache until it is
-    needed for something else, least recently released first.
+    `allocate` takes the block that became free last: its memory is mapped, while a block that was never used costs a
+    page fault for every 4 KiB.
+    A block can be published under its hash once `wrote` has named every slot of it since its allocation: completed
+    steps or a verified transfer wrote them. A published block stays in the cache after its release until the pool
+    needs it, least recently released first.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 1, *, enable_prefix_caching: bool = True) -> None:
@@ -70,7 +70,7 @@ class BlockPool:
         return blocks
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks that hold the longest cached prefix of `hashes`. Owns nothing: call `acquire` before allocating."""
+        """Blocks that hold the longest cached prefix of `hashes`. Call `acquire` to own them, before `allocate`."""
         blocks: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -93,10 +93,10 @@ class BlockPool:
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up one ownership of each. The last blocks of a sequence become the first to be evicted."""
+        """Give up one ownership of each block. The last blocks of a sequence are evicted first."""
         for block in reversed(blocks):
             if self._refs[block] < 1:
-                raise BlockError(f"block {block} is released but nobody owns it")
+                raise BlockError(f"block {block} is released but has no owner")
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 if block in self._hash_of:
@@ -105,10 +105,10 @@ class BlockPool:
                     self._free.append(block)
 
     def wrote(self, blocks: Sequence[int], begin: int, end: int) -> None:
-        """The KV of tokens `begin` to `end` of the sequence that owns `blocks` is in their slots.
+        """Note that the KV of tokens `begin` to `end` of the sequence that owns `blocks` is in their slots.
 
-        Call it when the step that computed them has completed, or the transfer that brought them was verified, never
-        before. Raises BlockError when slots before `begin` were not written: a block is filled in order.
+        Call it once the step that computed them has completed, or the transfer that brought them is verified, not
+        before. Raises BlockError when slots before `begin` were not written: blocks are filled in order.
         """
         while begin < end:
             index, slot = divmod(begin, self.block_size)
@@ -120,9 +120,9 @@ class BlockPool:
             begin += num_slots
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Offer an owned, complete block to later requests. The first block of a hash wins; a second stays private."""
+        """Offer an owned, complete block to later requests. A second block of the same hash stays private."""
         if self._refs[block] < 1:
-            raise BlockError(f"block {block} is published but nobody owns it")
+            raise BlockError(f"block {block} is published but has no owner")
         if self._num_written[block] < self.block_size:
             written = f"{self._num_written[block]} of its {self.block_size} slots"
             raise BlockError(f"block {block} is published but only {written} were written")
@@ -131,14 +131,12 @@ class BlockPool:
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
 
-    def reset_cache(self) -> int:
-        """Forget every published block; the unowned ones become free. Returns how many became free."""
-        count = len(self._cached)
+    def reset_cache(self) -> None:
+        """Forget every published block; the unowned ones become free."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._hash_of.clear()
         self._block_of.clear()
-        return count
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> BlockCounts:
         """Check that the blocks `owners` hold are exactly the owned ones, and that published ones are complete.

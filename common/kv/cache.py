@@ -1,4 +1,4 @@
-"""The KV cache of one worker. All layers of a block lie together: a block is one range of bytes, as the wire wants."""
+"""The KV cache of one worker. All layers of a block lie together, so a block travels as one range of bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""What a cache may hold whatever its model computes in: half of bfloat16, and an approximation."""
+"""Approximations of half of bfloat16's size, for a model of any dtype."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -32,7 +32,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def cache_dtype(name: str) -> torch.dtype:
-    """That of "fp8" and "int8", or of what `torch_dtype` knows. ModelError as there."""
+    """The torch dtype of "fp8", "int8", or a name that `torch_dtype` takes; ModelError for anything else."""
     return SMALL_DTYPES[name] if name in SMALL_DTYPES else torch_dtype(name)
 
 
@@ -48,8 +48,8 @@ class KVCache:
 
     Its width is head_dim; in int8 there is room for scales besides: see `kernels.kv_region`.
 
-    In host memory the system maps pages as they are touched: blocks that were never written cost nothing. `.shared` is
-    the memory that other processes may be let read, None unless asked for, and on a device or a system without it.
+    The system maps host memory as it is touched: blocks that were never written cost nothing. `.shared` is the memory
+    that other processes may read, None unless `share` asks for it and the system has it.
     """
 
     def __init__(
@@ -77,7 +77,10 @@ class KVCache:
         self._host: memoryview | None = None
         self.shared: SharedMemory | None = None
         try:
-            self.tensor = self._in_host_memory(shape, share) if self.device.type == "cpu" else self._on_device(shape)
+            if self.device.type == "cpu":
+                self.tensor = self._in_host_memory(shape, share)
+            else:
+                self.tensor = torch.zeros(shape, dtype=self.dtype, device=self.device)
         except (OSError, RuntimeError, OverflowError) as error:
             raise ModelError(
                 f"no memory for a KV cache of {num_blocks} blocks ({num_blocks * self.block_bytes / 2**30:.2f} GiB) "
@@ -96,9 +99,6 @@ class KVCache:
         self._host = memoryview(pages)[:num_bytes]
         return torch.frombuffer(self._host, dtype=self.dtype).view(shape)
 
-    def _on_device(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
     def block(self, index: int) -> memoryview:
         """Writable bytes of one whole block in host memory, no copy. BlockError out of range or off the host."""
         if self._host is None:
@@ -110,12 +110,6 @@ class KVCache:
         """One whole block on its device, no copy: `tensor` less its first dimension. BlockError out of range."""
         self._check(index)
         return self.tensor[index]
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy one whole block onto another, on the device. BlockError when one is out of range."""
-        self._check(source)
-        self._check(target)
-        self.tensor[target].copy_(self.tensor[source])
 
     def clear_slots(self, index: int, first: int) -> None:
         """Zero the slots of a block from `first` on, in every layer. BlockError when it is out of range."""

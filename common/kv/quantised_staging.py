@@ -1,7 +1,7 @@
 """KV blocks as 8-bit numbers in host memory, for the wire: half the bytes of bfloat16, a quarter of float32's.
 
-They pass through the buffers that a GPU's blocks pass through, also where the cache is in host memory. On a GPU it is
-the GPU that quantises, before the copy to host memory, and the other way round. The format is that of `kernels.blocks`.
+They pass through buffers even if the cache is in host memory. A GPU quantises before the copy to host memory and
+dequantises after the copy from it. The format is that of `kernels.blocks`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels import gather_blocks, scatter_blocks, wire_bytes
 
 
 class QuantisedOutgoing(StagedOutgoing):
-    """A block is quantised into a buffer when it is asked for. All its numbers must be finite, in unused slots too."""
+    """`view` quantises a block into a buffer. All its numbers must be finite, in unused slots too."""
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:
         super().__init__(kv, stream)
@@ -30,7 +30,7 @@ class QuantisedOutgoing(StagedOutgoing):
 
 
 class QuantisedIncoming(StagedIncoming):
-    """Blocks arrive in buffers as they travelled, and are dequantised into the cache when they are committed."""
+    """Blocks arrive in buffers; `commit` dequantises them into the cache."""
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:
         super().__init__(kv, stream)
@@ -48,13 +48,13 @@ class QuantisedIncoming(StagedIncoming):
 
 
 class _Row:
-    """Between a block and a buffer in host memory: on a GPU through one quantised block of its own memory."""
+    """Quantises between a block and a buffer in host memory: on a GPU through one quantised block of its memory."""
 
     def __init__(self, kv: KVCache) -> None:
         self.num_bytes = wire_bytes(kv.tensor, quantised=True)
         on_host = kv.device.type == "cpu"
         self._row = None if on_host else torch.empty(1, self.num_bytes, dtype=torch.uint8, device=kv.device)
-        self._only = torch.tensor([0]).to(kv.device)  # waits: the stream that reads it is another
+        self._only = torch.tensor([0]).to(kv.device)  # waits, because another stream reads it
 
     def gather(self, block: Tensor, buffer: Tensor) -> None:
         row = buffer[None] if self._row is None else self._row
@@ -69,14 +69,14 @@ class _Row:
 
 
 def quantised_outgoing(kv: KVCache) -> QuantisedOutgoing:
-    """What it runs on a GPU is compiled now, not while a transfer waits."""
+    """Quantises one block now, so that a GPU's kernel is compiled before a transfer needs it."""
     blocks = QuantisedOutgoing(kv, CopyStream(kv.device))
     blocks.view(0)
     return blocks
 
 
 def quantised_incoming(kv: KVCache) -> QuantisedIncoming:
-    """As above, before anything is in the cache: block 0 is zero afterwards."""
+    """Dequantises a block of zeros now, for the same reason. Call it while the cache is empty: it writes block 0."""
     blocks = QuantisedIncoming(kv, CopyStream(kv.device))
     blocks.view(0)[:] = bytes(blocks.block_bytes)
     blocks.commit([0])

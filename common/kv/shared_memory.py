@@ -1,7 +1,7 @@
 """KV memory that a prefill worker lets decode workers of the same host read: an anonymous, sealed memory file.
 
-It has no name in any file system and lives as long as somebody has it open or mapped, so no way to die leaves litter.
-Another process of the same user reaches it through /proc, and proves by a nonce that it reached the right one.
+It has no name in any file system and lives as long as a process has it open or mapped: it is gone however that process
+dies. Another process of the same user reaches it through /proc, and verifies by a nonce that it is the right one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NotShared(DiptychError):
 
 
 class SharedMemory:
-    """The owner's side: `.pages` is zero at first, mapped as it is touched, and ends with the nonce."""
+    """The owner's side: `.pages` is zero at first, mapped as it is touched, and has the nonce at its end."""
 
     def __init__(self, num_bytes: int) -> None:
         """Raises NotShared where the system has no such memory, OSError when there is no room."""
@@ -34,7 +34,7 @@ class SharedMemory:
             raise NotShared(f"{sys.platform} has no sealed memory files")
         import fcntl
 
-        # A memory file of any size can be made; a private mapping is refused if it could never be backed.
+        # The system makes a memory file of any size, but refuses a private mapping that it could never back.
         mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         try:
             self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -43,7 +43,7 @@ class SharedMemory:
         try:
             os.fchmod(self._fd, stat.S_IRUSR | stat.S_IWUSR)
             os.ftruncate(self._fd, num_bytes + NONCE_BYTES)
-            # A reader of a file that shrinks under it dies of SIGBUS.
+            # If a file shrinks, its readers die of SIGBUS.
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self.pages = mmap.mmap(self._fd, num_bytes + NONCE_BYTES)
         except BaseException:
@@ -70,7 +70,7 @@ class PeerMemory:
             raise NotShared(f"{sys.platform} has no sealed memory files")
         self.offer = offer
         try:
-            # Before the file is opened: if the nonce is right, this process had it, and is the one that is watched.
+            # Before the file is opened: if the nonce is right then, the watched process is the one that offered it.
             self.process = os.pidfd_open(offer.pid)
         except (OSError, AttributeError) as error:
             raise NotShared(f"process {offer.pid} is not on this host, or hidden: {error}") from error
@@ -100,7 +100,7 @@ class PeerMemory:
 
 
 def _map(offer: KVMemory) -> np.typing.NDArray[np.uint8]:
-    """The blocks, read-only. The link is looked at before it is opened: opening may have effects, reading has none."""
+    """The blocks, read-only. Checks the link first: opening a file may have effects, reading a link has none."""
     assert sys.platform == "linux"
     import fcntl
 

@@ -1,8 +1,8 @@
 """KV blocks as bytes in host memory, for the wire, wherever the cache is.
 
-A cache in host memory is read and written in place. Blocks of a GPU pass through pinned buffers, copied by a stream of
-their own beside the kernels of the next step. The engine hands out only blocks that no step in flight touches, so these
-copies wait for nothing.
+A cache in host memory is read and written in place. Blocks of a GPU pass through pinned buffers: a stream of their own
+copies them beside the kernels of the next step. The engine lends only blocks that no step in flight touches, so the
+copies need not wait for any.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from common.kv.cache import KVCache
 
 
 class OutgoingBlocks(Protocol):
-    """What a sender reads from; for one thread."""
+    """A sender reads blocks from this, in one thread."""
 
     def view(self, index: int) -> memoryview:
-        """The bytes of a block; they stay as they are for as long as the view, or a frame made of it, lives."""
+        """The bytes of a block. They do not change while the view, or a frame made of it, lives."""
 
 
 class IncomingBlocks(Protocol):
-    """What a receiver writes to; for one thread."""
+    """A receiver writes blocks to this, in one thread."""
 
     def view(self, index: int) -> memoryview:
-        """Where the bytes of a block are to arrive."""
+        """The memory that the bytes of a block arrive in."""
 
     def commit(self, indices: Sequence[int]) -> None:
-        """Copies these blocks, all received whole, into the cache. Views handed out before are void."""
+        """Copy these blocks, all received whole, into the cache. Invalidates all views."""
 
 
 class BlocksInPlace:
-    """Of a cache in host memory, both ways: the views are the cache itself."""
+    """Blocks of a cache in host memory, both ways: the views are the cache itself."""
 
     def __init__(self, kv: KVCache) -> None:
         self._kv = kv
@@ -45,11 +45,11 @@ class BlocksInPlace:
         return self._kv.block(index)
 
     def commit(self, indices: Sequence[int]) -> None:
-        """They are there already."""
+        """Nothing to copy."""
 
 
 class CopyStream:
-    """Copies between a device and host memory that it can reach directly. On the CPU, plain copies."""
+    """Copies between a device and host memory that the device reaches directly. On the CPU, plain copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,7 +62,7 @@ class CopyStream:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def run(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy (target, source) pairs and wait for them, leaving the interpreter to others meanwhile."""
+        """Copy (target, source) pairs and wait for them; other threads may run meanwhile."""
 
         def copy() -> None:
             for target, source in copies:
@@ -71,7 +71,7 @@ class CopyStream:
         self.wait_for(copy)
 
     def wait_for(self, work: Callable[[], None]) -> None:
-        """Let `work` launch what it will on this stream, and wait for that."""
+        """Call `work`, and wait for what it launches on this stream."""
         if self._stream is None:
             work()
             return
@@ -81,14 +81,14 @@ class CopyStream:
 
 
 class StagedOutgoing:
-    """A block is copied into a buffer when it is asked for; the buffer is used again once nobody looks at it.
+    """`view` copies a block into a buffer, which is used again once its view is gone.
 
-    There are as many buffers as blocks are being sent at once, which the sockets' high-water marks bound.
+    There are as many buffers as blocks that are sent at once, which the sockets' high-water marks bound.
     """
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:
         self._kv, self._stream = kv, stream
-        self._free: SimpleQueue[Tensor] = SimpleQueue()  # given back by whichever thread drops a view last
+        self._free: SimpleQueue[Tensor] = SimpleQueue()  # any thread may be the last to drop a view
         self.num_buffers = 0
         self.block_bytes = kv.block_bytes
 
@@ -111,9 +111,9 @@ class StagedOutgoing:
 
 
 class StagedIncoming:
-    """Blocks arrive in buffers and are copied into the cache together, when they are committed.
+    """Blocks arrive in buffers; `commit` copies them into the cache together.
 
-    There are as many buffers as blocks arrive between two commits: those of one message.
+    There are as many buffers as blocks in one message, because the receiver commits after each.
     """
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:

@@ -1,7 +1,7 @@
 """Keeps glibc from giving large buffers back to the kernel after every frame.
 
-libzmq allocates each incoming KV frame, and a frame is larger than malloc's default limit for mapped memory: every
-block then costs a system call and fresh page faults. `benchmarks/kv_wire.py` measures the difference (about a third).
+libzmq allocates memory for each incoming KV frame. Frames are above malloc's default limit for mapped memory, so each
+would cost a system call and page faults. `benchmarks/kv_wire.py` measures the difference (about a third).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TRIM_THRESHOLD_BYTES = 256 * 1024 * 1024
 
 
 def keep_large_buffers() -> bool:
-    """Reuse freed buffers of up to 32 MiB. False where the C library has no such setting."""
+    """Reuse freed buffers of up to 32 MiB. False if the C library has no such setting."""
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,4 +1,4 @@
-"""How a worker's compute threads behave beside other workers. Takes effect only before torch is imported."""
+"""Settings of a worker's compute threads. They take effect only before torch is imported."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 from common.config import parse_cores
 
 SPIN_COUNT = "2000"
-"""How long an idle OpenMP thread spins before it sleeps. By default it spins for milliseconds, which it takes from the
-other workers of the machine: two workers on two cores then miss whole scheduler ticks (docs/performance.md)."""
+"""Rounds that an idle OpenMP thread spins before it sleeps. By default it spins for milliseconds, during which other
+workers cannot use its core: two workers on two cores then miss whole scheduler ticks (docs/performance.md)."""
 
 
 def pin_to_cores(cores: str) -> None:
-    """Restrict this process to the configured cores, before torch counts them."""
+    """Restrict this process to the configured cores."""
     wanted = parse_cores(cores)
     if wanted and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, wanted)

@@ -1,9 +1,9 @@
-"""Workers of one machine share its cores by turns: who computes alone takes them all, who has company takes a part.
+"""Lets the workers of one machine share its cores: a worker that computes alone uses all, otherwise each uses a part.
 
-They map one page, a byte for each of them: 1 while it has work. A worker holds a lock on its byte for as long as it
-lives, and the kernel drops the locks of a process that dies, so a byte without a lock counts for nothing. Two workers
-that each ran as many threads as there are cores would wait for each other at every barrier (docs/performance.md).
-Results do not depend on the number of threads.
+They map one page with a byte for each worker: 1 while it has work. A worker holds a lock on its byte as long as it
+lives, and the kernel drops the locks of a process that dies, so a byte without a lock does not count. Two workers that
+each ran as many threads as there are cores would wait for each other at every barrier (docs/performance.md). Results do
+not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IDLE, COMPUTING = b"\0", b"\1"
 
 
 class CoreShare:
-    """One worker's place in the file at `path`; "" for a worker that shares with nobody. Not for several threads."""
+    """One worker's place in the file at `path`, for one thread. With path "" the worker shares no cores."""
 
     def __init__(self, path: str, num_cores: int) -> None:
         self.num_cores = num_cores
@@ -39,11 +39,11 @@ class CoreShare:
 
     @property
     def address(self) -> int:
-        """Of the bytes, for steps that ask while they run; 0 where nothing is shared."""
+        """The address of the bytes, which steps read while they run; 0 if nothing is shared."""
         return 0 if self._view is None else ctypes.addressof(self._view)
 
     def begin(self) -> int:
-        """Say that this worker computes; how many threads its next step may use, at least one."""
+        """Mark this worker as computing; how many threads its next step may use, at least one."""
         if self._page is None:
             return self.num_cores
         try:
@@ -55,14 +55,14 @@ class CoreShare:
             return self.num_cores
 
     def end(self) -> None:
-        """Say that this worker has nothing to compute."""
+        """Mark this worker as idle."""
         if self._page is not None:
             self._page[self._place : self._place + 1] = IDLE
 
     def close(self) -> None:
         """Leave for good; the lock goes with the file."""
         self.end()
-        self._page = None  # what `address` names stays mapped as long as this object lives
+        self._page = None  # `address` stays mapped as long as this object lives
         if self._file >= 0:
             os.close(self._file)
         self._file = self._place = -1
@@ -76,9 +76,9 @@ class CoreShare:
         self.close()
 
     def _join(self) -> None:
-        """Take the first place that nobody holds."""
+        """Take the first free place."""
         try:
-            os.posix_fallocate(self._file, 0, NUM_PLACES)  # to write to a page that a full disk cannot keep is a SIGBUS
+            os.posix_fallocate(self._file, 0, NUM_PLACES)  # else writes end in a SIGBUS when the disk is full
         except OSError as error:
             log.warning("cores are not shared: %s", error)
             os.close(self._file)
@@ -92,14 +92,14 @@ class CoreShare:
             self._place = place
             self._page = mmap.mmap(self._file, NUM_PLACES)
             self._view = (ctypes.c_char * NUM_PLACES).from_buffer(self._page)
-            self.end()  # whoever had the place before may have died at work
+            self.end()  # the place's former worker may have died while it computed
             return
         log.warning("cores are not shared: all %d places are taken", NUM_PLACES)
         os.close(self._file)
         self._file = -1
 
     def _num_others(self) -> int:
-        """How many of the others compute. Forgets those that died at work."""
+        """How many other workers compute. Clears the bytes of those that died while they computed."""
         assert self._page is not None
         places = self._page[:]
         count = 0
@@ -113,6 +113,6 @@ class CoreShare:
         return count
 
     def _lock(self, action: int, place: int) -> int:
-        """Ask for the lock of a place, or who has it: the type that is found. BlockingIOError where it is taken."""
+        """Take the lock of a place, or query it: the lock's type. Raises BlockingIOError if it is taken."""
         query = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
         return int(struct.unpack(FLOCK, fcntl.fcntl(self._file, action, query))[0])

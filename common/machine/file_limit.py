@@ -8,7 +8,7 @@ ENOUGH = 65_536
 
 
 def raise_file_limit() -> None:
-    """As many as the system allows, up to ENOUGH: a connection that says nothing holds one until it is cut off."""
+    """Raise the limit to what the system allows, up to ENOUGH: a silent connection holds one until it is cut."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

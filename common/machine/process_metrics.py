@@ -1,4 +1,4 @@
-"""What the operating system and the event loop know of this process, for its `/metrics`."""
+"""Metrics of this process from the operating system and the event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 
 class _TaskCollector(Collector):
-    """Counts the tasks of the event loop that answers the scrape; 0 where none runs."""
+    """Counts the tasks of the event loop that answers the scrape."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels

@@ -1,1 +1,1 @@
-"""Logs, and quantiles of what was observed lately."""
+"""Logs; averages, windows and quantiles of recent observations."""

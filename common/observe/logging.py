@@ -1,11 +1,11 @@
-"""Log lines that a tired operator understands, or JSON objects for a collector. Fields go in `extra`:
+"""Logs as lines for people or JSON objects for a collector. Fields go in `extra`:
 
 log = logging.getLogger(__name__)
 log.info("request finished", extra={"request_id": rid, "ttft_ms": 41.3})
 
 14:03:22.118 INFO    decode-0  request finished  request_id=cmpl-7f ttft_ms=41.3
 
-`logging` keeps some names to itself and refuses them in `extra`: name, args, module, process, thread, message, ...
+`logging` refuses names of its own in `extra`: name, args, module, process, thread, message, ...
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from common.packages import PACKAGES
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
-# What others sent may be part of a message: it must not look like a line of its own, or speak to a terminal.
+# A message may quote what a client sent: it must not look like another line, or control a terminal.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 
 
 def fields_in(record: logging.LogRecord) -> dict[str, object]:
-    """What the caller passed in `extra`, in its order."""
+    """The fields that the caller passed in `extra`, in order."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
@@ -75,7 +75,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup_logging(process_name: str, level: str = "info", json: bool = False, stream: TextIO | None = None) -> None:
-    """Sends every logger of this process to `stream` (stderr). Libraries speak from WARNING on, unless debugging."""
+    """Send all logs of this process to `stream` (stderr). Libraries log from WARNING on, except at level "debug"."""
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter(process_name) if json else LineFormatter(process_name))
     logging.basicConfig(level=logging.WARNING if level != "debug" else logging.DEBUG, handlers=[handler], force=True)

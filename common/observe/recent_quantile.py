@@ -1,12 +1,12 @@
-"""Quantiles of what was observed lately, in constant memory."""
+"""Quantiles of recent observations, in constant memory."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass, field
 from itertools import accumulate
 from threading import Lock
+
+from common.observe.sliding_window import SlidingWindow
 
 LOWEST, GROWTH, NUM_BUCKETS = 1e-5, 1.05, 425
 """Buckets grow by 5 % from 10 us to about three hours, which bounds the error of a quantile."""
@@ -14,37 +14,23 @@ NUM_SLOTS = 6
 _LOG_GROWTH = math.log(GROWTH)
 
 
-@dataclass(slots=True)
-class _Slot:
-    """The observations of one sixth of the window."""
-
-    number: int
-    counts: list[int] = field(default_factory=lambda: [0] * NUM_BUCKETS)
-
-
 class RecentQuantile:
     """Observations of the last `window_s` seconds. One thread may observe while another asks; `now` is monotonic."""
 
     def __init__(self, window_s: float = 60.0) -> None:
-        self._slot_s = window_s / NUM_SLOTS
-        self._slots: deque[_Slot] = deque(maxlen=NUM_SLOTS)
+        self._window = SlidingWindow(window_s, NUM_SLOTS, lambda: [0] * NUM_BUCKETS)
         self._lock = Lock()
 
     def observe(self, value: float, now: float) -> None:
         """A value in seconds, above 0."""
         bucket = min(NUM_BUCKETS - 1, max(0, math.ceil(math.log(max(value, LOWEST) / LOWEST) / _LOG_GROWTH)))
-        number = int(now / self._slot_s)
         with self._lock:
-            if not self._slots or self._slots[-1].number < number:
-                self._slots.append(_Slot(number))
-            self._slots[-1].counts[bucket] += 1
+            self._window.current(now)[bucket] += 1
 
     def quantile(self, share: float, now: float) -> float:
         """The value that `share` of the observations do not exceed, at most 5 % too large; 0.0 without any."""
-        oldest = int(now / self._slot_s) - NUM_SLOTS + 1
         with self._lock:
-            slots = [slot.counts for slot in self._slots if slot.number >= oldest]
-            counts = [sum(bucket) for bucket in zip(*slots, strict=True)]
+            counts = [sum(bucket) for bucket in zip(*self._window.recent(now), strict=True)]
         total = sum(counts)
         if not total:
             return 0.0

@@ -1,4 +1,4 @@
-"""The sockets from one sender of KV to one decode worker, and whether that one lets us in."""
+"""The sockets from one sender of KV to one decode worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.wire.dialer import WATCHED, Dialer
 
 
 class KVConnection:
-    """The first of `streams` carries all messages, the blocks go over each in turn. The sender's thread owns it."""
+    """The first of `streams` carries all messages; blocks go over each in turn. The sender's thread owns them."""
 
     def __init__(
         self,
@@ -22,14 +22,14 @@ class KVConnection:
         num_streams: int,
         curve: Curve | None = None,
     ) -> None:
-        """Raises zmq.ZMQError for what is no address, or when there are too many sockets; nothing stays open then."""
+        """Raises zmq.ZMQError for a bad address or when there are too many sockets; nothing stays open then."""
         self.streams: list[zmq.Socket[bytes]] = []
         self._monitors: list[zmq.Socket[bytes]] = []
         self._dialers: list[Dialer] = []
         self._poller = poller
         self.used_at = time.monotonic()
         self.num_transfers = 0
-        self.way = ""  # of its blocks, as the last grant said
+        self.way = ""  # how blocks travel, in the words of the log line about it
         try:
             for _ in range(num_streams):
                 self._open(context, address, curve)
@@ -39,11 +39,14 @@ class KVConnection:
 
     @property
     def refusal(self) -> str:
-        """Why the decode worker does not take this connection, "" while nothing is known to be wrong."""
+        """Why the decode worker does not take this connection, "" while there is no reason."""
         return next((dialer.refusal for dialer in self._dialers if dialer.refusal), "")
 
     def dial_again(self, now: float) -> bool:
-        """Hear what became of the handshakes. True when the first is tried anew: the messages sent so far are lost."""
+        """Process events of handshakes, and dial again where they failed.
+
+        True when the first stream is dialled again: the messages sent so far are lost.
+        """
         first_again = self._dialers[0].dial_at <= now
         for monitor, dialer in zip(self._monitors, self._dialers, strict=True):
             while events(monitor) & zmq.POLLIN:
@@ -54,7 +57,7 @@ class KVConnection:
 
     @property
     def dial_at(self) -> float:
-        """When `dial_again` has something to do, whatever the sockets say."""
+        """When `dial_again` has something to do, even without an event."""
         return min(dialer.dial_at for dialer in self._dialers)
 
     def close(self) -> None:
@@ -71,7 +74,7 @@ class KVConnection:
         stream = dealer(context)
         stream.set(zmq.IPV6, 1 if "[" in address else 0)
         if self.streams:
-            stream.set(zmq.IMMEDIATE, 1)  # no block is queued for a handshake that may have to be tried anew
+            stream.set(zmq.IMMEDIATE, 1)  # queue no block before the handshake: it may fail
         self.streams.append(stream)
         monitor = stream.get_monitor_socket(WATCHED)
         monitor.set(zmq.LINGER, 0)

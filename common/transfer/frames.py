@@ -1,8 +1,8 @@
 """KV blocks on ZeroMQ: how frames leave one worker's memory and arrive in another's.
 
-One multipart message carries a `KVBlocks` header and one raw frame a block. Sending takes no copy: the frames point
+One multipart message carries a `KVBlocks` header and one raw frame a block. Sending copies nothing: the frames point
 into the KV cache, whose memory outlives every socket. Receiving writes each frame into the block reserved for it.
-Between workers that share memory the header travels alone and names the blocks: the receiver copies them itself.
+Between workers that share memory the header travels alone and names the blocks, and the receiver copies them itself.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from common.wire.codec import encode
 from common.wire.messages import MAX_BLOCKS_PER_FRAME, KVBlocks, Message
 
 FRAME_TARGET_BYTES = 2 * 1024 * 1024
+"""Of blocks in one message."""
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-"""More than any block: ZeroMQ closes the connection of a peer that announces a larger frame."""
+"""More than any block has: ZeroMQ closes the connection of a peer that announces a larger frame."""
 MAX_REPLY_BYTES = 64 * 1024
 SEND_HWM = 16
-"""Messages a sender may have queued for one decode worker: bounds how far it runs ahead of a slow receiver."""
+"""Messages that a sender may queue for one decode worker: bounds how far it runs ahead of a slow receiver."""
 
 
 def checksum(block: memoryview) -> int:
@@ -34,7 +35,7 @@ def blocks_per_message(block_bytes: int) -> int:
 
 
 def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A DEALER for KV, not connected yet: bounded queue, dies without lingering."""
+    """A DEALER for KV, not connected yet, with bounded queues. Closing it drops what is queued."""
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.SNDHWM, SEND_HWM)
@@ -71,8 +72,8 @@ def try_send_blocks(
 ) -> bool:
     """Ship `blocks` as one message without copying them; False when the socket's queue is full.
 
-    `token` is the grant's. With `sources`, their numbers in shared memory, only these travel. ZeroMQ accepts or refuses
-    a multipart message at its first part, so a message is never half queued.
+    `token` is the grant's. With `sources`, the numbers of the blocks in shared memory, only these travel. ZeroMQ
+    accepts or refuses a multipart message at its first part, so it never queues half a message.
     """
     if not events(socket) & zmq.POLLOUT:
         return False
@@ -101,8 +102,8 @@ def receive_blocks(
 ) -> tuple[list[int], str]:
     """Receive the frames that follow `header`: the block indices that arrived intact, and what was wrong (or "").
 
-    `destination` maps a block index to the memory reserved for it, or None for a frame nobody wants. Every part of
-    the message is consumed whatever happens, so the socket stays in step.
+    `destination` maps a block index to the memory reserved for it, or None for a frame to drop. Every part of the
+    message is consumed in any case, so that the next message starts at its first part.
     """
     received: list[int] = []
     problem = ""
@@ -130,10 +131,10 @@ def receive_blocks(
 def copy_blocks(
     header: KVBlocks, read: Callable[[int, memoryview], bool], destination: Callable[[int], memoryview | None]
 ) -> tuple[list[int], str]:
-    """Copy the blocks that `header` names: the block indices that are here intact, and what was wrong (or "").
+    """Copy the blocks that `header` names: the block indices that were copied intact, and what was wrong (or "").
 
-    `read` copies a block of the sender's into the memory it is given, False when there is none of that number.
-    The checksum is of the copy: a block that the sender took back and used again meanwhile does not pass for good.
+    `read` copies one of the sender's blocks into a memory; False when the sender has no block of that number.
+    The checksum is verified on the copy, so it fails for a block that the sender reused meanwhile.
     """
     received: list[int] = []
     if len(header.sources) != len(header.checksums):

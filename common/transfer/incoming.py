@@ -11,12 +11,12 @@ from common.wire.messages import KVDone
 
 @dataclass(slots=True, eq=False)
 class IncomingTransfer:
-    """Blocks `first_block ..` of the prompt are to come into `blocks[first_block ..]`; those before are here already.
+    """The prompt's blocks from `first_block` on are to come into `blocks[first_block ..]`; those before have their KV.
 
-    A block is received once its frame arrived whole, or it was copied from `memory`, and its checksum matched. A second
-    frame for it is ignored. `memory` is the prefill worker's, if this worker can read it. In a hand-over `blocks` has
-    room for more than will come: `done` says how many there are in the end. Only who knows `token` may ship. The frames
-    are of 8-bit numbers if it is `quantised`; `num_bytes` of them have arrived, or were copied.
+    A block is received once its frame arrived, or it was copied from `memory`, and its checksum matched. A second frame
+    for it is ignored. `memory` is the prefill worker's, if this worker can read it. In a hand-over `blocks` has room
+    for more blocks than come in the end, as `done` says. Frames must carry the secret `token`. They hold 8-bit numbers
+    if the transfer is `quantised`. `num_bytes` arrived or were copied. Times are engine clock, in seconds.
     """
 
     request_id: str
@@ -42,7 +42,7 @@ class IncomingTransfer:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are to be here in the end, as far as is known."""
+        """Blocks of the whole prompt: in a hand-over an upper bound until `done`."""
         return self.done.num_blocks if self.done and self.done.num_blocks else len(self.blocks)
 
     @property
@@ -55,7 +55,7 @@ class IncomingTransfer:
 
     @property
     def num_prefix_received(self) -> int:
-        """Blocks from the start of the prompt that are here without a gap."""
+        """Blocks from the start of the prompt that have their KV, without a gap."""
         index = self.first_block
         while index in self.received:
             index += 1

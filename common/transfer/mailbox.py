@@ -1,4 +1,4 @@
-"""What one thread hands to another that polls sockets."""
+"""A queue from one thread to another that polls sockets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 class Mailbox(Generic[Item]):
     """`put` and `close_sending` are for one thread; `socket`, `take`, `is_waiting` and `close` for the one that polls.
 
-    Its bound is that of whoever puts: items wait here as long as that thread is busy.
+    It has no bound of its own: the putting thread bounds how many items it puts.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -34,16 +34,16 @@ class Mailbox(Generic[Item]):
         try:
             self._wake.send(b"", zmq.NOBLOCK)
         except zmq.Again:
-            # The pipe is full of wake-ups the thread has not read yet: it will see this item too.
+            # The pipe is full of wake-ups that the other thread has not read yet: it will find this item too.
             log.debug("wake-up coalesced")
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something came since the last `take`."""
+        """Whether an item was put since the last `take`."""
         return bool(events(self.socket) & zmq.POLLIN)
 
     def take(self) -> list[Item]:
-        """All that is here, in order."""
+        """All items, in order."""
         while self.is_waiting:
             self.socket.recv()
         items: list[Item] = []

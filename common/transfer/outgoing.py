@@ -15,10 +15,10 @@ from common.wire.messages import KVDone, KVGrant, KVTarget
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """What the sender tells the engine, once per transfer. `reason` is "" when the decode worker acknowledged.
+    """The sender tells the engine once per transfer. `reason` is "" when the decode worker acknowledged.
 
-    `exposed_s` is the time from the end of prefill to the acknowledgement. Durations in seconds. `num_bytes` travelled,
-    or were there to be copied.
+    `exposed_s` is the time from the end of prefill to the acknowledgement. Durations in seconds. `num_bytes` were sent,
+    or offered for copying.
     """
 
     request_id: str
@@ -35,7 +35,7 @@ class TransferEnded:
 
 @dataclass(frozen=True, slots=True)
 class TransferAdvanced:
-    """A growing transfer was granted, or has `caught_up`: what was computed a moment ago is with the receiver."""
+    """A growing transfer was granted, or has `caught_up`: the receiver has all blocks that were full a moment ago."""
 
     request_id: str
     attempt: int
@@ -52,16 +52,16 @@ class TransferState(Enum):
 
 
 class CatchUp(Enum):
-    """How far a growing transfer is: its sequence may pause once the receiver has all that is full so far."""
+    """How far a growing transfer is: its sequence may pause once the receiver has all full blocks."""
 
     NOT_GRANTED = auto()
     GRANTED = auto()
-    """The engine was told of the grant."""
+    """The engine heard of the grant."""
     ASKED = auto()
-    """The receiver was asked, behind the full blocks, whether these have arrived."""
+    """The sender asked, behind the full blocks, whether they have arrived."""
     ANSWERED = auto()
     COMPLETE = auto()
-    """The engine was told of the answer."""
+    """The engine heard of the answer."""
 
 
 class Way(Enum):
@@ -82,12 +82,14 @@ class Way(Enum):
 
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
-    """`num_ready` of `blocks` are computed; `next_block` is the first not shipped, once granted; the receiver had those
-    before `first_block`. `token` is the secret of its grant. `revoked`: the engine took the blocks back; its thread
-    alone sets that, under the sender's lock.
+    """One prompt, or one growing sequence, on its way to a decode worker.
 
-    A sequence that goes on growing announces `room` blocks, and `blocks` are those it has so far; they are all of them
-    once `done` is set. `room` is 0 for a prompt, whose blocks are known from the start.
+    `num_ready` of `blocks` are computed; once granted, `next_block` is the first not shipped. The receiver had those
+    before `first_block`. `token` is the secret of the grant. `revoked`: the engine took the blocks back. The engine's
+    thread alone sets that, under the sender's lock.
+
+    A growing sequence announces `room` blocks; `blocks` are those it has so far, and all of them once `done` is set.
+    `room` is 0 for a prompt, whose blocks are known from the start.
     """
 
     request_id: str
@@ -122,7 +124,7 @@ class OutgoingTransfer:
         return self.room or len(self.blocks)
 
     def grant(self, first_block: int, now: float, way: Way = Way.FRAMES) -> bool:
-        """The decode worker wants blocks from `first_block` on. False for a grant that makes no sense."""
+        """The decode worker wants blocks from `first_block` on. False for an impossible grant."""
         if self.state is not TransferState.OPENED or not 0 <= first_block <= self.num_announced:
             return False
         self.state, self.way = TransferState.GRANTED, way
@@ -135,12 +137,12 @@ class OutgoingTransfer:
         self.state = TransferState.FINISHED
 
     def ask(self) -> None:
-        """The receiver was asked, behind all that is full, whether it has arrived."""
+        """The sender asked, behind all full blocks, whether they have arrived."""
         if self.catch_up is CatchUp.GRANTED:
             self.catch_up = CatchUp.ASKED
 
     def answer(self) -> None:
-        """The receiver said that it is there; it says so unasked as well, which means nothing."""
+        """The receiver confirmed that they have arrived. It also sends this message unasked, which means nothing."""
         if self.catch_up is CatchUp.ASKED:
             self.catch_up = CatchUp.ANSWERED
 
@@ -151,17 +153,17 @@ class OutgoingTransfer:
         return range(self.next_block, max(self.next_block, min(self.num_ready, self.next_block + limit)))
 
     def advanced(self) -> TransferAdvanced | None:
-        """What a growing transfer has to tell its engine now: once that it was granted, once that it caught up."""
+        """The event that the engine must hear now, if any: once that it was granted, once that it caught up."""
         if not self.room or self.state is TransferState.OPENED:
             return None
-        told = {CatchUp.NOT_GRANTED: CatchUp.GRANTED, CatchUp.ANSWERED: CatchUp.COMPLETE}.get(self.catch_up)
-        if told is None:
+        following = {CatchUp.NOT_GRANTED: CatchUp.GRANTED, CatchUp.ANSWERED: CatchUp.COMPLETE}.get(self.catch_up)
+        if following is None:
             return None
-        self.catch_up = told
-        return TransferAdvanced(self.request_id, self.attempt, told is CatchUp.COMPLETE)
+        self.catch_up = following
+        return TransferAdvanced(self.request_id, self.attempt, following is CatchUp.COMPLETE)
 
     def ended(self, reason: str, now: float) -> TransferEnded:
-        """The account of a transfer that is over at `now`."""
+        """The event of a transfer that ends at `now`."""
         granted_at = self.granted_at or now
         return TransferEnded(
             self.request_id,
@@ -178,20 +180,20 @@ class OutgoingTransfer:
 
     @property
     def drained(self) -> bool:
-        """Every granted block was handed to the socket and nothing but KVDone is left to say."""
+        """Whether every granted block was handed to the socket, so that only KVDone is left to send."""
         return self.state is not TransferState.OPENED and self.next_block >= len(self.blocks)
 
     @property
     def wants_echo(self) -> bool:
-        """Whether a growing transfer should ask, behind all blocks that are full, whether they have arrived.
+        """Whether a growing transfer should ask, behind all full blocks, whether they have arrived.
 
-        What was handed to a socket may still be in its queue for long.
+        Blocks that were handed to a socket may wait in its queue for long.
         """
         return bool(self.room) and self.computing and self.catch_up is CatchUp.GRANTED
 
     @property
     def computing(self) -> bool:
-        """Whether the next move is this worker's own engine's: until then the decode worker owes no answer."""
+        """Whether this worker's engine must compute first: until then the decode worker owes no answer."""
         return self.state is TransferState.GRANTED and self.done is None and not self.shippable(1)
 
     @property

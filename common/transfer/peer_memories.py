@@ -15,10 +15,9 @@ from common.wire.messages import KVOpen
 
 log = logging.getLogger(__name__)
 MAX_WORKERS = 256
-"""More than any host runs: what hostile offers can make this worker remember."""
-
+"""More than any host runs: bounds how many hostile offers this worker remembers."""
 RETRY_S = 30.0
-"""How long a refused offer is not tried again: what stood in its way (open files, memory, rights) may have changed."""
+"""After so long a refused offer is tried again: its cause (open files, memory, rights) may be gone."""
 
 _Key = tuple[str, int, bytes]  # worker, boot epoch, nonce of its offer
 
@@ -32,10 +31,7 @@ class _Refused:
 
 
 class PeerMemories:
-    """Used by the receiver's thread only. A refused offer is tried again after `RETRY_S`.
-
-    A refusal is logged once, and again when its cause changes.
-    """
+    """Used by the receiver's thread only. A refusal is logged once, and again when its cause changes."""
 
     def __init__(self, share: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._share, self._clock = share, clock
@@ -59,7 +55,7 @@ class PeerMemories:
         return None if isinstance(known, _Refused) else known
 
     def drop_dead(self, ready: Container[object]) -> None:
-        """Unmap the memories whose owner's descriptor is in `ready`: a dead worker's pages go with their last map."""
+        """Unmap the memories whose owner died, as its descriptor in `ready` says: the last map keeps their pages."""
         for key, memory in list(self._known.items()):
             if isinstance(memory, PeerMemory) and memory.process in ready:
                 log.info("%s is gone: its memory is unmapped", key[0])
@@ -72,7 +68,7 @@ class PeerMemories:
         self._known.clear()
 
     def _open(self, opened: KVOpen, refused_before: str) -> PeerMemory | _Refused:
-        """Map what is offered; `refused_before` is why that did not work the last time, or ""."""
+        """Map the offered memory; `refused_before` is why that failed the last time, or ""."""
         if opened.memory is None:
             why = "shared memory is not offered"
         elif not self._share:

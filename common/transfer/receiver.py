@@ -1,9 +1,9 @@
 """Receives KV blocks into the decode worker's memory from a thread of its own, while the engine generates.
 
-The engine owns the blocks and lends them with `expect`; after `release` returned, this thread writes to none of them.
-What it cannot match to a transfer (unknown request, old attempt, the token of another grant, a block received before)
-is read off the socket and dropped, so a late or forged frame can do no harm. Blocks of a prefill worker whose memory
-can be read are copied from there. Frames of 8-bit numbers arrive in buffers, from which they are dequantised.
+The engine owns the blocks and lends them with `expect`; once `release` has returned, this thread writes to none of
+them. It reads frames that match no transfer (unknown request, old attempt, token of another grant, block received
+before) off the socket and drops them, so a late or forged frame does no harm. It copies the blocks of a prefill worker
+whose memory it can read from there. Frames of 8-bit numbers arrive in buffers, from which they are dequantised.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_PEERS_HWM = 64
 
 @dataclass(frozen=True, slots=True)
 class TransferOpened:
-    """A prefill worker announced KV; `peer` is where to answer, `received_at` this worker's clock.
+    """A prefill worker announced KV. Answers go to `peer`; `received_at` is by this worker's clock.
 
     `memory` is the prefill worker's, if this worker can read it.
     """
@@ -51,14 +51,14 @@ class TransferOpened:
 
 @dataclass(frozen=True, slots=True)
 class TransferCompleted:
-    """Every block is here and verified, and the prefill worker's hold has ended."""
+    """Every block has arrived and is verified, and the prefill worker's hold has ended."""
 
     transfer: IncomingTransfer
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The transfer is over. `by_peer`: `peer` says that it gave up; it may not be the one whose transfer that is."""
+    """The transfer is over. `by_peer`: `peer` says that it gave up. The transfer may be another peer's."""
 
     request_id: str
     attempt: int
@@ -84,7 +84,8 @@ class KVReceiver:
     ) -> None:
         """`share`: read the memory of prefill workers that offer it, where that works.
 
-        `commit` hears of blocks whose bytes are in their views and verified, before they count as received.
+        `commit(blocks)` is called once the bytes of these blocks are in their views and verified, before they count as
+        received.
         """
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
@@ -142,7 +143,7 @@ class KVReceiver:
             self._transfers[transfer.key] = transfer
 
     def release(self, request_id: str, attempt: int) -> IncomingTransfer | None:
-        """Take the blocks back: no frame is written to them once this returned."""
+        """Take the blocks back: no frame is written to them once this has returned."""
         with self._lock:
             return self._transfers.pop((request_id, attempt), None)
 
@@ -187,11 +188,11 @@ class KVReceiver:
         return True
 
     def _answer(self, peer: bytes, message: Message) -> None:
-        # ROUTER drops what is for a peer that is gone: its lease ends by itself.
+        # ROUTER drops messages to a peer that is gone. Its lease ends by itself.
         self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
 
     def _receive(self) -> None:
-        """One message. Every part of it is consumed, whatever it is."""
+        """Process one message. Every part of it is consumed, in any case."""
         peer = self._socket.recv()
         if not self._socket.getsockopt(zmq.RCVMORE):
             self._drop("a frame without a message")
@@ -223,61 +224,55 @@ class KVReceiver:
         began = time.monotonic()
         with self._lock:
             transfer = self._transfer_of(header)
-            view, commit = self._places_of(transfer)
-
-            def destination(index: int) -> memoryview | None:
-                wanted = transfer is not None and transfer.wants(index)
-                return view(transfer.blocks[index]) if wanted and transfer is not None else None
-
-            if header.sources:
-                received, problem = self._copy(header, transfer, destination)
-            else:
-                received, problem = receive_blocks(self._socket, header, destination)
             if transfer is not None:
-                blocks = [transfer.blocks[index] for index in received]
-                num_bytes = sum(len(view(block)) for block in blocks)
-                commit(blocks)
-            now = time.monotonic()
-            if transfer is not None:
-                transfer.received.update(received)
-                transfer.num_bytes += num_bytes
-                transfer.last_progress = now
+                received, problem = self._write_blocks(transfer, header)
+                transfer.last_progress = now = time.monotonic()
                 transfer.busy_s += now - began
+                if received:
+                    transfer.last_block_at = now
         if transfer is None:
+            discard_rest(self._socket)
             self._drop_late(f"{len(header.checksums)} blocks", header)
-            return
-        if received:
-            self.num_bytes += num_bytes
-            transfer.last_block_at = now
-        if problem:
+        elif problem:
             self._fail(transfer, problem)
         elif transfer.complete:
             self._complete(transfer)
 
+    def _write_blocks(self, transfer: IncomingTransfer, header: KVBlocks) -> tuple[list[int], str]:
+        """Write the blocks of a message into the cache: the indices of those that are intact, and what was wrong."""
+        view, commit = self._places_of(transfer)
+
+        def destination(index: int) -> memoryview | None:
+            return view(transfer.blocks[index]) if transfer.wants(index) else None
+
+        if not header.sources:
+            received, problem = receive_blocks(self._socket, header, destination)
+        elif extra := discard_rest(self._socket):
+            received, problem = [], f"{extra} frames behind blocks that are to be copied"
+        elif transfer.memory is None:
+            received, problem = [], "blocks are to be copied from memory that this worker cannot read"
+        else:
+            received, problem = copy_blocks(header, transfer.memory.read, destination)
+        blocks = [transfer.blocks[index] for index in received]
+        num_bytes = sum(len(view(block)) for block in blocks)
+        commit(blocks)
+        transfer.received.update(received)
+        transfer.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+        return received, problem
+
     def _places_of(
-        self, transfer: IncomingTransfer | None
+        self, transfer: IncomingTransfer
     ) -> tuple[Callable[[int], memoryview], Callable[[Sequence[int]], None]]:
-        """Where the blocks of a transfer arrive, and what brings them into the cache from there."""
-        if transfer is not None and transfer.quantised and self._quantised is not None:
+        """(view, commit): where the blocks of a transfer arrive, and how they get into the cache from there."""
+        if transfer.quantised and self._quantised is not None:
             return self._quantised.view, self._quantised.commit
         return self._block_view, self._commit
 
     def _transfer_of(self, message: KVBlocks | KVDone) -> IncomingTransfer | None:
-        """What a message belongs to, if it comes from whom that was granted to."""
+        """The transfer that a message belongs to, if the message has its token."""
         transfer = self._transfers.get((message.request_id, message.attempt))
         return transfer if transfer is not None and transfer.token == message.token else None
-
-    def _copy(
-        self, header: KVBlocks, transfer: IncomingTransfer | None, destination: Callable[[int], memoryview | None]
-    ) -> tuple[list[int], str]:
-        extra = discard_rest(self._socket)
-        if extra:
-            return [], f"{extra} frames behind blocks that are to be copied"
-        if transfer is None:
-            return [], ""
-        if transfer.memory is None:
-            return [], "blocks are to be copied from memory that this worker cannot read"
-        return copy_blocks(header, transfer.memory.read, destination)
 
     def _finish(self, done: KVDone) -> None:
         with self._lock:
@@ -312,9 +307,9 @@ class KVReceiver:
             self._on_event(TransferFailed(transfer.request_id, transfer.attempt, reason, by_peer=False))
 
     def _drop_late(self, what: str, message: KVBlocks | KVDone) -> None:
-        """Frames of what was aborted meanwhile are nothing to warn of."""
+        """Drop frames of a transfer that was aborted meanwhile, without a warning."""
         self._num_late += 1
-        log.debug("dropped %s of %s/%d: not expected, or no more", what, message.request_id, message.attempt)
+        log.debug("dropped %s of %s/%d: not expected, or not any more", what, message.request_id, message.attempt)
 
     def _drop(self, why: str) -> None:
         self._drops.add(why, time.monotonic())

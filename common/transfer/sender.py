@@ -1,11 +1,12 @@
 """Ships KV blocks to decode workers from a thread of its own, so that transfer hides behind the next step's compute.
 
-A prefill worker ships prompts; a decode worker that is to end ships the sequences that it hands over. A receiver that
-can read this worker's memory gets the blocks' numbers and copies them; the others get frames, of 8-bit numbers if they
-are offered and taken.
+A prefill worker ships prompts; a decode worker that drains ships the sequences that it hands over. A receiver that can
+read this worker's memory gets the numbers of the blocks and copies them; the others get frames, of 8-bit numbers if
+these were offered and taken.
 
-The engine owns the blocks; this thread reads them from `open` until `cancel` returned or it reported the end. A block
-freed while ZeroMQ still points at it can only spoil a frame whose checksum then fails: none is checksummed after that.
+The engine owns the blocks; this thread reads them from `open` until `cancel` has returned or it has reported the end. A
+block that is freed while ZeroMQ still points at it can only spoil a frame, and the receiver sees that by the checksum,
+which was taken before.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from common.wire.messages import KVAck, KVDone, KVFailed, KVGrant, KVMemory, KVO
 
 log = logging.getLogger(__name__)
 IDLE_CONNECTION_S = 60.0
+"""A connection without transfers is closed after this."""
 ANNOUNCE_S = 1.0
-"""How often a decode worker that granted hears that its prompt is still being computed here."""
+"""How often a decode worker that granted hears that this worker still computes the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class _Cancel:
 class KVSender:
     """`open`, `progress` and `cancel` are called by the engine's thread only; `on_...` are called on the sender's.
 
-    A growing transfer (`room`) goes over the first of `num_streams` connections only, so that it arrives in order.
+    A growing transfer (`room`) uses only the first of `num_streams` connections, so that it arrives in order.
     """
 
     def __init__(
@@ -71,10 +73,10 @@ class KVSender:
         curve: Curve | None = None,
         quantise: Callable[[int], memoryview] | None = None,
     ) -> None:
-        """`memory` is offered to every decode worker; with `require_shared` one that cannot read it gets nothing.
+        """Every decode worker is offered `memory`; with `require_shared` one that cannot read it gets nothing.
 
-        `quantise` gives a block as 8-bit numbers, which is offered to every decode worker; it stays as it is as long
-        as the view lives.
+        `quantise` gives a view of a block as 8-bit numbers, which do not change while the view lives. The sender offers
+        them to every decode worker.
         """
         self._context, self._block_view, self._quantise = context, block_view, quantise
         self._on_ended, self._on_advanced = on_ended, on_advanced
@@ -83,7 +85,7 @@ class KVSender:
         self._memory, self._require_shared, self._curve = memory, require_shared, curve
         self._batch = blocks_per_message(block_bytes)
         self._commands: Mailbox[OutgoingTransfer | _Progress | _Cancel | None] = Mailbox(context)
-        self._lent: dict[tuple[str, int], OutgoingTransfer] = {}  # the engine's view: opened and not cancelled
+        self._lent: dict[tuple[str, int], OutgoingTransfer] = {}  # the engine's record: opened and not cancelled
         self._lock = threading.Lock()  # held while blocks are read
         self._connections: dict[str, KVConnection] = {}
         self._transfers: dict[tuple[str, int], OutgoingTransfer] = {}
@@ -101,7 +103,7 @@ class KVSender:
 
     @property
     def quantises(self) -> bool:
-        """Whether blocks may be read as a whole, unused slots included, to be quantised."""
+        """Whether blocks are quantised, for which they are read as a whole, unused slots included."""
         return self._quantise is not None
 
     def start(self) -> None:
@@ -118,7 +120,7 @@ class KVSender:
     ) -> None:
         """Announce a prompt to its decode worker; the first `num_ready` blocks are computed already.
 
-        A sequence that goes on growing has `room`: the number of blocks it may come to.
+        `room` is the number of blocks that a growing sequence may come to, 0 for a prompt.
         """
         now = time.monotonic()
         until = now + self._lease_s
@@ -130,11 +132,11 @@ class KVSender:
         self, request_id: str, attempt: int, num_ready: int, done: KVDone | None = None,
         blocks: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """More blocks are computed; `done` with the last ones. `blocks` are all of a sequence that has grown."""
+        """More blocks are computed; `done` comes with the last. `blocks` are all those of a sequence that has grown."""
         self._commands.put(_Progress((request_id, attempt), num_ready, done, None if blocks is None else tuple(blocks)))
 
     def cancel(self, request_id: str, attempt: int, reason: str) -> None:
-        """Take the blocks back: none is read for the wire once this returned. A live transfer fails on both sides."""
+        """Take the blocks back: the sender reads none of them once this has returned. The decode worker hears of it."""
         transfer = self._lent.pop((request_id, attempt), None)
         if transfer is not None:
             with self._lock:
@@ -213,7 +215,7 @@ class KVSender:
         self._unopened[transfer.key] = None
 
     def _dial(self, now: float) -> None:
-        """Announce anew over connections that are tried anew; give up what is for a worker that takes none of ours."""
+        """Dial broken connections again and repeat their announcements; end the transfers to a worker that refuses."""
         for address, connection in self._connections.items():
             if connection.dial_again(now):
                 theirs = [transfer for transfer in self._transfers.values() if transfer.target.address == address]
@@ -245,8 +247,8 @@ class KVSender:
     ) -> None:
         transfer = self._transfers.get((message.request_id, message.attempt))
         if transfer is None:
-            if isinstance(message, KVGrant | KVWait):  # it holds room, or a place in a queue, for what will not come
-                why = "the sender holds this transfer no more"
+            if isinstance(message, KVGrant | KVWait):  # else it would keep room, or a place in its queue
+                why = "the sender does not hold this transfer any more"
                 try_send(stream, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=why))
             return
         if self._connections[transfer.target.address] is not connection:
@@ -307,7 +309,7 @@ class KVSender:
         indices = transfer.shippable(self._batch)
         if indices:
             stream = streams[0 if transfer.room else transfer.stream % len(streams)]
-            if not events(stream) & zmq.POLLOUT:  # looked at first: a view may cost a copy, and quantising
+            if not events(stream) & zmq.POLLOUT:  # checked first: a view may cost a copy, or quantising
                 blocked.add(stream)
                 return False
             blocks = [transfer.blocks[index] for index in indices]
@@ -335,13 +337,13 @@ class KVSender:
         return False
 
     def _tell_advanced(self) -> None:
-        """Let the engine know of sequences that it could let go of."""
+        """Tell the engine which growing transfers were granted or have caught up."""
         for transfer in self._transfers.values():
             if (event := transfer.advanced()) is not None:
                 self._on_advanced(event)
 
     def _announce(self, now: float) -> None:
-        """Keep alive what decode workers reserved for what waits for its turn to be computed."""
+        """Keep decode workers from giving up transfers whose blocks this worker still computes."""
         for transfer in self._transfers.values():
             if transfer.wants_echo or (transfer.computing and transfer.announced_at < now - ANNOUNCE_S):
                 transfer.announced_at = now
@@ -363,7 +365,7 @@ class KVSender:
     def _tell_failed(self, transfer: OutgoingTransfer, reason: str) -> None:
         message = KVFailed(request_id=transfer.request_id, attempt=transfer.attempt, reason=reason[:1000])
         if transfer.key not in self._unopened:
-            try_send(self._streams(transfer)[0], message)  # where the queue is full, the receiver's deadline ends it
+            try_send(self._streams(transfer)[0], message)  # if the queue is full, the receiver's deadline ends it
 
     def _end(self, transfer: OutgoingTransfer, reason: str) -> None:
         self._forget(transfer)

@@ -1,4 +1,4 @@
-"""Binds a socket that others connect to: handshakes have a deadline, and with CURVE only known keys come in."""
+"""Binds a socket that others connect to: handshakes have a deadline, and CURVE admits trusted keys only."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from common.wire.curve import AnySocket, Curve
 from common.wire.listening import in_url, listening_host
 
 HANDSHAKE_MS = 10_000
-"""What has not said who it is by then is cut off: the time that a connection which never will costs a descriptor."""
+"""A connection without a complete handshake is cut off by then: until then it costs a descriptor."""
 BACKLOG = 1024
 
 
 def bind(socket: AnySocket, host: str, port: int, curve: Curve | None = None) -> str:
-    """Bind to host:port (0 picks a free one) and return the full address. With `curve`, only trusted keys come in."""
+    """Bind to host:port (0 picks a free one) and return the full address. `curve` admits trusted keys only."""
     if curve is not None:
         curve.serve(socket)
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)

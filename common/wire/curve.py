@@ -1,8 +1,8 @@
 """CURVE, ZeroMQ's encryption and mutual authentication, for every socket between processes.
 
-A process has one key pair and trusts its own public key and those of an authorised list: such keys may connect to its
-sockets, and such keys it expects of those it connects to. One pair for all processes needs no list; a list alone
-carries a cluster from one key to the next, because for a while both are trusted. See docs/security.md.
+A process has one key pair and trusts its own public key and those of an authorised list: processes with a trusted key
+may connect to it, and it connects to no others. Processes that share one pair need no list. To change a cluster's key,
+the list holds both keys for a while. See docs/security.md.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class Curve:
         return cls(read_key_pair(key_file), authorized_file)
 
     def trusted(self) -> Mapping[bytes, str]:
-        """Public keys that may be at the other end of a connection, and whose they are; this process's own first."""
+        """Public keys that may be at the other end of a connection, and their owners; this process's own first."""
         if self._path:
             self._read_again()
         return self._trusted
 
     def serve(self, socket: AnySocket) -> None:
-        """Before `bind`: let nobody in whom the gatekeeper of the socket's context does not know."""
+        """Before `bind`: admit only keys that the gatekeeper of the socket's context trusts."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._pair.secret)
         socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gatekeeper nobody comes in, instead of everybody
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gatekeeper, refuse every connection
 
     def expect(self, socket: AnySocket, server_key: bytes) -> None:
-        """Before `connect`: talk only to the owner of `server_key`, and show it who we are."""
+        """Before `connect`: talk only to the owner of `server_key`, and show it this process's key."""
         socket.set(zmq.CURVE_SERVERKEY, server_key)
         socket.set(zmq.CURVE_PUBLICKEY, self._pair.public)
         socket.set(zmq.CURVE_SECRETKEY, self._pair.secret)
@@ -77,7 +77,7 @@ class Curve:
 
 
 def _stamp_of(path: str) -> tuple[int, int, int] | None:
-    """What differs when a file was changed or replaced; None for one that cannot be looked at."""
+    """Differs once the file was changed or replaced; None if it cannot be read."""
     try:
         found = os.stat(path)
     except OSError:
@@ -86,6 +86,6 @@ def _stamp_of(path: str) -> tuple[int, int, int] | None:
 
 
 def warn_of_readers(key_file: str) -> None:
-    """Say so when others than the owner may read the secret key: in a container that may be as it must."""
+    """Log a warning when others than the owner may read the secret key. Some containers cannot avoid that."""
     if key_file and others_may_read(key_file):
         log.warning("%s holds a secret key and may be read by others than its owner (chmod 600 changes that)", key_file)

@@ -1,8 +1,7 @@
 """CURVE key files: a process's own pair, and the list of other public keys it trusts.
 
 A pair is a small TOML file with `public` and `secret`, in ZeroMQ's 40-character form (Z85). The list has one public key
-a line, and behind it, if you like, a word or two about whose it is; lines that begin with "# " are comments.
-No error message ever shows a secret key.
+a line and may name its owner behind it; lines that begin with "# " are comments. No error message shows a secret key.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from common.errors import ConfigError
 KEY_CHARACTERS, KEY_BYTES = 40, 32
 _PAIR_RULE = "a file that `diptych keygen` wrote"
 _HEADER = """\
-# A CURVE key pair of Diptych. Keep this file to yourself: whoever has the secret key passes for one of your processes.
-# The public key may be shown to anybody; `diptych keygen --public FILE` prints it.
+# A CURVE key pair of Diptych. Keep this file secret: with the secret key, any program passes for one of your processes.
+# The public key is no secret; `diptych keygen --public FILE` prints it.
 """
 
 
@@ -79,12 +78,12 @@ def write_key_pair(path: str, pair: KeyPair, *, force: bool = False) -> None:
 
 
 def others_may_read(path: str) -> bool:
-    """Whether the file's group or everybody may read it."""
+    """Whether the file's group or all users may read it."""
     return bool(os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
 def read_authorized(path: str) -> dict[bytes, str]:
-    """Public keys and what the list says about each ("" for nothing). Raises ConfigError naming the line."""
+    """Public keys and the owner that the list names for each, or "". Raises ConfigError naming the line."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -93,7 +92,7 @@ def read_authorized(path: str) -> dict[bytes, str]:
     keys: dict[bytes, str] = {}
     for number, line in enumerate(lines, 1):
         key, _, comment = line.strip().partition(" ")
-        if not key or key == "#":  # a key may begin with "#", but no key is followed by nothing but a blank
+        if not key or key == "#":  # a key may begin with "#" too, but is longer
             continue
         if not is_key(key):
             shown = f"line {number}, {key[:8]}... of {len(key)} characters," if len(key) > 8 else f"line {number}"

@@ -1,8 +1,8 @@
-"""Connects a socket to an address and finds out why the other side will not have it.
+"""Connects a socket to an address and finds out why the other side refuses it.
 
-After a failed handshake ZeroMQ by itself either tries for ever, without knowing that another key would be right, or
-never again: not to a process that speaks another mechanism or is no ZeroMQ at all, though the next process at that
-address may. Pure but for the socket: `now` comes in.
+After a failed handshake ZeroMQ itself either retries for ever with the same key, though another key may be right, or
+gives the address up: for a process that speaks another mechanism or no ZeroMQ at all, though the next process at that
+address may be right. Pure but for the socket: `now` comes in.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from zmq.utils.monitor import parse_monitor_message
 from common.wire.curve import AnySocket, Curve
 
 NEXT_KEY_S = 0.1
-"""Between two keys: what ZeroMQ still had to say of the one before has been heard by then."""
+"""Between two keys: ZeroMQ has reported all events of the first one by then."""
 RETRY_S = 0.5
 ROUNDS = 3
-"""How often no key must do before it is called a refusal: a process that ends breaks handshakes off too."""
+"""How often every key must fail before that counts as a refusal: a process that ends breaks handshakes off too."""
 CERTAIN_S = 10.0
-"""How long a reason that is certain is not replaced by a guess: which side notices first is chance."""
+"""For so long a guess does not replace a certain reason. Which of the two comes first is chance."""
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED | zmq.EVENT_DISCONNECTED
 """The monitor events that `on_event` wants."""
 
 
 class Dialer:
-    """Owns the socket's one connection. `refusal` says why there is none, "" while nothing is known to be wrong.
+    """Owns the socket's one connection. `refusal` says why there is none, "" while there is no reason.
 
-    The owner of a worker's key is found by trying: each trusted key in turn, and the one that did first.
+    A worker does not say which key it has, so the dialer tries each trusted key, first the one that was right before.
     """
 
     def __init__(self, socket: AnySocket, address: str, curve: Curve | None = None) -> None:
-        """Raises zmq.ZMQError for what is no address."""
+        """Raises zmq.ZMQError for a bad address."""
         self._socket, self._address, self._curve = socket, address, curve
         self._key = b""
         self._tried: set[bytes] = set()
@@ -43,18 +43,18 @@ class Dialer:
         self._certain_at = -math.inf
         self.refusal = ""
         self.dial_at = math.inf
-        """When `dial` is due: after the monitor's events up to then were told."""
+        """When `dial` is due, once `on_event` got the monitor's events up to then."""
         self.dial()
 
     def on_event(self, parts: list[bytes], now: float) -> int:
-        """Take in a message of the socket's monitor, and return which event it is."""
+        """Process a message of the socket's monitor; returns the event's number."""
         message = parse_monitor_message(parts)
         event = int(message["event"])
         is_up, self._is_up = self._is_up, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if self._is_up:
             self.refusal, self._num_failed, self._certain_at = "", 0, -math.inf
             self._tried.clear()
-        elif not is_up and self.dial_at == math.inf:  # else it broke later, or was given up already
+        elif not is_up and self.dial_at == math.inf:  # a broken handshake, not yet given up
             self._on_failure(event, int(message["value"]), now)
         return event
 
@@ -86,17 +86,17 @@ class Dialer:
                 keys = f"the {self._num_keys} that this process trusts"
                 self.refusal += f": its key may be none of {keys}, or it speaks no CURVE at all"
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._curve is None:
-            self._tries_again = True  # ZeroMQ does: the other side went away meanwhile
+            self._tries_again = True  # ZeroMQ retries by itself: the other side went away
             return
         try:
             self._socket.disconnect(self._address)
         except zmq.ZMQError as error:
-            if error.errno != errno.ENOENT:  # ZeroMQ has given the connection up before us
+            if error.errno != errno.ENOENT:  # ENOENT: ZeroMQ gave the connection up itself
                 raise
-        self.dial_at = now + (RETRY_S if certain or self._has_tried_all() else NEXT_KEY_S)
+        self.dial_at = now + (RETRY_S if certain or self._mark_tried() else NEXT_KEY_S)
 
     def _certain_reason(self, event: int, value: int) -> str:
-        """What a failure proves, or ""."""
+        """The reason that a failure proves, or ""."""
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return "it does not authorise this process's public key"
         if event != zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
@@ -105,10 +105,10 @@ class Dialer:
             if self._curve is None:
                 return "it wants CURVE, and this process was given no --curve-key"
             return "it speaks no CURVE, and this process was given a --curve-key"
-        return f"what answers there is no worker (ZeroMQ's protocol error {value:#x})" if self._curve is None else ""
+        return f"the process there is no worker (ZeroMQ's protocol error {value:#x})" if self._curve is None else ""
 
-    def _has_tried_all(self) -> bool:
-        """Counts the present key as tried; after the last one it begins anew."""
+    def _mark_tried(self) -> bool:
+        """Count the present key as tried; whether that was the last one, after which the first is next."""
         if self._curve is None:
             return True
         self._tried.add(self._key)

@@ -1,4 +1,4 @@
-"""Says that frames are dropped without a line for each: a thawed process finds thousands of them at once."""
+"""Logs dropped frames without a line for each: a process that was frozen finds thousands of them at once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ EVERY_S = 1.0
 
 
 class DropLog:
-    """Counts dropped frames. The first one is logged at once, what follows within EVERY_S is told in one line.
+    """Counts dropped frames. Logs the first one at once, and those of the next EVERY_S seconds in one line.
 
-    `what` says what is dropped, such as "a control frame". `flush` must be called now and then: it tells the rest.
+    `what` names them, such as "a control frame". The owner calls `flush` now and then to log what is left.
     """
 
     def __init__(self, log: logging.Logger, what: str) -> None:
@@ -28,7 +28,7 @@ class DropLog:
         self.flush(now)
 
     def flush(self, now: float) -> None:
-        """Tell what was held back, unless a line was written less than EVERY_S ago."""
+        """Log what was held back, unless the last line is less than EVERY_S seconds old."""
         if not self._num_untold or now - self._told_at < EVERY_S:
             return
         if self._num_untold == 1:

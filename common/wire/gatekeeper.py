@@ -1,6 +1,6 @@
 """Decides who may connect to the CURVE sockets of one ZeroMQ context (ZAP, https://rfc.zeromq.org/spec/27/).
 
-ZeroMQ itself has checked by then that the caller owns the secret key to the public one it shows.
+ZeroMQ itself has checked before that the caller owns the secret key to the public key it shows.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NUM_PARTS = 7
 
 
 class Gatekeeper:
-    """A thread that answers for every new connection; without it, all are refused.
+    """A thread that admits or refuses every new connection; without it, ZeroMQ refuses all.
 
-    pyzmq's authenticators do not tell the caller's address to whoever decides, and theirs is the log line that counts.
+    pyzmq's authenticators do not hand over the caller's address, which the log line of a refusal needs.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], curve: Curve) -> None:
@@ -51,7 +51,7 @@ class Gatekeeper:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """End the thread and close its sockets. From then on nobody can connect."""
+        """End the thread and close its sockets. ZeroMQ refuses every connection from then on."""
         self._stop_out.send(b"", zmq.NOBLOCK)
         self._thread.join(timeout_s)
         self._stop_out.close()
@@ -69,7 +69,7 @@ class Gatekeeper:
                     self._answer(self._socket.recv_multipart(), time.monotonic())
                 self._drops.flush(time.monotonic())
         except BaseException as error:
-            log.exception("the gatekeeper died: nobody can connect any more")
+            log.exception("the gatekeeper died: all further connections are refused")
             self.failure = error
         finally:
             self._socket.close()
@@ -84,9 +84,9 @@ class Gatekeeper:
         self._socket.send_multipart([VERSION, request_id, status, text, b"", b""], zmq.NOBLOCK)
 
     def _refusal(self, request: list[bytes]) -> str:
-        """Why the connection must not be, or ""."""
+        """Why the connection is refused, or ""."""
         if len(request) != NUM_PARTS or request[0] != VERSION or request[5] != b"CURVE":
-            return f"a question of {len(request)} parts that is not ZAP's about CURVE"
+            return f"a ZAP request of {len(request)} parts that is not about CURVE"
         key = zmq.utils.z85.encode(request[6])
         if key in self._curve.trusted():
             return ""

@@ -13,7 +13,7 @@ PROGRAM = "diptych keygen"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0, or 2 with one line on stderr when the file is there already or cannot be written or read."""
+    """Exit status 0, or 2 with one line on stderr when FILE exists already or cannot be written or read."""
     parser = ArgumentParser(
         PROGRAM,
         description="Write a new CURVE key pair to FILE, readable by its owner alone, and print its public key.",

@@ -1,4 +1,4 @@
-"""Addresses that a process listens on, of either family: `::` means all of both."""
+"""Addresses that a process listens on, of IPv4 and IPv6: `::` means all of both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def in_url(host: str) -> str:
 
 @cache
 def has_ipv6() -> bool:
-    """Whether this machine's kernel knows IPv6; containers of a node that has it switched off do not."""
+    """Whether this machine has IPv6; containers lack it on a node that has it switched off."""
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
             probe.bind((ALL, 0))
@@ -25,7 +25,7 @@ def has_ipv6() -> bool:
 
 
 def listening_host(host: str, *, ipv6: bool | None = None) -> str:
-    """`host`, but all IPv4 addresses for `::` where there is no IPv6."""
+    """`host`, or all IPv4 addresses instead of `::` where there is no IPv6."""
     if host != ALL:
         return host
     return ALL if (has_ipv6() if ipv6 is None else ipv6) else ALL_IPV4
@@ -40,7 +40,7 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != ALL))
         listener.bind(address)
-        listener.listen(backlog)  # two that are only bound may share a port
+        listener.listen(backlog)  # at once: two sockets that are only bound may share a port
         listener.setblocking(False)
     except OSError:
         listener.close()

@@ -1,4 +1,4 @@
-"""What messages are made of: the types of their fields, each with its bounds, and prompts as they travel."""
+"""The types of message fields, each with its bounds, and prompts as they travel."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_TOKENS = MAX_MESSAGE_BYTES // 4
 
 Role = Literal["prefill", "decode"]
-"""Of a worker. A hello names it as text, so that one of another kind is told apart, not dropped."""
+"""Of a worker. `WorkerHello.role` is any text, so that a router can name a worker of unknown role in its log."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
-"""A duration or the reading of a monotonic clock; infinity and NaN would spread through all that is added to them."""
+"""A duration or the reading of a monotonic clock. Infinity and NaN would spread through every sum."""
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Reason = Annotated[str, Meta(pattern=r"^(|stop|length|abort|moved)\Z")]
 TokenBytes = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]

@@ -1,6 +1,6 @@
-"""Every message that crosses a process border, grouped by who receives it, in one closed union.
+"""Every message that crosses a process border, grouped by receiver, in one closed union.
 
-`codec.py` makes bytes of them. Each message that moves memory says who owns the blocks before and after it.
+`codec.py` packs them. Each message that moves memory says who owns the blocks before and after it.
 """
 
 from __future__ import annotations
@@ -10,23 +10,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.wire.message_fields import (
-    MAX_TOKENS,
-    Address,
-    Count,
-    Finite,
-    Name,
-    Reason,
-    Seconds,
-    Text,
-    TokenBytes,
-)
+from common.wire.message_fields import MAX_TOKENS, Address, Count, Finite, Name, Reason, Seconds, Text, TokenBytes
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 
 PROTOCOL_VERSION = 5
 MAX_BLOCKS_PER_FRAME = 256
 MAX_OUTPUTS = 16_384
-"""More than any batch has sequences."""
+"""More sequences than any batch has."""
 NONCE_BYTES = 16
 
 
@@ -38,7 +28,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class RouterHello(Message, frozen=True, tag=1):
-    """First message on a connection: who the router is. The worker answers `WorkerHello`."""
+    """The first message on a connection names the router. The worker answers `WorkerHello`."""
 
     router_id: Name
     epoch: Count
@@ -46,7 +36,7 @@ class RouterHello(Message, frozen=True, tag=1):
 
 
 class RouterHeartbeat(Message, frozen=True, tag=2):
-    """The router lives. A worker that misses it for too long aborts that router's requests."""
+    """The router is alive. A worker that hears nothing for too long aborts that router's requests."""
 
     router_id: Name
 
@@ -62,8 +52,8 @@ class KVTarget(msgspec.Struct, frozen=True, array_like=True):
 class PrefillRequest(Message, frozen=True, tag=3):
     """Compute this prompt. The worker owns the blocks it allocates until `KVAck`, abort or lease expiry.
 
-    `decode` is None when nobody needs the KV (one token wanted). `num_output_tokens` of the prompt's last tokens are
-    output of an earlier attempt. `deadline_s` is what is left of the request's time when sent.
+    `decode` is None when no worker needs the KV, as for an answer of one token. The last `num_output_tokens` of the
+    prompt are output of an earlier attempt. `deadline_s` is what is left of the request's time when sent.
     """
 
     request_id: Name
@@ -80,9 +70,9 @@ class PrefillRequest(Message, frozen=True, tag=3):
 class DecodeRequest(Message, frozen=True, tag=4):
     """Reserve for, and then decode, this prompt. Blocks are allocated at `KVOpen`, owned by the request from then on.
 
-    `prefill_worker` names the worker whose KV to expect; empty means: prefill locally. In a hand-over that is another
-    decode worker, which goes on decoding meanwhile: `num_reserved_tokens` is how far it may get beyond this prompt, and
-    blocks are allocated for these too until it is done.
+    `prefill_worker` names the worker that sends the KV; empty: prefill locally. In a hand-over it is another decode
+    worker, which decodes on meanwhile, by at most `num_reserved_tokens` beyond this prompt: the worker allocates blocks
+    for these too until the hand-over is done.
     """
 
     request_id: Name
@@ -111,12 +101,12 @@ class ResetPrefixCache(Message, frozen=True, tag=6):
 
 
 class HandOver(Message, frozen=True, tag=7):
-    """Copy the KV of this running sequence to decode worker `target` while decoding it, then leave it to that one.
+    """Copy the KV of this running sequence to decode worker `target` while decoding it, then leave it to that worker.
 
-    The worker owns its blocks until `KVAck`. `attempt` is the one it decodes under, `new_attempt` that of the
+    The sender of the KV owns its blocks until `KVAck`. It decodes under `attempt`; `new_attempt` is that of the
     `DecodeRequest` at the target, whose prompt ends with the first `num_output_tokens` output tokens and has room for
-    `num_reserved_tokens` more. The worker ends its own attempt with the reason "moved", or fails `new_attempt` and goes
-    on with its own.
+    `num_reserved_tokens` more. In the end it finishes `attempt` with the reason "moved", or fails `new_attempt` and
+    decodes on.
     """
 
     request_id: Name
@@ -131,12 +121,12 @@ class HandOver(Message, frozen=True, tag=7):
 
 
 class WorkerHello(Message, frozen=True, tag=20):
-    """Who the worker is. `epoch` differs after every start: a restarted worker is a new worker.
+    """Identity and model of the worker. `epoch` differs after every start: a restarted worker is a new worker.
 
     Only workers with equal `fingerprint` are paired: it covers protocol, model, weights, dtype and KV layout. An answer
     that has begun goes on only on workers with equal `weights`, which covers the model and how its weights are kept.
-    `lost_router` says that the router it goes to was silent for too long, as a frozen worker finds when it wakes up:
-    what it had here is gone, and it must say hello again.
+    `lost_router`: the receiving router was silent for too long, which also a frozen worker finds when it wakes up. Its
+    requests here are gone, and it must say hello again.
     """
 
     worker_id: Name
@@ -157,8 +147,8 @@ class WorkerHello(Message, frozen=True, tag=20):
 class WorkerHeartbeat(Message, frozen=True, tag=21):
     """Load and life of one worker, a few times a second. `step` grows while the engine loop turns, busy or not.
 
-    `turn_limit_s` is how long the present turn of that loop may take before it must be stuck. `full_tokens_per_s` is
-    the rate of full steps, 0 while none was seen; `tokens_per_s` that of recent steps, whatever was in them.
+    A turn that takes longer than `turn_limit_s` must be stuck. `full_tokens_per_s` is the rate of full steps, 0 before
+    the first; `tokens_per_s` is that of all recent steps.
     """
 
     worker_id: Name
@@ -194,10 +184,10 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True):
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request. `index` is the output position of the first (0 is the first token ever sampled).
 
-    The first delta a decode worker sends starts at 0 again (it repeats the prefill worker's first token), so that the
-    router has every token whichever message arrives first; the router drops what it already has.
+    The first delta of a decode worker repeats the prefill worker's first token, so that the router has every token
+    whichever message arrives first. The router drops tokens that it has.
     `finish_reason` is "", "stop", "length", "abort", or "moved" when the sequence goes on at the target of a hand-over.
-    Without tokens and reason it says that the request makes progress here, though no token yet: about once a second.
+    A delta without tokens and reason reports progress of a request that has no new token, about once a second.
     `logprobs` is empty or as long as `token_ids`.
     """
 
@@ -222,8 +212,8 @@ class TokenOutput(Message, frozen=True, tag=22):
 class PromptLogprobs(Message, frozen=True, tag=24):
     """Log-probabilities of the prompt's tokens from position `start` on, each given the tokens before it.
 
-    In order, and all of them before the first token: a request with `params.prompt_logprobs` has one worker that
-    computes its prompt and samples. Position 0 has none. A new attempt begins anew.
+    They come in order, all before the first token: one worker computes the prompt of a request with
+    `params.prompt_logprobs`, and samples. Position 0 has none. A new attempt starts from the beginning.
     """
 
     worker_id: Name
@@ -237,8 +227,7 @@ class PromptLogprobs(Message, frozen=True, tag=24):
 class RequestFailed(Message, frozen=True, tag=23):
     """The worker gave this request up and owns nothing of it any more. `retryable`: another worker may succeed.
 
-    `phase` is one of queue, grant, prefill, transfer, decode, handover, grammar (which the answer must match, and is
-    at fault).
+    `phase` is one of queue, grammar, grant, prefill, transfer, decode, handover.
     """
 
     worker_id: Name
@@ -256,8 +245,8 @@ class RequestFailed(Message, frozen=True, tag=23):
 class KVMemory(msgspec.Struct, frozen=True, array_like=True):
     """Where a process of the same host finds P's blocks: file descriptor `fd` of process `pid`.
 
-    The object holds `num_bytes` of blocks and then `nonce`, which nobody else can know: D trusts nothing before it has
-    read the same there.
+    The memory holds `num_bytes` of blocks and then the secret `nonce`: D trusts the memory once it has read the same
+    nonce there.
     """
 
     pid: Annotated[int, Meta(ge=1, lt=2**31)]
@@ -269,8 +258,8 @@ class KVMemory(msgspec.Struct, frozen=True, array_like=True):
 class KVOpen(Message, frozen=True, tag=40):
     """P announces the KV of a prompt. P owns its blocks; D owns none yet. `sent_at` is P's clock, in seconds.
 
-    `memory` is P's offer to let D copy the blocks itself, which works on the same host only. `quantised` is its offer
-    to send frames of 8-bit numbers, in the format of `kernels.blocks`.
+    With `memory` P offers that D copies the blocks itself, which works on the same host only. With `quantised` P
+    offers frames of 8-bit numbers, in the format of `kernels.blocks`.
     """
 
     request_id: Name
@@ -288,9 +277,9 @@ class KVOpen(Message, frozen=True, tag=40):
 class KVBlocks(Message, frozen=True, tag=41):
     """Header of the raw frames that follow it in the same multipart message, one frame a block.
 
-    Blocks `first_block .. first_block + len(checksums) - 1` of the prompt; each checksum is xxh3-64 of one frame.
-    Each side goes on owning its own copy. With `sources`, one for each checksum, no frames follow: they are the numbers
-    of P's blocks in the shared memory, which P holds until `KVAck`. `token` is the grant's.
+    They are the prompt's blocks from `first_block` on, as many as there are checksums, each xxh3-64 of one frame.
+    P and D go on owning their own copies. With `sources` no frames follow: these are the numbers of P's blocks in
+    shared memory, one for each checksum, and P holds them until `KVAck`. `token` is the grant's.
     """
 
     request_id: Name
@@ -304,11 +293,11 @@ class KVBlocks(Message, frozen=True, tag=41):
 class KVDone(Message, frozen=True, tag=42):
     """All granted blocks were sent and the first token is sampled. P still holds its blocks, until `KVAck`.
 
-    `computed_at` is when the prompt was computed, by P's clock: `KVOpen.sent_at` tells D how the clocks differ. `token`
-    is the grant's.
+    `computed_at` is when the prompt was computed, by P's clock: D finds the difference of the clocks by
+    `KVOpen.sent_at`. `token` is the grant's.
 
-    In a hand-over `num_blocks` says how many of the announced blocks there are in the end, and `more_tokens` are the
-    tokens behind `first_token`, each with its logprobs if the request wants any: the KV of all but the last was sent.
+    In a hand-over `num_blocks` says how many of the announced blocks were sent in the end, and `more_tokens` are the
+    tokens behind `first_token`, each with its logprobs if the request wants any. P sent the KV of all but the last.
     """
 
     request_id: Name
@@ -328,12 +317,12 @@ class KVDone(Message, frozen=True, tag=42):
 
 
 class KVGrant(Message, frozen=True, tag=43):
-    """D owns blocks for all that was announced and holds blocks before `first_block` already: ship from there on.
+    """D owns blocks for all that was announced and has the KV of those before `first_block`: ship from there on.
 
     `first_block` equal to the prompt's number of blocks means that nothing needs shipping. `shared`: D can read the
-    memory that P offered, so names of blocks do instead of frames. `quantised`: D takes the frames of 8-bit numbers
-    that P offered; never both. `token` is a secret of this grant: who repeats it in `KVBlocks` and `KVDone`, over
-    whatever connection, is the one that D granted.
+    memory that P offered, so P sends numbers of blocks instead of frames. `quantised`: D takes the frames of 8-bit
+    numbers that P offered; never both. `token` is a secret of this grant: D accepts `KVBlocks` and `KVDone` that repeat
+    it, over any connection.
     """
 
     request_id: Name
@@ -345,9 +334,9 @@ class KVGrant(Message, frozen=True, tag=43):
 
 
 class KVWait(Message, frozen=True, tag=44):
-    """D knows the request, but has no room for it yet, and owns nothing: P's lease is renewed.
+    """D has the request, but no room for it yet, and owns nothing: P's lease is renewed.
 
-    In a hand-over D also answers so to a repeated `KVOpen`: the blocks that were sent before it are here.
+    In a hand-over D also answers a repeated `KVOpen` like this: all blocks that were sent before it have arrived.
     """
 
     request_id: Name
@@ -355,14 +344,14 @@ class KVWait(Message, frozen=True, tag=44):
 
 
 class KVAck(Message, frozen=True, tag=45):
-    """D has all it needs, received and verified or computed itself: P's hold ends, whatever P was doing."""
+    """D has all blocks, received and verified or computed itself: P's hold ends, even while P computes."""
 
     request_id: Name
     attempt: Count
 
 
 class KVFailed(Message, frozen=True, tag=46):
-    """Either side gave the transfer up. The sender of this message owns nothing of it, nor may its receiver."""
+    """Either side gave the transfer up: the sender of this owns nothing of it, and the receiver releases its blocks."""
 
     request_id: Name
     attempt: Count

@@ -1,4 +1,4 @@
-"""How one request samples. Field names are OpenAI's; everything here is already validated and resolved."""
+"""How one request samples. Field names are OpenAI's; the router has validated the values and filled in defaults."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Logprob = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Resolved by the router, obeyed by both workers.
+    """Parameters that both workers sample by.
 
-    `seed` is always set (the router draws one when the client gives none), so that a request that moves to another
-    worker continues with the same noise: noise is a function of (seed, position) only.
+    `seed` is always set (the router draws one when the client gives none). Noise is a function of (seed, position)
+    only, so a request that moves to another worker continues with the same noise.
     `logprobs` is -1 for none, else the number of alternatives (0 to 20) to report beside the sampled token.
     `stop_token_ids` excludes the model's own end tokens, which apply unless `ignore_eos`.
     `grammar` is what the answer must match, in the form that `common.grammar.grammar` takes, or "".
-    `prompt_logprobs` is the same as `logprobs` for the prompt's own tokens: whoever computes the prompt reports them.
+    `prompt_logprobs` is like `logprobs`, for the prompt's own tokens: the worker that computes the prompt reports them.
     """
 
     max_tokens: Annotated[int, Meta(ge=1)]

@@ -1,1 +1,1 @@
-"""What prefill and decode workers share: process, engine loop, control channel, probes and metrics."""
+"""What the processes of both workers share: start and end, engine loop, control channel, probes and metrics."""

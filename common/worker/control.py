@@ -2,7 +2,7 @@
 
 router ── RouterHello ──> worker          worker ── WorkerHello, then WorkerHeartbeat ... ──> router
 router ── RouterHeartbeat, PrefillRequest or DecodeRequest, AbortRequest ──> worker
-          (answered by another WorkerHello, with `lost_router`, when the worker knows no such router)
+          (the worker answers a router that has not said hello with a WorkerHello with `lost_router`)
 worker ── TokenOutput, RequestFailed ──> router
 """
 
@@ -38,22 +38,22 @@ from common.wire.messages import (
 log = logging.getLogger(__name__)
 CONTROL_HWM = 100_000
 MAX_ROUTERS = 1024
-"""More than any cluster has: names that a flood of greetings can make this worker remember."""
+"""More than any cluster has: bounds how many names a flood of hellos makes this worker remember."""
 CUT_BEATS = 2
-"""Heartbeats in a row without a connection after which a router is lost; it gave up what it had here at the cut."""
+"""Heartbeats in a row without a connection after which a router is lost: it gave up its requests here at the cut."""
 BURST = 64
-"""Messages handled in a row before heartbeats get a turn; a ready receive does not yield by itself."""
+"""Messages handled in a row before heartbeats get a turn: awaiting a ready receive does not yield."""
 
 
 @dataclass(slots=True)
 class RouterPeer:
-    """A router that has said hello: its name and when it was last heard."""
+    """A router that has said hello."""
 
     router_id: str
     epoch: int
     last_heard: float
     num_cut: int = 0
-    """Heartbeats in a row that had no connection to leave by."""
+    """Heartbeats in a row that found no connection."""
 
 
 class ControlServer:
@@ -99,7 +99,7 @@ class ControlServer:
             tasks.create_task(self._beat())
 
     def send(self, router: bytes, message: Message) -> int:
-        """Queue a message for a router; one that is gone or does not read loses it. The errno of that, or 0."""
+        """Queue a message for a router. The errno if it is lost because the router is gone or does not read, else 0."""
         future = self._socket.send_multipart([router, encode(message)], zmq.NOBLOCK)
         sent = cast("asyncio.Future[object]", future)
         # With NOBLOCK the future is done at once: a ROUTER refuses peers that are gone or past the high-water mark.
@@ -117,14 +117,14 @@ class ControlServer:
             self.num_unsent += len(messages)
 
     def broadcast_heartbeat(self) -> None:
-        """Tell every router how the worker is right now."""
+        """Send every router the worker's state."""
         beat = self._heartbeat()
         for router, peer in self._routers.items():
             is_cut = self.send(router, beat) == zmq.EHOSTUNREACH
             peer.num_cut = peer.num_cut + 1 if is_cut else 0
 
     def broadcast_hello(self) -> None:
-        """Tell every router anew who the worker is, once its model is loaded."""
+        """Send every router another hello, because the model is loaded."""
         for router in self._routers:
             self.send(router, self._hello())
             self.send(router, self._heartbeat())
@@ -165,7 +165,7 @@ class ControlServer:
                 self._on_message(router, message)
 
     def _tell_stranger(self, router: bytes, message: AnyMessage) -> None:
-        """A router that takes this worker for one that works for it hears that it is not known; once a heartbeat."""
+        """Tell a router that takes this worker for its own that it is lost here; at most once a heartbeat."""
         if isinstance(message, ToWorker) and router not in self._told and len(self._told) < MAX_ROUTERS:
             self._told.add(router)
             self.send(router, replace(self._hello(), lost_router=True))

@@ -1,4 +1,4 @@
-"""The loop that both workers' engines share: one thread owns scheduler, blocks and model, and takes commands.
+"""The loop of both workers' engines: one thread owns scheduler, blocks and model, and takes commands.
 
 event loop ─ submit(command) ─> inbox ─> engine thread: apply commands, step, publish status ─> outbox ─> event loop
 """
@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
@@ -20,20 +20,23 @@ from common.wire.messages import Message
 from common.worker.step_times import StepTimes
 
 log = logging.getLogger(__name__)
+Send = Callable[[list[tuple[bytes, Message]]], None]
+"""Sends messages to routers, given as (router, message) pairs. Callable from the engine's thread."""
 IDLE_WAIT_S = 0.05
+"""How long an idle loop waits for a command."""
 IDLE_CHECK_S = 0.5
-"""How long a worker must have been idle before it checks its blocks: right away, the check would take the core on which
-the other pool computes the same request's next token."""
+"""How long a worker must be idle before it checks its blocks. At once, the check would take the core on which the other
+pool computes the same request's next token."""
 INBOX_BOUND = 65_536
 PROGRESS_INTERVAL_S = 1.0
-"""How often routers hear of requests that make progress, but no token yet."""
+"""How often routers hear of requests that make progress but have no new token."""
 MAX_FAILED_STEPS = 8
-"""Steps in a row that may fail before the engine gives itself up and the worker becomes unhealthy."""
+"""Failed steps in a row after which the engine ends and the worker becomes unhealthy."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestReceived:
-    """A router asked for something."""
+    """A router sent a request, an abort or an order."""
 
     router: bytes
     message: Message
@@ -41,9 +44,22 @@ class RequestReceived:
 
 @dataclass(frozen=True, slots=True)
 class RouterLost:
-    """A router is gone: everything it asked for ends."""
+    """A router is gone: its requests end."""
 
     router: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """`identity` is the worker's id and boot epoch. `max_model_len` is the model's; the cache may hold less.
+
+    `max_waiting` requests may wait here beside those that run.
+    """
+
+    identity: tuple[str, int]
+    eos_token_ids: Collection[int]
+    max_model_len: int
+    max_waiting: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +79,9 @@ class EngineStatus:
 
 
 class Engine(ABC):
-    """Subclasses say what a command does, what a step is, and what time brings."""
+    """The loop. Subclasses say what a command does, what a step computes, and what expires."""
 
-    def __init__(self, send: Callable[[list[tuple[bytes, Message]]], None]) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
         self._inbox: SimpleQueue[object] = SimpleQueue()
         self._outbox: list[tuple[bytes, Message]] = []
@@ -90,7 +106,7 @@ class Engine(ABC):
         self._thread.start()
 
     def share_cores(self, cores: CoreShare, set_threads: Callable[[int], None]) -> None:
-        """Before `start`: each step asks `cores` how many threads it may use, and tells `set_threads` a new number."""
+        """Before `start`: let `cores` say how many threads each step may use. `set_threads` is called with changes."""
         self._cores, self._set_threads = cores, set_threads
 
     def stop(self, timeout_s: float = 10.0) -> bool:
@@ -108,7 +124,7 @@ class Engine(ABC):
         return True
 
     def notify(self, event: object) -> None:
-        """Hand over an event of the engine's own threads; their number is bounded by the requests in flight."""
+        """Hand over an event of the engine's own threads. The number of requests bounds the number of these."""
         self._inbox.put(event)
 
     @property
@@ -117,11 +133,11 @@ class Engine(ABC):
 
     @property
     def turn_limit_s(self) -> float:
-        """How long the present turn of the loop may take, from its begin, before it must be stuck."""
+        """How long the present turn of the loop may take before it counts as stuck."""
         return self._watch[1]
 
     def is_stuck(self, now: float) -> bool:
-        """Whether the loop has not come round for longer than its turn may take. Callable from any thread."""
+        """Whether the present turn takes longer than it may. Callable from any thread."""
         began, limit_s = self._watch
         return now - began > limit_s
 
@@ -130,7 +146,7 @@ class Engine(ABC):
         self._outbox.append((router, message))
 
     def planned(self, num_tokens: int, work: float) -> None:
-        """Called by `step` once it knows what it computes: `num_tokens`, weighed by their context (`work_of`)."""
+        """`step` calls this before it computes `num_tokens`, of size `work` (`work_of`)."""
         self._planned = (num_tokens, work)
         self._watch = (time.monotonic(), self.step_times.limit_s(work))
 
@@ -141,13 +157,13 @@ class Engine(ABC):
 
     @property
     def is_light(self) -> bool:
-        """Whether the next step waits for memory more than it computes, so that a core less hardly slows it down."""
+        """Whether the next step is bound by memory, so that one core less hardly slows it down."""
         return False
 
     @property
     @abstractmethod
     def is_empty(self) -> bool:
-        """Whether no request is known in any state."""
+        """Whether no request is here in any state."""
 
     @abstractmethod
     def apply(self, command: object) -> None:
@@ -159,30 +175,30 @@ class Engine(ABC):
 
     @abstractmethod
     def expire(self, now: float) -> None:
-        """End what has passed its deadline."""
+        """End requests that have passed their deadline."""
 
     @abstractmethod
     def tell_progress(self, *, has_stepped: bool) -> None:
-        """Emit an output without tokens for each request that makes progress, but no token yet.
+        """Emit an output without tokens for each request that makes progress but has no new token.
 
-        Requests whose turn to be computed comes only make progress if `has_stepped`: something was computed since.
+        Requests that wait to be computed make progress only if `has_stepped`: a step has ended since the last call.
         """
 
     @abstractmethod
     def snapshot(self) -> EngineStatus:
-        """The state to publish."""
+        """The status to publish."""
 
     @abstractmethod
     def check_integrity(self) -> BlockCounts:
-        """Raises BlockError when a block is owned by nobody alive."""
+        """Raises BlockError when a block's owner is no live request."""
 
     @abstractmethod
     def fail_step(self, error: Exception) -> None:
-        """A step raised: end the requests that were in it."""
+        """A step raised: fail the requests that were in it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the loop's own thread holds, on that thread."""
+        """Release what the loop's thread holds, on that thread."""
 
     def _main(self) -> None:
         try:
@@ -207,7 +223,7 @@ class Engine(ABC):
                 self._step(now)
                 self._failed_steps, self._has_stepped = 0, True
             except BlockError:
-                raise  # ownership is broken: going on could mix up requests
+                raise  # ownership is broken: further steps could mix up requests
             except Exception as error:
                 self._failed_steps += 1
                 log.exception("step failed (%d in a row)", self._failed_steps)
@@ -242,14 +258,16 @@ class Engine(ABC):
         if self._set_threads is None:
             return
         num_threads = self._cores.begin()
-        if self.is_light:  # whoever passes its tokens on needs a core: a preempted thread keeps all others waiting
+        if (
+            self.is_light
+        ):  # leave a core to the processes that pass tokens on: one preempted thread keeps all others waiting
             num_threads = max(1, num_threads - 1)
         if num_threads != self._num_threads:
             self._num_threads = num_threads
             self._set_threads(num_threads)
 
     def _take_commands(self) -> None:
-        """Apply what is there now, and no more: a flood of commands must not keep the loop from its steps."""
+        """Apply the commands that are there now: a flood of further ones must not keep the loop from its steps."""
         try:
             command = self._inbox.get_nowait() if self.has_work else self._inbox.get(timeout=IDLE_WAIT_S)
         except Empty:
@@ -259,7 +277,7 @@ class Engine(ABC):
             if command is not None:
                 self._busy, self._worked_at = True, time.monotonic()
                 self.apply(command)
-        self._publish()  # before a step that may take long: whoever asked for it must not seem to be forgotten
+        self._publish()  # before a step that may take long, so that heartbeats count its requests
         self._flush()
 
     def _flush(self) -> None:

@@ -18,30 +18,30 @@ SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8),
     *(1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
 )
-"""vLLM's floors are 0.3 s and 10 ms; the finer buckets below them are ours, theirs are kept."""
+"""vLLM's buckets, and finer ones below theirs."""
 SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 5e10)
 
 
 class StepSeconds:
-    """The histogram of step durations, which also knows those of the last minute."""
+    """The histogram of step durations, and the quantiles of the last minute."""
 
     def __init__(self, histogram: Histogram, clock: Callable[[], float] = time.monotonic) -> None:
         self._histogram, self._clock, self._recent = histogram, clock, RecentQuantile()
 
     def observe(self, step_s: float, tokens_each: float = 1.0) -> None:
-        """A step gave the running sequences so many tokens each: one, and the draft tokens that were accepted."""
+        """A step gave each running sequence `tokens_each` tokens on average: one, and the accepted draft tokens."""
         self._histogram.observe(step_s)
         self._recent.observe(step_s / tokens_each, self._clock())
 
     @property
     def p95(self) -> float:
-        """Seconds that 95 % of the last minute's steps took at most for a token of each sequence, 0 without any."""
+        """Seconds for a token of each sequence that 95 % of the last minute's steps did not exceed; 0 without steps."""
         return self._recent.quantile(0.95, self._clock())
 
 
 class _StatusCollector(Collector):
-    """Gauges read from the engine's last snapshot at scrape time, and those that autoscalers make of them."""
+    """Gauges of the engine's last snapshot, and signals for autoscalers made of them, at each scrape."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _StatusCollector(Collector):
 
 
 class WorkerMetrics:
-    """Counters and histograms an engine writes; `registry` is what `/metrics` shows."""
+    """Counters and histograms that an engine writes; `/metrics` shows `registry`."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class WorkerMetrics:
         role: str = "",
         slo_tpot_s: float = 0.0,
     ) -> None:
-        """`slo_tpot_s` is what a token after the first may take; 0: there is no such goal."""
+        """`slo_tpot_s` is the goal for a token after the first; 0: no goal."""
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": worker_id}
         self.registry.register(_StatusCollector(status, self._labels, role, lambda: self.step_seconds.p95, slo_tpot_s))
@@ -181,7 +181,7 @@ class WorkerMetrics:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
 
     def _labelled(self, name: str, text: str, label: str) -> Counter:
-        """A counter with a label beside those that all have."""
+        """A counter with one more label than the others."""
         return Counter(name, text, [*self._labels, label], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:

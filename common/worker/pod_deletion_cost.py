@@ -1,7 +1,7 @@
-"""Tells Kubernetes which pod of a pool it costs least to take away: the one with the fewest requests.
+"""Tells Kubernetes which pod of a pool to delete first: the one with the fewest requests.
 
 A Deployment that shrinks deletes the pods of lowest `controller.kubernetes.io/pod-deletion-cost` first. It is advice:
-whatever goes wrong here, requests are served.
+failures here never keep requests from being served.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INTERVAL_S = 5.0
 
 
 def cost_of(num_requests: int) -> int:
-    """The largest power of two that is not above: coarse, so that the API server hears of changes that matter."""
+    """The largest power of two up to `num_requests`: coarse, so that the API server gets few updates."""
     return 1 << (num_requests.bit_length() - 1) if num_requests > 0 else 0
 
 
@@ -39,7 +39,7 @@ class PodDeletionCost:
         self._failing = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         try:
             while True:
                 cost = cost_of(self._num_requests())
@@ -54,7 +54,7 @@ class PodDeletionCost:
             await self._client.merge_patch(self._path, {"metadata": {"annotations": {ANNOTATION: str(cost)}}})
         except KubernetesError as error:
             if not self._failing:
-                log.warning("pod-deletion-cost is not kept, which costs nothing else: %s", error)
+                log.warning("pod-deletion-cost is not kept, requests are served all the same: %s", error)
             self._failing = True
         else:
             if self._failing:
@@ -63,7 +63,7 @@ class PodDeletionCost:
 
 
 def keep_pod_deletion_cost(config: WorkerConfig, status: Callable[[], EngineStatus]) -> asyncio.Task[None]:
-    """Begins to keep the cost of the pod that this process runs in; cancel the task to end it. Raises ConfigError."""
+    """Start to keep the cost of this process's pod; cancel the task to end it. Raises ConfigError."""
     access = config.cluster
     namespace = access.namespace(os.environ.get("POD_NAMESPACE", ""), "POD_NAMESPACE")
     path = f"/api/v1/namespaces/{namespace}/pods/{os.environ['POD_NAME']}"
@@ -75,4 +75,4 @@ def keep_pod_deletion_cost(config: WorkerConfig, status: Callable[[], EngineStat
 
 def _on_end(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("pod-deletion-cost is kept no more", exc_info=error)
+        log.error("pod-deletion-cost is not kept any more", exc_info=error)

@@ -1,6 +1,6 @@
 """A worker's `/health`, `/ready` and `/metrics`, served inside the worker's own event loop.
 
-A worker whose loop stands still does not answer here either: that is what a liveness probe is for.
+A worker whose loop stands still does not answer, which is what a liveness probe must see.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from common.wire.listening import listen
 
 BACKLOG = 128
 ANSWER_S = 10.0
-"""How long a connection may go without an answer that was asked for and read."""
+"""How long a connection may live without a completed answer."""
 MAX_CONNECTIONS = 256
 MAX_REQUEST_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """`healthy`: restarting would not help. `ready`: may get requests. `detail` is shown with either, as JSON."""
+    """`healthy`: no restart needed. `ready`: may get requests. Both answers show `detail`, as JSON."""
 
     ready: bool
     healthy: bool
@@ -41,7 +41,7 @@ class WorkerStatus:
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's, which waits for ever for requests of any size, with a bound on what strangers can hold of a worker."""
+    """uvicorn's connection with bounds: its own waits for ever, for requests of any size."""
 
     def __init__(self, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
@@ -50,7 +50,7 @@ class _Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:  # probes must get in whoever else is here
+        if len(self.connections) > MAX_CONNECTIONS:  # probes must always get in
             others = (other for other in self.connections if isinstance(other, _Connection) and other is not self)
             min(others, key=lambda other: other.answered_at).cut()
 
@@ -71,7 +71,7 @@ class _Connection(HttpToolsProtocol):
 
 
 class _QuietServer(uvicorn.Server):
-    """uvicorn without signal handlers: the worker decides when it ends. `listening` is set once it answers."""
+    """uvicorn without signal handlers, because the worker decides when to end. `listening` is set once it answers."""
 
     def __init__(self, config: uvicorn.Config, answer_s: float) -> None:
         super().__init__(config)
@@ -112,7 +112,7 @@ class WorkerHTTP:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Listens and returns the port, which differs from the one asked for when that was 0. Raises OSError."""
+        """Listen, and return the port that was bound. Raises OSError."""
         listener = listen(self._host, self._port, BACKLOG)
         app = Starlette(
             routes=[
@@ -129,7 +129,7 @@ class WorkerHTTP:
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                log_level="error",  # else a line for each request that is none
+                log_level="error",  # else uvicorn logs a line for each invalid request
                 access_log=False,
                 timeout_graceful_shutdown=1,
             ),
@@ -140,7 +140,7 @@ class WorkerHTTP:
         return int(listener.getsockname()[1])
 
     async def stop(self) -> None:
-        """Closes the port and open connections. May be called twice, or without `start`."""
+        """Close the port and open connections. May be called twice, or without `start`."""
         if self._server is None or self._task is None:
             return
         self._server.should_exit = True

@@ -1,4 +1,5 @@
-"""What both kinds of worker process do around their engine: sockets, start-up, heartbeats, probes, drain and end:
+"""The life of a worker process, of either kind:
+
 bind sockets ─> write --address-file ─> load the model (not ready) ─> run the engine (ready) ─> SIGTERM: drain ─> exit 0
 """
 
@@ -8,44 +9,37 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import zmq
 import zmq.asyncio
 
-from common import __version__
 from common.config import WorkerConfig
-from common.errors import DiptychError, ModelError
+from common.errors import ConfigError, DiptychError, ModelError
+from common.kv.block_pool import BlockPool
 from common.machine.allocator import keep_large_buffers
 from common.machine.core_share import CoreShare
 from common.machine.file_limit import raise_file_limit
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
+from common.transfer.outgoing import TransferEnded
+from common.transfer.sender import KVSender
 from common.wire.curve import Curve, warn_of_readers
 from common.wire.gatekeeper import Gatekeeper
 from common.wire.listening import in_url
-from common.wire.messages import (
-    AnyMessage,
-    DecodeRequest,
-    Message,
-    PrefillRequest,
-    RequestFailed,
-    WorkerHeartbeat,
-    WorkerHello,
-)
+from common.wire.messages import AnyMessage, DecodeRequest, PrefillRequest, RequestFailed
 from common.worker.control import ControlServer, bind_control
-from common.worker.engine import Engine, EngineStatus, RequestReceived, RouterLost
+from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost, Send
 from common.worker.metrics import WorkerMetrics
-from common.worker.probes import WorkerHTTP, WorkerStatus
-from common.worker.step_times import DEVICE_FLOOR_S, FLOOR_S, LONGEST_S, StepTimes
+from common.worker.probes import WorkerHTTP
+from common.worker.step_times import DEVICE_FLOOR_S, FLOOR_S, StepTimes
+from common.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, probe_of
 
 if TYPE_CHECKING:
     from common.grammar.grammars import Grammars
@@ -54,23 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.02
 LAST_WORDS_MS = 500
-"""Time at the end for what was said to routers to leave."""
-
-Send = Callable[[list[tuple[bytes, Message]]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerIdentity:
-    """Who this process is. `epoch` is new at every start."""
-
-    worker_id: str
-    role: str
-    epoch: int
-
-    @classmethod
-    def create(cls, role: str, configured: str) -> WorkerIdentity:
-        name = configured or f"{role}-{socket.gethostname()}-{os.getpid()}"
-        return cls(name, role, time.time_ns() // 1000 * 1000 + secrets.randbelow(1000))
+"""Time at the end for the last messages to routers to leave."""
 
 
 class WorkerProcess:
@@ -86,7 +64,7 @@ class WorkerProcess:
         self.metrics = WorkerMetrics(
             config.model,
             self.identity.worker_id,
-            lambda: self._status(),
+            self._status,
             role=self.role,
             slo_tpot_s=getattr(config, "slo_tpot_ms", 0.0) / 1e3,
         )
@@ -97,7 +75,6 @@ class WorkerProcess:
         self.loaded: LoadedModel | None = None
         self.kv_address = ""
         self._draining = False
-        self._control: ControlServer | None = None  # set when the drain begins
 
     def bind_kv(self) -> str:
         """Bind the KV socket if this role has one, and return its address. Called before the model is loaded."""
@@ -110,31 +87,41 @@ class WorkerProcess:
         """The engine, not started. It owns `grammars`."""
         raise AssertionError("a worker process has a role")
 
+    def engine_config(self, files: ModelFiles, loaded: LoadedModel) -> EngineConfig:
+        return EngineConfig(
+            identity=(self.identity.worker_id, self.identity.epoch),
+            eos_token_ids=files.eos_token_ids,
+            max_model_len=loaded.max_model_len,
+            max_waiting=self.config.max_waiting,
+        )
+
+    def new_pool(self, loaded: LoadedModel) -> BlockPool:
+        return BlockPool(
+            loaded.kv.num_blocks, loaded.kv.block_size, enable_prefix_caching=self.config.enable_prefix_caching
+        )
+
+    def new_sender(self, loaded: LoadedModel, on_ended: Callable[[TransferEnded], None], **options: Any) -> KVSender:
+        """Ships blocks of this worker's cache; `options` are the settings of `KVSender` that differ by role."""
+        from common.kv.staging import outgoing_blocks  # which imports torch, as the model has by now
+
+        return KVSender(
+            self.blocking_context,
+            outgoing_blocks(loaded.kv).view,
+            loaded.kv.block_bytes,
+            (self.identity.worker_id, self.identity.epoch, loaded.fingerprint),
+            on_ended,
+            memory=loaded.kv.shared.offer if loaded.kv.shared else None,
+            require_shared=self.config.kv_transport == "shm",
+            curve=self.curve,
+            **options,
+        )
+
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; raises what the engine died of."""
-        config, loop = self.config, asyncio.get_running_loop()
-        stop = asyncio.Event()
+        """Serve until SIGTERM or SIGINT; raises the error that ended the engine."""
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, stop)
-        if self.curve is not None:
-            warn_of_readers(config.curve_key)
-            self.gatekeeper = Gatekeeper(self.blocking_context, self.curve)
-            self.gatekeeper.start()
-        control_socket, address = bind_control(self.context, config.host, config.port, self.curve)
-        self.kv_address = self._advertised(self.bind_kv())
-        http = WorkerHTTP(config.host, config.http_port, self._probe, self.metrics.registry)
-        http_port = await http.start()
-        self._write_address_file(self._advertised(address), http_port)
-        self.control = control = ControlServer(
-            control_socket,
-            self._hello,
-            self._heartbeat,
-            self._on_message,
-            self._on_router_lost,
-            heartbeat_s=config.heartbeat_s,
-            router_timeout_s=config.router_timeout_s,
-        )
-        log.info("%s listens on %s", self.identity.worker_id, address, extra={"kv": self.kv_address, "http": http_port})
+        control, http = await self._listen()
         serving = asyncio.create_task(control.run(), name="control")
         stopped = asyncio.create_task(stop.wait(), name="stop")
         tending = self._tend_pod()
@@ -156,27 +143,60 @@ class WorkerProcess:
             stopped.cancel()
             if tending is not None:
                 tending.cancel()
-            ended = True
             await asyncio.gather(serving, return_exceptions=True)
-            if self.engine is not None:
-                ended = await asyncio.to_thread(self.engine.stop)
-            else:
-                self.close_kv()
-            await http.stop()
-            if self.gatekeeper is not None:
-                await asyncio.to_thread(self.gatekeeper.stop)
-            if ended:  # else its thread still holds sockets, and closing the context would wait for them
-                self.context.destroy(linger=LAST_WORDS_MS)
+            await self._close(http)
+
+    async def _listen(self) -> tuple[ControlServer, WorkerHTTP]:
+        """Bind all sockets and tell their addresses. The control server does not run yet."""
+        config = self.config
+        if self.curve is not None:
+            warn_of_readers(config.curve_key)
+            self.gatekeeper = Gatekeeper(self.blocking_context, self.curve)
+            self.gatekeeper.start()
+        control_socket, address = bind_control(self.context, config.host, config.port, self.curve)
+        self.kv_address = self._advertised(self.bind_kv())
+        http = WorkerHTTP(
+            config.host,
+            config.http_port,
+            lambda: probe_of(self.identity, self.engine, draining=self._draining),
+            self.metrics.registry,
+        )
+        http_port = await http.start()
+        self._write_address_file(self._advertised(address), http_port)
+        self.control = ControlServer(
+            control_socket,
+            lambda: hello_of(self.identity, config, self.loaded, self.kv_address),
+            lambda: heartbeat_of(self.identity, self.engine, self._status(), draining=self._draining),
+            self._on_message,
+            self._on_router_lost,
+            heartbeat_s=config.heartbeat_s,
+            router_timeout_s=config.router_timeout_s,
+        )
+        log.info("%s listens on %s", self.identity.worker_id, address, extra={"kv": self.kv_address, "http": http_port})
+        return self.control, http
+
+    async def _close(self, http: WorkerHTTP) -> None:
+        """End the engine and all threads, and close the sockets."""
+        has_ended = True
+        if self.engine is not None:
+            has_ended = await asyncio.to_thread(self.engine.stop)
+        else:
+            self.close_kv()
+        await http.stop()
+        if self.gatekeeper is not None:
+            await asyncio.to_thread(self.gatekeeper.stop)
+        if has_ended:  # else the engine's thread holds sockets, and `destroy` would wait for them
+            self.context.destroy(linger=LAST_WORDS_MS)
 
     def _abandon_loading(self, serving: asyncio.Task[None]) -> NoReturn:
-        """End at once: a thread that loads weights cannot be interrupted, and nothing else has begun."""
+        """End at once: nothing can interrupt the thread that loads weights, and nothing else has begun."""
         log.info("stopping while the model is loaded")
         end_process(1 if serving.done() else 0)
 
     def _tend_pod(self) -> asyncio.Task[None] | None:
         if not self.config.pod_deletion_cost:
             return None
-        # Imported here: an HTTP client that no other worker needs.
+        # Imported here: other workers need no HTTP client.
         from common.worker.pod_deletion_cost import keep_pod_deletion_cost
 
         return keep_pod_deletion_cost(self.config, self._status)
@@ -184,7 +204,9 @@ class WorkerProcess:
     async def _start_engine(self, control: ControlServer) -> None:
         began = time.monotonic()
         files, loaded = await asyncio.to_thread(self._load)
-        # Before the engine: a large vocabulary stops every thread for a second, and no router waits for this one yet.
+        if self.config.kv_transport == "shm" and loaded.kv.shared is None:
+            raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
+        # Before the engine: a large vocabulary stops every thread for a second, while no router waits for this worker.
         grammars = await asyncio.to_thread(_grammars, files, loaded)
         engine = self.build_engine(files, loaded, grammars, control.send_threadsafe)
         floor_s = FLOOR_S if self.config.device == "cpu" else DEVICE_FLOOR_S
@@ -217,7 +239,7 @@ class WorkerProcess:
         return files, LoadedModel.load(files, self.config)
 
     async def _watch_engine(self) -> None:
-        """Ends, with the reason, when the engine's thread does, or the gatekeeper's."""
+        """Raise the reason when the engine's thread ends, or the gatekeeper's."""
         while self.engine is None or self.engine.alive:
             if self.gatekeeper is not None and self.gatekeeper.failure is not None:
                 raise RuntimeError("the gatekeeper died") from self.gatekeeper.failure
@@ -226,7 +248,7 @@ class WorkerProcess:
 
     async def _drain(self, control: ControlServer, serving: asyncio.Task[None]) -> None:
         """Take nothing new, let what runs finish or be handed over, up to the deadline."""
-        self._draining, self._control = True, control
+        self._draining = True
         control.broadcast_heartbeat()
         deadline = time.monotonic() + self.config.drain_timeout_s
         while time.monotonic() < deadline and self.engine is not None and self.engine.alive and not serving.done():
@@ -242,8 +264,8 @@ class WorkerProcess:
         stop.set()
 
     def _on_message(self, router: bytes, message: AnyMessage) -> None:
-        if self._control is not None and isinstance(message, PrefillRequest | DecodeRequest):
-            self._control.send(router, self._refusal(message))  # it was sent before its router knew
+        if self._draining and self.control is not None and isinstance(message, PrefillRequest | DecodeRequest):
+            self.control.send(router, self._refusal(message))  # its router sent it before it heard of the drain
         elif self.engine is not None and not self.engine.submit(RequestReceived(router, message)):
             log.error("the engine's inbox is full: dropped %s", type(message).__name__)
 
@@ -269,58 +291,6 @@ class WorkerProcess:
             num_refused_connections=self.gatekeeper.num_refused if self.gatekeeper else 0,
         )
 
-    def _hello(self) -> WorkerHello:
-        loaded = self.loaded
-        return WorkerHello(
-            worker_id=self.identity.worker_id,
-            role=self.role,
-            epoch=self.identity.epoch,
-            fingerprint=loaded.fingerprint if loaded else "loading",
-            model=loaded.model_id if loaded else self.config.model,
-            block_size=self.config.block_size,
-            num_blocks=loaded.kv.num_blocks if loaded else 0,
-            max_model_len=loaded.max_model_len if loaded else 0,
-            max_num_seqs=getattr(self.config, "max_num_seqs", 0),
-            kv_address=self.kv_address,
-            version=__version__,
-            weights=loaded.weights if loaded else "",
-        )
-
-    def _heartbeat(self) -> WorkerHeartbeat:
-        status, engine = self._status(), self.engine
-        return WorkerHeartbeat(
-            worker_id=self.identity.worker_id,
-            epoch=self.identity.epoch,
-            step=engine.num_steps if engine else 0,
-            ready=engine is not None and engine.alive,
-            draining=self._draining,
-            num_running=status.num_running,
-            num_waiting=status.num_waiting,
-            num_transferring=status.num_transferring,
-            num_waiting_tokens=status.num_waiting_tokens,
-            num_free_blocks=status.blocks.free,
-            num_cached_blocks=status.blocks.cached,
-            num_owned_blocks=status.blocks.owned,
-            tokens_per_s=status.tokens_per_s,
-            step_time_s=status.step_time_s,
-            full_tokens_per_s=status.full_tokens_per_s,
-            turn_limit_s=engine.turn_limit_s if engine else LONGEST_S,
-        )
-
-    def _probe(self) -> WorkerStatus:
-        """Healthy while the engine's loop turns; ready when a router may send requests."""
-        engine, now = self.engine, time.monotonic()
-        if engine is None:
-            return WorkerStatus(ready=False, healthy=True, detail={"state": "loading"})
-        healthy = engine.alive and not engine.is_stuck(now)
-        blocks = engine.status.blocks
-        detail: dict[str, object] = {
-            "state": "draining" if self._draining else "ready" if healthy else "stuck",
-            "worker_id": self.identity.worker_id,
-            "blocks": {"free": blocks.free, "cached": blocks.cached, "owned": blocks.owned},
-        }
-        return WorkerStatus(ready=healthy and not self._draining, healthy=healthy, detail=detail)
-
     def _advertised(self, address: str) -> str:
         """The address that others reach this worker by."""
         host = self.config.advertise_host
@@ -329,20 +299,19 @@ class WorkerProcess:
         return f"tcp://{in_url(host)}:{address.rsplit(':', 1)[1]}"
 
     def _write_address_file(self, address: str, http_port: int) -> None:
-        if not self.config.address_file:
-            return
-        path = Path(self.config.address_file)
-        host = self.config.advertise_host or self.config.host
-        body = {
-            "worker_id": self.identity.worker_id,
-            "role": self.role,
-            "address": address,
-            "kv_address": self.kv_address,
-            "http": f"http://{in_url(host)}:{http_port}",
-        }
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(body))
-        temporary.replace(path)
+        if self.config.address_file:
+            host = self.config.advertise_host or self.config.host
+            body = {
+                "worker_id": self.identity.worker_id,
+                "role": self.role,
+                "address": address,
+                "kv_address": self.kv_address,
+                "http": f"http://{in_url(host)}:{http_port}",
+            }
+            path = Path(self.config.address_file)
+            temporary = path.with_name(f"{path.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(body))
+            temporary.replace(path)
 
 
 def _grammars(files: ModelFiles, loaded: LoadedModel) -> Grammars:
@@ -380,7 +349,7 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
 
 
 def end_process(status: int) -> NoReturn:
-    """End now. To take the interpreter and torch apart needs a second or two, which whoever replaces us waits for."""
+    """End at once: to take the interpreter and torch apart needs a second or two, which a replacement would wait."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""What autoscalers read of a worker, as formulas over what it reports. Pure.
+"""The signals of a worker that autoscalers read. Pure.
 
-Both are measured in workers: their sum over a pool, divided by the value that one worker may have, is the number of
-workers that the pool needs. A mean would never ask for more workers than there are.
+The sum of a signal over a pool, divided by the value that one worker may have, is the number of workers that the pool
+needs. A mean would never ask for more workers than there are.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from common.worker.engine import EngineStatus
 KV_TARGET = 0.8
 """Share of the KV blocks in use at which a decode worker counts as full: above it, bursts end in preemption."""
 ASSUMED_TOKENS_PER_S = 1000.0
-"""The prefill rate of a worker that has computed nothing yet. Wrong for a second or two; 0 would be wrong for ever."""
+"""The assumed prefill rate of a worker before its first full step."""
 
 
 def backlog_s(num_tokens: float, tokens_per_s: float) -> float:
-    """Seconds that a worker needs to compute `num_tokens` of prompts; 0 when nothing waits, whatever the rate."""
+    """Seconds that a worker needs to compute `num_tokens` of prompts; 0 when nothing waits."""
     return num_tokens / (tokens_per_s if tokens_per_s > 0 else ASSUMED_TOKENS_PER_S)
 
 
@@ -25,5 +25,5 @@ def pressure(kv_usage: float, tpot_s: float, slo_tpot_s: float) -> float:
 
 
 def active_requests(status: EngineStatus) -> int:
-    """Requests that would be cut if the worker ended now."""
+    """Requests that would break off if the worker ended now."""
     return status.num_running + status.num_waiting + status.num_transferring

@@ -52,7 +52,7 @@ FIRST_PROCESS = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--k
 WAITING = """
 import sys
 import common.cli as cli
-cli.end_when_told()
+cli.end_at_sigterm()
 print("imports", flush=True)
 sys.stdin.readline()
 """

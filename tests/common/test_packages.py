@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.packages import PACKAGES, strangers
+from common.packages import PACKAGES, foreign_packages
 
 
 def diptych(path: Path, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -20,7 +20,7 @@ def diptych(path: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_here_every_name_is_ours(tmp_path: Path) -> None:
-    assert not list(strangers())
+    assert not list(foreign_packages())
     done = diptych(tmp_path, "size", "--help")
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -52,8 +52,6 @@ def test_a_folder_without_code_is_no_package(tmp_path: Path) -> None:
 
 
 def test_a_start_costs_no_heavy_import() -> None:
-    program = (
-        "import sys; from common.packages import warn_of_strangers as w; w(); print(len(sys.modules), *sys.modules)"
-    )
+    program = "import sys; from common import packages; packages.warn_of_foreign_packages(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert not {"numpy", "torch", "kernels", "router", "benchmarks"} & set(done.stdout.split())

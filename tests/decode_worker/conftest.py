@@ -40,13 +40,11 @@ from common.wire.messages import (
     TokenDelta,
 )
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
-from common.worker.engine import RouterLost
+from common.worker.engine import EngineConfig, RouterLost
 from common.worker.metrics import WorkerMetrics
 from decode_worker.engine import DecodeEngine
-from decode_worker.engine_config import DecodeEngineConfig
 from decode_worker.grants import IncomingTransfers
 from decode_worker.pipeline import Launcher
-from decode_worker.recorder import Recorder
 from decode_worker.scheduler import DecodeScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, prompt, wait
@@ -232,19 +230,9 @@ class EngineRig(RouterSide):
             on_advanced=notify,
         )
         runner, sampler = ModelRunner(model, self.kv), Sampler(model.config.vocab_size)
-        metrics = WorkerMetrics("m", "d", lambda: self.engine.status)
         self.engine = DecodeEngine(
             self.sent.extend,
-            DecodeEngineConfig(
-                identity=(worker_id, 7),
-                eos_token_ids=eos,
-                max_model_len=1024,
-                max_waiting=max_waiting,
-                grant_timeout_s=30.0,
-                transfer_timeout_s=30.0,
-                handover_timeout_s=30.0,
-                max_draft_tokens=max_draft_tokens,
-            ),
+            EngineConfig(identity=(worker_id, 7), eos_token_ids=eos, max_model_len=1024, max_waiting=max_waiting),
             DecodeScheduler(
                 BlockPool(num_blocks, 16),
                 max_num_seqs=max_num_seqs,
@@ -254,8 +242,12 @@ class EngineRig(RouterSide):
             runner,
             sampler,
             IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"),
-            Recorder(metrics, block_size=16),
             self.sender,
+            WorkerMetrics("m", "d", lambda: self.engine.status),
+            grant_timeout_s=30.0,
+            transfer_timeout_s=30.0,
+            handover_timeout_s=30.0,
+            max_draft_tokens=max_draft_tokens,
             launcher=None if launcher is None else launcher(runner, sampler),
             grammars=self.grammars,
         )

@@ -39,7 +39,7 @@ class Prophet:
 
 def counted(rig: Rig) -> dict[str, int]:
     """What an engine's metrics say: steps, tokens, and of those drafted, how many were right."""
-    metrics = rig.engine._recorder._metrics
+    metrics = rig.engine.metrics
     counters = {
         "steps": metrics.steps,
         "tokens": metrics.generation_tokens,

@@ -227,7 +227,7 @@ def test_a_lost_router_takes_its_requests_along(engine: Rig) -> None:
     [
         ([], {}, "empty"),
         ([1, 2, 261], {}, "token id 261 is outside of the vocabulary of 261"),
-        ([1] * 512, {}, "512 tokens, this worker takes fewer than 512"),
+        ([1] * 512, {}, "512 tokens, this worker takes at most 511"),
         ([1] * 3, {"prompt": b"12345"}, "5 bytes"),
         ([1] * 3, {"num_output": 3}, "3 of the prompt's 3 tokens"),
     ],

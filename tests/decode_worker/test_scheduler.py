@@ -30,7 +30,7 @@ def request(name: str, tokens: list[int], at: float = 0.0, *, remote: bool = Fal
         request_id=name, attempt=0, prompt=pack_tokens(tokens), params=SamplingParams(max_tokens=99),
         prefill_worker="p" if remote else "",
     )  # fmt: skip
-    return DecodeSequence(b"r", wire, list(tokens), BlockHasher(SIZE), at, at + 60.0, status)
+    return DecodeSequence(b"r", wire, list(tokens), BlockHasher(SIZE), at, at + 60.0, status=status)
 
 
 def run(plan: DecodeScheduler) -> SchedulerOutput:

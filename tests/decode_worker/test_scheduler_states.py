@@ -45,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )  # fmt: skip
         status = RequestStatus.EXPECTING if remote else RequestStatus.WAITING
         at = float(self.count)
-        self.plan.add(DecodeSequence(b"r", wire, tokens, BlockHasher(SIZE), at, at + 60.0, status))
+        self.plan.add(DecodeSequence(b"r", wire, tokens, BlockHasher(SIZE), at, at + 60.0, status=status))
 
     @precondition(lambda self: self.any_in(RequestStatus.EXPECTING))
     @rule(data=st.data())

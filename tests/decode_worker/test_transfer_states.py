@@ -41,7 +41,8 @@ from common.wire.messages import (
     TokenOutput,
 )
 from common.wire.sampling_params import SamplingParams
-from common.worker.engine import RequestReceived, RouterLost
+from common.worker.engine import EngineConfig, RequestReceived, RouterLost
+from common.worker.metrics import WorkerMetrics
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.scheduler import PrefillScheduler
 
@@ -80,14 +81,12 @@ class Fleet:
         )  # fmt: skip
         self.prefill = PrefillEngine(
             self.sent.extend,
-            ("p", 5),
+            EngineConfig(identity=("p", 5), eos_token_ids=first.eos, max_model_len=1024, max_waiting=64),
             PrefillScheduler(BlockPool(num_blocks, 16), max_num_batched_tokens=32, max_num_seqs=4),
             ModelRunner(load_model(resolve_model("tiny-random")), self.kv),
             Sampler(first.model.config.vocab_size),
             sender,
-            eos_token_ids=first.eos,
-            max_model_len=1024,
-            max_waiting=64,
+            WorkerMetrics("m", "p", lambda: self.prefill.status),
         )
         sender.start()
         self.engines = [self.prefill, *(rig.engine for rig in self.decode)]

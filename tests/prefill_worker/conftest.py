@@ -33,6 +33,7 @@ from common.wire.messages import (
     PrefillRequest,
 )
 from common.wire.sampling_params import SamplingParams
+from common.worker.engine import EngineConfig
 from common.worker.metrics import WorkerMetrics
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.scheduler import PrefillScheduler
@@ -184,17 +185,14 @@ class EngineRig(DecodeSide, RouterSide):
         self.sent: list[tuple[bytes, Message]] = []
         self.engine = PrefillEngine(
             self.sent.extend,
-            ("p", 5),
+            EngineConfig(identity=("p", 5), eos_token_ids=eos, max_model_len=1024, max_waiting=max_waiting),
             scheduler,
             ModelRunner(model, self.kv),
             Sampler(model.config.vocab_size),
             sender,
-            eos_token_ids=eos,
-            max_model_len=1024,
-            max_waiting=max_waiting,
+            WorkerMetrics("m", "p", lambda: self.engine.status),
             grammars=self.grammars,
         )
-        self.engine.metrics = WorkerMetrics("m", "p", lambda: self.engine.status)
         sender.start()
 
     def ask(

@@ -280,7 +280,7 @@ def test_a_new_attempt_replaces_the_old_one(engine: Rig) -> None:
         ([], {}, "empty"),
         ([1, 2, 261], {}, "token id 261 is outside of the vocabulary of 261"),
         ([2**32 - 1], {}, "outside of the vocabulary"),
-        ([1] * 513, {}, "513 tokens, this worker takes 512"),
+        ([1] * 513, {}, "513 tokens, this worker takes at most 512"),
         ([1] * 3, {"prompt": b"12345"}, "5 bytes"),
         ([1] * 3, {"num_output": 3}, "3 of the prompt's 3 tokens"),
         ([1] * 3, {"num_output": 2**62}, "cannot be output"),

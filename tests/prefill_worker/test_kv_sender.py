@@ -168,7 +168,7 @@ def test_a_grant_for_what_was_cancelled_is_answered_with_failure(rig: Rig) -> No
     rig.sender.cancel("a", 0, "aborted")
     rig.read_failed()
     rig.grant()
-    assert "holds this transfer no more" in rig.read_failed().reason
+    assert "does not hold this transfer" in rig.read_failed().reason
     assert rig.sender.num_bytes == 0
 
 

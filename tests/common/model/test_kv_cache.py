@@ -28,7 +28,7 @@ def test_a_block_is_one_range_of_bytes(config: ModelConfig, dtype: str) -> None:
     kv.tensor[3] = packed(torch.randn(*kv.tensor.shape[1:-1], config.head_dim), kv.dtype)
     assert bytes(kv.block(3)) == bytes(kv.tensor[3].view(torch.uint8).numpy())
     assert not any(kv.block(2)) and not any(kv.block(4))
-    kv.copy_block(3, 1)
+    kv.tensor[1].copy_(kv.tensor[3])
     assert kv.block(1) == kv.block(3)
     kv.clear_slots(3, 5)
     left, whole = unpacked(kv.tensor[3]), unpacked(kv.tensor[1])
@@ -40,13 +40,6 @@ def test_bytes_written_to_a_block_are_its_tensor(config: ModelConfig) -> None:
     kv.tensor[0].normal_()
     kv.block(2)[:] = kv.block(0)
     assert torch.equal(kv.tensor[2], kv.tensor[0]) and not kv.tensor[1].any()
-
-
-def test_copy_block(config: ModelConfig) -> None:
-    kv = KVCache(config, 3, 16, "float32")
-    kv.tensor[0].normal_()
-    kv.copy_block(0, 1)
-    assert torch.equal(kv.tensor[1], kv.tensor[0])
 
 
 def test_a_shared_cache_is_read_block_by_block_by_others(config: ModelConfig) -> None:
@@ -66,7 +59,7 @@ def test_blocks_out_of_range(config: ModelConfig, index: int) -> None:
     with pytest.raises(BlockError, match=f"block {index} is not one of 3"):
         kv.block(index)
     with pytest.raises(BlockError):
-        kv.copy_block(0, index)
+        kv.block_tensor(index)
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -1,4 +1,4 @@
-"""The grammars that an engine's requests wait for, outside of its batch: asked for, ready, or given up."""
+"""The grammars that an engine's requests wait for outside of its batch."""
 
 from __future__ import annotations
 
@@ -7,38 +7,22 @@ from typing import Generic, Protocol, TypeVar
 
 from common.grammar.grammar import Constraint
 from common.grammar.grammars import GRAMMAR_TIMEOUT_S, CompiledGrammar, GrammarReady, Grammars
-from common.wire.sampling_params import SamplingParams
+from common.requests.sequence import WorkerSequence
+
+S = TypeVar("S", bound=WorkerSequence)
+Failed = TypeVar("Failed", contravariant=True)
 
 
-class Awaiting(Protocol):
-    """What is needed of a sequence, of either worker."""
-
-    accepted_at: float
-
-    @property
-    def params(self) -> SamplingParams: ...
-
-    @property
-    def awaits_grammar(self) -> bool:
-        """Whether what its answer must match is still being compiled."""
-
-
-S = TypeVar("S", bound=Awaiting)
-
-
-Taken = TypeVar("Taken", contravariant=True)
-
-
-class Fail(Protocol[Taken]):
+class Fail(Protocol[Failed]):
     """Forgets a sequence and tells its router why."""
 
-    def __call__(self, sequence: Taken, phase: str, message: str, *, retryable: bool) -> None: ...
+    def __call__(self, sequence: Failed, phase: str, why: str, *, retryable: bool) -> None: ...
 
 
 class AwaitedGrammars(Generic[S]):
     """Belongs to an engine and its thread. `notify` brings an event to that thread, `constrain` ends a sequence's wait.
 
-    Without `grammars`, as in a worker whose model has no end token, no sequence may want one (`known`).
+    Without `grammars`, as in a worker whose model has no end token, no sequence may want one.
     """
 
     def __init__(
@@ -50,12 +34,8 @@ class AwaitedGrammars(Generic[S]):
     ) -> None:
         self._grammars, self._notify, self._constrain, self._fail = grammars, notify, constrain, fail
 
-    @property
-    def known(self) -> bool:
-        return self._grammars is not None
-
     def ask(self, sequence: S) -> None:
-        """Have the grammar compiled that a new sequence waits for; it is constrained at once if that is known."""
+        """Have the grammar of a new sequence compiled. One that was compiled before constrains the sequence at once."""
         if self._grammars is None or not sequence.awaits_grammar:
             return
         compiled = self._grammars.get(sequence.params.grammar, lambda compiled: self._notify(GrammarReady(compiled)))
@@ -63,7 +43,7 @@ class AwaitedGrammars(Generic[S]):
             self._settle(sequence, compiled)
 
     def ready(self, compiled: CompiledGrammar, sequences: Iterable[S]) -> None:
-        """A grammar is there, or has a problem: so much for those of `sequences` that wait for it."""
+        """Constrain, or fail, the `sequences` that wait for this grammar."""
         for sequence in list(sequences):
             if sequence.awaits_grammar and sequence.params.grammar == compiled.grammar:
                 self._settle(sequence, compiled)

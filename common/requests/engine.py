@@ -1,0 +1,178 @@
+"""The part of an engine that both workers share: it accepts, refuses, aborts and fails requests."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Collection
+from typing import ClassVar, Generic, TypeVar
+
+from common.errors import WireError
+from common.grammar.grammars import GrammarReady, Grammars
+from common.kv.block_hash import BlockHasher
+from common.kv.block_pool import BlockCounts
+from common.requests.awaited_grammars import AwaitedGrammars
+from common.requests.reports import Reports
+from common.requests.rules import RequestRules
+from common.requests.scheduler import Scheduler
+from common.requests.sequence import WorkerSequence
+from common.wire.message_fields import Role
+from common.wire.messages import AbortRequest, DecodeRequest, Message, PrefillRequest, ResetPrefixCache
+from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost, Send
+from common.worker.metrics import WorkerMetrics
+from common.worker.step_times import StepRate
+
+R = TypeVar("R", PrefillRequest, DecodeRequest)
+S = TypeVar("S", bound=WorkerSequence)
+
+
+class RequestEngine(Engine, Generic[R, S]):
+    """Owns the block pool (through its scheduler). `_in_step` are the sequences of a step that has not ended.
+
+    Subclasses set `role` and `_reports`.
+    """
+
+    role: ClassVar[Role]
+    _reports: Reports
+
+    def __init__(
+        self,
+        send: Send,
+        config: EngineConfig,
+        scheduler: Scheduler[S],
+        rules: RequestRules,
+        metrics: WorkerMetrics,
+        grammars: Grammars | None,
+    ) -> None:
+        """Without `grammars`, requests with a grammar are refused."""
+        super().__init__(send)
+        self.scheduler: Scheduler[S] = scheduler
+        self.metrics = metrics
+        self._rules, self._max_waiting = rules, config.max_waiting
+        self._grammars = AwaitedGrammars(grammars, self.notify, scheduler.constrain, self._fail)
+        self._rate = StepRate()
+        self._in_step: Collection[S] = ()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.scheduler) == 0
+
+    def apply(self, command: object) -> None:
+        match command:
+            case RequestReceived(router, AbortRequest(request_id=request_id, attempt=attempt)):
+                sequence = self.scheduler.find(request_id)
+                if sequence is not None and sequence.attempt <= attempt and sequence.router == router:
+                    self._drop(sequence, "aborted")
+            case RequestReceived(_, ResetPrefixCache()):
+                self.scheduler.pool.reset_cache()
+            case RequestReceived(router, message):
+                self._refuse(router, message, f"a {self.role} worker takes no {type(message).__name__}")
+            case RouterLost(router):
+                for sequence in self.scheduler:
+                    if sequence.router == router:
+                        self._drop(sequence, "router lost")
+            case GrammarReady(compiled):
+                self._grammars.ready(compiled, self.scheduler)
+            case _:
+                raise TypeError(f"unknown command {command!r}")
+
+    def fail_step(self, error: Exception) -> None:
+        why = f"the step failed: {type(error).__name__}: {error}"
+        for sequence in self._in_step:
+            if self.scheduler.has(sequence):
+                self._fail(sequence, self.role, why, retryable=True)
+        self._in_step = ()
+
+    def snapshot(self) -> EngineStatus:
+        scheduler = self.scheduler
+        return EngineStatus(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_transferring=scheduler.num_in_transfer,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            blocks=scheduler.pool.counts,
+            tokens_per_s=self._rate.tokens_per_s,
+            step_time_s=self._rate.step_time_s,
+            num_dropped_frames=self._num_dropped_frames,
+        )
+
+    def check_integrity(self) -> BlockCounts:
+        return self.scheduler.check_integrity()
+
+    def _accept(self, router: bytes, request: R) -> None:
+        """Take a request, refuse it, or see that it is here already."""
+        known = self.scheduler.find(request.request_id)
+        if known is not None:
+            if known.router != router:
+                why = f"request id {request.request_id} is another router's"
+                self._report_failed(router, request.request_id, request.attempt, "queue", why, retryable=False)
+                return
+            if known.attempt >= request.attempt:
+                return  # a duplicate: the first one keeps running
+            if self._continue(known, request):
+                return
+            self._drop(known, "superseded by a new attempt")
+        try:
+            token_ids = self._rules.prompt(request)
+        except WireError as error:
+            self._refuse(router, request, str(error))
+            return
+        if too_many := self._overload():
+            self._refuse(router, request, too_many, retryable=True)
+            return
+        hasher = BlockHasher(self.scheduler.block_size, request.cache_salt)
+        self._grammars.ask(self._add(router, request, token_ids, hasher, time.monotonic()))
+
+    def _continue(self, known: S, request: R) -> bool:
+        """Go on with a sequence under the new attempt `request`. False if that attempt must start from its prompt."""
+        return False
+
+    @property
+    @abstractmethod
+    def _num_dropped_frames(self) -> int:
+        """KV frames that were dropped since the start."""
+
+    @abstractmethod
+    def _overload(self) -> str:
+        """Why the worker takes no further request now, or ""."""
+
+    @abstractmethod
+    def _add(self, router: bytes, request: R, token_ids: list[int], hasher: BlockHasher, now: float) -> S:
+        """Give a new sequence to the scheduler."""
+
+    @abstractmethod
+    def _phase_of(self, sequence: S) -> str:
+        """Where a sequence is, in the words of `RequestFailed`."""
+
+    @abstractmethod
+    def _drop(self, sequence: S, reason: str) -> None:
+        """Forget a sequence without a word to its router."""
+
+    def _expire_requests(self, now: float) -> None:
+        """Fail requests whose time is over, and those whose grammar is not compiled in time."""
+        for sequence in self.scheduler:
+            if sequence.deadline < now:
+                phase = self._phase_of(sequence)
+                self._fail(sequence, phase, f"the request's time was over in {phase}", retryable=False)
+            else:
+                self._grammars.expire(sequence, now)
+
+    def _fail(self, sequence: S, phase: str, why: str, *, retryable: bool) -> None:
+        self._drop(sequence, why)
+        self._report_failed(sequence.router, sequence.request_id, sequence.attempt, phase, why, retryable=retryable)
+
+    def _refuse(self, router: bytes, message: Message, why: str, *, retryable: bool = False) -> None:
+        """Refuse a message, if it names a request."""
+        request_id, attempt = getattr(message, "request_id", ""), getattr(message, "attempt", 0)
+        if request_id:
+            self._report_failed(router, request_id, attempt, "queue", why, retryable=retryable)
+
+    def _report_failed(
+        self, router: bytes, request_id: str, attempt: int, phase: str, why: str, *, retryable: bool
+    ) -> None:
+        self._reports.fail(router, request_id, attempt, phase, why, retryable=retryable)
+        self.metrics.count_failed(phase)

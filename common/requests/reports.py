@@ -1,0 +1,62 @@
+"""Reports to routers about their requests: tokens, log-probabilities of prompts, and failures."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from torch import Tensor
+
+from common.requests.sequence import WorkerSequence
+from common.sampling.logprobs import chunk_logprobs
+from common.wire.messages import Message, PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
+
+MAX_WHY_CHARS = 4000
+"""The wire takes texts of 4096 characters."""
+
+
+class Reports:
+    """Gathers token deltas by router until `flush`. `emit(router, message)` queues a message."""
+
+    def __init__(self, identity: tuple[str, int], emit: Callable[[bytes, Message], None]) -> None:
+        """`identity` is the worker's id and boot epoch."""
+        self._worker_id, self._epoch = identity
+        self._emit = emit
+        self._deltas: dict[bytes, list[TokenDelta]] = defaultdict(list)
+
+    def add_delta(self, router: bytes, delta: TokenDelta) -> None:
+        self._deltas[router].append(delta)
+
+    def flush(self) -> None:
+        """Queue one `TokenOutput` for each router that has deltas."""
+        for router, deltas in self._deltas.items():
+            self._emit(router, TokenOutput(worker_id=self._worker_id, epoch=self._epoch, outputs=tuple(deltas)))
+        self._deltas.clear()
+
+    def report_prompt_logprobs(self, sequence: WorkerSequence, start: int, logits: Tensor) -> None:
+        """Queue log-probabilities of the prompt's tokens behind `start`: at once, before any token that follows.
+
+        `logits` belong to the prompt's tokens from `start` on.
+        """
+        prompt = sequence.token_ids[: sequence.num_request_tokens]
+        message = PromptLogprobs(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            request_id=sequence.request_id,
+            attempt=sequence.attempt,
+            start=start + 1,
+            logprobs=chunk_logprobs(logits, prompt, start, sequence.params.prompt_logprobs),
+        )
+        self._emit(sequence.router, message)
+
+    def fail(self, router: bytes, request_id: str, attempt: int, phase: str, why: str, *, retryable: bool) -> None:
+        """Queue the end of a request that this worker gives up."""
+        failed = RequestFailed(
+            worker_id=self._worker_id,
+            request_id=request_id,
+            attempt=attempt,
+            phase=phase,
+            message=why[:MAX_WHY_CHARS],
+            retryable=retryable,
+        )
+        self._emit(router, failed)

@@ -1,0 +1,60 @@
+"""Which requests a worker takes, and when their sequences end. Prefill and decode workers must agree on it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from common.errors import WireError
+from common.requests.sequence import WorkerSequence
+from common.sampling.finish import banned_tokens, finish_reason
+from common.wire.message_fields import unpack_tokens
+from common.wire.messages import DecodeRequest, PrefillRequest
+
+
+class RequestRules:
+    """`max_model_len` is the longest prompt plus answer, `max_prompt_len` the longest prompt, in tokens."""
+
+    def __init__(
+        self,
+        eos_token_ids: Collection[int],
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        max_prompt_len: int,
+        knows_grammars: bool,
+    ) -> None:
+        self._eos, self._knows_grammars = tuple(eos_token_ids), knows_grammars
+        self.vocab_size, self.max_model_len, self._max_prompt_len = vocab_size, max_model_len, max_prompt_len
+
+    def prompt(self, request: PrefillRequest | DecodeRequest) -> list[int]:
+        """The prompt's tokens. Raises WireError for a request that cannot be served here."""
+        token_ids = unpack_tokens(request.prompt)
+        if not token_ids:
+            raise WireError("the prompt is empty")
+        if len(token_ids) > self._max_prompt_len:
+            raise WireError(f"the prompt has {len(token_ids)} tokens, this worker takes at most {self._max_prompt_len}")
+        if max(token_ids) >= self.vocab_size:
+            raise WireError(f"token id {max(token_ids)} is outside of the vocabulary of {self.vocab_size}")
+        if request.num_output_tokens >= len(token_ids):
+            raise WireError(f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output")
+        if request.params.grammar and not self._knows_grammars:
+            raise WireError("this worker knows no grammars")
+        return token_ids
+
+    def banned(self, sequence: WorkerSequence, num_more: int = 0) -> tuple[int, ...]:
+        """Tokens that must not come next, behind `num_more` tokens that are not in the sequence yet."""
+        return banned_tokens(sequence.params, self._eos, sequence.num_output_tokens + num_more)
+
+    def finish_reason(self, sequence: WorkerSequence, token_id: int, num_more: int = 0) -> str:
+        """ "stop", "length" or "" (go on) once `token_id` is the sequence's last token.
+
+        `num_more` tokens, `token_id` included, are not in the sequence yet.
+        """
+        return finish_reason(
+            sequence.params,
+            self._eos,
+            num_output_tokens=sequence.num_output_tokens + num_more,
+            token_id=token_id,
+            num_tokens=sequence.num_tokens + num_more,
+            max_model_len=self.max_model_len,
+        )

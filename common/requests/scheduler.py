@@ -1,0 +1,130 @@
+"""What the schedulers of both workers share: the requests by id, their blocks, and the prefix cache. Pure."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+from common.errors import BlockError
+from common.grammar.grammar import Constraint
+from common.kv.block_pool import BlockCounts, BlockPool
+from common.requests.sequence import WorkerSequence
+
+S = TypeVar("S", bound=WorkerSequence)
+
+
+class Scheduler(ABC, Generic[S]):
+    """Owns the block pool and every request of the worker.
+
+    `unready` holds requests whose grammar is being compiled. They own no blocks, and no other request waits for them.
+    """
+
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_prompt_logprobs: int) -> None:
+        self.pool, self.block_size = pool, pool.block_size
+        self.max_num_seqs, self.max_prompt_logprobs = max_num_seqs, max_prompt_logprobs
+        self.running: list[S] = []
+        self.unready: list[S] = []
+        self._by_id: dict[str, S] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[S]:
+        return iter(list(self._by_id.values()))
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether the next step would compute something."""
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """Requests that wait for blocks or for their grammar."""
+
+    @property
+    @abstractmethod
+    def num_in_transfer(self) -> int:
+        """Requests that wait for a transfer of their KV."""
+
+    @property
+    @abstractmethod
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens that this worker must still compute."""
+
+    def find(self, request_id: str) -> S | None:
+        return self._by_id.get(request_id)
+
+    def has(self, sequence: S) -> bool:
+        """Whether the sequence is still here, and not another one of its id."""
+        return self.find(sequence.request_id) is sequence
+
+    def constrain(self, sequence: S, constraint: Constraint) -> None:
+        """The grammar of a request is compiled: it may get blocks."""
+        sequence.constraint = constraint
+        if sequence in self.unready:
+            self.unready.remove(sequence)
+            self._enqueue(sequence)
+
+    @abstractmethod
+    def check_integrity(self) -> BlockCounts:
+        """Raises BlockError when a block is owned by no live request."""
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold the KV of `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    @abstractmethod
+    def _enqueue(self, sequence: S) -> None:
+        """Let a sequence wait for blocks, or among `unready` while it awaits its grammar."""
+
+    def _cached_prefix(self, sequence: S) -> list[int]:
+        """The cached blocks that the sequence may start from. It does not own them yet."""
+        hashes = sequence.hasher.extend(sequence.token_ids)
+        return self.pool.match(hashes[: sequence.num_cacheable // self.block_size])
+
+    def _num_available(self, hits: Iterable[int]) -> int:
+        """Blocks that are available beside the cached blocks `hits`."""
+        return self.pool.num_available - self.pool.num_reclaimed(hits)
+
+    def _give_blocks(self, sequence: S, hits: list[int], num_new: int, now: float) -> None:
+        """Admit the sequence: from now on it owns the cached blocks `hits` and `num_new` empty ones behind them."""
+        self.pool.acquire(hits)
+        sequence.blocks = hits + self.pool.allocate(num_new)
+        sequence.num_computed = len(hits) * self.block_size
+        sequence.num_published = len(hits)
+        sequence.admitted_at = sequence.admitted_at or now
+
+    def _chunks(self, sequences: Iterable[S], budget: int) -> Iterator[tuple[S, int]]:
+        """(sequence, how many of its tokens) to compute in one step, in turn, `budget` tokens in all.
+
+        A prompt token whose log-probability is wanted keeps a row of logits: `max_prompt_logprobs` bounds their number.
+        """
+        logprob_room = self.max_prompt_logprobs
+        for sequence in sequences:
+            keeps_logits = sequence.wants_prompt_logprobs
+            num_tokens = min(budget, sequence.num_remaining, logprob_room if keeps_logits else budget)
+            if num_tokens:
+                yield sequence, num_tokens
+                budget -= num_tokens
+                logprob_room -= num_tokens if keeps_logits else 0
+
+    def _publish(self, sequence: S, num_tokens: int) -> None:
+        """Offer the blocks that the sequence's first `num_tokens` tokens fill to later requests."""
+        num_full = num_tokens // self.block_size
+        if num_full > sequence.num_published:
+            hashes = sequence.hasher.extend(sequence.token_ids[: num_full * self.block_size])
+            for index in range(sequence.num_published, num_full):
+                self.pool.publish(sequence.blocks[index], hashes[index])
+            sequence.num_published = num_full
+
+    def _release(self, sequence: S) -> None:
+        """Take all blocks from a sequence."""
+        self._check_not_lent(sequence)
+        self.pool.release(sequence.blocks)
+        sequence.blocks, sequence.num_computed, sequence.num_published = [], 0, 0
+
+    def _check_not_lent(self, sequence: S) -> None:
+        if sequence.lent:
+            raise BlockError(f"request {sequence.request_id} cannot lose blocks that a transfer reads or writes")

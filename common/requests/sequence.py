@@ -1,0 +1,87 @@
+"""A request on a worker, as prefill and decode workers keep it alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.grammar.grammar import Constraint
+from common.kv.block_hash import BlockHasher
+from common.wire.messages import DecodeRequest, PrefillRequest
+from common.wire.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class WorkerSequence:
+    """`token_ids` is prompt + output; the KV of the first `num_computed` of them is in `blocks`.
+
+    While its blocks are `lent`, a transfer reads or writes them, and they cannot be released. The first `num_published`
+    of them are in the prefix cache. Of the tokens, `num_request_tokens` came with the request, and `num_cached` were
+    found in a prefix cache. Times are engine clock, in seconds.
+    """
+
+    router: bytes
+    request: PrefillRequest | DecodeRequest
+    token_ids: list[int]
+    hasher: BlockHasher
+    accepted_at: float
+    deadline: float
+    blocks: list[int] = field(default_factory=list)
+    lent: bool = False
+    num_request_tokens: int = field(init=False)
+    num_computed: int = 0
+    num_published: int = 0
+    num_cached: int = 0
+    admitted_at: float = 0.0
+    constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        self.num_request_tokens = len(self.token_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def attempt(self) -> int:
+        return self.request.attempt
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether the grammar of its answer is still being compiled: it gets no blocks before that."""
+        return bool(self.params.grammar) and self.constraint is None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the client's prompt, without the output of earlier attempts."""
+        return self.num_request_tokens - self.request.num_output_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether its router still lacks log-probabilities of the prompt that the request asks for."""
+        return self.params.prompt_logprobs >= 0 and not self.request.num_output_tokens
+
+    @property
+    def num_cacheable(self) -> int:
+        """Leading tokens whose KV may come from the cache. A prefill computes one at least, for its logits."""
+        return 0 if self.wants_prompt_logprobs else self.num_tokens - 1

@@ -1,0 +1,92 @@
+"""What a worker says about itself: hellos and heartbeats to routers, answers to probes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common import __version__
+from common.config import WorkerConfig
+from common.wire.messages import WorkerHeartbeat, WorkerHello
+from common.worker.engine import Engine, EngineStatus
+from common.worker.probes import WorkerStatus
+from common.worker.step_times import LONGEST_S
+
+if TYPE_CHECKING:
+    from common.runner.loaded import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Which process this is. `epoch` is new at every start."""
+
+    worker_id: str
+    role: str
+    epoch: int
+
+    @classmethod
+    def create(cls, role: str, configured: str) -> WorkerIdentity:
+        name = configured or f"{role}-{socket.gethostname()}-{os.getpid()}"
+        return cls(name, role, time.time_ns() // 1000 * 1000 + secrets.randbelow(1000))
+
+
+def hello_of(
+    identity: WorkerIdentity, config: WorkerConfig, loaded: LoadedModel | None, kv_address: str
+) -> WorkerHello:
+    """`loaded` is None while the model loads."""
+    return WorkerHello(
+        worker_id=identity.worker_id,
+        role=identity.role,
+        epoch=identity.epoch,
+        fingerprint=loaded.fingerprint if loaded else "loading",
+        model=loaded.model_id if loaded else config.model,
+        block_size=config.block_size,
+        num_blocks=loaded.kv.num_blocks if loaded else 0,
+        max_model_len=loaded.max_model_len if loaded else 0,
+        max_num_seqs=getattr(config, "max_num_seqs", 0),
+        kv_address=kv_address,
+        version=__version__,
+        weights=loaded.weights if loaded else "",
+    )
+
+
+def heartbeat_of(
+    identity: WorkerIdentity, engine: Engine | None, status: EngineStatus, *, draining: bool
+) -> WorkerHeartbeat:
+    """`engine` is None while the model loads."""
+    return WorkerHeartbeat(
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        step=engine.num_steps if engine else 0,
+        ready=engine is not None and engine.alive,
+        draining=draining,
+        num_running=status.num_running,
+        num_waiting=status.num_waiting,
+        num_transferring=status.num_transferring,
+        num_waiting_tokens=status.num_waiting_tokens,
+        num_free_blocks=status.blocks.free,
+        num_cached_blocks=status.blocks.cached,
+        num_owned_blocks=status.blocks.owned,
+        tokens_per_s=status.tokens_per_s,
+        step_time_s=status.step_time_s,
+        full_tokens_per_s=status.full_tokens_per_s,
+        turn_limit_s=engine.turn_limit_s if engine else LONGEST_S,
+    )
+
+
+def probe_of(identity: WorkerIdentity, engine: Engine | None, *, draining: bool) -> WorkerStatus:
+    """Healthy while the engine's loop turns; ready when a router may send requests."""
+    if engine is None:
+        return WorkerStatus(ready=False, healthy=True, detail={"state": "loading"})
+    healthy = engine.alive and not engine.is_stuck(time.monotonic())
+    blocks = engine.status.blocks
+    detail: dict[str, object] = {
+        "state": "draining" if draining else "ready" if healthy else "stuck",
+        "worker_id": identity.worker_id,
+        "blocks": {"free": blocks.free, "cached": blocks.cached, "owned": blocks.owned},
+    }
+    return WorkerStatus(ready=healthy and not draining, healthy=healthy, detail=detail)
