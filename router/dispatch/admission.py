@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from common.config import RouterConfig
 from common.errors import Overloaded
+from common.observe.ewma import Ewma
 from router.dispatch.load import DispatchCounters
 from router.dispatch.patience import Patience
 from router.dispatch.request_state import Assignment, RequestState, Stage
@@ -42,7 +43,7 @@ class Admission:
         self._observed: Mapping[str, float] = NOTHING
         self._lasting: Mapping[str, float] = NOTHING
         self._slowness: dict[str, float] = {}
-        self._prompt_s = 0.0  # that a prompt takes, lately
+        self._prompt_s = Ewma(SMOOTHING, start=0.0)  # that a prompt takes, lately
         longest_s = min(config.max_wait_s, config.queue_timeout_s)
         if config.slo_ttft_ms > 0:
             longest_s = min(longest_s, config.slo_ttft_ms / 1000)
@@ -86,7 +87,7 @@ class Admission:
             return
         worker = self._registry.workers[assignment.address]
         state.expected_s = prefill_wait_s(worker)
-        self._prompt_s += SMOOTHING * (prefill_s(worker, assignment.booking.num_tokens) - self._prompt_s)
+        self._prompt_s.observe(prefill_s(worker, assignment.booking.num_tokens))
 
     def learn(self, state: RequestState, assignment: Assignment, now: float) -> None:
         """The first tokens of `assignment` are here: compare with what was expected when it was placed."""
@@ -131,8 +132,8 @@ class Admission:
 
     def _turn_s(self, decode: Iterable[Worker]) -> float:
         """Seconds between two requests that a worker begins, while more of them wait."""
-        turns_s = (worker.service_s / _num_places(worker) for worker in decode)
-        return max(self._prompt_s, min(turns_s, default=0.0))
+        turns_s = (worker.service_s.value / _num_places(worker) for worker in decode)
+        return max(self._prompt_s.value, min(turns_s, default=0.0))
 
     def _counted(self, error: Overloaded) -> Overloaded:
         self._patience.count(refused=True)
@@ -207,7 +208,7 @@ def decode_wait_s(worker: Worker, least_s: float = 0.0, num_after: int = 0) -> f
     """
     num_places = _num_places(worker)
     num_before = worker.num_requests - num_after + 1 - num_places
-    return max(0, num_before) * max(worker.service_s, least_s) / num_places
+    return max(0, num_before) * max(worker.service_s.value, least_s) / num_places
 
 
 def _num_places(worker: Worker) -> int:

@@ -13,7 +13,6 @@ MAX_STRIKES = 3
 MAX_FORGIVEN = 4
 """Times the limit for silence: for so long a router that was held up takes silence for its own fault."""
 SUSPECT_S, MAX_SUSPECT_S = 5.0, 60.0
-SERVICE_SMOOTHING = 0.1
 
 
 class WorkerRegistry:
@@ -130,7 +129,8 @@ class WorkerRegistry:
     def on_request_finished(self, address: str, decode_s: float) -> None:
         """A request was decoded there, from its first token to its last, in `decode_s` seconds."""
         worker = self.workers[address]
-        worker.service_s += (SERVICE_SMOOTHING if worker.service_s else 1.0) * (decode_s - worker.service_s)
+        if decode_s or worker.service_s.value:  # no time at all says nothing about a worker that is new
+            worker.service_s.observe(decode_s)
 
     def sweep(self, now: float) -> list[Worker]:
         """Workers that just died of silence or of a stuck engine.

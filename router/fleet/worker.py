@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
+
+SERVICE_SMOOTHING = 0.1
+"""What one more request counts in the average time that requests are decoded on a worker."""
 
 
 class WorkerState(StrEnum):
@@ -74,7 +78,7 @@ class Worker:
     num_strikes: int = 0
     suspect_until: float = 0.0
     suspect: bool = False
-    service_s: float = 0.0
+    service_s: Ewma = field(default_factory=lambda: Ewma(SERVICE_SMOOTHING))
     bookings: dict[int, Booking] = field(default_factory=dict)
     booked: Load = field(default_factory=Load)
     fresh: Load = field(default_factory=Load)

@@ -6,10 +6,10 @@ it. A sequence that the service failed or refused for want of capacity kept neit
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from common.observe.recent_quantile import RecentQuantile
+from common.observe.sliding_window import SlidingWindow
 
 WINDOW_S = 60.0
 NUM_SLOTS = 12
@@ -17,7 +17,6 @@ NUM_SLOTS = 12
 
 @dataclass(slots=True)
 class _Slot:
-    number: int
     num_kept: int = 0
     num_total: int = 0
 
@@ -26,20 +25,16 @@ class RecentShare:
     """The share of promises of the last `window_s` seconds that were kept."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
-        self._slot_s = window_s / NUM_SLOTS
-        self._slots: deque[_Slot] = deque(maxlen=NUM_SLOTS)
+        self._window = SlidingWindow(window_s, NUM_SLOTS, _Slot)
 
     def add(self, kept: bool, now: float) -> None:
-        number = int(now / self._slot_s)
-        if not self._slots or self._slots[-1].number < number:
-            self._slots.append(_Slot(number))
-        self._slots[-1].num_kept += kept
-        self._slots[-1].num_total += 1
+        slot = self._window.current(now)
+        slot.num_kept += kept
+        slot.num_total += 1
 
     def value(self, now: float) -> float:
         """0 to 1; 1 when there was nothing to keep."""
-        oldest = int(now / self._slot_s) - NUM_SLOTS + 1
-        slots = [slot for slot in self._slots if slot.number >= oldest]
+        slots = self._window.recent(now)
         total = sum(slot.num_total for slot in slots)
         return sum(slot.num_kept for slot in slots) / total if total else 1.0
 
