@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from common.wire.sampling_params import TokenLogprobs
 from router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
+from router.observe.request_record import ChoiceRecord
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopScanner
 
@@ -103,6 +104,18 @@ class Choice:
         self.finish_reason = piece.finish_reason = "stop" if stopped else event.finish_reason
         piece.with_logprobs = self._let_go()
         return piece
+
+    def record(self) -> ChoiceRecord:
+        """What is known of it now."""
+        return ChoiceRecord(
+            self.index,
+            self.request.params,
+            self.num_tokens,
+            self.finish_reason,
+            self.first_at,
+            self.last_at,
+            self.timeline,
+        )
 
     def _push_singly(self, event: TokenEvent, num_text_tokens: int, piece: Piece) -> bool:
         """One token at a time: where a stop string ends, and where each token's text lies, is known exactly."""

@@ -50,7 +50,7 @@ class Exchange(Response):
         super().__init__()
         self._service, self._plan, self._frames, self._log = service, plan, frames, log
         self._stream = bool(plan.fields.stream)
-        log.id, log.model, log.stream, log.choices = plan.id, plan.model, self._stream, plan.choices
+        log.id, log.model, log.choices = plan.id, plan.model, plan.choices
         log.num_prompt_tokens = plan.num_prompt_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -180,7 +180,7 @@ class Exchange(Response):
         self._service.gate.spend(self._log.visit, num_tokens)
         if not choice.first_at:
             choice.first_at = at
-            metrics.ttft.observe(at - self._log.began)
+            metrics.ttft.observe(at - self._log.visit.began)
         else:
             metrics.observe_gap(at - choice.last_at, num_tokens)
         choice.last_at = at

@@ -132,7 +132,7 @@ class Service:
 
     def begin(self, visit: Visit, headers: Mapping[str, str]) -> tuple[RequestLog, str]:
         """The log of a request to a generation endpoint, and the `traceparent` that its workers are given."""
-        log = RequestLog(self.metrics, visit.path, visit)
+        log = RequestLog(self.metrics, visit)
         if self.tracing is None:
             return log, headers.get("traceparent", "")
         trace = log.trace = self.tracing.begin(visit.path, headers, visit.began)

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from common import __version__
 from common.config import RouterConfig
 from common.errors import ConfigError
-from router.generation.choice import Choice
-from router.generation.request_log import RequestLog
+from router.observe.request_record import ChoiceRecord, RequestRecord
 
 if TYPE_CHECKING:  # an extra: a router without tracing does without the library
     from opentelemetry.context import Context
@@ -119,27 +118,27 @@ class RequestTrace:
     offset_ns: int
     traceparent: str
 
-    def end(self, log: RequestLog, ended: float) -> None:
-        """See `request_log.Trace`."""
+    def end(self, record: RequestRecord) -> None:
+        """The request has ended: its phases become spans below its own."""
         if self.span.is_recording():
-            self.span.update_name(f"{self.operation} {log.model}" if log.model else self.operation)
-            self.span.set_attributes(dict(_attributes(log)))
-            if log.status >= 400:
-                self._fail(log)
-            for choice in log.choices:
-                for phase in phases(choice, log.began):
-                    self._add(phase, choice)
-        self.span.end(self._at(ended))
+            self.span.update_name(f"{self.operation} {record.model}" if record.model else self.operation)
+            self.span.set_attributes(dict(_attributes(record)))
+            if record.status >= 400:
+                self._fail(record)
+            for choice in record.choices:
+                for phase in phases(choice, record.began):
+                    self._add(phase, choice.index)
+        self.span.end(self._at(record.ended))
 
-    def _fail(self, log: RequestLog) -> None:
+    def _fail(self, record: RequestRecord) -> None:
         from opentelemetry.trace import Status, StatusCode
 
-        self.span.set_attribute("error.type", type(log.error).__name__ if log.error is not None else str(log.status))
-        if log.status >= 500 or log.status == 499:  # a client's own mistake is no error of a server
-            self.span.set_status(Status(StatusCode.ERROR, str(log.error) if log.error is not None else "client left"))
+        self.span.set_attribute("error.type", record.error_name or str(record.status))
+        if record.status >= 500 or record.client_left:  # a client's own mistake is no error of a server
+            self.span.set_status(Status(StatusCode.ERROR, str(record.error or "client left")))
 
-    def _add(self, phase: Phase, choice: Choice) -> None:
-        attributes: dict[str, Value] = {"diptych.choice": choice.index}
+    def _add(self, phase: Phase, choice: int) -> None:
+        attributes: dict[str, Value] = {"diptych.choice": choice}
         if phase.worker:
             attributes["diptych.worker"] = phase.worker
         span = self.tracer.start_span(phase.name, self.context, attributes=attributes, start_time=self._at(phase.began))
@@ -149,7 +148,7 @@ class RequestTrace:
         return self.offset_ns + round(seconds * 1e9)
 
 
-def phases(choice: Choice, began: float) -> Iterator[Phase]:
+def phases(choice: ChoiceRecord, began: float) -> Iterator[Phase]:
     """Where a choice's time went, as far as it is known; none began before its request did. Seconds of perf_counter."""
     line = choice.timeline
     if line is None or not choice.first_at:
@@ -167,26 +166,25 @@ def phases(choice: Choice, began: float) -> Iterator[Phase]:
     yield Phase("decode", decode_began, choice.last_at, line.decode_worker)
 
 
-def _attributes(log: RequestLog) -> Iterator[tuple[str, Value]]:
-    yield "diptych.request_id", log.visit.request_id
-    yield "http.response.status_code", log.status
-    if log.model:
-        yield "gen_ai.request.model", log.model
-    if not log.choices:
+def _attributes(record: RequestRecord) -> Iterator[tuple[str, Value]]:
+    yield "diptych.request_id", record.request_id
+    yield "http.response.status_code", record.status
+    if record.model:
+        yield "gen_ai.request.model", record.model
+    if not record.choices:
         return
-    params = log.choices[0].request.params
-    yield "gen_ai.response.id", log.id
+    params = record.choices[0].params
+    yield "gen_ai.response.id", record.id
     yield "gen_ai.request.max_tokens", params.max_tokens
     yield "gen_ai.request.temperature", params.temperature
     yield "gen_ai.request.top_p", params.top_p
-    yield "gen_ai.request.choice.count", len(log.choices)
-    yield "gen_ai.response.finish_reasons", tuple(choice.finish_reason or "error" for choice in log.choices)
-    yield "gen_ai.usage.input_tokens", log.num_prompt_tokens
-    yield "gen_ai.usage.output_tokens", log.num_output_tokens
-    yield "diptych.cached_tokens", log.num_cached_tokens
-    lines = [choice.timeline for choice in log.choices if choice.timeline is not None]
+    yield "gen_ai.request.choice.count", len(record.choices)
+    yield "gen_ai.response.finish_reasons", tuple(choice.finish_reason or "error" for choice in record.choices)
+    yield "gen_ai.usage.input_tokens", record.num_prompt_tokens
+    yield "gen_ai.usage.output_tokens", record.num_output_tokens
+    yield "diptych.cached_tokens", record.num_cached_tokens
+    lines = [choice.timeline for choice in record.choices if choice.timeline is not None]
     yield "diptych.attempts", max((line.num_attempts for line in lines), default=0)
     yield "diptych.preemptions", sum(line.num_preemptions for line in lines)
-    first = min((choice.first_at for choice in log.choices if choice.first_at), default=0.0)
-    if first:
-        yield "diptych.time_to_first_token_s", first - log.began
+    if record.ttft_s is not None:
+        yield "diptych.time_to_first_token_s", record.ttft_s

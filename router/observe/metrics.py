@@ -5,7 +5,7 @@ Times are the client's: they begin when the request's head is here, so they incl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 
 from common.machine.process_metrics import register_process
 from common.worker.metrics import SECONDS, SHORT_SECONDS
-from router.dispatch.client import RequestTimeline
 from router.dispatch.load import DispatchLoad
+from router.observe.request_record import ChoiceRecord, RequestRecord
 
 ENGINE = "router"
 PER_TOKEN_SECONDS = (0.0005, *SECONDS)
@@ -169,11 +169,6 @@ class RouterMetrics:
         """A request that wants a key is over; the names of keys are bounded by their file."""
         self._key_requests.labels(*self._labels.values(), key, str(status)).inc()
 
-    def count_key_tokens(self, key: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """What a request used."""
-        self._key_tokens.labels(*self._labels.values(), key, "prompt").inc(num_prompt_tokens)
-        self._key_tokens.labels(*self._labels.values(), key, "output").inc(num_output_tokens)
-
     def count_rate_limited(self, key: str, limit: str) -> None:
         """A key had used up a limit."""
         self._rate_limited.labels(*self._labels.values(), key, limit).inc()
@@ -186,27 +181,47 @@ class RouterMetrics:
         """The file of a setting was read anew, and taken or refused."""
         self._reloads.labels(*self._labels.values(), setting, "ok" if ok else "refused").inc()
 
-    def count_finished(self, reason: str) -> None:
-        """A sequence ended: stop, length, abort or error."""
-        self._success.labels(*self._labels.values(), reason).inc()
-
     def observe_gap(self, gap_s: float, num_tokens: int) -> None:
         """`num_tokens` came `gap_s` after the tokens before them."""
         for _ in range(num_tokens):
             self.inter_token.observe(gap_s / num_tokens)
 
-    def observe_end(self, times: Sequence[float], num_tokens: int, timeline: RequestTimeline | None) -> None:
-        """A sequence of `num_tokens` is complete; `times`: request here, first token, last token."""
-        began, first, last = times
-        self.e2e.observe(last - began)
-        if num_tokens > 1:
-            self.per_output_token.observe((last - first) / (num_tokens - 1))
-        if timeline is not None:
-            self.queue.observe(timeline.queue_s)
-            self.prefill.observe(timeline.prefill_s)
-            self.decode.observe(timeline.decode_s or last - first)
-            if timeline.decode_s:  # else the consumer stopped early, and the decode worker's own account never came
-                self.exposed_transfer.observe(timeline.exposed_transfer_s)
+    def observe_request(self, record: RequestRecord) -> None:
+        """A generation request has ended."""
+        self.count_request(record.path, record.status)
+        if record.error is not None:
+            self.count_error(record.error.status, record.error.type)
+        elif record.client_left:
+            self.count_error(record.status, "client_closed")
+        if record.num_output_tokens:
+            self._count_tokens(record)
+        for choice in record.choices:
+            reason = choice.finish_reason or ("abort" if record.client_left else "error")
+            self._success.labels(*self._labels.values(), reason).inc()
+            if choice.finish_reason:
+                self._observe_choice(choice, record.began)
+
+    def _count_tokens(self, record: RequestRecord) -> None:
+        num_prompt_tokens, num_output_tokens = record.num_prompt_tokens, record.num_output_tokens
+        self.prompt_tokens.inc(num_prompt_tokens)
+        self.cached_tokens.inc(record.num_cached_tokens)
+        self.generation_tokens.inc(num_output_tokens)
+        if record.key:
+            self._key_tokens.labels(*self._labels.values(), record.key, "prompt").inc(num_prompt_tokens)
+            self._key_tokens.labels(*self._labels.values(), record.key, "output").inc(num_output_tokens)
+
+    def _observe_choice(self, choice: ChoiceRecord, began: float) -> None:
+        """Of a complete choice."""
+        decode_s, line = choice.last_at - choice.first_at, choice.timeline
+        self.e2e.observe(choice.last_at - began)
+        if choice.num_tokens > 1:
+            self.per_output_token.observe(decode_s / (choice.num_tokens - 1))
+        if line is not None:
+            self.queue.observe(line.queue_s)
+            self.prefill.observe(line.prefill_s)
+            self.decode.observe(line.decode_s or decode_s)
+            if line.decode_s:  # else the consumer stopped early, and the decode worker's own account never came
+                self.exposed_transfer.observe(line.exposed_transfer_s)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
