@@ -114,6 +114,10 @@ class Worker:
         hello = self.identity
         return min(hello.max_model_len, hello.num_blocks * hello.block_size)
 
+    def num_blocks_of(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-num_tokens // self.identity.block_size)
+
     @property
     def num_reported_requests(self) -> int:
         """Requests that the last heartbeat counts."""
