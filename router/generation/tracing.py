@@ -1,4 +1,4 @@
-"""Traces for OpenTelemetry: one span a request, and under it where its time went.
+"""Traces for OpenTelemetry: one span for each request, and spans of its phases under it.
 
     chat smollm2-135m     server span; a child of the client's span where it sent a `traceparent`
       ├ queue             until a worker begins with the prompt
@@ -6,9 +6,8 @@
       ├ kv_transfer       ends when the decode worker has the prompt's KV
       └ decode            ends with the last token
 
-How long a phase took is the workers' own measure (`RequestTimeline`); when it was is reckoned from when the first and
-the last token came here. Names and attributes are those of OpenTelemetry's conventions for generative AI, `diptych.*`
-ours.
+The workers measure how long a phase took (`RequestTimeline`); the router places it in time by when the first and the
+last token came. Names and attributes are those of OpenTelemetry's conventions for generative AI, and `diptych.*`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ from common.config import RouterConfig
 from common.errors import ConfigError
 from router.observe.request_record import ChoiceRecord, RequestRecord
 
-if TYPE_CHECKING:  # an extra: a router without tracing does without the library
+if TYPE_CHECKING:  # the library is an extra, which only tracing needs
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
 EXPORT_TIMEOUT_S = 5.0
+"""How long one batch of spans may take to reach the collector."""
 FLUSH_S = 1.0
 """How long a router that ends waits for its last spans to leave."""
 OPERATIONS = {
@@ -42,7 +42,7 @@ Value = str | int | float | tuple[str, ...]
 
 
 class Phase(NamedTuple):
-    """Seconds of the perf_counter's clock, and the worker it was spent on."""
+    """A phase of a request in seconds of perf_counter, and the worker that it ran on."""
 
     name: str
     began: float
@@ -51,7 +51,7 @@ class Phase(NamedTuple):
 
 
 class Tracing:
-    """Makes and sends spans. The library's own thread sends them, from a bounded queue that drops what is too much."""
+    """Makes spans. The library's own thread sends them from a bounded queue, which drops what it has no room for."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -74,7 +74,7 @@ class Tracing:
             allowed = f"empty, or installed with the extra `tracing` ({error})"
             raise ConfigError("otlp_traces_endpoint", config.otlp_traces_endpoint, allowed) from error
         ours = Resource({"service.name": "diptych-router", "service.version": __version__})
-        # What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say counts more.
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override ours.
         resource = Resource.create().merge(ours).merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(config.otlp_traces_endpoint, timeout=EXPORT_TIMEOUT_S)
@@ -82,7 +82,7 @@ class Tracing:
         return cls(provider)
 
     def begin(self, path: str, headers: Mapping[str, str], began: float) -> RequestTrace:
-        """The span of a request to a generation endpoint that came at `began` (perf_counter seconds)."""
+        """Open the span of a request to a generation endpoint that came at `began` (perf_counter seconds)."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         operation = OPERATIONS.get(path, path)
@@ -97,7 +97,7 @@ class Tracing:
         return RequestTrace(self._tracer, span, context, operation, offset_ns, carrier.get("traceparent", ""))
 
     def close(self) -> None:
-        """Send what is left, for `FLUSH_S` at most, and end the library's thread."""
+        """Send the last spans, for `FLUSH_S` at most, and end the library's thread."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(FLUSH_S)
@@ -105,10 +105,9 @@ class Tracing:
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """The span of one request; `end` writes what became of it.
+    """The span of one request; `end` completes it from the request's record.
 
-    `traceparent` is W3C's name of it, for those who work for the request. `offset_ns` makes wall-clock time of
-    perf_counter's.
+    `traceparent` is the span's W3C name, for the workers. perf_counter time plus `offset_ns` is wall-clock time.
     """
 
     tracer: Tracer
@@ -134,7 +133,7 @@ class RequestTrace:
         from opentelemetry.trace import Status, StatusCode
 
         self.span.set_attribute("error.type", record.error_name or str(record.status))
-        if record.status >= 500 or record.client_left:  # a client's own mistake is no error of a server
+        if record.status >= 500 or record.client_left:  # a client's own mistake is no error of the server
             self.span.set_status(Status(StatusCode.ERROR, str(record.error or "client left")))
 
     def _add(self, phase: Phase, choice: int) -> None:
@@ -149,7 +148,7 @@ class RequestTrace:
 
 
 def phases(choice: ChoiceRecord, began: float) -> Iterator[Phase]:
-    """Where a choice's time went, as far as it is known; none began before its request did. Seconds of perf_counter."""
+    """The known phases of a choice; none begins before its request did."""
     line = choice.timeline
     if line is None or not choice.first_at:
         return
