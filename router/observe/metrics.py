@@ -1,6 +1,6 @@
 """The router's metrics, under vLLM's names where vLLM has the quantity, else under `diptych_`.
 
-Times are the client's: they begin when the request's head is here, so they include reading and tokenising it.
+Times begin when the request's head has arrived, so they include reading and tokenising it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PER_TOKEN_SECONDS = (0.0005, *SECONDS)
 
 
 class _LoadCollector(Collector):
-    """Read from the dispatcher at scrape time."""
+    """Reads the dispatcher's load at scrape time."""
 
     def __init__(self, load: Callable[[], DispatchLoad], labels: Mapping[str, str]) -> None:
         self._load, self._labels = load, labels
@@ -125,7 +125,7 @@ class RouterMetrics:
         self._add_access()
 
     def _add_access(self) -> None:
-        """What `router.auth` counts: keys and their limits, its log, files that are read anew."""
+        """The counters of `router.auth`: keys and their limits, the audit log, files that are read again."""
         self._key_requests = self._labelled(
             "diptych_key_requests",
             "Requests that want a key, by its name and status; the name is empty for a wrong key",
@@ -154,31 +154,31 @@ class RouterMetrics:
         return generate_latest(self.registry)
 
     def count_request(self, path: str, status: int) -> None:
-        """An HTTP request is over. `path` is a route, never a client's text."""
+        """An HTTP request has ended. `path` is a route, never a client's text."""
         self._requests.labels(*self._labels.values(), path, str(status)).inc()
 
     def count_error(self, status: int, kind: str) -> None:
-        """A client was told of an error, or (499) is not there to be told."""
+        """A client got an error, or (499) went away."""
         self._errors.labels(*self._labels.values(), str(status), kind).inc()
 
     def count_rejected(self, reason: str) -> None:
-        """Something was turned away below the API."""
+        """A connection or request was turned away before it reached the API."""
         self._rejected.labels(*self._labels.values(), reason).inc()
 
     def count_key_request(self, key: str, status: int) -> None:
-        """A request that wants a key is over; the names of keys are bounded by their file."""
+        """A request that needs a key has ended; the key file bounds the names."""
         self._key_requests.labels(*self._labels.values(), key, str(status)).inc()
 
     def count_rate_limited(self, key: str, limit: str) -> None:
-        """A key had used up a limit."""
+        """A key has used up a limit."""
         self._rate_limited.labels(*self._labels.values(), key, limit).inc()
 
     def count_audit_dropped(self, num: int) -> None:
-        """Lines of the audit log were lost. May be called from its thread."""
+        """The audit log lost lines. Its thread may call this."""
         self._audit_dropped.inc(num)
 
     def count_reload(self, setting: str, *, ok: bool) -> None:
-        """The file of a setting was read anew, and taken or refused."""
+        """The file of a setting was read again, and taken or refused."""
         self._reloads.labels(*self._labels.values(), setting, "ok" if ok else "refused").inc()
 
     def observe_gap(self, gap_s: float, num_tokens: int) -> None:
@@ -211,7 +211,7 @@ class RouterMetrics:
             self._key_tokens.labels(*self._labels.values(), record.key, "output").inc(num_output_tokens)
 
     def _observe_choice(self, choice: ChoiceRecord, began: float) -> None:
-        """Of a complete choice."""
+        """A complete choice of a request that came at `began`."""
         decode_s, line = choice.last_at - choice.first_at, choice.timeline
         self.e2e.observe(choice.last_at - began)
         if choice.num_tokens > 1:
@@ -220,14 +220,14 @@ class RouterMetrics:
             self.queue.observe(line.queue_s)
             self.prefill.observe(line.prefill_s)
             self.decode.observe(line.decode_s or decode_s)
-            if line.decode_s:  # else the consumer stopped early, and the decode worker's own account never came
+            if line.decode_s:  # else the router stopped early, and the decode worker's own report never came
                 self.exposed_transfer.observe(line.exposed_transfer_s)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
 
     def _labelled(self, name: str, text: str, *labels: str) -> Counter:
-        """A counter with labels beside those that all have."""
+        """A counter with more labels than the common ones."""
         return Counter(name, text, [*self._labels, *labels], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:

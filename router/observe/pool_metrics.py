@@ -1,4 +1,4 @@
-"""What autoscalers and operators read of the pools, from the router: see docs/metrics.md for what to do with each."""
+"""The router's metrics of the pools for autoscalers and operators; docs/metrics.md says what to do with each."""
 
 from __future__ import annotations
 

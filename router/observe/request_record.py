@@ -1,7 +1,7 @@
-"""A generation request that has ended, as metrics, log, audit log and trace are told of it.
+"""The record of a generation request, made at its end: metrics, log, audit log and trace all read it.
 
 began ─ first_at ─ ... ─ last_at ─ ended        seconds of perf_counter
-        └─ one such span for each choice
+        └── of each choice ────┘
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from router.dispatch.client import RequestTimeline
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRecord:
-    """One choice of the answer. Without a token its times are 0; cut short it has no `finish_reason`."""
+    """One choice of the answer. Its times are 0 without a token; `finish_reason` is "" if it was cut short."""
 
     index: int
     params: SamplingParams
@@ -28,7 +28,7 @@ class ChoiceRecord:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """`key` names the API key, `id` the answer; both may be empty, and a request that was refused has no choices."""
+    """`key` names the API key and `id` the answer; both may be "". A refused request may have no choices."""
 
     request_id: str
     path: str
