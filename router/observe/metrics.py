@@ -5,77 +5,18 @@ Times begin when the request's head has arrived, so they include reading and tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from common.machine.process_metrics import register_process
 from common.worker.metrics import SECONDS, SHORT_SECONDS
 from router.dispatch.load import DispatchLoad
+from router.observe.load_metrics import LoadCollector
 from router.observe.request_record import ChoiceRecord, RequestRecord
 
 ENGINE = "router"
 PER_TOKEN_SECONDS = (0.0005, *SECONDS)
-
-
-class _LoadCollector(Collector):
-    """Reads the dispatcher's load at scrape time."""
-
-    def __init__(self, load: Callable[[], DispatchLoad], labels: Mapping[str, str]) -> None:
-        self._load, self._labels = load, labels
-
-    def collect(self) -> Iterable[Metric]:
-        load = self._load()
-        yield self._gauge("diptych_requests_in_flight", "Sequences in the router, by stage", "stage", load.stages)
-        limit = {"": load.wait_limit_s}
-        yield self._gauge("diptych_wait_limit_seconds", "How long a new request may be bound to wait", "", limit)
-        yield self._counter("diptych_retries", "Moves to another worker, by role", "role", load.num_retries)
-        takeovers = load.num_retries.get("decode", 0)
-        yield self._counter("diptych_takeovers", "Answers that another decode worker went on with", "", {"": takeovers})
-        yield self._counter("diptych_failures", "Sequences given up, by error class", "reason", load.num_failures)
-        yield self._counter("diptych_placements", "Sequences placed, by kind of place", "kind", load.num_choices)
-        yield self._counter(
-            "diptych_handovers", "Running answers handed over between workers", "outcome", load.num_handovers
-        )
-        stale = {"": load.num_stale_deltas}
-        yield self._counter("diptych_stale_deltas", "Tokens that came from a worker given up", "", stale)
-        yield from self._workers(load)
-
-    def _workers(self, load: DispatchLoad) -> Iterator[Metric]:
-        names = [*self._labels, "worker", "role"]
-        state = GaugeMetricFamily("diptych_worker_state", "1 for the state a worker is in", labels=[*names, "state"])
-        booked = GaugeMetricFamily("diptych_worker_requests", "Sequences this router has on a worker", labels=names)
-        queued = GaugeMetricFamily("diptych_worker_queued_tokens", "Prompt tokens waiting on a worker", labels=names)
-        blocks = GaugeMetricFamily("diptych_worker_available_blocks", "KV blocks a worker could give", labels=names)
-        cuts = CounterMetricFamily("diptych_worker_cuts", "Times the connection to a worker was lost", labels=names)
-        unsent = CounterMetricFamily("diptych_worker_unsent", "Messages a full queue had no room for", labels=names)
-        dropped = CounterMetricFamily(
-            "diptych_worker_frames_dropped", "Frames that were no valid message", labels=names
-        )
-        for worker in load.workers:
-            values = [*self._labels.values(), worker.worker_id or worker.address, worker.role]
-            state.add_metric([*values, worker.state], 1)
-            booked.add_metric(values, worker.num_booked_requests)
-            queued.add_metric(values, worker.num_queued_tokens)
-            blocks.add_metric(values, worker.num_available_blocks)
-            cuts.add_metric(values, worker.num_cuts)
-            unsent.add_metric(values, worker.num_unsent)
-            dropped.add_metric(values, worker.num_dropped_frames)
-        yield from (state, booked, queued, blocks, cuts, unsent, dropped)
-
-    def _gauge(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=[*self._labels, *([label] if label else [])])
-        for key, value in values.items():
-            family.add_metric([*self._labels.values(), *([key] if label else [])], value)
-        return family
-
-    def _counter(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[*self._labels, *([label] if label else [])])
-        for key, value in values.items():
-            family.add_metric([*self._labels.values(), *([key] if label else [])], value)
-        return family
 
 
 class RouterMetrics:
@@ -84,7 +25,7 @@ class RouterMetrics:
     def __init__(self, model_name: str, load: Callable[[], DispatchLoad]) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
-        self.registry.register(_LoadCollector(load, self._labels))
+        self.registry.register(LoadCollector(load, self._labels))
         register_process(self.registry, self._labels)
         histogram, counter = self._histogram, self._counter
         self.ttft = histogram("vllm:time_to_first_token_seconds", "From the request's head to its first token")
@@ -155,23 +96,23 @@ class RouterMetrics:
 
     def count_request(self, path: str, status: int) -> None:
         """An HTTP request has ended. `path` is a route, never a client's text."""
-        self._requests.labels(*self._labels.values(), path, str(status)).inc()
+        self._add(self._requests, path, str(status))
 
     def count_error(self, status: int, kind: str) -> None:
         """A client got an error, or (499) went away."""
-        self._errors.labels(*self._labels.values(), str(status), kind).inc()
+        self._add(self._errors, str(status), kind)
 
     def count_rejected(self, reason: str) -> None:
         """A connection or request was turned away before it reached the API."""
-        self._rejected.labels(*self._labels.values(), reason).inc()
+        self._add(self._rejected, reason)
 
     def count_key_request(self, key: str, status: int) -> None:
         """A request that needs a key has ended; the key file bounds the names."""
-        self._key_requests.labels(*self._labels.values(), key, str(status)).inc()
+        self._add(self._key_requests, key, str(status))
 
     def count_rate_limited(self, key: str, limit: str) -> None:
         """A key has used up a limit."""
-        self._rate_limited.labels(*self._labels.values(), key, limit).inc()
+        self._add(self._rate_limited, key, limit)
 
     def count_audit_dropped(self, num: int) -> None:
         """The audit log lost lines. Its thread may call this."""
@@ -179,7 +120,7 @@ class RouterMetrics:
 
     def count_reload(self, setting: str, *, ok: bool) -> None:
         """The file of a setting was read again, and taken or refused."""
-        self._reloads.labels(*self._labels.values(), setting, "ok" if ok else "refused").inc()
+        self._add(self._reloads, setting, "ok" if ok else "refused")
 
     def observe_gap(self, gap_s: float, num_tokens: int) -> None:
         """`num_tokens` came `gap_s` after the tokens before them."""
@@ -197,7 +138,7 @@ class RouterMetrics:
             self._count_tokens(record)
         for choice in record.choices:
             reason = choice.finish_reason or ("abort" if record.client_left else "error")
-            self._success.labels(*self._labels.values(), reason).inc()
+            self._add(self._success, reason)
             if choice.finish_reason:
                 self._observe_choice(choice, record.began)
 
@@ -207,8 +148,8 @@ class RouterMetrics:
         self.cached_tokens.inc(record.num_cached_tokens)
         self.generation_tokens.inc(num_output_tokens)
         if record.key:
-            self._key_tokens.labels(*self._labels.values(), record.key, "prompt").inc(num_prompt_tokens)
-            self._key_tokens.labels(*self._labels.values(), record.key, "output").inc(num_output_tokens)
+            self._add(self._key_tokens, record.key, "prompt", by=num_prompt_tokens)
+            self._add(self._key_tokens, record.key, "output", by=num_output_tokens)
 
     def _observe_choice(self, choice: ChoiceRecord, began: float) -> None:
         """A complete choice of a request that came at `began`."""
@@ -222,6 +163,9 @@ class RouterMetrics:
             self.decode.observe(line.decode_s or decode_s)
             if line.decode_s:  # else the router stopped early, and the decode worker's own report never came
                 self.exposed_transfer.observe(line.exposed_transfer_s)
+
+    def _add(self, counter: Counter, *labels: str, by: int = 1) -> None:
+        counter.labels(*self._labels.values(), *labels).inc(by)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
