@@ -42,13 +42,7 @@ MAX_PLACED_A_TURN = 32
 class Dispatcher:
     """The `GenerationClient` over ZeroMQ. Owned by one event loop: `start`, serve, `close`."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        *,
-        policy: RoutingPolicy | None = None,
-        hwm: int = CONTROL_HWM,
-    ) -> None:
+    def __init__(self, config: RouterConfig, *, hwm: int = CONTROL_HWM) -> None:
         self._config = config
         self._clock = time.monotonic
         self._states: dict[str, RequestState] = {}
@@ -60,7 +54,7 @@ class Dispatcher:
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
         self._placement = Placement(
             self.fleet.registry,
-            policy or RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold),
+            RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold),
             self._index,
             self.fleet.send,
             self.fleet.abort,
@@ -106,7 +100,7 @@ class Dispatcher:
 
     @property
     def ready(self) -> tuple[bool, str]:
-        """Whether a request would be served now, and what is missing: decode workers alone can serve it, too."""
+        """Whether a request would be served now, and what is missing: decode workers alone are enough."""
         if not self._open:
             return False, "the router is not connected to its workers"
         if self.fleet.failure:
@@ -177,7 +171,7 @@ class Dispatcher:
         for state in list(self._states.values()):
             for assignment in state.assignments:
                 if assignment.address == address and not state.done:
-                    why = f"{assignment.role} worker {assignment.worker_id} {reason}"
+                    why = f"{assignment.name} {reason}"
                     self._recover(state, assignment, why, died=True)
 
     def on_started(self, address: str) -> None:
@@ -299,18 +293,18 @@ class Dispatcher:
         if state.stream.finish_reason:
             self._finish(state, assignment)
         elif state.decode is None:
-            self._recover(state, assignment, f"prefill worker {assignment.worker_id} did not end a one-token request")
+            self._recover(state, assignment, f"{assignment.name} did not end a one-token request")
 
     def _on_left(self, state: RequestState, assignment: Assignment, how: str) -> None:
         """The worker ended a request that is not over: it goes on where it was handed over, or somewhere else."""
         if how == "moved" and assignment is state.decode and state.successor is not None:
             self._take_over(state, moved=True)
         else:
-            self._recover(state, assignment, f"{assignment.role} worker {assignment.worker_id} {how} the request")
+            self._recover(state, assignment, f"{assignment.name} {how} the request")
 
     def _on_conflict(self, state: RequestState, assignment: Assignment, conflict: StreamConflict) -> None:
         """The worker is at fault, unless it computed again what another worker had computed before."""
-        what = f"{assignment.role} worker {assignment.worker_id} sent {conflict}"
+        what = f"{assignment.name} sent {conflict}"
         if not (isinstance(conflict, TokensDiffer) and state.may_differ):
             self._recover(state, assignment, what)
             return

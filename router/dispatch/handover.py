@@ -58,9 +58,9 @@ class HandOvers:
                 self._begin(state, targets, now)
 
     def succeed(self, state: RequestState, now: float, *, moved: bool) -> None:
-        """The new worker goes on. `moved`: the old one has said so, because the new one acknowledged all KV.
+        """The new worker goes on. `moved`: the old one reported that the new one has all KV, and ended the request.
 
-        Without that word the router aborts the request on the old worker.
+        Without that report the router aborts the request on the old worker.
         """
         before, successor = state.succeed(now)
         if moved:

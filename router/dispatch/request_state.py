@@ -53,6 +53,11 @@ class Assignment:
     delivered_at: float = 0.0
     timeline: Timeline = field(default_factory=Timeline)
 
+    @property
+    def name(self) -> str:
+        """The worker in logs and errors."""
+        return f"{self.role} worker {self.worker_id}"
+
 
 class RequestState:
     """A request's state. The dispatcher changes it, and the consumer waits for `next_event`.

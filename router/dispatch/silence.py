@@ -17,14 +17,13 @@ def why_left(
     A worker that makes progress without a token reports it, and the wait for the token starts again. `idle_since`:
     since when the worker has had no request at all; None while it has some.
     """
-    who = f"{assignment.role} worker {assignment.worker_id}"
     limit_s = config.prefill_timeout_s if state.stage is Stage.PREFILL else config.token_timeout_s
     quiet_s = now - max(state.progress_at, state.renewed_at)
     if quiet_s > limit_s:
-        return f"{who} sent no token for {now - state.progress_at:.1f} s in the {state.stage} phase"
+        return f"{assignment.name} sent no token for {now - state.progress_at:.1f} s in the {state.stage} phase"
     if now - state.progress_at > config.worker_timeout_s:
         if state.stream.has_gap:
-            return f"tokens of {who} are missing"
+            return f"tokens of {assignment.name} are missing"
         if idle_since is not None and now - idle_since > config.worker_timeout_s:
-            return f"{who} has lost the request"
+            return f"{assignment.name} has lost the request"
     return ""

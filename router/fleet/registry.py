@@ -75,7 +75,7 @@ class WorkerRegistry:
         return ended
 
     def on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
-        """The worker reports. True when its epoch is not that of its hello, which ends the life we knew."""
+        """The worker reports. True when its epoch is another than in its hello, which ends a life."""
         worker = self.workers[address]
         worker.last_seen = now
         if worker.hello is None:

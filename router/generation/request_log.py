@@ -1,4 +1,4 @@
-"""What is known of a request while it lives, and the record of it at its end. Also its one line in the log:
+"""Collects the facts of a request while it lives, and makes its record at the end. Its line in the log:
 
 12:00:01.250 INFO    router  request  request_id=9d1c path=/v1/completions status=200 key=alice id=cmpl-7f prompt=1900
     cached=1024 output=64 finish=length ttft_ms=93.1 queue_ms=2.1 prefill_ms=80.2 transfer_ms=9.7 exposed_ms=1.2
@@ -27,7 +27,7 @@ MAX_REASON_CHARS = 200
 
 @dataclass
 class RequestLog:
-    """One request to a generation endpoint, from its head on. `end` is called once."""
+    """The facts of one request to a generation endpoint so far. `end` is called once."""
 
     metrics: RouterMetrics
     visit: Visit
