@@ -31,9 +31,7 @@ NUM_LATE = 4
 MIN_EXPECTED_S = 0.05
 """A shorter prediction teaches nothing when it proves wrong: messages and wake-ups take that long themselves."""
 SMOOTHING = 0.1
-"""The share of one more request in the average times of prompts and of late first tokens."""
-MAX_SLOWNESS = 8.0
-"""How many times later than predicted a first token counts at most."""
+"""The share of one more request in the average time of prompts."""
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -44,7 +42,6 @@ class Admission:
         self._registry, self._config, self._counters = registry, config, counters
         self._observed: Mapping[str, float] = NOTHING
         self._lasting: Mapping[str, float] = NOTHING
-        self._slowness: dict[str, float] = {}
         self._prompt_s = Ewma(SMOOTHING, start=0.0)  # what a prompt takes, lately
         longest_s = min(config.max_wait_s, config.queue_timeout_s)
         if config.slo_ttft_ms > 0:
@@ -96,13 +93,7 @@ class Admission:
         expected_s, state.expected_s = state.expected_s, 0.0
         if expected_s < MIN_EXPECTED_S or assignment is not state.waits_for or state.stage is not Stage.PREFILL:
             return
-        known = self._slowness.get(assignment.address, 1.0)
-        ratio = min(MAX_SLOWNESS, max(1.0, (now - state.progress_at) / expected_s))
-        self._slowness[assignment.address] = known + SMOOTHING * (ratio - known)
-
-    def forget(self, address: str) -> None:
-        """The worker at this address restarted or is gone."""
-        self._slowness.pop(address, None)
+        self._registry.on_first_token(assignment.address, (now - state.progress_at) / expected_s)
 
     def shed(self, states: Iterable[RequestState], now: float) -> list[tuple[RequestState, Overloaded]]:
         """Requests to refuse although they were admitted, with their errors; at each tick.
@@ -118,7 +109,7 @@ class Admission:
             return []
         shed = [
             (state, _shed(now - state.progress_at, wait_s, limit_s))
-            for state, wait_s in waits_of(states, self._registry.workers, self._slowness)
+            for state, wait_s in waits_of(states, self._registry.workers)
             if wait_s > limit_s
         ]
         log.warning(
@@ -146,7 +137,7 @@ class Admission:
         """The error for a new prompt, or None. Decode workers compute a `short` one."""
         prefill = [] if short else self._registry.ready("prefill")
         decode = self._registry.ready("decode")
-        wait_s = predicted_wait_s(prefill, decode, self._observed, self._slowness, self._lasting)
+        wait_s = predicted_wait_s(prefill, decode, self._observed, self._lasting)
         turn_s = self._turn_s(decode)
         others_s = self._patience.num_refused * turn_s / max(1, len(prefill or decode))
         return refusal(wait_s, self._patience.limit_s(turn_s), others_s)
@@ -173,9 +164,7 @@ def _sorted_by_address(times: Iterable[tuple[str, float]]) -> dict[str, list[flo
     return {address: sorted(found) for address, found in by_address.items() if len(found) >= NUM_LATE}
 
 
-def waits_of(
-    states: Iterable[RequestState], workers: Mapping[str, Worker], slowness: Mapping[str, float] = NOTHING
-) -> list[tuple[RequestState, float]]:
+def waits_of(states: Iterable[RequestState], workers: Mapping[str, Worker]) -> list[tuple[RequestState, float]]:
     """Requests that wait for a first token, in the order of their placing, with the seconds until their turn."""
     by_address: dict[str, list[tuple[RequestState, Assignment]]] = {}
     for state in states:
@@ -188,7 +177,7 @@ def waits_of(
         placed.sort(key=lambda one: one[0].progress_at)
         for index, (state, assignment) in enumerate(placed):
             place_s = decode_wait_s(worker, num_after=len(placed) - index) if worker.role == "decode" else 0.0
-            prompts_s = prefill_s(worker, num_tokens) * slowness.get(address, 1.0)
+            prompts_s = prefill_s(worker, num_tokens) * worker.slowness.value
             waits.append((state, max(prompts_s, place_s)))
             num_tokens += assignment.booking.num_tokens
     return waits
@@ -229,17 +218,15 @@ def predicted_wait_s(
     prefill: Sequence[Worker],
     decode: Sequence[Worker],
     observed: Mapping[str, float] = NOTHING,
-    slowness: Mapping[str, float] = NOTHING,
     lasting: Mapping[str, float] = NOTHING,
 ) -> float:
     """Seconds that a new request would wait at the best of the ready workers, without its own work.
 
-    By address, `observed` says how long others have waited there, `slowness` how many times longer than predicted
-    first tokens took lately, `lasting` how long requests have been decoded.
+    By address, `observed` says how long others have waited there, `lasting` how long requests have been decoded.
     """
 
     def first_s(worker: Worker) -> float:
-        predicted_s = prefill_wait_s(worker) * slowness.get(worker.address, 1.0)
+        predicted_s = prefill_wait_s(worker) * worker.slowness.value
         return max(predicted_s, observed.get(worker.address, 0.0))
 
     first = min(map(first_s, prefill or decode), default=0.0)

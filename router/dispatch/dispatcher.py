@@ -176,7 +176,6 @@ class Dispatcher:
 
     def on_started(self, address: str) -> None:
         self._index.clear(address)
-        self._admission.forget(address)
 
     def on_gone(self, address: str) -> None:
         self.on_started(address)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
-from router.fleet.worker import Booking, Load, Worker, WorkerState
+from router.fleet.worker import SMOOTHING, Booking, Load, Worker, WorkerState
 
 # A worker that failed so many requests in a row is a suspect, the longer the more often.
 MAX_STRIKES = 3
 SUSPECT_S, MAX_SUSPECT_S = 5.0, 60.0
 
+MAX_SLOWNESS = 8.0
+"""How many times later than predicted a first token counts at most."""
 MAX_FORGIVEN = 4
 """A router that was held up forgives silence for this many times `worker_timeout_s`."""
 SHOWN = 8
@@ -67,6 +70,7 @@ class WorkerRegistry:
         if new_life:
             self._forget(worker)
             worker.num_strikes, worker.suspect, worker.has_served = 0, False, False
+            worker.slowness = Ewma(SMOOTHING, start=1.0)
         if worker.hello is None or new_life:
             worker.state, worker.reason, worker.step_changed = WorkerState.CONNECTED, NOT_READY, now
         worker.hello, worker.known_epoch = hello, hello.epoch
@@ -132,6 +136,10 @@ class WorkerRegistry:
         """Tokens came from the worker."""
         worker = self.workers[address]
         worker.num_strikes, worker.suspect = 0, False
+
+    def on_first_token(self, address: str, slowness: float) -> None:
+        """A first token took `slowness` times as long as predicted."""
+        self.workers[address].slowness.observe(min(MAX_SLOWNESS, max(1.0, slowness)))
 
     def on_request_finished(self, address: str, decode_s: float) -> None:
         """The worker decoded a request, from its first token to its last, in `decode_s` seconds."""

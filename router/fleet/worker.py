@@ -9,8 +9,8 @@ from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 
-SERVICE_SMOOTHING = 0.1
-"""The share of one more request in the average time that a worker decodes a request."""
+SMOOTHING = 0.1
+"""The share of one more request in a worker's averages."""
 
 
 class WorkerState(StrEnum):
@@ -56,6 +56,7 @@ class Worker:
     `has_served`: it has been ready in its present life.
     `forgiven_at`: what `last_seen` was set to when its silence was last forgiven; it has lasted since `silent_since`.
     `service_s`: the recent average of how long it decodes a request; 0 before the first.
+    `slowness`: the recent average of how many times later than predicted its first tokens came, at least 1.
 
     Its load is `max(booked, reported + fresh)`, where `fresh` was booked since the last report, less what ended since.
     With one router the bookings are exact; with several the report includes what the others sent.
@@ -79,7 +80,8 @@ class Worker:
     num_strikes: int = 0
     suspect_until: float = 0.0
     suspect: bool = False
-    service_s: Ewma = field(default_factory=lambda: Ewma(SERVICE_SMOOTHING))
+    service_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))
+    slowness: Ewma = field(default_factory=lambda: Ewma(SMOOTHING, start=1.0))
     bookings: dict[int, Booking] = field(default_factory=dict)
     booked: Load = field(default_factory=Load)
     fresh: Load = field(default_factory=Load)

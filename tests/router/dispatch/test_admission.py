@@ -1,4 +1,5 @@
 import pytest
+from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.errors import Overloaded
@@ -218,7 +219,9 @@ def test_a_new_worker_at_the_address_is_taken_at_its_word():
     admission = admission_of(prefill, decode())
     for _ in range(30):
         first_token(admission, prefill, 100, after_s=1.5)
-    admission.forget(prefill.address)
+    beat = prefill.beat
+    admission._registry.on_hello(prefill.address, replace(prefill.identity, epoch=2), 1.0)
+    admission._registry.on_heartbeat(prefill.address, replace(beat, epoch=2), 1.0)
     assert not refuses(admission, 100)
 
 
@@ -227,7 +230,7 @@ def test_a_short_prediction_that_proves_wrong_says_nothing():
     admission = admission_of(prefill, decode())
     for _ in range(30):
         first_token(admission, prefill, 40, after_s=2.0)
-    assert admission._slowness == {}
+    assert prefill.slowness.value == 1.0
 
 
 # ---------------------------------------------------------------- more than can be served
