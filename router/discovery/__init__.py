@@ -1,1 +1,1 @@
-"""Where workers are found, while they come and go."""
+"""Finds workers, which come and go."""

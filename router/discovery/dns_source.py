@@ -1,4 +1,4 @@
-"""Workers behind host names that are looked up again and again: HOST:PORT, one worker an address."""
+"""Workers behind host names (HOST:PORT), which are looked up again and again; each address is one worker."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from router.discovery.endpoint import Endpoint, Publish
 from router.discovery.status import DiscoveryStatus
 
 LOOKUP_TIMEOUT_S = 5.0
+"""How long one round waits for its lookups."""
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
@@ -27,8 +28,8 @@ async def resolve(host: str, port: int) -> list[str]:
 class DNSSource:
     """Publishes the addresses of all names until cancelled.
 
-    A name that cannot be looked up keeps the addresses it had: who is really gone shows by its connection. A name with
-    addresses of both families is reached by IPv4, or each worker would be there twice.
+    A name that cannot be looked up keeps its addresses: a worker that is gone shows by its connection. A name with
+    addresses of both families is reached by IPv4, or each worker would be listed twice.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class DNSSource:
         self._pending: dict[str, asyncio.Future[list[str]]] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Look up and publish until cancelled."""
         try:
             while True:
                 await self._round()
@@ -58,7 +59,7 @@ class DNSSource:
                 task.cancel()
 
     async def _round(self) -> None:
-        """Look every name up. A lookup that hangs goes on: it is not begun a second time beside itself."""
+        """Look every name up. A lookup that hangs goes on, and no second one of its name begins meanwhile."""
         for name in self.status.services:
             if name not in self._pending:
                 host, _, port = name.rpartition(":")
@@ -73,7 +74,7 @@ class DNSSource:
             self.status.synced(self._clock())
 
     def _take(self, name: str) -> str:
-        """Note what the lookup of a name found; why it found nothing, or ""."""
+        """Take the addresses of a finished lookup. Returns why there are none, or ""."""
         task = self._pending[name]
         if not task.done():
             return f"{name}: no answer within {self._timeout_s:g} s"

@@ -11,9 +11,9 @@ from common.wire.message_fields import Role
 
 @dataclass(frozen=True, slots=True, order=True)
 class Endpoint:
-    """`address` is a control address such as tcp://10.0.0.7:7001. `serving`: it passes its readiness probe.
+    """`address` is a control address such as tcp://10.0.0.7:7001. `serving`: the worker passes its readiness probe.
 
-    `terminating`: it was told to end; what runs there goes on.
+    `terminating`: the worker is being ended, and its requests go on until then.
     """
 
     role: Role
@@ -23,7 +23,7 @@ class Endpoint:
 
     @property
     def withheld(self) -> str:
-        """Why it gets no new work, in words for people; "" when it may."""
+        """Why the worker gets no new work; "" when it may have some."""
         if self.terminating:
             return "is being ended"
         return "" if self.serving else "does not pass its readiness probe"
@@ -35,6 +35,6 @@ class Endpoint:
 
 
 class Publish(Protocol):
-    """Takes all endpoints that there are now, in place of those it was told before."""
+    """Takes all present endpoints, in place of those before."""
 
     def __call__(self, endpoints: Sequence[Endpoint]) -> None: ...

@@ -2,8 +2,8 @@
 
     list ─> publish ─> watch, publish at each event ─> a minute is over, or the watch broke ─> list ...
 
-Every watch begins with a list, so an event that was missed is missed for a minute at most, and a watch that is refused
-as too old (410) needs no care of its own.
+Every watch begins with a list. So a missed event is made up for within a minute, and a watch that is refused as too old
+(410) needs no care of its own.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ log = logging.getLogger(__name__)
 
 RELIST_S = 60.0
 WATCH_SLACK_S = 5.0
-"""A watch that the server has not ended this long after it should have is a dead connection."""
+"""A watch that the server does not end this long after it should is a dead connection."""
 PAGE_SIZE, MAX_PAGES = 500, 200
+"""Slices in one page of a list, and pages in one list."""
 MIN_ROUND_S = 1.0
-"""Rounds shorter than this are spaced out like failures: a proxy that drops every watch must not cause a storm."""
+"""Shorter rounds are spaced out like failures: a proxy that drops every watch must not cause a storm."""
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+"""The wait after the first bad round, which doubles up to the second number."""
 
 
 class KubernetesSource:
-    """Publishes what the Services' slices list, until cancelled. Keeps what it knows while the API server is away."""
+    """Publishes the endpoints of the Services' slices. The last ones stay while the API server is away."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class KubernetesSource:
         self._portless: list[str] = []
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """List, watch and publish until cancelled."""
         num_bad_rounds = 0
         try:
             while True:
@@ -91,7 +93,7 @@ class KubernetesSource:
         return True
 
     async def _list(self) -> str:
-        """All slices as of now, in place of those known; the version to watch from."""
+        """List all slices, in place of those known. Returns the version to watch from."""
         store = SliceStore(self.status.services)
         params = {"labelSelector": self._selector, "limit": str(PAGE_SIZE)}
         for _ in range(MAX_PAGES):

@@ -1,4 +1,4 @@
-"""EndpointSlices (discovery.k8s.io/v1): what of them matters here, and the workers they amount to. Pure."""
+"""EndpointSlices (discovery.k8s.io/v1): the fields that matter here, and the workers that they list. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Metadata(msgspec.Struct, rename="camel"):
-    """Of an object or of a list. `continued` asks for a list's next page."""
+    """The metadata of an object or a list. `continued` asks for a list's next page."""
 
     name: str = ""
     resource_version: str = ""
@@ -30,7 +30,7 @@ class Metadata(msgspec.Struct, rename="camel"):
 
 
 class Conditions(msgspec.Struct):
-    """Absent means: ready, serving as ready says, not terminating."""
+    """Without values an endpoint is ready, serves if it is ready, and is not terminating."""
 
     ready: bool | None = None
     serving: bool | None = None
@@ -44,7 +44,7 @@ class Target(msgspec.Struct):
 
 
 class SliceEndpoint(msgspec.Struct, rename="camel"):
-    """All `addresses` are the same pod's; the first one is meant to be used."""
+    """All `addresses` belong to one pod; clients use the first."""
 
     addresses: list[str] | None = None
     conditions: Conditions | None = None
@@ -72,7 +72,7 @@ class EndpointSlice(msgspec.Struct, rename="camel"):
 
     @property
     def control_port(self) -> int:
-        """0 for a slice that has none."""
+        """0 for a slice without one."""
         return next((port.port or 0 for port in self.ports or () if port.name == PORT_NAME), 0)
 
 
@@ -98,7 +98,7 @@ class ErrorStatus(msgspec.Struct):
 
 
 def parse(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """`data` as what the API server should have sent. Raises KubernetesError for anything else."""
+    """`data` as a `kind`. Raises KubernetesError if the API server sent anything else."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -113,21 +113,21 @@ class SliceStore:
         self._slices: dict[str, EndpointSlice] = {}
 
     def put(self, found: EndpointSlice) -> None:
-        """A slice is there, or has changed."""
+        """A slice is new, or has changed."""
         if found.service in self._services:
             self._slices[found.metadata.name] = found
         else:
             self.remove(found)
 
     def remove(self, gone: EndpointSlice) -> None:
-        """A slice is no more."""
+        """A slice was deleted."""
         self._slices.pop(gone.metadata.name, None)
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         """Every worker once.
 
-        While Kubernetes moves an endpoint from slice to slice both list it: it serves if either says so. A pod of both
-        families is reached by its IPv4 address.
+        While Kubernetes moves an endpoint between slices, both list it: it serves if either says so. A pod with
+        addresses of both families is reached by IPv4.
         """
         with_ipv4 = {
             entry.target_ref.uid
@@ -150,7 +150,7 @@ class SliceStore:
         return tuple(sorted(merged.values()))
 
     def portless(self) -> list[str]:
-        """Services with endpoints that name no control port: a mistake in their manifest."""
+        """Services with endpoints but without a port named "control", by a mistake in their manifest."""
         return sorted({found.service for found in self._slices.values() if found.endpoints and not found.control_port})
 
     def _endpoint(self, found: EndpointSlice, entry: SliceEndpoint) -> Endpoint | None:
@@ -164,14 +164,14 @@ class SliceStore:
 
 
 def _merge(one: Endpoint, other: Endpoint) -> Endpoint:
-    """The same address twice; behind Services of both roles it is what the first says."""
+    """One address that two slices list; behind Services of both roles it has the role of the first."""
     return Endpoint(
         one.role, one.address, one.serving or other.serving, terminating=one.terminating and other.terminating
     )
 
 
 def _host(addresses: Iterable[Any]) -> str:
-    """The first address as a part of an URL; "" for what cannot be one."""
+    """The first address as the host of a URL; "" if it cannot be one."""
     first = next(iter(addresses), "")
     try:
         ip = ipaddress.ip_address(first)

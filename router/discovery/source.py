@@ -1,4 +1,4 @@
-"""What a router's configuration says about where its workers are."""
+"""Opens the source of workers that a router's configuration names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.discovery.status import DiscoveryStatus
 
 
 class Source(Protocol):
-    """Publishes the present endpoints whenever they change, until cancelled. What fails outside of it is waited out."""
+    """Publishes the present endpoints whenever they change, and waits out failures of the network."""
 
     @property
     def status(self) -> DiscoveryStatus: ...
@@ -20,7 +20,7 @@ class Source(Protocol):
 
 
 def open_source(config: RouterConfig, publish: Publish) -> Source | None:
-    """None for a static list, which nobody needs to watch. Raises ConfigError."""
+    """None for a static list, which needs no watching. Raises ConfigError."""
     services: dict[str, Role] = dict.fromkeys(config.decode_services, "decode")
     services |= dict.fromkeys(config.prefill_services, "prefill")
     match config.discovery:
@@ -29,7 +29,7 @@ def open_source(config: RouterConfig, publish: Publish) -> Source | None:
 
             return DNSSource(services, publish, interval_s=config.discovery_interval_s)
         case "kubernetes":
-            # Imported here: an HTTP client that no other router needs.
+            # Imported here, because no other router needs this HTTP client.
             from common.cluster.api import KubernetesClient
             from router.discovery.kubernetes_source import KubernetesSource
 

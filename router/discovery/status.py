@@ -1,4 +1,4 @@
-"""What discovery knows of itself: for /ready, for metrics, and for a log that says each thing once."""
+"""The state of discovery for /ready, for metrics, and for a log without repetitions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMIND_S = 60.0
 
 @dataclass(slots=True)
 class DiscoveryStatus:
-    """`kind` is dns or kubernetes, `services` maps each name that is asked for to its role. Times are monotonic."""
+    """`kind` is dns or kubernetes, `services` maps each name to look up to its role. Times are monotonic."""
 
     kind: str
     services: Mapping[str, Role]
@@ -31,7 +31,7 @@ class DiscoveryStatus:
     _reminded_at: float = 0.0
 
     def synced(self, now: float) -> None:
-        """Everything was looked up and answered."""
+        """All names were looked up."""
         if self.error:
             log.warning("discovery (%s) works again after %.1f s", self.kind, now - self._failing_since)
         elif self.synced_at is None:
@@ -40,7 +40,7 @@ class DiscoveryStatus:
         self.synced_at, self.error = now, ""
 
     def failed(self, error: str, now: float) -> None:
-        """A lookup failed: what is known stays."""
+        """A lookup failed; the known workers stay."""
         self.num_syncs["failed"] += 1
         if not self.error:
             self._failing_since = now
@@ -51,11 +51,11 @@ class DiscoveryStatus:
         self.error = error
 
     def published(self, endpoints: Sequence[Endpoint]) -> None:
-        """There is a new set of endpoints."""
+        """The endpoints have changed."""
         self.endpoints = tuple(endpoints)
 
     def age_s(self, now: float) -> float:
-        """Seconds since everything was last looked up; since the start before that."""
+        """Seconds since all names were last looked up, or else since the start."""
         return now - (self.started_at if self.synced_at is None else self.synced_at)
 
     def counts(self) -> dict[tuple[str, str], int]:
@@ -67,7 +67,7 @@ class DiscoveryStatus:
         return counts
 
     def explain(self, role: Role, now: float) -> str:
-        """Why there is no worker of a role, in one line; "" for a role that nobody asked to be discovered."""
+        """Why there is no worker of a role, in one line; "" for a role that is not discovered."""
         names = " and ".join(name for name, own in self.services.items() if own == role)
         if not names:
             return ""

@@ -1,8 +1,8 @@
-"""Whether a new request would wait too long, by what the workers have to do and how fast they are. Pure.
+"""Whether a new request would wait too long, by the work of the workers and their rates. Pure.
 
-Only what is known counts: a worker whose rate nobody has seen yet is taken for an idle one. The request's own prefill
-is left out, because nobody knows before its place is chosen how much of it is cached. Where the prediction is too
-bright, those who wait already tell, and first tokens that came later than predicted lengthen the next predictions.
+A worker whose rate is unknown counts as idle. The request's own prefill is left out, because how much of it is cached
+shows only once its place is chosen. Two things correct a prediction that is too short: how long requests have waited
+already, and how much later than predicted first tokens came.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from common.config import RouterConfig
 from common.errors import Overloaded
+from common.observe.ewma import Ewma
 from router.dispatch.load import DispatchCounters
 from router.dispatch.patience import Patience
 from router.dispatch.request_state import Assignment, RequestState, Stage
@@ -26,30 +27,29 @@ MAX_RETRY_AFTER_S = 60.0
 SCARCE = 0.05
 """A decode worker with less than this share of its blocks to give is full, whatever its number of sequences."""
 NUM_LATE = 4
-"""So many requests must have waited too long already: one alone may just be a long prompt."""
+"""Requests that must have waited for some time before it counts: one alone may be a long prompt."""
 MIN_EXPECTED_S = 0.05
-"""A shorter prediction says little when it proves wrong: messages and wake-ups take a part of that themselves."""
+"""A shorter prediction teaches nothing when it proves wrong: messages and wake-ups take that long themselves."""
 SMOOTHING = 0.1
-MAX_SLOWNESS = 8.0
+"""The share of one more request in the average time of prompts."""
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class Admission:
-    """Takes new requests or refuses and counts them. Those that have begun are never asked."""
+    """Admits new requests, or refuses and counts them."""
 
     def __init__(self, registry: WorkerRegistry, config: RouterConfig, counters: DispatchCounters) -> None:
         self._registry, self._config, self._counters = registry, config, counters
         self._observed: Mapping[str, float] = NOTHING
         self._lasting: Mapping[str, float] = NOTHING
-        self._slowness: dict[str, float] = {}
-        self._prompt_s = 0.0  # that a prompt takes, lately
+        self._prompt_s = Ewma(SMOOTHING, start=0.0)  # what a prompt takes, lately
         longest_s = min(config.max_wait_s, config.queue_timeout_s)
         if config.slo_ttft_ms > 0:
             longest_s = min(longest_s, config.slo_ttft_ms / 1000)
         self._patience = Patience(longest_s, min(longest_s, config.overload_wait_s))
 
     def observe(self, states: Iterable[RequestState], now: float) -> None:
-        """Look at what runs: how long some wait for their first token, and others are being decoded; once a tick."""
+        """Note how long requests have waited for their first token, or have been decoded; at each tick."""
         waiting, decoding = [], []
         for state in states:
             stage, worker = state.stage, state.waits_for
@@ -60,7 +60,7 @@ class Admission:
         self._observed, self._lasting = observed_waits_s(waiting), lasting_s(decoding)
 
     def check(self, num_tokens: int) -> None:
-        """Raises Overloaded for a prompt that would only be served when its client has lost patience."""
+        """Raises Overloaded for a prompt that would wait too long."""
         error = self._refusal(short=num_tokens <= self._config.local_prefill_threshold)
         if error is not None:
             raise self._counted(error)
@@ -69,8 +69,8 @@ class Admission:
     def check_unread(self, is_longer: Callable[[int], bool]) -> None:
         """Raises Overloaded for a request that `check` would refuse whatever its prompt turns out to be.
 
-        `is_longer` tells whether the prompt has more than so many tokens for sure; it is asked only where it matters:
-        a short prompt, which decode workers compute themselves, may find room where a long one finds none.
+        `is_longer` says whether the prompt surely has more than so many tokens. Decode workers compute a short prompt
+        themselves, so it may find room where a long one finds none.
         """
         error = self._refusal(short=False)
         if error is None:
@@ -79,60 +79,54 @@ class Admission:
             raise self._counted(error)
 
     def expect(self, state: RequestState) -> None:
-        """A request was placed: note when its first token should come, the prompts before it and its own computed."""
+        """A request was placed: note when its first token should come."""
         assignment = state.waits_for
         if assignment is None:
             state.expected_s = 0.0
             return
         worker = self._registry.workers[assignment.address]
         state.expected_s = prefill_wait_s(worker)
-        self._prompt_s += SMOOTHING * (prefill_s(worker, assignment.booking.num_tokens) - self._prompt_s)
+        self._prompt_s.observe(prefill_s(worker, assignment.booking.num_tokens))
 
     def learn(self, state: RequestState, assignment: Assignment, now: float) -> None:
-        """The first tokens of `assignment` are here: compare with what was expected when it was placed."""
+        """The first tokens of `assignment` have come: compare with the prediction."""
         expected_s, state.expected_s = state.expected_s, 0.0
         if expected_s < MIN_EXPECTED_S or assignment is not state.waits_for or state.stage is not Stage.PREFILL:
             return
-        known = self._slowness.get(assignment.address, 1.0)
-        ratio = min(MAX_SLOWNESS, max(1.0, (now - state.progress_at) / expected_s))
-        self._slowness[assignment.address] = known + SMOOTHING * (ratio - known)
-
-    def forget(self, address: str) -> None:
-        """Another worker is there now, or none."""
-        self._slowness.pop(address, None)
+        self._registry.on_first_token(assignment.address, (now - state.progress_at) / expected_s)
 
     def shed(self, states: Iterable[RequestState], now: float) -> list[tuple[RequestState, Overloaded]]:
-        """Who has waited in vain: once a tick, and nobody unless patience has just become brief.
+        """Requests to refuse although they were admitted, with their errors; at each tick.
 
-        Then it is those who wait for a first token, and would do so for longer yet than a new request may; who came
-        first keeps his place.
+        There are some only when an overload has just been found: those that would wait for their first token for
+        longer than a new request may. Older requests keep their places.
         """
         if not self._patience.tick(now):
             return []
         limit_s, was_s = self.limit_s, self._patience.longest_s
         if not self._patience.is_brief:
-            log.info("load has come down to what can be served", extra={"new_requests_may_wait_s": was_s})
+            log.info("the overload is over", extra={"new_requests_may_wait_s": was_s})
             return []
         shed = [
             (state, _shed(now - state.progress_at, wait_s, limit_s))
-            for state, wait_s in waits_of(states, self._registry.workers, self._slowness)
+            for state, wait_s in waits_of(states, self._registry.workers)
             if wait_s > limit_s
         ]
         log.warning(
-            "more requests come than can be served: they may wait less from now on, and who waits too long is refused",
+            "more requests come than can be served: requests that would wait too long are refused from now on",
             extra={"new_requests_may_wait_s": limit_s, "instead_of_s": was_s, "refused": len(shed)},
         )
         return shed
 
     @property
     def limit_s(self) -> float:
-        """How long a new request may wait now."""
+        """How long a new request may wait now, in seconds."""
         return self._patience.limit_s(self._turn_s(self._registry.ready("decode")))
 
     def _turn_s(self, decode: Iterable[Worker]) -> float:
-        """Seconds between two requests that a worker begins, while more of them wait."""
-        turns_s = (worker.service_s / _num_places(worker) for worker in decode)
-        return max(self._prompt_s, min(turns_s, default=0.0))
+        """Seconds between two requests that a worker begins, while more wait."""
+        turns_s = (worker.service_s.value / _num_places(worker) for worker in decode)
+        return max(self._prompt_s.value, min(turns_s, default=0.0))
 
     def _counted(self, error: Overloaded) -> Overloaded:
         self._patience.count(refused=True)
@@ -140,38 +134,38 @@ class Admission:
         return error
 
     def _refusal(self, *, short: bool) -> Overloaded | None:
-        """The error for a new prompt; a short one is computed by decode workers."""
+        """The error for a new prompt, or None. Decode workers compute a `short` one."""
         prefill = [] if short else self._registry.ready("prefill")
         decode = self._registry.ready("decode")
-        wait_s = predicted_wait_s(prefill, decode, self._observed, self._slowness, self._lasting)
+        wait_s = predicted_wait_s(prefill, decode, self._observed, self._lasting)
         turn_s = self._turn_s(decode)
         others_s = self._patience.num_refused * turn_s / max(1, len(prefill or decode))
         return refusal(wait_s, self._patience.limit_s(turn_s), others_s)
 
 
 def observed_waits_s(waits: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """For each address what all but a few of the longest waits are below; none while only a few wait."""
-    by_address: dict[str, list[float]] = {}
-    for address, wait_s in waits:
-        by_address.setdefault(address, []).append(wait_s)
-    return {address: sorted(waits_s)[-NUM_LATE] for address, waits_s in by_address.items() if len(waits_s) >= NUM_LATE}
+    """By address, how long `NUM_LATE` requests have waited at least; without addresses where fewer wait."""
+    return {address: waits_s[-NUM_LATE] for address, waits_s in _sorted_by_address(waits).items()}
 
 
 def lasting_s(decoding: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """For each address how long half of its requests are being decoded already; none for a few.
+    """By address, how long half of its requests have been decoded; without addresses that decode only a few.
 
-    When load rises, those that ended were quick: what runs knows sooner that a full batch is slow.
+    When load rises, the requests that have ended were quick: those that run show sooner that a full batch is slow.
     """
+    return {address: median_low(ages_s) for address, ages_s in _sorted_by_address(decoding).items()}
+
+
+def _sorted_by_address(times: Iterable[tuple[str, float]]) -> dict[str, list[float]]:
+    """For each address with at least `NUM_LATE` times, all of them in order."""
     by_address: dict[str, list[float]] = {}
-    for address, age_s in decoding:
-        by_address.setdefault(address, []).append(age_s)
-    return {address: median_low(ages_s) for address, ages_s in by_address.items() if len(ages_s) >= NUM_LATE}
+    for address, seconds in times:
+        by_address.setdefault(address, []).append(seconds)
+    return {address: sorted(found) for address, found in by_address.items() if len(found) >= NUM_LATE}
 
 
-def waits_of(
-    states: Iterable[RequestState], workers: Mapping[str, Worker], slowness: Mapping[str, float] = NOTHING
-) -> list[tuple[RequestState, float]]:
-    """Who waits for a first token, in the order of their placing, and seconds until their worker comes to them."""
+def waits_of(states: Iterable[RequestState], workers: Mapping[str, Worker]) -> list[tuple[RequestState, float]]:
+    """Requests that wait for a first token, in the order of their placing, with the seconds until their turn."""
     by_address: dict[str, list[tuple[RequestState, Assignment]]] = {}
     for state in states:
         assignment = state.waits_for
@@ -183,35 +177,35 @@ def waits_of(
         placed.sort(key=lambda one: one[0].progress_at)
         for index, (state, assignment) in enumerate(placed):
             place_s = decode_wait_s(worker, num_after=len(placed) - index) if worker.role == "decode" else 0.0
-            prompts_s = prefill_s(worker, num_tokens) * slowness.get(address, 1.0)
+            prompts_s = prefill_s(worker, num_tokens) * worker.slowness.value
             waits.append((state, max(prompts_s, place_s)))
             num_tokens += assignment.booking.num_tokens
     return waits
 
 
 def prefill_s(worker: Worker, num_tokens: int) -> float:
-    """Seconds that the worker takes to compute so many prompt tokens; 0 while nobody has seen its rate."""
+    """Seconds that the worker takes to compute so many prompt tokens; 0 while its rate is unknown."""
     rate = worker.beat.full_tokens_per_s if worker.beat else 0.0
     return num_tokens / rate if rate > 0 else 0.0
 
 
 def prefill_wait_s(worker: Worker) -> float:
-    """Seconds until the worker has computed the prompts that it has."""
+    """Seconds until the worker has computed its prompts."""
     return prefill_s(worker, worker.num_queued_tokens)
 
 
 def decode_wait_s(worker: Worker, least_s: float = 0.0, num_after: int = 0) -> float:
-    """Seconds until the worker has a place in its batch for one more: Little's law over those who wait before it.
+    """Seconds until the worker's batch has a place for one more: Little's law over the requests that wait before it.
 
-    Requests take `least_s` there at least. `num_after` of those that the worker has do not count.
+    A request takes at least `least_s` there. The last `num_after` of the worker's requests do not count.
     """
     num_places = _num_places(worker)
     num_before = worker.num_requests - num_after + 1 - num_places
-    return max(0, num_before) * max(worker.service_s, least_s) / num_places
+    return max(0, num_before) * max(worker.service_s.value, least_s) / num_places
 
 
 def _num_places(worker: Worker) -> int:
-    """Places in the batch of a worker; where blocks are scarce, those that are taken."""
+    """Places in a worker's batch; while blocks are scarce, the places that are taken."""
     beat, hello = worker.beat, worker.hello
     if beat is None or hello is None:
         return 1
@@ -224,17 +218,15 @@ def predicted_wait_s(
     prefill: Sequence[Worker],
     decode: Sequence[Worker],
     observed: Mapping[str, float] = NOTHING,
-    slowness: Mapping[str, float] = NOTHING,
     lasting: Mapping[str, float] = NOTHING,
 ) -> float:
-    """Seconds that a new request would wait at the best of the ready workers, all of its own work left out.
+    """Seconds that a new request would wait at the best of the ready workers, without its own work.
 
-    `observed` says by address how long others wait there already, `slowness` how many times longer than predicted
-    first tokens took there lately, `lasting` how long requests there are being decoded.
+    By address, `observed` says how long others have waited there, `lasting` how long requests have been decoded.
     """
 
     def first_s(worker: Worker) -> float:
-        predicted_s = prefill_wait_s(worker) * slowness.get(worker.address, 1.0)
+        predicted_s = prefill_wait_s(worker) * worker.slowness.value
         return max(predicted_s, observed.get(worker.address, 0.0))
 
     first = min(map(first_s, prefill or decode), default=0.0)
@@ -243,9 +235,9 @@ def predicted_wait_s(
 
 
 def refusal(wait_s: float, limit_s: float, others_s: float = 0.0) -> Overloaded | None:
-    """The error for a request that would wait longer than it may; None for one to be taken.
+    """The error for a request that would wait longer than it may; None for one to admit.
 
-    It is to come back after those who were refused before it, whose turns take `others_s`: else all would at once.
+    Its client should come back after those that were refused before it, whose turns take `others_s`.
     """
     if wait_s <= limit_s:
         return None
@@ -254,7 +246,7 @@ def refusal(wait_s: float, limit_s: float, others_s: float = 0.0) -> Overloaded 
 
 
 def _shed(waited_s: float, wait_s: float, limit_s: float) -> Overloaded:
-    why = f"more requests come than can be served: {waited_s:.1f} s of waiting were to become {wait_s:.1f} s more"
+    why = f"more requests come than can be served: after {waited_s:.1f} s this one would wait {wait_s:.1f} s more"
     return Overloaded(f"{why}, the most is {limit_s:.3g} s now", retry_after_s=_retry_after_s(wait_s - limit_s))
 
 

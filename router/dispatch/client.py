@@ -1,9 +1,9 @@
-"""The seam between the HTTP front and the dispatch core: what the front asks for and what it gets back.
+"""The interface between the HTTP front and the dispatcher.
 
     front ── GenerationRequest ──> GenerationClient.generate ── TokenEvent, ... (the last has finish_reason) ──> front
 
-The front owns text: it tokenises, detokenises, finds stop strings and speaks HTTP. The core owns tokens: it chooses
-workers, retries, and joins what they send into one ordered stream in which no token is missing or repeated.
+The front owns text: it tokenises, detokenises, finds stop strings and speaks HTTP. The dispatcher owns tokens: it
+chooses workers, retries, and joins what they send into one ordered stream in which no token is missing or repeated.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from typing import Protocol
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from router.dispatch.prompt import Prompt
 
+RETRY_AFTER_S = 1.0
+"""The hint of a refusal for lack of room that cannot tell when there will be some."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence to generate. `request_id` is the router's own (unique, never a client's text).
+    """One sequence to generate. The router makes `request_id`: it is unique and never a client's text.
 
     `deadline_s` is how long the request may take from now until its last token. `params.seed` is always set.
-    `cache_salt` keeps prefix cache entries of different tenants apart. `traceparent` is W3C's, or empty. `prompt`, of
-    the same tokens and salt, is shared with the other requests that answer this prompt, if there are any.
+    `cache_salt` keeps prefix cache entries of different tenants apart. `traceparent` is W3C's, or empty. Requests that
+    answer the same prompt share `prompt`, which has the same tokens and salt.
     """
 
     request_id: str
@@ -62,10 +65,10 @@ class TokenEvent:
     """The next tokens of a sequence, in order, each exactly once whatever happened to the workers.
 
     `logprobs` is empty, or as long as `token_ids` when `params.logprobs >= 0`. `finish_reason` is "" until the last
-    event, then "stop" or "length"; a "stop" event's last token is the end token itself and is not text.
-    `num_cached_tokens` counts prompt tokens served from a prefix cache. `timeline` is what is known
-    so far: a consumer that stops early has the workers and the prefill, the last event has everything.
-    `prompt_logprobs`, in the first event, are those of the prompt's tokens but the first, if any were asked for.
+    event, then "stop" or "length"; the last token of a "stop" event is the end token itself and is not text.
+    `num_cached_tokens` counts prompt tokens that a prefix cache held. `timeline` grows: an early event has the workers
+    and the prefill, the last one everything. `prompt_logprobs`, in the first event, are those of the prompt's tokens
+    but the first, if the request asks for them.
     """
 
     token_ids: tuple[int, ...]
@@ -77,7 +80,7 @@ class TokenEvent:
 
 
 class GenerationClient(Protocol):
-    """Serves token streams from the pools. One event loop owns it; all methods are called from that loop."""
+    """Serves token streams from the pools. One event loop owns it and calls all methods."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """The token stream of one request; ends after the event that carries a finish reason.
@@ -91,17 +94,17 @@ class GenerationClient(Protocol):
     def check_room(self, is_longer: Callable[[int], bool]) -> None:
         """Refuse, before it is read, a request that `generate` would refuse now whatever it asks for.
 
-        `is_longer` tells whether its prompt has more than so many tokens for sure, as far as is known by now. Raises
-        Overloaded or Unavailable. A request that passes may still be refused by `generate`.
+        `is_longer` says whether the prompt surely has more than so many tokens. Raises Overloaded or Unavailable. A
+        request that passes may still be refused by `generate`.
         """
         ...
 
     @property
     def ready(self) -> tuple[bool, str]:
-        """Whether a request would be served now and, when not, why not in one line for people."""
+        """Whether a request would be served now, and if not, why in one line."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence (prompt + output, tokens) that all ready workers take; 0 while none is known."""
+        """The longest sequence (prompt and output, in tokens) that all ready workers take; 0 while none is known."""
         ...

@@ -1,7 +1,7 @@
-"""What this router asks of each pool, in the units that autoscalers take. Pure.
+"""The load of each pool, in the units that autoscalers take. Pure.
 
-`held` and `backlog_s` are this router's own share, so that those of several routers add up. `pressure` and `workers`
-are what the workers say, which every router hears alike: take the largest.
+`held` and `backlog_s` are this router's own share: add up those of several routers. `pressure` and `workers` come from
+the workers' heartbeats, which every router gets: take the largest.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ STATES = (*(str(state) for state in WorkerState), "withheld")
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Sequences held for want of a worker of a role; seconds of prompts for one prefill worker; decode workers' worth
-    of load; workers by role and state."""
+    """`held`: sequences that wait for a worker, by role; `backlog_s`: seconds of prompts for one prefill worker;
+    `pressure`: load in decode workers; `workers`: workers by role and state."""
 
     held: Mapping[str, int]
     backlog_s: float
@@ -32,8 +32,8 @@ class Demand:
 
 @dataclass(slots=True)
 class DemandMeter:
-    """`has_prefill`: a prefill pool is meant to exist, though perhaps with nobody in it. Prompts of at most
-    `threshold` tokens never need it."""
+    """`has_prefill`: a prefill pool is configured, though it may be empty. Prompts of at most `threshold` tokens never
+    need it."""
 
     has_prefill: bool
     threshold: int
@@ -47,7 +47,7 @@ class DemandMeter:
         p95_token_s: float,
         slo_s: float,
     ) -> Demand:
-        """What is asked now. `p95_token_s` is the time of a token that this router measured, `slo_s` its goal or 0."""
+        """The present load. `p95_token_s` is the time of a token that this router measured, `slo_s` its goal or 0."""
         ready = [worker for worker in workers if worker.ready]
         self._learn_rate(ready)
         decode = [worker for worker in ready if worker.role == "decode"]
@@ -59,7 +59,7 @@ class DemandMeter:
         )
 
     def _num_without_prefill(self, states: Iterable[RequestState], ready: Collection[Worker]) -> int:
-        """Those that wait, and those that a decode worker serves alone because no prefill worker is there."""
+        """Sequences that wait, or that a decode worker serves alone, because no prefill worker is ready."""
         if not self.has_prefill or any(worker.role == "prefill" for worker in ready):
             return 0
         return sum(
@@ -76,7 +76,7 @@ class DemandMeter:
         return backlog_s(booked + held, self.prefill_tokens_per_s)
 
     def _learn_rate(self, ready: Iterable[Worker]) -> None:
-        """The mean of those that know theirs; what was last known while there is none."""
+        """The mean rate of prefill workers that have one; while none has, the last known mean stays."""
         beats = [worker.beat for worker in ready if worker.role == "prefill" and worker.beat is not None]
         rates = [beat.full_tokens_per_s for beat in beats if beat.full_tokens_per_s > 0]
         if rates:

@@ -4,8 +4,8 @@
                ^          │ P lost before D delivered: next attempt, same D, another P or none
                └──────────┘ D lost: next attempt anywhere, the output so far becomes part of the prompt
 
-Everything between two awaits is immediate: workers' messages, lost workers and ticks change a `RequestState`, and the
-consumer waits on nothing but its request, whose deadline timer bounds that wait.
+Nothing here waits but the consumer of a stream: workers' messages, lost workers and ticks change a `RequestState`,
+and the consumer waits for its next event until the request's deadline at most.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
 from common.config import RouterConfig
 from common.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from common.wire.messages import PromptLogprobs, RequestFailed, ResetPrefixCache, TokenDelta, TokenOutput
 from router.dispatch.admission import Admission
-from router.dispatch.client import GenerationRequest, TokenEvent
+from router.dispatch.client import RETRY_AFTER_S, GenerationRequest, TokenEvent
 from router.dispatch.demand import Demand, DemandMeter
 from router.dispatch.handover import HandOvers
-from router.dispatch.load import DispatchCounters, DispatchLoad, WorkerLoad
+from router.dispatch.load import DispatchCounters, DispatchLoad
 from router.dispatch.placement import Placement
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.recovery import Recovery, refusal
-from router.dispatch.request_state import Assignment, RequestState, Stage
+from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.silence import why_left
 from router.dispatch.stream import StreamConflict, TokensDiffer
 from router.fleet.fleet import CONTROL_HWM, WorkerFleet
@@ -36,21 +35,14 @@ from router.fleet.worker import WorkerState
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1.0
 MAX_PLACED_A_TURN = 32
-"""Requests of the queue that are placed before the event loop turns: each takes most of a millisecond."""
+"""Requests of the queue that are placed in one turn of the event loop: each takes most of a millisecond."""
 
 
 class Dispatcher:
     """The `GenerationClient` over ZeroMQ. Owned by one event loop: `start`, serve, `close`."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        *,
-        policy: RoutingPolicy | None = None,
-        hwm: int = CONTROL_HWM,
-    ) -> None:
+    def __init__(self, config: RouterConfig, *, hwm: int = CONTROL_HWM) -> None:
         self._config = config
         self._clock = time.monotonic
         self._states: dict[str, RequestState] = {}
@@ -62,11 +54,11 @@ class Dispatcher:
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
         self._placement = Placement(
             self.fleet.registry,
-            policy or RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold),
+            RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold),
             self._index,
             self.fleet.send,
             self.fleet.abort,
-            self._remaining_s,
+            self._clock,
         )
         has_prefill = bool(config.prefill or config.prefill_services)
         self._demand = DemandMeter(has_prefill, config.local_prefill_threshold)
@@ -82,7 +74,7 @@ class Dispatcher:
         self._open = True
 
     async def close(self) -> None:
-        """Fail what is in flight, tell the workers, close every socket. Takes well under a second."""
+        """Fail all requests, abort them on the workers, close every socket. Takes well under a second."""
         self._open = False
         for state in list(self._states.values()):
             self._fail(state, Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S))
@@ -108,7 +100,7 @@ class Dispatcher:
 
     @property
     def ready(self) -> tuple[bool, str]:
-        """Whether a request would be served now, and why not, or not by both pools: decode workers can prefill."""
+        """Whether a request would be served now, and what is missing: decode workers alone are enough."""
         if not self._open:
             return False, "the router is not connected to its workers"
         if self.fleet.failure:
@@ -121,34 +113,22 @@ class Dispatcher:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that all ready workers take, or took when some were last ready; 0 before that."""
+        """The longest sequence that all ready workers take, or took when some were last ready; 0 before."""
         self._last_max_model_len = self.fleet.registry.max_model_len() or self._last_max_model_len
         return self._last_max_model_len
 
     def reset_prefix_cache(self) -> None:
-        """Have every worker forget what it cached, and forget what this router believes of it."""
+        """Have every worker empty its prefix cache, and clear the prefix index."""
         self._index.clear_all()
         for address in self.fleet.connections:
             self.fleet.send(address, ResetPrefixCache(request_id="reset"))
 
     def load(self) -> DispatchLoad:
         """Where requests are and how the workers are, in numbers."""
-        stages = dict.fromkeys((str(stage) for stage in Stage if stage is not Stage.DONE), 0)
-        stages |= Counter(str(state.stage) for state in self._states.values() if not state.done)
-        counters = self._counters
-        return DispatchLoad(
-            stages,
-            tuple(WorkerLoad.of(self.fleet.registry.workers[a], link) for a, link in self.fleet.connections.items()),
-            dict(counters.num_retries),
-            dict(counters.num_failures),
-            dict(counters.num_choices),
-            counters.num_stale_deltas,
-            num_handovers=dict(counters.num_handovers),
-            wait_limit_s=self._admission.limit_s,
-        )
+        return DispatchLoad.of(self._states.values(), self.fleet, self._counters, self._admission.limit_s)
 
     def demand(self, p95_token_s: float, slo_s: float) -> Demand:
-        """What is asked of the pools; see `DemandMeter.measure`."""
+        """The load that autoscalers read; see `DemandMeter.measure`."""
         queue, workers = self._queue.values(), self.fleet.registry.workers.values()
         return self._demand.measure(self._states.values(), queue, workers, p95_token_s, slo_s)
 
@@ -156,18 +136,18 @@ class Dispatcher:
 
     def on_output(self, address: str, output: TokenOutput) -> None:
         for delta in output.outputs:
-            if (told := self._match_assignment(address, output.epoch, delta)) is not None:
-                self._on_delta(*told, delta)
+            if (match := self._match_assignment(address, output.epoch, delta)) is not None:
+                self._on_delta(*match, delta)
         if self.fleet.registry.workers[address].state is WorkerState.DRAINING:  # sooner than at the next tick
             known = (self._states.get(delta.request_id) for delta in output.outputs)
             self._handovers.leave((state for state in known if state is not None), self._clock())
 
     def on_prompt_logprobs(self, address: str, prompt_logprobs: PromptLogprobs) -> None:
-        if (told := self._match_assignment(address, prompt_logprobs.epoch, prompt_logprobs)) is None:
+        if (match := self._match_assignment(address, prompt_logprobs.epoch, prompt_logprobs)) is None:
             return
-        state, assignment = told
+        state, assignment = match
         try:
-            state.on_prompt_logprobs(prompt_logprobs, self._clock())
+            state.receive_prompt_logprobs(prompt_logprobs, self._clock())
         except StreamConflict as conflict:
             self._on_conflict(state, assignment, conflict)
 
@@ -185,34 +165,23 @@ class Dispatcher:
         if failed.retryable or state.is_through_with(assignment):
             self._recover(state, assignment, reason)
         else:
-            self._fail(state, refusal(failed, reason, self._remaining_s(state)))
+            self._fail(state, refusal(failed, reason, state.remaining_s(self._clock())))
 
     def on_lost(self, address: str, reason: str) -> None:
         for state in list(self._states.values()):
-            for assignment in (state.successor, state.prefill, state.decode):
-                if assignment is not None and assignment.address == address and not state.done:
-                    why = f"{assignment.role} worker {assignment.worker_id} {reason}"
+            for assignment in state.assignments:
+                if assignment.address == address and not state.done:
+                    why = f"{assignment.name} {reason}"
                     self._recover(state, assignment, why, died=True)
 
     def on_started(self, address: str) -> None:
         self._index.clear(address)
-        self._admission.forget(address)
 
     def on_gone(self, address: str) -> None:
         self.on_started(address)
 
     def uses(self, address: str) -> bool:
-        return any(
-            assignment is not None and assignment.address == address
-            for state in self._states.values()
-            if not state.done
-            # A prefill worker's part is over when the decode worker speaks.
-            for assignment in (
-                (state.decode, state.successor)
-                if state.stage is Stage.DECODE
-                else (state.prefill, state.decode, state.successor)
-            )
-        )
+        return any(state.needs(address) for state in self._states.values() if not state.done)
 
     def on_ready(self, address: str) -> None:
         epoch = self.fleet.registry.workers[address].epoch
@@ -256,7 +225,7 @@ class Dispatcher:
         return state
 
     def _serve_queue(self, now: float) -> None:
-        """Place what waits, oldest first, so many a turn of the event loop; what waited too long fails."""
+        """Place queued requests, oldest first, `MAX_PLACED_A_TURN` at once; fail those that waited too long."""
         num_placed = 0
         for state in list(self._queue.values()):
             if self._try_place(state, now):
@@ -282,18 +251,18 @@ class Dispatcher:
         return True
 
     def _match_assignment(
-        self, address: str, epoch: int, said: TokenDelta | PromptLogprobs
+        self, address: str, epoch: int, message: TokenDelta | PromptLogprobs
     ) -> tuple[RequestState, Assignment] | None:
-        """Whose request a worker speaks of; None, and the worker is told to stop, if it is not to be listened to."""
+        """The request and the assignment of a worker's message; None, and an abort to the worker, if it has neither."""
         worker = self.fleet.registry.workers[address]
         current = worker.hello is not None and worker.epoch == epoch
-        state = self._states.get(said.request_id)
-        assignment = state.assignment(address, said.attempt) if state and current and not state.done else None
+        state = self._states.get(message.request_id)
+        assignment = state.assignment(address, message.attempt) if state and current and not state.done else None
         if state is not None and assignment is not None and assignment.epoch == epoch:
             return state, assignment
         self._counters.num_stale_deltas += 1
-        if current:  # whoever was to be told that this is over has not heard it
-            self.fleet.abort(address, said.request_id, said.attempt)
+        if current:  # an earlier abort was lost
+            self.fleet.abort(address, message.request_id, message.attempt)
         return None
 
     def _on_delta(self, state: RequestState, assignment: Assignment, delta: TokenDelta) -> None:
@@ -310,7 +279,7 @@ class Dispatcher:
         if first:
             self._admission.learn(state, assignment, now)
         try:
-            state.received(assignment, delta, now)
+            state.receive(assignment, delta, now)
         except StreamConflict as conflict:
             self._on_conflict(state, assignment, conflict)
             return
@@ -323,22 +292,22 @@ class Dispatcher:
         if state.stream.finish_reason:
             self._finish(state, assignment)
         elif state.decode is None:
-            self._recover(state, assignment, f"prefill worker {assignment.worker_id} did not end a one-token request")
+            self._recover(state, assignment, f"{assignment.name} did not end a one-token request")
 
     def _on_left(self, state: RequestState, assignment: Assignment, how: str) -> None:
-        """The worker does not go on with a request that is not over: another does by now, or has to."""
+        """The worker ended a request that is not over: it goes on where it was handed over, or somewhere else."""
         if how == "moved" and assignment is state.decode and state.successor is not None:
             self._take_over(state, moved=True)
         else:
-            self._recover(state, assignment, f"{assignment.role} worker {assignment.worker_id} {how} the request")
+            self._recover(state, assignment, f"{assignment.name} {how} the request")
 
     def _on_conflict(self, state: RequestState, assignment: Assignment, conflict: StreamConflict) -> None:
-        """The worker is at fault, unless it computed anew what another had computed before it."""
-        what = f"{assignment.role} worker {assignment.worker_id} sent {conflict}"
+        """The worker is at fault, unless it computed again what another worker had computed before."""
+        what = f"{assignment.name} sent {conflict}"
         if not (isinstance(conflict, TokensDiffer) and state.may_differ):
             self._recover(state, assignment, what)
             return
-        log.info("request %s begins again behind the tokens that were sent: %s", state.request.request_id, what)
+        log.info("request %s starts over behind the tokens that were sent: %s", state.request.request_id, what)
         now = self._clock()
         self._recovery.continue_behind(state, assignment, now)
         if state.request.request_id in self._queue:
@@ -355,14 +324,14 @@ class Dispatcher:
         self._handovers.leave(self._states.values(), now)
 
     def _finish(self, state: RequestState, last: Assignment) -> None:
-        """The last token is here. A decode worker that still expects KV, or may come to do so, is told not to."""
+        """The last token has come: release the workers, and abort on a decode worker that may still expect KV."""
         state.done = True
         self._placement.settle(state)
         decode = state.decode
         if last is decode:
             self._placement.remember(state, last)
             self.fleet.registry.on_request_finished(last.address, last.timeline.decode_s)
-        # One that was given another attempt may have ended the first before it read of that, and begin anew.
+        # A decode worker that got a second attempt may read of it after it ended the first, and start over.
         if decode is not None and (last is not decode or decode.attempt > decode.first_attempt):
             self.fleet.abort(decode.address, state.request.request_id, state.attempt)
 
@@ -380,7 +349,7 @@ class Dispatcher:
             self._try_place(state, now)
 
     def _check_progress(self, state: RequestState, now: float) -> None:
-        """A worker that lost a message of ours, or whose message was lost, looks healthy: notice it here."""
+        """Move a request whose worker looks healthy but lost a message, or whose message was lost."""
         assignment = state.waits_for
         if state.done or assignment is None:
             return
@@ -402,7 +371,7 @@ class Dispatcher:
         state.fail(error)
 
     def _end(self, state: RequestState) -> None:
-        """The consumer is through with the request, whether it is over or not."""
+        """The consumer has ended, whether the request is over or not."""
         if state.deadline_timer is not None:
             state.deadline_timer.cancel()
         self._queue.pop(state.request.request_id, None)
@@ -410,8 +379,3 @@ class Dispatcher:
         if not state.done:
             state.done = True
             self._placement.withdraw(state)
-
-    # ------------------------------------------------------------ inside
-
-    def _remaining_s(self, state: RequestState) -> float:
-        return max(0.0, state.deadline - self._clock())

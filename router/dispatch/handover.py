@@ -1,9 +1,9 @@
-"""Moves requests off decode workers that are about to end: running streams by live hand-over, all others at once.
+"""Moves requests off draining decode workers: running streams by live hand-over, all others by a new attempt.
 
     begin ──> the old worker decodes on and copies its KV to the new one ──"moved", or the new one's first token──> done
-      └── either side fails, or it takes too long ──> the old worker simply goes on; another try a little later
+      └── either side fails, or it takes too long ──> the old worker goes on; another try a little later
 
-Until then the old worker alone is listened to; from then on only the new one, which repeats what it was sent.
+The router takes tokens from the old worker until then, and from the new one afterwards, which repeats the last ones.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ log = logging.getLogger(__name__)
 MAX_PER_TARGET = 8
 """Hand-overs to one worker at once; their copies share its wire and its host."""
 RESERVED_TOKENS = 128
-"""Tokens that the old worker may generate while it copies; blocks for them are set aside on the new one."""
+"""Tokens that the old worker may generate while it copies; the new one sets blocks aside for them."""
 TIMEOUT_S = 15.0
-"""Longer than the workers' own deadline: a hand-over that neither of them speaks of any more."""
+"""Ends a hand-over of which neither worker reports; longer than their own deadline."""
 RETRY_S = 0.5
+"""How long after a failed hand-over the next one may begin."""
 
 
 class HandOvers:
-    """What waits to be placed again goes into `queue`, as after a failure, but counts as none."""
+    """Requests that start over go into `queue`, as after a failure, but do not count as failed."""
 
     def __init__(
         self, registry: WorkerRegistry, placement: Placement, queue: dict[str, RequestState], counters: DispatchCounters
@@ -39,7 +40,7 @@ class HandOvers:
         self._open: dict[str, RequestState] = {}
 
     def leave(self, states: Iterable[RequestState], now: float) -> None:
-        """Take requests off draining workers, as far as others have room; at each tick, and whenever one has left."""
+        """Take requests off draining workers as far as others have room; at each tick, and when a hand-over ends."""
         self._expire(now)
         targets = self._registry.ready("decode")
         workers = self._registry.workers.values()
@@ -51,27 +52,24 @@ class HandOvers:
             if state.done or decode is None or decode.address not in draining or state.successor is not None:
                 continue
             if not decode.delivered:
-                if self._placement.usable("decode", state):  # else it is served here to its end
+                if self._placement.usable("decode", state):  # else the draining worker serves it to its end
                     self._place_again(state, now)
             elif now >= state.handover_after and not state.stream.has_gap:
                 self._begin(state, targets, now)
 
     def succeed(self, state: RequestState, now: float, *, moved: bool) -> None:
-        """The new worker goes on. Unless the old one said that it `moved`, it is told to forget the request.
+        """The new worker goes on. `moved`: the old one reported that the new one has all KV, and ended the request.
 
-        It says so once the new one has acknowledged all KV: only then, or by its tokens, is known what that one holds.
+        Without that report the router aborts the request on the old worker.
         """
-        before, successor = state.decode, state.successor
-        if before is None or successor is None:
-            raise RuntimeError(f"request {state.request.request_id} is handed over by nobody, or to nobody")
-        state.succeed(now)
+        before, successor = state.succeed(now)
         if moved:
             self._placement.remember(state, successor)
         self._placement.leave(state, before, abort=not moved)
         self._close(state, "done")
 
     def fail(self, state: RequestState, reason: str, now: float) -> None:
-        """The old worker goes on; the new one is told to forget the request."""
+        """The old worker goes on, and the new one is told to forget the request."""
         successor, state.successor = state.successor, None
         if successor is not None:
             self._placement.leave(state, successor, abort=True)
@@ -86,10 +84,9 @@ class HandOvers:
         if source is None:
             return
         num_reserved = min(RESERVED_TOKENS, state.num_remaining)
-        num_tokens = len(state.request.prompt_token_ids) + len(state.stream.token_ids)
+        num_tokens, num_left = state.num_tokens + num_reserved, state.num_remaining - num_reserved
         busy = Counter(open_.successor.address for open_ in self._open.values() if open_.successor)
-        num_left = state.num_remaining - num_reserved
-        target = choose_target(targets, source, num_tokens=num_tokens + num_reserved, num_left=num_left, busy=busy)
+        target = choose_target(targets, source, num_tokens=num_tokens, num_left=num_left, busy=busy)
         if target is None:
             return
         self._open[state.request.request_id] = state
@@ -98,18 +95,17 @@ class HandOvers:
             self.fail(state, "a worker takes no messages", now)
 
     def _place_again(self, state: RequestState, now: float) -> None:
-        """Nothing has come from its decode worker: to begin anew elsewhere costs computing, and no token."""
-        self._placement.withdraw(state)
-        state.begin_attempt()
+        """No token came from the decode worker yet: starting over elsewhere costs no token."""
+        self._placement.start_over(state)
         state.queued_at = now
         self._queue[state.request.request_id] = state
 
     def _expire(self, now: float) -> None:
         for state in list(self._open.values()):
-            if state.done or state.successor is None:  # it ended, or its old worker was lost
+            if state.done or state.successor is None:  # the answer ended, or its old worker was lost
                 self._close(state, "ended")
             elif now > state.handover_until:
-                self.fail(state, f"nothing was heard of it for {TIMEOUT_S:g} s", now)
+                self.fail(state, f"no worker reported for {TIMEOUT_S:g} s", now)
 
     def _close(self, state: RequestState, outcome: str) -> None:
         if self._open.pop(state.request.request_id, None) is not None:
@@ -119,9 +115,9 @@ class HandOvers:
 def choose_target(
     workers: Sequence[Worker], source: Worker, *, num_tokens: int, num_left: int = 0, busy: Mapping[str, int]
 ) -> Worker | None:
-    """The worker that takes a sequence of `num_tokens` from `source` best, or None when none has room for it now.
+    """The best worker for a sequence of `num_tokens` on `source`; None when none has room for it now.
 
-    It may become `num_left` tokens longer yet. `busy`: hand-overs under way to a worker's address.
+    The sequence may grow by `num_left` tokens. `busy`: hand-overs under way, by the target's address.
     """
 
     def fits(worker: Worker) -> bool:
@@ -132,7 +128,7 @@ def choose_target(
             and not worker.suspect
             and worker.num_requests < max(1, hello.max_num_seqs)
             and num_tokens <= worker.max_tokens
-            and -(-num_tokens // hello.block_size) <= worker.num_available_blocks
+            and worker.num_blocks_of(num_tokens) <= worker.num_available_blocks
         )
 
     def cost(worker: Worker) -> tuple[bool, int, int, int, int, str]:

@@ -1,18 +1,20 @@
-"""The dispatcher in numbers, for metrics and for /load."""
+"""Where requests are and how the workers are, in numbers: for metrics and for /load."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from router.dispatch.request_state import RequestState, Stage
+from router.fleet.fleet import WorkerFleet
 from router.fleet.worker import Worker
 from router.fleet.worker_connection import Connection
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """One configured worker: what it says and what is booked on it. `reason` is why it is not ready."""
+    """One worker: what it reports and what is booked on it. `reason` says why it is not ready."""
 
     address: str
     role: str
@@ -53,8 +55,8 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class DispatchLoad:
-    """A snapshot. `stages` counts requests in flight by stage, `wait_limit_s` is how long a new one may be bound to
-    wait; the rest counts since the start."""
+    """A snapshot. `stages` counts requests by stage, `wait_limit_s` is how long a new one may have to wait; the rest
+    counts since the start."""
 
     stages: Mapping[str, int]
     workers: tuple[WorkerLoad, ...]
@@ -65,12 +67,30 @@ class DispatchLoad:
     num_handovers: Mapping[str, int] = field(default_factory=dict)
     wait_limit_s: float = 0.0
 
+    @classmethod
+    def of(
+        cls, states: Iterable[RequestState], fleet: WorkerFleet, counters: DispatchCounters, wait_limit_s: float
+    ) -> DispatchLoad:
+        stages = dict.fromkeys((str(stage) for stage in Stage if stage is not Stage.DONE), 0)
+        stages |= Counter(str(state.stage) for state in states if not state.done)
+        workers = fleet.registry.workers
+        return cls(
+            stages,
+            tuple(WorkerLoad.of(workers[address], link) for address, link in fleet.connections.items()),
+            dict(counters.num_retries),
+            dict(counters.num_failures),
+            dict(counters.num_choices),
+            counters.num_stale_deltas,
+            dict(counters.num_handovers),
+            wait_limit_s,
+        )
+
 
 @dataclass(slots=True)
 class DispatchCounters:
-    """Retries by role of the worker that failed, failures by error class, choices by kind (remote, local, prefill).
+    """Retries by the failed worker's role, failures by error class, choices by kind (remote, local, prefill).
 
-    Hand-overs by outcome: done; failed (the old worker went on); ended (the answer did, or its old worker).
+    Hand-overs by outcome: done; failed (the old worker went on); ended (the answer ended, or its old worker).
     """
 
     num_retries: Counter[str] = field(default_factory=Counter)

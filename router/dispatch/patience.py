@@ -1,9 +1,9 @@
-"""How long a new request may wait: long while load comes in bursts, briefly while more comes than can be served. Pure.
+"""How long a new request may wait: long in a burst, briefly in an overload. Pure.
 
-A burst is taken in whole and waits its turn. Where requests must be refused all the same, and go on coming, a long
-queue helps nobody: as many are served as through a short one, and each has waited as long as it may. The idea is that
-of controlled delay: how long a queue has been bad tells more than how bad it is (Nichols and Jacobson, "Controlling
-Queue Delay", ACM Queue 2012; for servers Maurer, "Fail at Scale", ACM Queue 2015).
+A burst is admitted whole and waits its turn. In a lasting overload a long queue serves no more requests than a short
+one, and each of them has waited as long as it may. The idea is that of controlled delay: how long a queue has been bad
+says more than how bad it is (Nichols and Jacobson, "Controlling Queue Delay", ACM Queue 2012; for servers Maurer, "Fail
+at Scale", ACM Queue 2015).
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from dataclasses import dataclass
 
 WINDOW_S = 2.0
 NUM_WINDOWS = 3
-"""So many windows in a row with refusals are no burst, nor what its clients send again."""
-NUM_REFUSED = 3
-SHARE_REFUSED = 0.2
-"""In a window of an overload, at least so many requests and this share of all are refused."""
+"""Overloaded windows in a row that make an overload: a burst and its clients' retries are over by then."""
+NUM_REFUSED, SHARE_REFUSED = 3, 0.2
+"""An overloaded window refuses at least so many requests, and at least this share of all."""
 NUM_TURNS = 3
-"""A short queue has room for so many requests: with less, workers would fall idle between two of them."""
+"""Requests that a short queue has room for: with fewer, workers would be idle between two of them."""
 
 
 @dataclass(slots=True)
 class Patience:
-    """`longest_s` is the limit of a burst, `brief_s` that of an overload, though never less than three turns."""
+    """`longest_s` is the limit in a burst, `brief_s` that in an overload, though at least `NUM_TURNS` turns."""
 
     longest_s: float
     brief_s: float
@@ -38,11 +37,11 @@ class Patience:
         self.num_refused += refused
 
     def tick(self, now: float) -> bool:
-        """Look back when a window is over; whether patience has changed."""
+        """Judge the window if it is over. True when the limit changes."""
         if now < self._window_ends:
             return False
-        is_over = self.num_refused >= max(NUM_REFUSED, SHARE_REFUSED * self._num_asked)
-        self._num_windows = self._num_windows + 1 if is_over else 0
+        overloaded = self.num_refused >= max(NUM_REFUSED, SHARE_REFUSED * self._num_asked)
+        self._num_windows = self._num_windows + 1 if overloaded else 0
         self._num_asked = self.num_refused = 0
         self._window_ends = now + WINDOW_S
         was_brief = self.is_brief

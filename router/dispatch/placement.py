@@ -1,7 +1,7 @@
 """Puts a request onto workers and takes it off again: choose, book, send; release, abort.
 
-Everything here is immediate. A worker that cannot take a message right now is passed over, and a request that finds
-no worker goes back to the queue.
+Nothing here waits. A worker that cannot take a message now is passed over, and a request that finds no worker stays in
+the queue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Abort = Callable[[str, str, int], None]
 
 
 class Placement:
-    """Carries out the policy's choices. `remaining_s(state)` is what is left of the request's time."""
+    """Carries out the policy's choices."""
 
     def __init__(
         self,
@@ -30,21 +30,21 @@ class Placement:
         index: PrefixIndex,
         send: Send,
         abort: Abort,
-        remaining_s: Callable[[RequestState], float],
+        clock: Callable[[], float],
     ) -> None:
         self._registry, self._policy, self._index = registry, policy, index
-        self._send, self._abort, self._remaining_s = send, abort, remaining_s
+        self._send, self._abort, self._clock = send, abort, clock
 
     def place(self, state: RequestState, now: float) -> bool:
-        """Choose workers and send them a request that is on none; False when nobody can take it now."""
+        """Choose workers and send them a request that is on none; False when no worker can take it now."""
         state.num_base_tokens = len(state.stream.token_ids)
-        if state.wants_prompt_logprobs:  # all of them come from one worker: another may have other weights
+        if state.wants_prompt_logprobs:  # one worker computes all of them: another may have other weights
             state.stream.drop_prompt_logprobs()
         deaf: set[str] = set()
         while True:
             prefill, decode = self._candidates(state, deaf)
             if not decode and state.num_remaining > 1:
-                return False  # spares the many that wait for a decode worker the hashing of their prompts
+                return False  # before the prompt is hashed: many may wait for a decode worker
             shape = self._shape(state, [*prefill, *decode])
             choice = self._policy.choose(prefill, decode, shape)
             if choice is None:
@@ -53,18 +53,17 @@ class Placement:
             if unheard is None:
                 return True
             deaf.add(unheard)
-            self.withdraw(state)
-            state.begin_attempt()
+            self.start_over(state)
 
     def replace_prefill(self, state: RequestState, now: float) -> bool:
-        """A new attempt with another prefill worker, or none, for the decode worker that stays.
+        """Begin a new attempt with another prefill worker, or none, on the decode worker that stays.
 
-        The decode worker keeps the blocks that have arrived. False when it cannot be told.
+        The decode worker keeps the blocks that have arrived. False when it cannot take the message.
         """
         assignment = state.decode
         decode = self._registry.workers[assignment.address] if assignment else None
         if assignment is None or decode is None or decode.state is not WorkerState.READY:
-            return False  # one that drains refuses attempts that are new
+            return False  # a draining worker refuses new attempts
         deaf: set[str] = set()
         while True:
             state.begin_attempt()
@@ -79,9 +78,9 @@ class Placement:
             deaf.add(prefill.address)
 
     def hand_over(self, state: RequestState, target: Worker, num_reserved_tokens: int) -> bool:
-        """A new attempt on `target`, which the present decode worker copies its KV to; it has room for more tokens.
+        """Begin a new attempt on `target`, to which the present decode worker copies its KV.
 
-        False when one of them cannot be told.
+        `target` sets blocks aside for `num_reserved_tokens` more. False when one of the two cannot take its message.
         """
         source = state.decode
         if source is None:
@@ -91,8 +90,7 @@ class Placement:
         request = self._decode_request(state, self._registry.workers[source.address], num_output, num_reserved_tokens)
         if not self._send(target.address, request):
             return False
-        num_tokens = len(state.request.prompt_token_ids) + num_output + num_reserved_tokens
-        num_blocks = -(-num_tokens // max(1, target.identity.block_size))
+        num_blocks = target.num_blocks_of(state.num_tokens + num_reserved_tokens)
         booking = self._registry.book(target.address, num_tokens=0, num_blocks=num_blocks)
         state.successor = _assignment(state, target, booking, num_output)
         order = HandOver(
@@ -106,33 +104,33 @@ class Placement:
         return self._send(source.address, order)
 
     def leave(self, state: RequestState, assignment: Assignment, *, abort: bool) -> None:
-        """A worker has no part any more in a request that goes on."""
+        """End one worker's part in a request that goes on elsewhere."""
         self._registry.release(assignment.booking)
         if abort:
             self._abort(assignment.address, state.request.request_id, assignment.attempt)
 
     def computed(self, assignment: Assignment) -> None:
-        """The first token came: the prompt is no longer work to be done there."""
+        """The worker's first token came: take the prompt off its load."""
         if assignment.role == "prefill":
             self._registry.release(assignment.booking)
         else:
             assignment.booking = self._registry.computed(assignment.booking)
 
     def spare_prefill(self, state: RequestState) -> None:
-        """The decode worker has the KV: a prefill worker called to help after another failed need not go on."""
+        """The decode worker has the KV: abort a replacement prefill worker that is still computing it."""
         helper, decode = state.prefill, state.decode
         if helper and decode and not helper.delivered and state.attempt > decode.first_attempt:
             self._abort(helper.address, state.request.request_id, state.attempt)
 
     def settle(self, state: RequestState) -> None:
-        """The request ended well: nothing of it is booked any more, nor need anybody take it over."""
+        """The request ended well: release its bookings, and stop a hand-over."""
         for assignment in (state.prefill, state.decode):
             if assignment is not None:
                 self._registry.release(assignment.booking)
         self._drop_successor(state)
 
     def remove(self, state: RequestState, assignment: Assignment) -> None:
-        """Take the request off one worker, which is told to forget it."""
+        """Take the request off one worker."""
         self._registry.release(assignment.booking)
         self._abort(assignment.address, state.request.request_id, state.attempt)
         state.unassign(assignment)
@@ -144,20 +142,24 @@ class Placement:
                 self.remove(state, assignment)
         self._drop_successor(state)
 
+    def start_over(self, state: RequestState) -> None:
+        """Take the request off every worker and begin a new attempt."""
+        self.withdraw(state)
+        state.begin_attempt()
+
     def remember(self, state: RequestState, assignment: Assignment) -> None:
-        """The worker holds the KV of the prompt (and of the output so far): count on it for later prompts."""
+        """The worker holds the KV of the prompt and of the output so far: expect later prompts to hit it."""
         worker = self._registry.workers[assignment.address]
         if worker.hello is not None and worker.epoch == assignment.epoch:
             hashes = state.hashes(worker.identity.block_size)
             self._index.insert(worker.address, hashes, capacity=worker.identity.num_blocks)
 
     def usable(self, role: Role, state: RequestState) -> list[Worker]:
-        """Ready workers that take what there is of the request, and have the weights that its answer began with.
+        """Ready workers with room for the request so far, and with the weights that its answer began with.
 
-        A prefill worker also ends an answer that becomes too long for it by its first token.
+        A prefill worker needs room for two more tokens, if the answer may have them.
         """
-        num_new = 1 if role == "decode" else min(2, state.num_remaining)
-        num_tokens = len(state.request.prompt_token_ids) + len(state.stream.token_ids) + num_new
+        num_tokens = state.num_tokens + (1 if role == "decode" else min(2, state.num_remaining))
         return [
             worker
             for worker in self._registry.ready(role)
@@ -165,7 +167,7 @@ class Placement:
         ]
 
     def obstacle(self, state: RequestState, now: float) -> str:
-        """Why the request is still not placed."""
+        """Why the request has no place yet."""
         ready = self._registry.ready("decode")
         if not ready or self.usable("decode", state):
             missing = self._registry.missing("decode", now)
@@ -173,9 +175,8 @@ class Placement:
         same = [worker for worker in ready if state.weights in (None, worker.identity.weights)]
         if not same:
             return "its answer began with weights that no ready decode worker has"
-        num_tokens = len(state.request.prompt_token_ids) + len(state.stream.token_ids)
         most = max(worker.max_tokens for worker in same)
-        return f"it has {num_tokens} tokens, and ready decode workers take {most}, the next one included"
+        return f"it has {state.num_tokens} tokens, and ready decode workers take {most}, the next one included"
 
     # ------------------------------------------------------------ inside
 
@@ -185,10 +186,10 @@ class Placement:
             self.leave(state, successor, abort=True)
 
     def _candidates(self, state: RequestState, deaf: Collection[str]) -> tuple[list[Worker], list[Worker]]:
-        """Usable prefill and decode workers that took messages so far, without those that failed this request.
+        """Usable prefill and decode workers, without `deaf` ones and those that failed this request.
 
-        When nobody else is left, a second try in the same life of a worker is better than none. Beside a decode worker,
-        which can prefill itself, a failed prefill worker is never needed again.
+        When no other worker is left, one that failed gets a second chance. A failed prefill worker gets none beside a
+        decode worker, which can prefill itself.
         """
         prefill = [worker for worker in self.usable("prefill", state) if worker.address not in deaf]
         decode = [worker for worker in self.usable("decode", state) if worker.address not in deaf]
@@ -199,19 +200,16 @@ class Placement:
     def _shape(self, state: RequestState, workers: Sequence[Worker]) -> RequestShape:
         num_tokens = len(state.request.prompt_token_ids) + state.num_base_tokens
         num_remaining = state.request.params.max_tokens - state.num_base_tokens
-        if state.wants_prompt_logprobs:  # what is cached has no logits
+        if state.wants_prompt_logprobs:  # cached tokens have no logits
             return RequestShape(num_tokens, num_remaining, {}, alone=True)
         known = [worker for worker in workers if self._index.size(worker.address)]
-        hashes = {size: state.hashes(size) for size in {worker.identity.block_size for worker in known}}
-        hits = {
-            worker.address: size * self._index.num_hits(worker.address, hashes[size])
-            for worker in known
-            if (size := worker.identity.block_size)
-        }
+        sizes = {worker.address: worker.identity.block_size for worker in known}
+        hashes = {size: state.hashes(size) for size in set(sizes.values())}
+        hits = {address: size * self._index.num_hits(address, hashes[size]) for address, size in sizes.items()}
         return RequestShape(num_tokens, num_remaining, hits)
 
     def _dispatch(self, state: RequestState, choice: Choice, shape: RequestShape, now: float) -> str | None:
-        """Send a choice out. The address of the worker that could not take its message, or None when all is sent."""
+        """Send the messages of a choice. Returns the address of a worker that could not take its own, or None."""
         if choice.decode is not None:
             if not self._send(choice.decode.address, self._decode_request(state, choice.prefill)):
                 return choice.decode.address
@@ -231,16 +229,16 @@ class Placement:
         return True
 
     def _assign(self, state: RequestState, worker: Worker, shape: RequestShape, *, local: bool, now: float) -> None:
-        """Book the worker: `local` says that it computes the prompt itself."""
-        num_tokens = shape.uncached(worker) if local else 0
-        num_blocks = -(-shape.uncached(worker) // max(1, worker.identity.block_size))
-        booking = self._registry.book(worker.address, num_tokens=num_tokens, num_blocks=num_blocks)
-        state.assigned(_assignment(state, worker, booking, state.num_base_tokens), now)
+        """Book the worker; with `local` it computes the prompt itself."""
+        uncached = shape.uncached(worker)
+        num_blocks = worker.num_blocks_of(uncached)
+        booking = self._registry.book(worker.address, num_tokens=uncached if local else 0, num_blocks=num_blocks)
+        state.assign(_assignment(state, worker, booking, state.num_base_tokens), now)
 
     def _decode_request(
         self, state: RequestState, source: Worker | None, num_output: int | None = None, num_reserved: int = 0
     ) -> DecodeRequest:
-        """`source` computes its KV, or has it; `num_output` of the output tokens, else the attempt's, are known."""
+        """`source` computes or has the KV. `num_output`: output tokens in the prompt, by default the attempt's."""
         request = state.request
         num_output = state.num_base_tokens if num_output is None else num_output
         return DecodeRequest(
@@ -251,7 +249,7 @@ class Placement:
             prefill_worker=source.worker_id if source else "",
             num_output_tokens=num_output,
             cache_salt=request.cache_salt,
-            deadline_s=self._remaining_s(state),
+            deadline_s=state.remaining_s(self._clock()),
             traceparent=request.traceparent,
             num_reserved_tokens=num_reserved,
         )
@@ -266,7 +264,7 @@ class Placement:
             decode=_target(decode) if decode is not None else None,
             num_output_tokens=state.num_base_tokens,
             cache_salt=request.cache_salt,
-            deadline_s=self._remaining_s(state),
+            deadline_s=state.remaining_s(self._clock()),
             traceparent=request.traceparent,
         )
 
@@ -277,7 +275,7 @@ def _target(decode: Worker) -> KVTarget:
 
 
 def _assignment(state: RequestState, worker: Worker, booking: Booking, num_base_tokens: int) -> Assignment:
-    """Of the present attempt."""
+    """The worker's part from the present attempt on."""
     return Assignment(
         role=worker.role,
         address=worker.address,

@@ -1,4 +1,4 @@
-"""The tokens of a prompt as they travel and as they are cached: packed and hashed once for all that answer it."""
+"""The tokens of a prompt, packed for the wire and hashed for prefix caches, once for all requests that answer it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from common.wire.message_fields import pack_tokens
 
 
 class Prompt:
-    """Prompt tokens with the salt of their cached blocks. Requests that share one share what is made of them.
+    """Prompt tokens with the salt of their block hashes. Both forms are made when they are first needed.
 
-    Raises OverflowError or TypeError, once anything is made of them, for tokens that are no 32-bit token ids.
+    Making them raises OverflowError or TypeError for tokens that are not 32-bit token ids.
     """
 
     def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
@@ -21,12 +21,12 @@ class Prompt:
 
     @property
     def packed(self) -> bytes:
-        """The form in which prompts travel."""
+        """The prompt in its form on the wire."""
         self._packed = self._packed or pack_tokens(self._token_ids)
         return self._packed
 
     def hasher(self, block_size: int) -> BlockHasher:
-        """One that has hashed the prompt's full blocks, to go on with the tokens of one answer."""
+        """A hasher that is through with the prompt's full blocks and goes on with the tokens of one answer."""
         hasher = self._hashers.get(block_size)
         if hasher is None:
             hasher = self._hashers[block_size] = BlockHasher(block_size, self._salt)

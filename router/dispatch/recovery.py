@@ -1,14 +1,14 @@
 """What happens to a request when a worker fails it: the same decode worker, another place, or the end.
 
-A stream that got further since its last move starts its count of moves anew, so it outlives any number of workers. A
-request whose every worker dies before it got anywhere may be what kills them: from its second such death on it is a
-suspect. Suspects are placed one at a time, so that those who were only near are cleared, and the one that is not ends
-after `max_retries` moves, like every request that gets nowhere. A worker that was only silent, and comes back, has not
-died of anything.
+A request ends after `max_retries` failures without progress in between; progress resets the count, so a long stream
+outlives any number of workers.
 
-The replacement of a prefill worker computes anew what the first one may have sent already, and may round differently.
-Then the request begins again behind the tokens that were sent. No worker failed, so this counts as no failure; it can
-happen once for each replacement, which does.
+A request whose workers die before it makes progress may be what kills them. From its second such death on it is a
+suspect, and suspects are placed one at a time: those that were only near a death make progress and are cleared. A
+worker that was only silent, and comes back, does not count as dead.
+
+The replacement of a prefill worker computes again what the first one may have sent already, and may round differently.
+Then the request starts over behind the tokens that were sent. No worker is at fault, so this counts as no failure.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from common.errors import (
     Unavailable,
 )
 from common.wire.messages import RequestFailed
+from router.dispatch.client import RETRY_AFTER_S
 from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Placement
 from router.dispatch.request_state import Assignment, RequestState
 
 log = logging.getLogger(__name__)
 
-BACKOFF_S = 0.05
-MAX_BACKOFF_S = 1.0
-RETRY_AFTER_S = 1.0
+BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+"""The wait before the third placement without progress, which doubles up to the second number."""
 SUSPECT_DEATHS = 2
+"""Workers that died with a request, without progress, before it may be the cause."""
 DEADLINE_SLACK_S = 0.1
-"""A worker's clock of the same deadline may ring this much earlier than ours."""
+"""A worker may see the end of a deadline this much earlier than the router."""
 
 
 class Recovery:
@@ -50,7 +51,7 @@ class Recovery:
     def recover(
         self, state: RequestState, failed: Assignment, reason: str, now: float, *, died: bool = False
     ) -> RequestError | None:
-        """React to the loss of one worker, which `died` or lives on; the error that ends the request, or None."""
+        """Go on without a worker that failed, or `died`. Returns the error that ends the request, or None."""
         decode = state.decode
         if state.is_through_with(failed):
             self._placement.computed(failed)
@@ -68,7 +69,7 @@ class Recovery:
         return None
 
     def continue_behind(self, state: RequestState, differing: Assignment, now: float) -> None:
-        """Honest workers disagree: what was sent stays, and becomes part of the prompt of a new attempt."""
+        """Sound workers disagree: the tokens that were sent become part of the prompt of a new attempt."""
         if state.is_through_with(differing):
             self._placement.computed(differing)
             return
@@ -85,9 +86,8 @@ class Recovery:
         return True
 
     def _requeue(self, state: RequestState, now: float) -> None:
-        """Wait to be placed: at once the first time, then ever longer, so that no request hammers a sick worker."""
-        self._placement.withdraw(state)
-        state.begin_attempt()
+        """Queue the request again: at once the first time, then with a growing delay, to spare a sick worker."""
+        self._placement.start_over(state)
         state.stream.drop_ahead()
         state.queued_at = now
         if state.num_fruitless > 1:
@@ -103,9 +103,9 @@ def _given_up(state: RequestState) -> RequestError:
 
 
 def refusal(failed: RequestFailed, reason: str, remaining_s: float) -> RequestError:
-    """The error of a failure that no other worker would mend.
+    """The error of a failure that would repeat on any other worker.
 
-    What a worker refuses before computing is the request's own fault and never a 5xx, which clients would retry.
+    A refusal before any computing is the request's own fault, and never a 5xx, which clients would retry.
     """
     if remaining_s < DEADLINE_SLACK_S:
         return DeadlineExceeded(reason)

@@ -1,4 +1,4 @@
-"""One request between admission and its last token: who works on it, what has come, what went wrong."""
+"""One request between admission and its last token: its workers, its tokens so far, its failures."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from router.dispatch.stream import TokenStream
 from router.fleet.worker import Booking
 
 MIN_PROGRESS = 4
-"""Output tokens that make a placement count as progress: a prefill worker alone yields one each time."""
+"""Output tokens that count as progress after a move: a prefill worker alone makes one each time."""
 
 
 class Stage(StrEnum):
-    """queue ─> prefill ─> (transfer) ─> decode ─> done. A deadline names the stage it struck in."""
+    """queue ─> prefill ─> (transfer) ─> decode ─> done. An error of a deadline names the stage."""
 
     QUEUE = "queue"
     PREFILL = "prefill"
@@ -33,11 +33,11 @@ class Stage(StrEnum):
 
 @dataclass(slots=True)
 class Assignment:
-    """One worker's part in a request, valid for attempts from `first_attempt` on. `delivered`: tokens came from it.
+    """One worker's part in a request, for the attempts from `first_attempt` to `attempt`.
 
-    A decode worker keeps its assignment when only the prefill worker changes, so it may answer for several attempts, of
-    which `attempt` is the last. Its prompt ended with the first `num_base_tokens` output tokens. `weights` are those
-    that the worker has.
+    A decode worker keeps its assignment when only the prefill worker changes, so it may answer for several attempts.
+    Its prompt ended with the first `num_base_tokens` output tokens. `weights` is the hash of the worker's weights,
+    `delivered` whether tokens came from it.
     """
 
     role: Role
@@ -53,11 +53,16 @@ class Assignment:
     delivered_at: float = 0.0
     timeline: Timeline = field(default_factory=Timeline)
 
+    @property
+    def name(self) -> str:
+        """The worker in logs and errors."""
+        return f"{self.role} worker {self.worker_id}"
+
 
 class RequestState:
-    """A request's state. The dispatcher changes it; `next_event` is what the consumer waits on.
+    """A request's state. The dispatcher changes it, and the consumer waits for `next_event`.
 
-    Raises OverflowError or TypeError for prompt tokens that are no 32-bit token ids.
+    Raises OverflowError or TypeError for prompt tokens that are not 32-bit token ids.
     """
 
     def __init__(self, request: GenerationRequest, now: float) -> None:
@@ -71,7 +76,7 @@ class RequestState:
             num_prompt_logprobs=len(request.prompt_token_ids) - 1 if params.prompt_logprobs >= 0 else 0,
         )
         self._attempt = 0
-        self.weights: str | None = None  # of the workers that began the answer; None before its first token
+        self.weights: str | None = None  # of the worker that began the answer; None before its first token
         self.num_failures = self.num_fruitless = 0
         self._deaths: set[tuple[str, int]] = set()
         self._num_tokens_at_move = 0
@@ -84,7 +89,7 @@ class RequestState:
         self.failed_lives: set[tuple[str, int]] = set()
         self.last_failure = ""
         self.queued_at = self.progress_at = self.renewed_at = now
-        self.expected_s = 0.0  # from its placement to its first token, by what its worker had to do; 0: not known
+        self.expected_s = 0.0  # predicted from its placement to its first token; 0: unknown
         self.not_before = now
         self.num_cached_tokens = 0
         self.done = False
@@ -96,16 +101,17 @@ class RequestState:
         self._past = Timeline()
         self._names = {"prefill": "", "decode": ""}
 
-    # ------------------------------------------------------------ what is known
+    # ------------------------------------------------------------ questions
 
     @property
     def attempt(self) -> int:
-        """The number of the present try: workers that speak under an older one are not listened to."""
+        """The number of the present attempt: messages under an older number are dropped."""
         return self._attempt
 
-    def begin_attempt(self) -> None:
-        """What was sent for the attempts so far counts no more, but for assignments that are told of the new one."""
-        self._attempt += 1
+    @property
+    def assignments(self) -> tuple[Assignment, ...]:
+        """The workers of the request, the one that takes it over first."""
+        return tuple(one for one in (self.successor, self.prefill, self.decode) if one is not None)
 
     @property
     def stage(self) -> Stage:
@@ -120,27 +126,37 @@ class RequestState:
         return Stage.DECODE
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the output so far."""
+        return len(self.request.prompt_token_ids) + len(self.stream.token_ids)
+
+    @property
     def num_remaining(self) -> int:
         """Output tokens still allowed."""
         return self.request.params.max_tokens - len(self.stream.token_ids)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the prompt's log-probabilities are wanted, of which a worker alone has to compute all."""
+        """Whether a worker must compute log-probabilities of the whole prompt."""
         return self.request.params.prompt_logprobs >= 0 and not self.num_base_tokens
 
     @property
     def got_further(self) -> bool:
-        """Whether the output grew by more than a prefill's worth since the request last got a place."""
+        """Whether the output grew by more than a few prefills make since the last failure."""
         return len(self.stream.token_ids) - self._num_tokens_at_move >= MIN_PROGRESS
 
+    @property
+    def num_deaths(self) -> int:
+        """How many workers died with the request since it last made progress."""
+        return len(self._deaths)
+
     def packed_prompt(self, num_output_tokens: int) -> bytes:
-        """The prompt of an attempt: the request's, and the output that is there when it is dispatched."""
+        """The prompt of an attempt: the request's own, and the first tokens of its output."""
         more = self.stream.token_ids[:num_output_tokens]
         return self._packed + pack_tokens(more) if more else self._packed
 
     def hashes(self, block_size: int) -> list[bytes]:
-        """Chained block hashes of the prompt and all output so far, each computed once."""
+        """Chained block hashes of the prompt and the output so far, each computed once."""
         hasher = self._hashers.get(block_size)
         if hasher is None:
             hasher = self._hashers[block_size] = self._prompt.hasher(block_size)
@@ -150,21 +166,26 @@ class RequestState:
         return hasher.extend(prompt + output)
 
     def assignment(self, address: str, attempt: int) -> Assignment | None:
-        """The present assignment that `address` may speak for with this attempt number."""
-        for one in (self.prefill, self.decode, self.successor):
-            if one and one.address == address and one.first_attempt <= attempt <= one.attempt:
+        """The present assignment of the worker at `address`, if it covers this attempt."""
+        for one in self.assignments:
+            if one.address == address and one.first_attempt <= attempt <= one.attempt:
                 return one
         return None
 
+    def needs(self, address: str) -> bool:
+        """Whether the request needs the worker. A prefill worker's part ends when the decode worker sends tokens."""
+        needed = self.assignments if self.stage is not Stage.DECODE else (self.decode, self.successor)
+        return any(one is not None and one.address == address for one in needed)
+
     def may_give_up_handover(self, address: str, attempt: int) -> bool:
-        """Whether the worker is one of the two that a hand-over under this attempt is between."""
+        """Whether the worker is one of the two of a hand-over under this attempt."""
         successor, decode = self.successor, self.decode
         if successor is None or decode is None or attempt != successor.attempt:
             return False
         return address in (successor.address, decode.address)
 
     def is_through_with(self, assignment: Assignment) -> bool:
-        """Whether a prefill worker has nothing more to do: the decode worker speaks, or was handed a running stream."""
+        """Whether a prefill worker's part is over: the decode worker sends tokens, or took over a running stream."""
         decode = self.decode
         if decode is None or assignment is not self.prefill:
             return False
@@ -172,20 +193,29 @@ class RequestState:
 
     @property
     def may_differ(self) -> bool:
-        """Whether honest workers may disagree on tokens behind the base: a second one computed some of them anew."""
+        """Whether sound workers may disagree on tokens: a second prefill worker computed some of them again."""
         return self.decode is not None and self.attempt > self.decode.first_attempt
 
     @property
     def waits_for(self) -> Assignment | None:
-        """The worker whose silence now holds this request up."""
+        """The worker that must send the next token."""
         prefill = self.prefill
         if prefill is None or prefill.delivered or self.stage is not Stage.PREFILL or self.is_through_with(prefill):
             return self.decode
         return prefill
 
-    # ------------------------------------------------------------ what happens
+    def remaining_s(self, now: float) -> float:
+        """What is left of the request's time."""
+        return max(0.0, self.deadline - now)
 
-    def assigned(self, assignment: Assignment, now: float) -> None:
+    # ------------------------------------------------------------ changes
+
+    def begin_attempt(self) -> None:
+        """Drop all messages of earlier attempts, except from assignments that are extended to the new one."""
+        self._attempt += 1
+
+    def assign(self, assignment: Assignment, now: float) -> None:
+        """A worker was sent its part."""
         if self.prefill is None and self.decode is None:
             self._queue_s += now - self.queued_at
         if assignment.role == "prefill":
@@ -195,13 +225,8 @@ class RequestState:
         self._names[assignment.role] = assignment.worker_id
         self.progress_at = now
 
-    @property
-    def num_deaths(self) -> int:
-        """How many workers died with it since it last got any further."""
-        return len(self._deaths)
-
     def record_failure(self, failed: Assignment, reason: str, now: float, *, died: bool) -> None:
-        """A worker failed, or `died`. `num_fruitless` failures, `num_deaths` of them deaths, brought it no further."""
+        """A worker failed the request, or `died`: count it as fruitless unless the request made progress before."""
         self.num_failures += 1
         if self.got_further:
             self.num_fruitless = 0
@@ -217,11 +242,11 @@ class RequestState:
         self.stream.drop_ahead()
 
     def forgive_death(self, address: str, epoch: int) -> None:
-        """A worker that was silent, and taken for dead, goes on with the life that it had."""
+        """A worker that was silent, and counted as dead, goes on with the same life."""
         self._deaths.discard((address, epoch))
 
     def unassign(self, assignment: Assignment) -> None:
-        """The worker has no more part in the request; the time it spent decoding still counts."""
+        """End the worker's part; the time that it spent decoding still counts."""
         spent = assignment.timeline
         self._past = Timeline(
             decode_s=self._past.decode_s + spent.decode_s,
@@ -233,8 +258,8 @@ class RequestState:
         elif assignment is self.decode:
             self.decode = None
 
-    def succeed(self, now: float) -> None:
-        """The worker that the stream was handed over to goes on with it, in place of the one before."""
+    def succeed(self, now: float) -> tuple[Assignment, Assignment]:
+        """Put the worker that took over the stream in place of the one before; both of them, the old one first."""
         before, successor = self.decode, self.successor
         if before is None or successor is None:
             raise RuntimeError(f"request {self.request.request_id} is not being handed over")
@@ -245,14 +270,15 @@ class RequestState:
         self._names["decode"] = successor.worker_id
         self.num_base_tokens = successor.num_base_tokens
         self.progress_at = now
+        return before, successor
 
     def renew(self, assignment: Assignment, now: float) -> None:
-        """The worker makes progress with the request, though no token of it yet."""
+        """The worker reports progress without a token."""
         if assignment is self.waits_for:
             self.renewed_at = now
 
-    def received(self, assignment: Assignment, delta: TokenDelta, now: float) -> bool:
-        """Merge tokens that a worker sent; True when the stream grew or ended. Raises StreamConflict."""
+    def receive(self, assignment: Assignment, delta: TokenDelta, now: float) -> None:
+        """Merge tokens that a worker sent. Raises StreamConflict."""
         if delta.timeline is not None:
             assignment.timeline = delta.timeline
         try:
@@ -268,22 +294,21 @@ class RequestState:
             self.num_cached_tokens = max(self.num_cached_tokens, cached)
         if grew:
             self._wake.set()
-        return grew
 
-    def on_prompt_logprobs(self, prompt_logprobs: PromptLogprobs, now: float) -> None:
-        """Merge what a worker computed of the prompt. Raises StreamConflict."""
+    def receive_prompt_logprobs(self, prompt_logprobs: PromptLogprobs, now: float) -> None:
+        """Merge log-probabilities of the prompt that a worker sent. Raises StreamConflict."""
         self.stream.add_prompt_logprobs(prompt_logprobs.start, prompt_logprobs.logprobs)
         self.progress_at = now
 
     def fail(self, error: RequestError) -> None:
-        """End the stream with an error, after what was received already."""
+        """End the stream with an error, behind the tokens that came before."""
         self._error, self.done = error, True
         self._wake.set()
 
     async def next_event(self) -> TokenEvent:
-        """The next tokens, as many as have come. Raises the request's error once they are all taken.
+        """All tokens that came since the last call, or the next to come. Raises the request's error behind the last.
 
-        The wait is bounded by the deadline timer, which fails the request.
+        The deadline timer bounds the wait: it fails the request.
         """
         while True:
             if self.stream.num_pending or self.stream.finish_reason:
@@ -307,7 +332,7 @@ class RequestState:
         )
 
     def timeline(self) -> RequestTimeline:
-        """Router's own wait plus what the last workers reported; decoding time is summed over all of them."""
+        """The router's own wait and the reports of the last workers; decoding time is summed over all of them."""
         none = Timeline()
         prefill = self.prefill.timeline if self.prefill else none
         decode = self.decode.timeline if self.decode else none

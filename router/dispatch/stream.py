@@ -1,4 +1,4 @@
-"""The one ordered token sequence of a request, merged from everything that workers send about it."""
+"""The one ordered token sequence of a request, merged from what its workers send."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from common.wire.sampling_params import TokenLogprobs
 
 
 class StreamConflict(Exception):
-    """A worker sent tokens that cannot belong to this sequence: it and the stream have parted ways."""
+    """A worker sent tokens that cannot belong to this sequence."""
 
 
 class TokensDiffer(StreamConflict):
-    """They are not those that were sent before. Honest workers that compute the same tokens may round differently."""
+    """The tokens are not those that were sent before. Sound workers may round differently."""
 
 
 class TokenStream:
     """Merges deltas by output position, each position exactly once.
 
-    The first token comes twice (prefill and decode worker) and in either order; what is there already is dropped
-    after comparing it. A delta that runs ahead waits. Never holds more than `max_tokens` tokens.
+    The first token comes twice, from the prefill and the decode worker, in either order: a known token is compared and
+    dropped. A delta that runs ahead waits. The stream never holds more than `max_tokens` tokens.
     """
 
     def __init__(self, max_tokens: int, *, with_logprobs: bool, num_prompt_logprobs: int = 0) -> None:
-        """`num_prompt_logprobs` tokens of the prompt, all but the first, come with log-probabilities, or none."""
+        """`num_prompt_logprobs`: log-probabilities of the prompt that must come before the first token, or 0."""
         self.token_ids: list[int] = []
         self.finish_reason = ""
         self._logprobs: list[TokenLogprobs] = []
@@ -35,7 +35,7 @@ class TokenStream:
 
     @property
     def has_gap(self) -> bool:
-        """Whether tokens wait for earlier ones that have not come."""
+        """Whether tokens wait for earlier ones."""
         return bool(self._ahead)
 
     @property
@@ -68,22 +68,22 @@ class TokenStream:
         self._prompt_logprobs.extend(logprobs[known - (start - 1) :])
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Log-probabilities of the prompt, the first time."""
+        """Log-probabilities of the prompt in the first call, none later."""
         logprobs = () if self._prompt_logprobs_taken else tuple(self._prompt_logprobs)
         self._prompt_logprobs_taken = True
         return logprobs
 
     def drop_prompt_logprobs(self) -> None:
-        """Forget log-probabilities of the prompt that were not taken: they come again, from another worker."""
+        """Drop log-probabilities of the prompt that were not taken: another worker sends them again."""
         if not self._prompt_logprobs_taken:
             self._prompt_logprobs.clear()
 
     def drop_ahead(self) -> None:
-        """Forget what ran ahead: its sender is no longer the one to listen to."""
+        """Drop what ran ahead: its sender no longer serves the request."""
         self._ahead.clear()
 
     def take(self) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """All merged tokens not taken before, and their logprobs (empty unless asked for)."""
+        """All merged tokens not taken before, and their log-probabilities (empty unless the request wants some)."""
         start, self._num_taken = self._num_taken, len(self.token_ids)
         logprobs = tuple(self._logprobs)
         self._logprobs.clear()

@@ -1,1 +1,1 @@
-"""The workers that a router knows: connections, signs of life, and what each may be given."""
+"""The router's workers: connections, signs of life, and the load of each."""

@@ -1,4 +1,4 @@
-"""All connected workers: sockets, signs of life, and what becomes of them. The only place that owns tasks."""
+"""All connected workers: their connections, the tasks that serve them, and their state."""
 
 from __future__ import annotations
 
@@ -34,44 +34,47 @@ from router.fleet.worker_connection import Connection, ConnectionEvents
 log = logging.getLogger(__name__)
 
 CONTROL_HWM = 10_000
+"""Messages that may be queued for one worker, and from it."""
 CLOSE_LINGER_MS = 200
+"""How long queued messages may take to leave when a connection closes."""
 MAX_DISCOVERED = 1024
 """Workers that discovery may bring: a selector that matches a whole cluster must not cost all file descriptors."""
 SOCKETS_PER_WORKER = 4
+"""ZeroMQ sockets, its own included."""
 TURNS_TO_LISTEN = 16
-"""Turns of the event loop, held up or not, that a message may take from its socket to its reader: so many pass before
-anybody's silence is judged."""
+"""Turns of the event loop that a message may take from its socket to its reader: the fleet waits so many before it
+judges a worker's silence."""
 
 
 class FleetListener(Protocol):
-    """Who is told what workers send and what becomes of them. All calls come from the fleet's event loop."""
+    """Gets what workers send, and news of them. All calls come from the fleet's event loop."""
 
     def on_output(self, address: str, output: TokenOutput) -> None: ...
     def on_prompt_logprobs(self, address: str, prompt_logprobs: PromptLogprobs) -> None: ...
     def on_failed(self, address: str, failed: RequestFailed) -> None: ...
     def on_lost(self, address: str, reason: str) -> None:
-        """The worker's life ended: everything in flight there has failed."""
+        """The worker's life ended: all requests on it have failed."""
 
     def on_started(self, address: str) -> None:
-        """A worker with an epoch not seen before said hello: it remembers nothing."""
+        """A worker with a new epoch said hello: its caches are empty."""
 
     def on_ready(self, address: str) -> None:
-        """The worker may be given work from now on."""
+        """The worker may get work from now on."""
 
     def on_tick(self, now: float) -> None:
-        """Once every heartbeat."""
+        """A heartbeat interval has passed."""
 
     def uses(self, address: str) -> bool:
-        """Whether something in flight still needs the worker."""
+        """Whether a request still needs the worker."""
 
     def on_gone(self, address: str) -> None:
         """The worker was removed, unused, and its connection closes."""
 
 
 class WorkerFleet:
-    """Keeps one connection to every known worker and its state up to date in `registry`.
+    """Keeps a connection to each known worker, and its state in `registry` up to date.
 
-    Known are those that are configured, or that discovery finds: they come and go while the router runs.
+    Workers are configured, or found by discovery; those come and go while the router runs.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class WorkerFleet:
             self._tasks.append(self._own(self.source.run(), "discovery"))
 
     async def close(self) -> None:
-        """End every task and socket; what is queued for workers (aborts) has a moment to leave."""
+        """End every task and socket; aborts that are queued for workers have a moment to leave."""
         tasks, self._tasks = [*self._tasks, *(task for link in self._links.values() for task in link)], []
         for task in tasks:
             task.cancel()
@@ -135,15 +138,15 @@ class WorkerFleet:
         return connection is not None and connection.send(message)
 
     def abort(self, address: str, request_id: str, attempt: int) -> None:
-        """Have the worker forget every attempt of the request up to this one, at the latest when it is back."""
+        """Have the worker forget every attempt of the request up to this one, now or when it can be reached again."""
         connection = self.connections.get(address)
         if connection is not None:
             connection.abort(request_id, attempt)
 
     def reconcile(self, endpoints: Sequence[Endpoint]) -> None:
-        """Take `endpoints` for all workers there are.
+        """Take `endpoints` as all workers that exist.
 
-        One that is missing gets nothing new; what runs there goes on, and its connection closes once nothing needs it.
+        A missing worker gets no new work; what runs there goes on, and its connection closes once no request needs it.
         """
         if len(endpoints) > MAX_DISCOVERED:
             log.error("discovery found %d workers, the first %d are used", len(endpoints), MAX_DISCOVERED)
@@ -154,7 +157,7 @@ class WorkerFleet:
     # ------------------------------------------------------------ workers that come and go
 
     def _follow(self) -> None:
-        """Let go of workers that are gone and unused, withhold those that are leaving, take in those that are new."""
+        """Remove workers that are gone and unused, withhold those that are leaving, add those that are new."""
         for address, worker in list(self.registry.workers.items()):
             endpoint = self._wanted.get(address)
             if endpoint is not None and endpoint.role == worker.role:
@@ -183,7 +186,7 @@ class WorkerFleet:
             return
         try:
             self._open(connection, self._context)
-        except zmq.ZMQError as error:  # no descriptors left, most likely: tried again when discovery has news
+        except zmq.ZMQError as error:  # most likely no descriptor is left: tried again when discovery has news
             log.error("no connection to worker %s: %s", endpoint.address, error)
             self._refused.add(endpoint.address)
             self._leave(self.registry.workers[endpoint.address])
@@ -192,7 +195,7 @@ class WorkerFleet:
         address = worker.address
         self.registry.remove(address)
         connection, link = self.connections.pop(address), self._links.pop(address, [])
-        for task in link:  # at once: not one message more may come from an address that nobody knows
+        for task in link:  # at once: no message may come from an address that is no longer registered
             task.cancel()
         self._listener.on_gone(address)
         log.info("worker %s (%s) is gone", address, worker.role)
@@ -272,9 +275,9 @@ class WorkerFleet:
                 self.connections[address].send(self._hello)
             return
         worker = self.registry.workers[address]
-        started = worker.known_epoch != hello.epoch
+        started, had_served = worker.known_epoch != hello.epoch, worker.has_served
         if self.registry.on_hello(address, hello, self._clock()):
-            self._lost(address, f"restarted as epoch {hello.epoch}")
+            self._end_life(address, f"restarted as epoch {hello.epoch}", had_served)
         if started:
             log.info(
                 "worker %s (%s, layout %s, weights %s) says hello",
@@ -303,9 +306,15 @@ class WorkerFleet:
             log.warning("%s", pairing.reason)
         self.pairing = pairing
 
-    def _lost(self, address: str, reason: str = "") -> None:
-        reason = reason or self.registry.workers[address].reason
-        log.warning("worker %s is lost: %s", address, reason)
+    def _lost(self, address: str) -> None:
+        worker = self.registry.workers[address]
+        self._end_life(address, worker.reason, worker.has_served)
+
+    def _end_life(self, address: str, reason: str, had_served: bool) -> None:
+        if had_served:
+            log.warning("worker %s is lost: %s", address, reason)
+        else:
+            log.info("worker %s went away before it was ready: %s", address, reason)
         self._listener.on_lost(address, reason)
 
 

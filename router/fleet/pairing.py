@@ -1,6 +1,6 @@
-"""Which ready workers find no partner, because KV blocks of one would mean nothing to the other. Pure.
+"""Which ready workers have no partner with the same KV layout. Pure.
 
-That is so for a while in every rolling upgrade that changes the model, its dtype, the block size or the wire.
+Every rolling upgrade that changes the model, its dtype, the block size or the wire leaves some alone for a while.
 """
 
 from __future__ import annotations
@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.fleet.registry import by_fingerprint
+from router.fleet.registry import SHOWN, by_fingerprint
 from router.fleet.worker import Worker
-
-SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Ready workers without a ready partner of equal fingerprint; none while a pool has nobody ready at all."""
+    """Ready workers without a ready partner of the same fingerprint; empty while a pool has no ready worker at all."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
@@ -41,12 +39,12 @@ class Pairing:
 
     @property
     def note(self) -> str:
-        """What a router that is ready must still say; "" when some pair exists."""
+        """The warning of a router that is ready without any pair; "" when some pair exists."""
         return f"no prefill worker can serve a decode worker: {self.reason}" if self.impossible else ""
 
 
 def _layouts(workers: Sequence[Worker], shared: set[str]) -> str:
-    """The layouts of one pool that the other lacks, or all of them where none is lacking there."""
+    """The layouts of one pool that the other lacks; all of them when it lacks none."""
     groups = by_fingerprint(workers)
     lacking = {fingerprint: group for fingerprint, group in groups.items() if fingerprint not in shared} or groups
     shown = [_layout(fingerprint, group) for fingerprint, group in sorted(lacking.items())[:SHOWN]]

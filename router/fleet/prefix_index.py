@@ -1,4 +1,4 @@
-"""What each worker probably holds in its prefix cache, by the block hashes of what this router sent there."""
+"""What each worker probably has in its prefix cache, by the block hashes of the prompts that this router sent it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 CAPACITY = 65_536
+"""Block hashes that are kept for one worker."""
 
 
 class PrefixIndex:
@@ -20,7 +21,7 @@ class PrefixIndex:
         self._blocks: dict[str, OrderedDict[bytes, None]] = {}
 
     def insert(self, address: str, hashes: Sequence[bytes], *, capacity: int | None = None) -> None:
-        """The worker has, or soon will have, the KV of this chain. `capacity` is the worker's own number of blocks."""
+        """The worker has, or soon has, the KV of this chain. `capacity` is the worker's own number of blocks."""
         bound = self._capacity if capacity is None else min(capacity, self._capacity)
         known = self._blocks.setdefault(address, OrderedDict())
         for digest in reversed(hashes[:bound]):

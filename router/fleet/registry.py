@@ -5,22 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
-from router.fleet.worker import Booking, Load, Worker, WorkerState
+from router.fleet.worker import SMOOTHING, Booking, Load, Worker, WorkerState
 
+# A worker that failed so many requests in a row is a suspect, the longer the more often.
 MAX_STRIKES = 3
-MAX_FORGIVEN = 4
-"""Times the limit for silence: for so long a router that was held up takes silence for its own fault."""
 SUSPECT_S, MAX_SUSPECT_S = 5.0, 60.0
-SERVICE_SMOOTHING = 0.1
+
+MAX_SLOWNESS = 8.0
+"""How many times later than predicted a first token counts at most."""
+MAX_FORGIVEN = 4
+"""A router that was held up forgives silence for this many times `worker_timeout_s`."""
+SHOWN = 8
+"""Workers that one line names."""
+NOT_READY = "connected, not ready yet"
 
 
 class WorkerRegistry:
     """Workers by address. A worker's life is its epoch: a new epoch, silence or a cut connection ends it.
 
-    Methods that may end a life return whether they did; everything in flight there has then failed and its bookings
-    are gone already.
+    Methods that may end a life return whether they did. All requests on the worker have then failed, and their
+    bookings are released.
     """
 
     def __init__(self, prefill: Iterable[str], decode: Iterable[str], *, worker_timeout_s: float) -> None:
@@ -28,22 +35,22 @@ class WorkerRegistry:
         self.workers |= {address: Worker(address, "decode") for address in decode}
         self._worker_timeout_s = worker_timeout_s
         self.explain: Callable[[Role, float], str] = lambda role, now: ""
-        """Says why no worker of a role is known, where that is not for the configuration to say."""
+        """Discovery's answer to why no worker of a role is known; "" without discovery."""
         self._next_serial = 0
         self._last_sweep: float | None = None
 
-    # ------------------------------------------------------------ who there is
+    # ------------------------------------------------------------ which workers there are
 
     def add(self, address: str, role: Role, withheld: str = "") -> None:
-        """There is a worker at an address that was unknown."""
+        """Add a worker at a new address."""
         self.workers[address] = Worker(address, role, withheld=withheld)
 
     def remove(self, address: str) -> None:
-        """Nothing will be said of this address any more; releasing what was booked there does nothing."""
+        """Forget the worker; releasing what was booked on it does nothing from now on."""
         del self.workers[address]
 
     def withhold(self, address: str, why: str) -> bool:
-        """Give the worker nothing new, or ("") give it work again. True when it has become ready by that."""
+        """Give the worker no new work, or with "" give it work again. True when that makes it ready."""
         worker = self.workers[address]
         was_ready = worker.ready
         worker.withheld = why
@@ -52,7 +59,7 @@ class WorkerRegistry:
     # ------------------------------------------------------------ what workers say
 
     def on_hello(self, address: str, hello: WorkerHello, now: float) -> bool:
-        """The worker introduced itself. True when an earlier life at this address ends with it.
+        """The worker said who it is. True when that ends an earlier life at this address.
 
         A dead worker that says hello again stays dead until a heartbeat shows that its engine turns.
         """
@@ -62,16 +69,17 @@ class WorkerRegistry:
         ended = new_life and worker.hello is not None
         if new_life:
             self._forget(worker)
-            worker.num_strikes, worker.suspect = 0, False
+            worker.num_strikes, worker.suspect, worker.has_served = 0, False, False
+            worker.slowness = Ewma(SMOOTHING, start=1.0)
         if worker.hello is None or new_life:
-            worker.state, worker.reason, worker.step_changed = WorkerState.CONNECTED, "connected, not ready yet", now
+            worker.state, worker.reason, worker.step_changed = WorkerState.CONNECTED, NOT_READY, now
         worker.hello, worker.known_epoch = hello, hello.epoch
         if misfit := _misfit(worker):
             worker.state, worker.reason = WorkerState.UNKNOWN, misfit
         return ended
 
     def on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
-        """The worker lives. True when it turns out to be another life than the one that said hello."""
+        """The worker reports. True when its epoch is another than in its hello, which ends a life."""
         worker = self.workers[address]
         worker.last_seen = now
         if worker.hello is None:
@@ -82,13 +90,15 @@ class WorkerRegistry:
             return True
         if worker.beat is None or worker.beat.step != beat.step or not worker.beat.ready:
             worker.step_changed = now
-        busy = beat.num_running + beat.num_waiting + beat.num_transferring > 0
-        worker.idle_since = None if busy else worker.idle_since if worker.idle_since is not None else now
         worker.beat, worker.fresh = beat, Load()
+        if worker.num_reported_requests:
+            worker.idle_since = None
+        elif worker.idle_since is None:
+            worker.idle_since = now
         return self._judge(worker, now)
 
     def on_cut(self, address: str) -> bool:
-        """The connection broke: messages may be lost both ways, so this life is over for us. True when it was one."""
+        """The connection broke. Messages may be lost both ways, so the life ends; True when there was one."""
         worker = self.workers[address]
         had_life = worker.hello is not None and worker.state is not WorkerState.DEAD
         self._end(worker, WorkerState.UNKNOWN, "not reachable")
@@ -96,7 +106,7 @@ class WorkerRegistry:
         return had_life
 
     def on_forgotten(self, address: str) -> bool:
-        """The worker took this router for dead and dropped what it had there. True when that was not known."""
+        """The worker took this router for dead and dropped its requests. True when that ends a life."""
         worker = self.workers[address]
         had_life = worker.hello is not None and worker.state in (
             WorkerState.CONNECTED,
@@ -109,13 +119,13 @@ class WorkerRegistry:
         return had_life
 
     def on_refused(self, address: str, why: str) -> None:
-        """No connection comes about: one side has keys that the other does not trust, or none at all."""
+        """No connection can be made: one side lacks keys, or does not trust those of the other."""
         worker = self.workers[address]
         if worker.hello is None:
             worker.reason = f"cannot be talked to: {why}"
 
     def on_request_failed(self, address: str, now: float) -> None:
-        """A request failed there although the worker lives: after a few in a row others are preferred for a while."""
+        """A living worker failed a request: after a few in a row, others are preferred for a while."""
         worker = self.workers[address]
         worker.num_strikes += 1
         if worker.num_strikes >= MAX_STRIKES:
@@ -123,20 +133,25 @@ class WorkerRegistry:
             worker.suspect_until = now + min(MAX_SUSPECT_S, SUSPECT_S * 2.0 ** (worker.num_strikes - MAX_STRIKES))
 
     def on_request_served(self, address: str) -> None:
-        """Tokens came from there."""
+        """Tokens came from the worker."""
         worker = self.workers[address]
         worker.num_strikes, worker.suspect = 0, False
 
+    def on_first_token(self, address: str, slowness: float) -> None:
+        """A first token took `slowness` times as long as predicted."""
+        self.workers[address].slowness.observe(min(MAX_SLOWNESS, max(1.0, slowness)))
+
     def on_request_finished(self, address: str, decode_s: float) -> None:
-        """A request was decoded there, from its first token to its last, in `decode_s` seconds."""
+        """The worker decoded a request, from its first token to its last, in `decode_s` seconds."""
         worker = self.workers[address]
-        worker.service_s += (SERVICE_SMOOTHING if worker.service_s else 1.0) * (decode_s - worker.service_s)
+        if decode_s or worker.service_s.value:  # 0 stands for unknown until the first request that took any time
+            worker.service_s.observe(decode_s)
 
     def sweep(self, now: float) -> list[Worker]:
         """Workers that just died of silence or of a stuck engine.
 
-        When the caller itself was held up for long, silence proves little: it is forgiven, but only so often. A caller
-        that is held up again and again would otherwise never notice anything.
+        A caller that was held up may have left messages unread, so it forgives silence, but within `MAX_FORGIVEN`:
+        a caller that is held up again and again must still notice a dead worker.
         """
         late, held_up_s = self._is_late(now), now - (now if self._last_sweep is None else self._last_sweep)
         self._last_sweep = now
@@ -157,30 +172,30 @@ class WorkerRegistry:
         return died
 
     def is_in_doubt(self, now: float) -> bool:
-        """Whether to read first what workers said: a sweep would come late, or find one of them silent for too long."""
+        """Whether a sweep would come late or find a worker silent: read its messages first."""
         known = [worker for worker in self.workers.values() if worker.hello and worker.state is not WorkerState.DEAD]
         return self._is_late(now) or any(now - (worker.last_seen or 0.0) > self._worker_timeout_s for worker in known)
 
     def needs_hello(self, address: str) -> bool:
-        """Whether the worker must be asked who it is, instead of being told that the router lives."""
+        """Whether to send the worker a hello rather than a heartbeat."""
         worker = self.workers[address]
         return worker.hello is None or worker.state is WorkerState.DEAD
 
     # ------------------------------------------------------------ what the router asks
 
     def ready(self, role: Role) -> list[Worker]:
-        """Workers that may be given new work."""
+        """Workers that may get new work."""
         return [worker for worker in self.workers.values() if worker.ready and worker.role == role]
 
     def missing(self, role: Role, now: float) -> str:
-        """Why no worker of `role` is ready, in one line for people; "" when one is."""
+        """Why no worker of `role` is ready, in one line; "" when one is."""
         workers = [worker for worker in self.workers.values() if worker.role == role]
         if any(worker.ready for worker in workers):
             return ""
         if not workers:
             return self.explain(role, now) or f"no {role} worker is configured"
-        listed = "; ".join(worker.describe(now) for worker in workers[:8])
-        more = f"; and {len(workers) - 8} more" if len(workers) > 8 else ""
+        listed = "; ".join(worker.describe(now) for worker in workers[:SHOWN])
+        more = f"; and {len(workers) - SHOWN} more" if len(workers) > SHOWN else ""
         return f"no {role} worker is ready ({len(workers)} configured: {listed}{more})"
 
     def max_model_len(self) -> int:
@@ -190,7 +205,7 @@ class WorkerRegistry:
     # ------------------------------------------------------------ bookings
 
     def book(self, address: str, *, num_tokens: int, num_blocks: int) -> Booking:
-        """Count work at the moment it is sent: `num_tokens` to compute, `num_blocks` of KV to hold."""
+        """Count work when it is sent: `num_tokens` to compute, `num_blocks` of KV to hold."""
         worker = self.workers[address]
         booking = Booking(self._next_serial, address, num_tokens, num_blocks)
         self._next_serial += 1
@@ -201,7 +216,7 @@ class WorkerRegistry:
         return booking
 
     def computed(self, booking: Booking) -> Booking:
-        """The prompt is computed: the booking goes on without its tokens."""
+        """The prompt is computed: drop its tokens from the booking, and return what is left of it."""
         worker = self.workers.get(booking.address)
         after = replace(booking, num_tokens=0)
         if worker is not None and booking.serial in worker.bookings:
@@ -211,21 +226,21 @@ class WorkerRegistry:
         return after
 
     def release(self, booking: Booking) -> None:
-        """The work is over. Releasing twice, or after the worker's life ended or it was removed, does nothing."""
+        """The work has ended. Does nothing the second time, and once the worker's life has ended."""
         worker = self.workers.get(booking.address)
         if worker is None or worker.bookings.pop(booking.serial, None) is None:
             return
         worker.booked.add(booking, -1)
-        worker.fresh.add(booking, -1)  # the report that counts it is the last one that does
+        worker.fresh.add(booking, -1)  # the next report no longer counts it
 
     # ------------------------------------------------------------ inside
 
     def _is_late(self, now: float) -> bool:
-        """Whether it is so long after the last sweep that messages may not have been read."""
+        """Whether the last sweep is so long ago that messages may be unread."""
         return self._last_sweep is not None and now - self._last_sweep > self._worker_timeout_s / 2
 
     def _judge(self, worker: Worker, now: float) -> bool:
-        """Sets the state that the last heartbeat implies. True when the worker died of it."""
+        """Set the state that the last heartbeat implies. True when the worker died of it."""
         beat, alive = worker.beat, worker.state is not WorkerState.DEAD
         if beat is None or _misfit(worker):
             return False
@@ -237,16 +252,16 @@ class WorkerRegistry:
         if beat.draining:
             worker.state, worker.reason = WorkerState.DRAINING, "draining"
         elif beat.ready:
-            worker.state, worker.reason = WorkerState.READY, ""
+            worker.state, worker.reason, worker.has_served = WorkerState.READY, "", True
         else:
-            worker.state, worker.reason = WorkerState.CONNECTED, "connected, not ready yet"
+            worker.state, worker.reason = WorkerState.CONNECTED, NOT_READY
         return False
 
     def _end(self, worker: Worker, state: WorkerState, reason: str, *, keep_beat: bool = False) -> None:
         beat, step_changed = worker.beat, worker.step_changed
         self._forget(worker)
         worker.state, worker.reason = state, reason
-        if keep_beat:  # a stuck engine that goes on beating must stay dead until its step moves
+        if keep_beat:  # a stuck engine that still sends heartbeats stays dead until its step moves
             worker.beat, worker.step_changed = beat, step_changed
 
     def _forget(self, worker: Worker) -> None:
@@ -266,7 +281,7 @@ def _misfit(worker: Worker) -> str:
 
 
 def by_fingerprint(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
-    """Workers grouped by what must be equal for KV to pass between them."""
+    """Workers by layout fingerprint: KV passes only between workers with the same one."""
     groups: dict[str, list[Worker]] = {}
     for worker in workers:
         groups.setdefault(worker.identity.fingerprint, []).append(worker)

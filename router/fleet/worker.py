@@ -1,16 +1,20 @@
-"""One worker as the router sees it: who it says it is, how it says it is, and what was booked on it."""
+"""One worker as the router sees it: its identity, its last report, and the work booked on it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 
+SMOOTHING = 0.1
+"""The share of one more request in a worker's averages."""
+
 
 class WorkerState(StrEnum):
-    """unknown ─ hello ─> connected ─ heartbeat ─> ready <─> draining; dead when silent or stuck, until it speaks."""
+    """unknown ─ hello ─> connected ─ heartbeat ─> ready <─> draining; dead while silent or stuck."""
 
     UNKNOWN = "unknown"
     CONNECTED = "connected"
@@ -21,7 +25,7 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """Work sent to a worker and not yet known to be over."""
+    """Work that was sent to a worker and has not ended yet."""
 
     serial: int
     address: str
@@ -45,16 +49,17 @@ class Load:
 
 @dataclass(slots=True)
 class Worker:
-    """State of one configured address. Only `WorkerRegistry` changes it.
+    """State of one address. Only `WorkerRegistry` changes it.
 
-    `suspect`: it failed several requests in a row. One that fails fast looks idle and would draw all traffic.
-    `withheld`: why discovery wants it to get nothing new, whatever it says itself; "" while it may.
+    `suspect`: it failed several requests in a row. A worker that fails fast looks idle and would draw all traffic.
+    `withheld`: why discovery lets it have no new work; "" while it may have some.
+    `has_served`: it has been ready in its present life.
     `forgiven_at`: what `last_seen` was set to when its silence was last forgiven; it has lasted since `silent_since`.
-    `service_s`: how long, lately, a request was decoded there; 0 before the first.
+    `service_s`: the recent average of how long it decodes a request; 0 before the first.
+    `slowness`: the recent average of how many times later than predicted its first tokens came, at least 1.
 
-    Load is counted when booked and when reported, whichever is more: `max(all bookings, reported + fresh)`, where
-    `fresh` is what was booked since the report, less what was over since. With one router the bookings are exact, with
-    several the report carries what the others sent.
+    Its load is `max(booked, reported + fresh)`, where `fresh` was booked since the last report, less what ended since.
+    With one router the bookings are exact; with several the report includes what the others sent.
     """
 
     address: str
@@ -65,6 +70,7 @@ class Worker:
     hello: WorkerHello | None = None
     beat: WorkerHeartbeat | None = None
     known_epoch: int | None = None
+    has_served: bool = False
     last_seen: float | None = None
     forgiven_at: float | None = None
     silent_since: float = 0.0
@@ -74,7 +80,8 @@ class Worker:
     num_strikes: int = 0
     suspect_until: float = 0.0
     suspect: bool = False
-    service_s: float = 0.0
+    service_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))
+    slowness: Ewma = field(default_factory=lambda: Ewma(SMOOTHING, start=1.0))
     bookings: dict[int, Booking] = field(default_factory=dict)
     booked: Load = field(default_factory=Load)
     fresh: Load = field(default_factory=Load)
@@ -85,12 +92,12 @@ class Worker:
 
     @property
     def shown_state(self) -> str:
-        """The state for people and metrics."""
+        """The state as metrics and /load name it."""
         return "withheld" if self.withheld and self.state is WorkerState.READY else str(self.state)
 
     @property
     def identity(self) -> WorkerHello:
-        """The hello of a worker that has said one. Raises RuntimeError for any other: a bug in the caller."""
+        """The worker's hello. Raises RuntimeError for a worker without one, which is a bug in the caller."""
         if self.hello is None:
             raise RuntimeError(f"{self.address} has not said hello")
         return self.hello
@@ -109,12 +116,20 @@ class Worker:
         hello = self.identity
         return min(hello.max_model_len, hello.num_blocks * hello.block_size)
 
+    def num_blocks_of(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-num_tokens // self.identity.block_size)
+
+    @property
+    def num_reported_requests(self) -> int:
+        """Requests that the last heartbeat counts."""
+        beat = self.beat
+        return beat.num_running + beat.num_waiting + beat.num_transferring if beat else 0
+
     @property
     def num_requests(self) -> int:
         """Requests running, waiting or on their way."""
-        beat = self.beat
-        reported = beat.num_running + beat.num_waiting + beat.num_transferring if beat else 0
-        return max(self.booked.num_requests, reported + self.fresh.num_requests)
+        return max(self.booked.num_requests, self.num_reported_requests + self.fresh.num_requests)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -124,13 +139,13 @@ class Worker:
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks a new request could get: free or evictable, less those promised since the last report."""
+        """Blocks that a new request could get: free or evictable, less those booked since the last report."""
         total = self.hello.num_blocks if self.hello else 0
         reported = self.beat.num_free_blocks + self.beat.num_cached_blocks if self.beat else total
         return max(0, min(reported - self.fresh.num_blocks, total - self.booked.num_blocks))
 
     def forgive(self, now: float, longest_s: float) -> bool:
-        """Take the worker for one heard just now, unless its silence has lasted for longer than `longest_s`."""
+        """Count the worker as heard just now, unless its silence has lasted longer than `longest_s`."""
         if self.last_seen != self.forgiven_at:
             self.silent_since = self.last_seen or 0.0
         if now - self.silent_since > longest_s and self.last_seen == self.forgiven_at:
@@ -139,7 +154,7 @@ class Worker:
         return True
 
     def describe(self, now: float) -> str:
-        """The worker in a few words for people, such as "tcp://10.0.0.7:7001 silent for 3.1 s"."""
+        """The worker in a few words, such as "tcp://10.0.0.7:7001 silent for more than 3 s, last heard 3.1 s ago"."""
         if self.state is WorkerState.READY:
             return f"{self.address} {self.withheld or 'ready'}"
         if self.state is WorkerState.DEAD and self.last_seen is not None:

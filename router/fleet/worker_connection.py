@@ -1,4 +1,4 @@
-"""One worker's control socket, as a router holds it: a DEALER that never blocks and never queues for the absent."""
+"""A router's connection to one worker: a DEALER socket that never blocks, and queues nothing while it is down."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ log = logging.getLogger(__name__)
 BURST = 64
 """Messages handled in a row before other tasks get a turn; a ready receive does not yield by itself."""
 MAX_UNSENT_ABORTS = 4096
+"""Aborts that are kept for a worker that cannot take them now; beyond, the oldest is dropped."""
 LAST_WORDS_S = 0.02
-"""Time for what a worker sent before its connection broke to be read."""
+"""Time to read what a worker sent before its connection broke."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionEvents:
-    """What a connection tells its owner, with its address; `on_refused` also why the worker and we cannot talk."""
+    """What a connection tells its owner, with its address; `on_refused` adds why no connection can be made."""
 
     on_message: Callable[[str, ToRouter], None]
     on_up: Callable[[str], None]
@@ -49,10 +50,10 @@ class ConnectionCounters:
 
 @dataclass(slots=True)
 class Connection:
-    """Owns the socket and two receive loops (messages, connection events) that end with `close`.
+    """Owns the socket; the caller runs its two loops, `receive` and `watch`.
 
-    ZeroMQ reconnects by itself, looks the name up again each time, and tells us when a connection broke: that is how a
-    killed worker is noticed at once and not only by its silence.
+    ZeroMQ reconnects by itself, looks the name up again each time, and reports a broken connection. So a killed worker
+    is noticed at once, and not only by its silence.
     """
 
     address: str
@@ -73,7 +74,7 @@ class Connection:
         self.drops = DropLog(log, f"a frame from {self.address}")
 
     def open(self, context: zmq.asyncio.Context) -> None:
-        socket = self._socket = context.socket(zmq.DEALER)  # known at once: `close` must find it whatever fails next
+        socket = self._socket = context.socket(zmq.DEALER)  # set first: `close` must find it whatever fails next
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.SNDHWM, self.hwm),
@@ -86,7 +87,7 @@ class Connection:
             (zmq.TCP_KEEPALIVE_IDLE, 10),
             (zmq.TCP_KEEPALIVE_INTVL, 5),
             (zmq.TCP_KEEPALIVE_CNT, 3),
-            (zmq.HEARTBEAT_IVL, 2000),  # below our own heartbeats: replaces a connection that died without a word
+            (zmq.HEARTBEAT_IVL, 2000),  # ZeroMQ's own heartbeats replace a connection that died without a word
             (zmq.HEARTBEAT_TIMEOUT, 10_000),
             (zmq.IPV6, 1 if "[" in self.address else 0),
         ):
@@ -99,7 +100,7 @@ class Connection:
         """Send now or not at all: False when the worker is not connected or reads too slowly."""
         if self._socket is None or self._socket.closed:
             return False
-        # The asyncio socket's own send, not the plain one: it looks for messages whose wake-up this call swallowed.
+        # The asyncio socket's send, not the plain one: it looks for messages whose wake-up this call swallowed.
         sent = cast("asyncio.Future[object]", self._socket.send(encode(message), zmq.NOBLOCK))
         error = sent.exception()  # a send that may not block is settled when it returns
         if error is None:
@@ -110,7 +111,7 @@ class Connection:
         return False
 
     def abort(self, request_id: str, attempt: int) -> None:
-        """Tell the worker to forget a request, now or when it can be reached again."""
+        """Have the worker forget a request, now or when it can be reached again."""
         message = AbortRequest(request_id=request_id, attempt=attempt)
         if not self.send(message):
             self._unsent_aborts.append(message)
@@ -120,7 +121,7 @@ class Connection:
             self._unsent_aborts.popleft()
 
     async def receive(self) -> None:
-        """Hand over messages until cancelled. Frames that are not a worker's messages are counted and dropped."""
+        """Pass messages on until cancelled. Frames that are no message of a worker are counted and dropped."""
         if self._socket is None:
             raise RuntimeError(f"{self.address} is not open")
         num_in_a_row = 0
@@ -135,7 +136,7 @@ class Connection:
                 await asyncio.sleep(0)
 
     async def watch(self) -> None:
-        """Report that the connection came up, broke or is refused, until cancelled; dial again after a refusal."""
+        """Report when the connection comes up, breaks or is refused, until cancelled; dial again after a refusal."""
         if self._monitor is None or self._dialer is None:
             raise RuntimeError(f"{self.address} is not open")
         while True:
@@ -155,7 +156,7 @@ class Connection:
             self._tell_refusal(self._dialer.refusal)
 
     def close(self, linger_ms: int) -> None:
-        """Close the socket; what is queued has `linger_ms` to leave."""
+        """Close the socket; queued messages have `linger_ms` to leave."""
         if self._socket is not None:
             self._socket.disable_monitor()
             self._socket.close(linger=linger_ms)

@@ -1,1 +1,1 @@
-"""From a checked request to the pieces of its answer, whichever API asked."""
+"""From a checked request to the pieces of its answer, for every API."""

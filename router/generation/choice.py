@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 
 from common.wire.sampling_params import TokenLogprobs
 from router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
+from router.observe.request_record import ChoiceRecord
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopScanner
 
 
 @dataclass(frozen=True, slots=True)
 class TokenWithLogprobs:
-    """A token of the text; its text is characters `start` to `end` of the answer.
+    """A token of the answer, whose text is characters `start` to `end`.
 
-    Its log-probabilities are at `place` among `among`, which may be packed.
+    Its log-probabilities are `among[place]`; `among` may be packed.
     """
 
     token_id: int
@@ -32,7 +33,7 @@ class TokenWithLogprobs:
 
 @dataclass(slots=True)
 class Piece:
-    """What one event adds to the answer. `finish_reason` is "" while the choice goes on; `first` is the first piece."""
+    """What one event adds to a choice. `finish_reason` is "" while the choice goes on; `first` marks the first."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -44,10 +45,9 @@ class Piece:
 class Choice:
     """Choice `index` of an answer.
 
-    `prompt` says which of the request's prompts it answers; `echo` is text that precedes what is generated. A stop
-    string may not end inside the first `params.min_tokens` tokens. With `silent` nothing of what is generated is in the
-    answer: what was asked for is about the prompt. `prompt_logprobs`, with the first piece, are of the prompt's tokens
-    from the second on.
+    `prompt` is the number of the prompt that it answers; `echo` is text that precedes the generated one. A stop string
+    may not end inside the first `params.min_tokens` tokens. A `silent` choice shows no generated token: its client
+    asked about the prompt alone. `prompt_logprobs`, there with the first piece, begin at the prompt's second token.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Choice:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended it."""
+        """The stop string that ended the choice."""
         return self._scanner.stop if self._scanner is not None else None
 
     def push(self, event: TokenEvent) -> Piece:
@@ -104,8 +104,20 @@ class Choice:
         piece.with_logprobs = self._let_go()
         return piece
 
+    def record(self) -> ChoiceRecord:
+        """What is known of the choice now."""
+        return ChoiceRecord(
+            self.index,
+            self.request.params,
+            self.num_tokens,
+            self.finish_reason,
+            self.first_at,
+            self.last_at,
+            self.timeline,
+        )
+
     def _push_singly(self, event: TokenEvent, num_text_tokens: int, piece: Piece) -> bool:
-        """One token at a time: where a stop string ends, and where each token's text lies, is known exactly."""
+        """One token at a time, to find exactly where a stop string ends and where each token's text lies."""
         for i, token_id in enumerate(event.token_ids):
             piece.token_ids.append(token_id)
             if i >= num_text_tokens:  # the end token is not text
@@ -131,7 +143,7 @@ class Choice:
         return self._scanner.push(text)
 
     def _flush(self, piece: Piece) -> bool:
-        """The end: an unfinished character and text that only looked like a stop string come out."""
+        """Release an unfinished character, and text held back as the beginning of a stop string."""
         rest, stopped = self._scan(self._detokenizer.flush(), self.num_tokens)
         if self._scanner is not None and not stopped:
             rest += self._scanner.flush()
@@ -141,7 +153,7 @@ class Choice:
         return stopped
 
     def _let_go(self) -> list[TokenWithLogprobs]:
-        """Tokens whose text has left. What a stop string cut never leaves, nor do its log-probabilities."""
+        """Tokens whose text was released. Text that a stop string cut is never released, nor are its tokens."""
         out: list[TokenWithLogprobs] = []
         while self._held and (
             self._held[0].end <= self._given or (self.finish_reason and self._held[0].start < self._given)

@@ -1,9 +1,9 @@
-"""Makes one answer, streamed or whole, and ends its generation the moment the client leaves.
+"""Makes one answer, streamed or whole, and ends its generation when the client leaves.
 
-    start every choice ─> wait for the first arrival, at most keepalive_s ─> error? a real status
+    start every choice ─> wait for the first arrival, at most keepalive_s ─> error? its own status
                                                                          └─> 200: opening chunks, text, usage, [DONE]
 
-The status is held back until something has arrived, so that a full or empty service still answers 429 or 503.
+The status waits for the first arrival, so that a full or empty service still answers 429 or 503.
 """
 
 from __future__ import annotations
@@ -28,29 +28,27 @@ from router.generation.service import Service
 from router.request.errors import CLIENT_CLOSED, error_response
 
 SEND_GRACE_S = 30.0
-"""How much longer than its deadline a request may take to reach a client that reads slowly."""
+"""How much longer than its deadline a request may take when its client reads slowly."""
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-MANY_LOGPROBS = 2000
-"""Log-probabilities that take some milliseconds to write: an answer may have millions."""
-MANY_TOKENS = 20_000
-"""Without log-probabilities."""
+# More than this takes milliseconds to write, and is written in a thread: an answer may have millions.
+MANY_LOGPROBS, MANY_TOKENS = 2000, 20_000
 MANY_PIECES = 64
-"""Of a stream's choices, written without a pause."""
+"""Pieces of a stream's choices that are written before other tasks have their turn."""
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class Exchange(Response):
-    """The answer to one generation request. It owns the generations from its call to its end."""
+    """The answer to one generation request. It owns the request's generations while it is sent."""
 
     def __init__(self, service: Service, plan: Plan, frames: Frames, log: RequestLog) -> None:
         super().__init__()
         self._service, self._plan, self._frames, self._log = service, plan, frames, log
         self._stream = bool(plan.fields.stream)
-        log.id, log.model, log.stream, log.choices = plan.id, plan.model, self._stream, plan.choices
+        log.id, log.model, log.choices = plan.id, plan.model, plan.choices
         log.num_prompt_tokens = plan.num_prompt_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,63 +128,62 @@ class Exchange(Response):
             if self._finished:
                 await send(_body(b"".join((*chunks, frames.ending())), more=False))
                 return
-            said = b"".join(chunks)
-            if said or time.monotonic() >= next_comment:
-                await send(_body(said or KEEP_ALIVE, more=True))
+            data = b"".join(chunks)
+            if data or time.monotonic() >= next_comment:
+                await send(_body(data or KEEP_ALIVE, more=True))
                 next_comment = time.monotonic() + keepalive_s
             arrivals = await generations.next(next_comment - time.monotonic())
 
     # ------------------------------------------------------------ both
 
     async def _made(self, write: Callable[[], bytes], num_tokens: int, *, first: bool = True) -> bytes:
-        """What `write` makes of so many tokens, beside the event loop if that is much. Raises Unavailable.
+        """The bytes that `write` makes of so many tokens, in a thread if they are many. Raises Unavailable.
 
-        Log-probabilities of prompts are in what comes `first`.
+        The `first` bytes of an answer also have the log-probabilities of its prompts.
         """
         plan = self._plan
-        num_prompt_logprobs_held = plan.num_prompt_logprobs_held if first else 0
-        if plan.num_logprobs >= 0:
-            num_prompt_logprobs_held += num_tokens * (1 + plan.num_logprobs)
-        many = num_prompt_logprobs_held > MANY_LOGPROBS or num_tokens > MANY_TOKENS
+        num_logprobs = plan.num_prompt_logprobs_held if first else 0
+        num_logprobs += num_tokens * (1 + plan.num_logprobs)  # none for -1
+        many = num_logprobs > MANY_LOGPROBS or num_tokens > MANY_TOKENS
         return await self._service.text.apart(write) if many else write()
 
     async def _refuse(self, error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with an error instead."""
+        """Answer with an error."""
         self._service.hint(error)
         self._log.fail(error)
         await error_response(error)(scope, receive, send)
 
     def _take(self, generations: Generations, arrivals: Sequence[Arrival]) -> list[tuple[Choice, Piece]]:
-        """Hands arrivals to their choices. Raises the error that ended one of them."""
+        """Give arrivals to their choices. Raises the error that ended one of them."""
         pieces: list[tuple[Choice, Piece]] = []
         for arrival in arrivals:
             choice = self._plan.choices[arrival.index]
-            if choice.finish_reason:  # ended by a stop string; what was under way comes too late
+            if choice.finish_reason:  # ended by a stop string: tokens that were under way come too late
                 continue
             if arrival.event is None:
                 raise arrival.error or RequestError("the answer ended early")
             piece = choice.push(arrival.event)
-            self._clock(choice, arrival.at, len(piece.token_ids))
+            self._measure(choice, arrival.at, len(piece.token_ids))
             if choice.finish_reason and not arrival.event.finish_reason:
                 generations.stop(arrival.index)
             pieces.append((choice, piece))
         return pieces
 
-    def _clock(self, choice: Choice, at: float, num_tokens: int) -> None:
-        """Note when tokens came."""
+    def _measure(self, choice: Choice, at: float, num_tokens: int) -> None:
+        """Count tokens that came now, and the time since those before them."""
         if not num_tokens:
             return
         metrics = self._service.metrics
         self._service.gate.spend(self._log.visit, num_tokens)
         if not choice.first_at:
             choice.first_at = at
-            metrics.ttft.observe(at - self._log.began)
+            metrics.ttft.observe(at - self._log.visit.began)
         else:
             metrics.observe_gap(at - choice.last_at, num_tokens)
         choice.last_at = at
 
     def _settle(self) -> None:
-        """What the end means to others: room for the next one, and tokens given back for a prompt never computed."""
+        """Count an answer in the pace of the service, or give the key back the tokens of a prompt never computed."""
         log = self._log
         if log.status == 200:
             self._service.pace.ended(time.monotonic())
@@ -199,7 +196,7 @@ class Exchange(Response):
 
 
 async def _watch(receive: Receive, generations: Generations) -> None:
-    """The body is read, so the next thing a client can do is to leave."""
+    """The body is read, so the client can only leave."""
     while (await receive())["type"] != "http.disconnect":
         continue
     generations.leave()

@@ -1,4 +1,4 @@
-"""How an answer is put on the wire: as one JSON object, or event by event. Here as OpenAI does it."""
+"""An answer as bytes, whole or event by event: the interface, and OpenAI's older endpoints."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Frames(Protocol):
-    """Writes one answer. Of a stream: `opening` once, `chunk` for each piece, then `ending`, or `error` wherever."""
+    """Writes one answer. A stream is an `opening`, a `chunk` for each piece, and an `ending`, or an `error`."""
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
-        """The answer, of the pieces of each choice."""
+        """The answer, from the pieces of each choice."""
         ...
 
     def opening(self) -> bytes:
-        """What a stream says once something has arrived, before its first piece."""
+        """The first bytes of a stream, before its first piece."""
         ...
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
-        """What a piece adds; nothing where that is nothing."""
+        """The bytes of a piece; may be empty."""
         ...
 
     def ending(self) -> bytes:
-        """What a stream says when all choices are finished."""
+        """The last bytes of a stream whose choices are finished."""
         ...
 
     def error(self, error: RequestError) -> bytes:
-        """The last thing that a stream says which fails."""
+        """The last bytes of a stream that fails."""
         ...
 
 
 class OpenAIFrames:
-    """Chunks as `data:` events, their choices written by a `Shape`."""
+    """Chunks as `data:` events; a `Shape` writes their choices."""
 
     def __init__(self, service: Service, plan: Plan, shape: Shape, log: RequestLog) -> None:
         self._plan, self._shape, self._log = plan, shape, log
@@ -63,7 +63,7 @@ class OpenAIFrames:
         }
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
-        choices = [  # written one by one: objects of all log-probabilities of a thousand choices would be gigabytes
+        choices = [  # one by one: the objects of all log-probabilities of a thousand choices would take gigabytes
             orjson.Fragment(
                 orjson.dumps(self._shape.whole(choice, pieces[choice.index], self._prompt_token_ids[choice.prompt]))
             )
@@ -72,7 +72,7 @@ class OpenAIFrames:
         return self._head | {"choices": choices, "usage": self._usage()} | self._envelope()
 
     def opening(self) -> bytes:
-        """The first chunk of every choice, where the endpoint has such."""
+        """The first chunk of every choice, if the endpoint has such chunks."""
         ids = self._prompt_token_ids
         openings = [self._shape.opening(choice, ids[choice.prompt]) for choice in self._plan.choices]
         events: list[bytes] = []

@@ -1,4 +1,4 @@
-"""The token streams of one HTTP request, merged: an answer has one stream per choice."""
+"""The token streams of one HTTP request, one for each choice, merged."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from router.request.errors import as_request_error
 log = logging.getLogger(__name__)
 
 
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
-
-
 MAX_WAITING = 16
-"""Events of one choice that wait for a client each by itself. What comes behind them is added to the last."""
-EVENT_BYTES = 1000
-TOKEN_BYTES = 40
+"""Events of one choice that wait for a client separately; later ones are joined to the last."""
+EVENT_BYTES, TOKEN_BYTES = 1000, 40
+"""Memory that a waiting event takes, and each of its tokens, without log-probabilities."""
+
+
+class ClientGone(Exception):
+    """The client left before its answer was complete."""
 
 
 @dataclass(slots=True)
 class Arrival:
-    """The next thing that happened to choice `index`, at `at` (perf_counter seconds): an event, or the end by error."""
+    """An event of choice `index`, or the error that ended it, at `at` (perf_counter seconds)."""
 
     index: int
     at: float
@@ -40,9 +40,9 @@ class Arrival:
 
 
 class Generations:
-    """Runs the streams, one task each. `close` (or `leave`) aborts on the workers whatever is not finished.
+    """Runs the streams, one task each. `close` and `leave` abort unfinished ones on the workers.
 
-    What its client has not taken yet is held by `unread`, which may have it given up.
+    `unread` counts the bytes that wait for the client, and may give the answer up.
     """
 
     def __init__(self, client: GenerationClient, unread: UnreadBudget) -> None:
@@ -57,9 +57,9 @@ class Generations:
         self._aborting: asyncio.Task[None] | None = None
 
     async def start(self, requests: Sequence[GenerationRequest]) -> None:
-        """Begin the stream of each choice, as long as the client is there and none has failed.
+        """Begin the stream of each choice, until the client leaves or one of them fails.
 
-        Others have their turn after each: a thousand of them take a tenth of a second to be placed, or longer.
+        Other tasks have a turn after each: to place a thousand streams takes a tenth of a second or longer.
         """
         for index, request in enumerate(requests):
             if self._gone or self._failed:
@@ -68,10 +68,7 @@ class Generations:
             await asyncio.sleep(0)
 
     async def next(self, timeout_s: float) -> list[Arrival]:
-        """Everything that arrived since the last call, in order; waits for it, and gives [] after `timeout_s`.
-
-        Raises ClientGone.
-        """
+        """All arrivals since the last call, or the next one; [] after `timeout_s`. Raises ClientGone."""
         if not self._arrivals and not self._gone:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -92,20 +89,20 @@ class Generations:
         self._tasks[index].cancel()
 
     def leave(self) -> None:
-        """The client went away: abort everything now; `next` raises from here on."""
+        """The client went away: abort everything now, and let `next` raise."""
         self._gone = True
         self._forget()
         self._aborting = asyncio.create_task(self._abort())
         self._wake()
 
     async def close(self) -> None:
-        """Abort what still runs and wait until all streams are closed."""
+        """Abort running streams and wait until all are closed."""
         await self._abort()
         await asyncio.gather(*self._tasks.values(), *filter(None, (self._aborting,)), return_exceptions=True)
         self._forget()
 
     def give_up(self, error: RequestError) -> None:
-        """Abort everything and drop what waits: the next thing that is taken is the error."""
+        """Abort everything and drop what waits: the next arrival is the error."""
         index = next(reversed(self._last))
         self._failed = True
         self._forget()
@@ -113,7 +110,7 @@ class Generations:
         self._put(Arrival(index, time.perf_counter(), error=error))
 
     async def _abort(self) -> None:
-        """End one stream a turn of the event loop: each tells its workers."""
+        """End one stream in each turn of the event loop: each sends aborts to its workers."""
         for task in list(self._tasks.values()):
             if not task.done():
                 task.cancel()
@@ -128,14 +125,14 @@ class Generations:
                     self._add(index, event)
             if not finished:
                 raise InternalError("the answer ended without a finish reason")
-        except Exception as error:  # a bug must end the request, not leave its client waiting
+        except Exception as error:  # a bug must not leave the client waiting
             if not isinstance(error, RequestError):
                 log.exception("request failed", extra={"id": request.request_id})
             self._failed = True
             self._put(Arrival(index, time.perf_counter(), error=as_request_error(error)))
 
     def _add(self, index: int, event: TokenEvent) -> None:
-        """An event waits for the client, log-probabilities packed, by itself or with the last one of its choice."""
+        """Keep an event for the client with its log-probabilities packed, separately or joined to the last one."""
         if self._aborting is not None:
             return
         at, last, packed = time.perf_counter(), self._last.get(index), PackedLogprobs(event.logprobs)
@@ -151,7 +148,7 @@ class Generations:
         self._unread.hold(self, self._num_bytes)
 
     def _forget(self) -> None:
-        """Nothing waits any more."""
+        """Drop what waits for the client."""
         self._arrivals.clear()
         self._last.clear()
         self._num_waiting.clear()
@@ -168,7 +165,7 @@ class Generations:
 
 
 def _joined(before: TokenEvent, event: TokenEvent, packed: PackedLogprobs) -> TokenEvent:
-    """Two events of one choice as one; the packed log-probabilities of the first grow by those of the second."""
+    """Two events of one choice as one; extends the packed log-probabilities of the first."""
     logprobs = before.logprobs
     if isinstance(logprobs, PackedLogprobs):
         logprobs.extend(packed)

@@ -1,4 +1,4 @@
-"""A bound on the log-probabilities of prompts that answers under way gather in this process, about 100 bytes each."""
+"""A bound on the log-probabilities of prompts that unfinished answers hold in this process, about 100 bytes each."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from common.errors import Unavailable
+from router.dispatch.client import RETRY_AFTER_S
 
 MAX_PROMPT_LOGPROBS = 500_000
 """Of one answer, alternatives included."""
 MAX_HELD = 2_000_000
 """Of all answers together."""
-RETRY_AFTER_S = 1.0
 
 
 class LogprobBudget:
@@ -22,7 +22,7 @@ class LogprobBudget:
 
     @contextmanager
     def lease(self, num_logprobs: int) -> Iterator[None]:
-        """Room for the log-probabilities of an answer's prompts while it is made. Raises Unavailable."""
+        """Hold room for the log-probabilities of an answer's prompts while it is made. Raises Unavailable."""
         if num_logprobs and self._held + num_logprobs > self._most:
             raise Unavailable(
                 f"{self._held:,} log-probabilities of prompts are under way, {num_logprobs:,} more would exceed the "

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of both endpoints. What is not a number a JSON reader takes becomes the floor."""
+"""Log-probabilities in the shapes of OpenAI's two older endpoints."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from router.text.detokenizer import Detokenizer
 from router.text.pipeline import TextPipeline
 
 FLOOR = -9999.0
+"""Stands for minus infinity and NaN, which JSON does not have; vLLM and OpenAI use the same."""
 
 
 def floored(logprob: float) -> float:
@@ -28,7 +29,7 @@ class LogprobShapes:
         return {"content": self.tokens(with_logprobs), "refusal": None}
 
     def tokens(self, with_logprobs: Sequence[TokenWithLogprobs]) -> list[dict[str, object]]:
-        """Tokens with their bytes and alternatives."""
+        """Each token with its bytes and alternatives."""
         content: list[dict[str, object]] = []
         for token in with_logprobs:
             top = [self._chat_token(i, p) for i, p in token.logprobs.top[: self._num_alternatives]]
@@ -45,7 +46,7 @@ class LogprobShapes:
         }
 
     def echo(self, choice: Choice, *, skip_special_tokens: bool) -> dict[str, list[object]]:
-        """`logprobs` of a completion's echo, or what precedes the generated ones. The first token has none."""
+        """`logprobs` of a completion's echo. The first token has none."""
         token_ids, logprobs = choice.request.prompt_token_ids, choice.prompt_logprobs
         detokenizer = Detokenizer(self._text.tokenizer, skip_special_tokens=skip_special_tokens)
         offsets: list[object] = []
@@ -60,7 +61,7 @@ class LogprobShapes:
         }
 
     def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[dict[str, object] | None]:
-        """`prompt_logprobs` of either endpoint, by token id; a rank is known of the best tokens only."""
+        """`prompt_logprobs` of either endpoint, by token id; only the best tokens have a rank."""
         shown: list[dict[str, object] | None] = [None]
         for token_id, found in zip(token_ids[1:], logprobs, strict=True):
             top = found.top[: self._num_alternatives]
@@ -87,7 +88,7 @@ class LogprobShapes:
         return {"token": name, "logprob": floored(logprob), "bytes": list(shown.raw)}
 
     def _name(self, token_id: int) -> str:
-        """A part of a character is written as its bytes: as U+FFFD, two parts would be one key."""
+        """The token's text, or its bytes for part of a character: as U+FFFD, two parts would have one key."""
         if self._as_ids:
             return f"token_id:{token_id}"
         shown = self._text.token_text(token_id)

@@ -1,4 +1,4 @@
-"""Log-probabilities of successive tokens in numbers side by side: 12 bytes an alternative, as an object 90."""
+"""Log-probabilities of successive tokens in flat arrays: an alternative takes 12 bytes, as an object 90."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import overload
 
 from common.wire.sampling_params import TokenLogprobs
 
-TOKEN_BYTES = 16
-ALTERNATIVE_BYTES = 12
+TOKEN_BYTES, ALTERNATIVE_BYTES = 16, 12
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):
-    """Grows at its end; each item is made when it is asked for."""
+    """A sequence that grows at its end and makes each item when it is read."""
 
     __slots__ = ("_ends", "_ids", "_own", "_values")
 

@@ -1,4 +1,4 @@
-"""What an answer is made of: thoughts, text and calls, taken apart as it arrives, choice by choice."""
+"""Splits an answer into thoughts, text and calls as it arrives, choice by choice."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from router.text.thinking import ThinkingScanner, begins_inside
 from router.text.tools import CallScanner
 
 TAIL_TOKENS = 8
-"""Of a prompt, which its last characters are in."""
+"""Last tokens of a prompt that show whether a thought begins in it."""
 
 
 @dataclass(slots=True)
 class _Scanners:
-    """Those of one choice, and how many characters of it they have read. `calls` begins with the first text."""
+    """The scanners of one choice, and how many characters they have read. `calls` begins with the first text."""
 
     thinking: ThinkingScanner | None
     calls: CallScanner | None = None
@@ -28,13 +28,13 @@ class _Scanners:
 
 
 class AnswerParts:
-    """Takes the answers to one request apart: calls where tools may be called, a thought where the model thinks.
+    """Splits the answers to one request: calls if tools may be called, a thought if the model thinks.
 
-    A model whose answer is held to a form from its first token cannot think before it.
+    A model whose answer must match a form from its first token cannot think before it.
     """
 
     def __init__(self, service: Service, fields: SamplingFields) -> None:
-        """`fields` are a `ChatRequest`, or what another API's request means as one."""
+        """`fields` is a `ChatRequest`; requests of other APIs are translated to one."""
         assert isinstance(fields, ChatRequest)
         calling = tool_calling(fields)
         self._text, self._shows_thought = service.text, fields.include_reasoning is not False
@@ -45,12 +45,12 @@ class AnswerParts:
         self._id = uuid.uuid4().hex
 
     def taken_apart(self, choice: Choice, piece: Piece) -> list[Part]:
-        """What a piece adds, in the order of the text; no two neighbours are of one kind, or of one call."""
+        """The parts that a piece adds, in the order of the text; neighbours differ in kind, or in their call."""
         scanners = self._scanners_of(choice)
         scanners.num_chars += len(piece.text)
         thought, text = _without_thought(scanners.thinking, piece)
         parts: list[Part] = [ThoughtPart(thought)] if thought and self._shows_thought else []
-        start = scanners.num_chars - len(text)  # text is all of the answer from some place on
+        start = scanners.num_chars - len(text)  # the text ends where the answer ends so far
         if not self._calls_possible:
             return [*parts, TextPart(text, start)] if text else parts
         if scanners.calls is None and text:
@@ -62,22 +62,22 @@ class AnswerParts:
         return joined(parts)
 
     def whole(self, choice: Choice, pieces: Iterable[Piece]) -> list[Part]:
-        """All that a choice has, in the order of the text: each thought, text and call once."""
+        """All parts of a choice, in the order of the text: each thought, text and call once."""
         return joined([part for piece in pieces for part in self.taken_apart(choice, piece)])
 
     def finish_reason(self, choice: Choice, reason: str) -> str:
-        """`reason`, or "tool_calls" where an answer that ended by itself has some, and all of each."""
+        """`reason`, or "tool_calls" for an answer that ended by itself and whose calls are complete."""
         calls = self._scanners_of(choice).calls
         called = calls is not None and calls.num_calls and calls.calls_are_whole
         return "tool_calls" if reason == "stop" and called else reason
 
     def calls_are_whole(self, choice: Choice) -> bool:
-        """Whether each call that a choice has so far has all of its arguments."""
+        """Whether each call of a choice so far has all of its arguments."""
         calls = self._scanners_of(choice).calls
         return calls is None or calls.calls_are_whole
 
     def id_of(self, choice: Choice, index: int) -> str:
-        """Of call `index`."""
+        """The id of call `index`."""
         return f"call_{self._id}_{choice.index}_{index}"
 
     def _scanners_of(self, choice: Choice) -> _Scanners:
@@ -94,7 +94,7 @@ class AnswerParts:
 
 
 def _without_thought(scanner: ThinkingScanner | None, piece: Piece) -> tuple[str, str]:
-    """What a piece adds to the thought, and to what follows it."""
+    """The piece's thought, and its text behind the thought."""
     if scanner is None:
         return "", piece.text
     thought, text = scanner.push(piece.text)

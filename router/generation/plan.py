@@ -1,4 +1,4 @@
-"""A checked request made into what will be generated: prompts in tokens, sampling parameters, one choice per answer."""
+"""Turns a checked request into the sequences to generate: prompts in tokens, sampling parameters, choices."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from router.text.stop_strings import StopScanner
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MASK64 = 2**64 - 1
 MAX_SEQUENCES = 1024
+"""Choices of one request, over all its prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. `text` is what an echo shows; `max_tokens` what its answer may have.
+    """One prompt. `text` is what an echo shows, `max_tokens` the length that its answer may have.
 
-    With 0 one token is generated all the same, and not shown.
+    With `max_tokens` 0 a worker still generates one token, which is not shown.
     """
 
     token_ids: list[int]
@@ -41,7 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One answer to make: prompts, and for each prompt its `n` choices, prompt-major.
+    """One answer to make: prompts, and for each prompt in turn its `n` choices.
 
     It will hold `num_prompt_logprobs_held` log-probabilities of prompts, alternatives included. Each generated token
     has `num_logprobs` alternatives, or with -1 no log-probabilities.
@@ -62,7 +63,7 @@ class Plan:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of choice `index`; that of choice 0 is the request's own (splitmix64, Steele et al. 2014)."""
+    """The seed of choice `index` (splitmix64, Steele et al. 2014); choice 0 has the request's own."""
     if index == 0:
         return seed
     z = (seed + index * 0x9E3779B97F4A7C15) & MASK64
@@ -72,7 +73,7 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def check_num_sequences(service: Service, num_prompts: int, n: int) -> None:
-    """Raises InvalidRequest for a request that would not fit even alone: a 503 would have its client try for ever."""
+    """Raises InvalidRequest for a request that would not fit even alone: a 503 would have its client retry for ever."""
     most = min(MAX_SEQUENCES, service.config.max_inflight)
     if num_prompts * n <= most:
         return
@@ -87,7 +88,10 @@ def check_num_sequences(service: Service, num_prompts: int, n: int) -> None:
 def fit(
     num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, default: int | None = None, param: str
 ) -> int:
-    """How many tokens the answer may have. None: `default`, or as many as fit. Raises ContextLengthExceeded."""
+    """The tokens that the answer may have; without `max_tokens`, `default` or all that fit.
+
+    Raises ContextLengthExceeded.
+    """
     room = max_model_len - num_prompt_tokens
     if room < 1 or (max_tokens is not None and max_tokens > room):
         raise ContextLengthExceeded(num_prompt_tokens, max_model_len, max(1, max_tokens or 1), where=param)
@@ -111,8 +115,8 @@ def make_plan(
 ) -> Plan:
     """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest.
 
-    `num_logprobs` and `num_prompt_logprobs` are -1 for none. `grammar` is what every answer must match, or "". What
-    `key` computed is found again in the prefix caches by the same key, or group of keys, only.
+    `num_logprobs` and `num_prompt_logprobs` are -1 for none. Every answer must match `grammar`, unless it is "". The
+    prefix caches share entries of `key` only with its own group of keys.
     """
     num_prompt_logprobs_held = _num_prompt_logprobs(fields, prompts, num_prompt_logprobs)
     answer_id = f"{prefix}-{uuid.uuid4().hex}"
@@ -190,7 +194,7 @@ def sampling_params(
     grammar: str = "",
     num_prompt_logprobs: int = -1,
 ) -> SamplingParams:
-    """What the workers obey. Raises InvalidRequest."""
+    """The sampling parameters for the workers. Raises InvalidRequest."""
     min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidRequest(
@@ -221,13 +225,14 @@ def sampling_params(
 def _num_prompt_logprobs(fields: SamplingFields, prompts: Sequence[Prompt], num_alternatives: int) -> int:
     """How many log-probabilities of prompts the answer will have; -1 alternatives: none. Raises InvalidRequest."""
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * (fields.n or 1)
-    if num_tokens * (1 + num_alternatives) > MAX_PROMPT_LOGPROBS:
+    num_logprobs = num_tokens * (1 + num_alternatives)
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"log-probabilities of {num_tokens:,} tokens of prompts, with {num_alternatives} alternatives each, are "
             f"more than the {MAX_PROMPT_LOGPROBS:,} that one answer may have",
             param="logprobs" if fields.prompt_logprobs is None else "prompt_logprobs",
         )
-    return num_tokens * (1 + num_alternatives)
+    return num_logprobs
 
 
 def _logit_bias(service: Service, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:

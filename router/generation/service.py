@@ -1,4 +1,4 @@
-"""What every endpoint needs, in one place."""
+"""What every endpoint uses: the client of the pools, the text pipeline, metrics, limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.model_files.files import ModelFiles
 from router.auth.gate import Gate
 from router.auth.pace import Pace
 from router.auth.visit import Visit
-from router.dispatch.client import GenerationClient
+from router.dispatch.client import RETRY_AFTER_S, GenerationClient
 from router.dispatch.load import DispatchLoad
 from router.generation.logprob_budget import LogprobBudget
 from router.generation.request_log import RequestLog
@@ -30,13 +30,12 @@ from router.text.thinking import thinks
 
 M = TypeVar("M", bound=BaseModel)
 
-DRAIN_RETRY_AFTER_S = 1.0
-UNKNOWN_RETRY_AFTER_S = 1.0
-"""What a refusal says that knows of no better time."""
 MAX_SHOWN_NAME = 100
+"""Characters of a wrong model name that an error shows."""
+# Bounds of texts that are only tokenised, and of ids that are only made into text.
 MIN_TOKENIZE_BYTES = 1024 * 1024
 BYTES_PER_TOKEN = 16
-"""Four times what a token of most texts has: a text of four times the model's length can be counted."""
+"""Four times those of most texts, so that a text of four times the model's length can be counted."""
 BYTES_PER_ID = 4
 
 
@@ -56,7 +55,7 @@ class ServingClient(GenerationClient, Protocol):
 class Service:
     """One served model. `draining` refuses new work; `num_active` counts HTTP requests that are being answered.
 
-    `failure` says why this process must be restarted, and "" while it is sound.
+    `failure` says why this process must be restarted; "" while it is sound.
     """
 
     client: ServingClient
@@ -87,32 +86,32 @@ class Service:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and answer together: what the workers take, or, before they have said so, the model."""
+        """Tokens that a prompt and its answer may have: as the workers take, or the model while none is known."""
         return self.client.max_model_len or self.files.max_model_len
 
     @property
     def max_tokenize_bytes(self) -> int:
-        """Bytes of a text that is only to be tokenised, whether it fits the model or not."""
+        """The most bytes of a text that is only tokenised, whether it fits the model or not."""
         most = max(MIN_TOKENIZE_BYTES, BYTES_PER_TOKEN * self.max_model_len)
         return self.config.max_tokenize_bytes or most
 
     @property
     def max_detokenize_ids(self) -> int:
-        """Token ids that are only to be made into text."""
+        """The most token ids that are only made into text."""
         return max(1, self.max_tokenize_bytes // BYTES_PER_ID)
 
     @property
     def thinks(self) -> bool:
-        """Whether answers may begin with a thought that is told apart from them."""
+        """Whether answers may begin with a thought that is shown separately."""
         return self.config.reasoning == "auto" and thinks(self.text.chat_template)
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`: changes when the same seed may give another answer."""
+        """OpenAI's `system_fingerprint`: it changes when the same seed may give another answer."""
         return f"fp_{self.files.weights_hash}"
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with. Raises ModelNotFound for a model that is not this one."""
+        """The name for the answer. Raises ModelNotFound for another model's name."""
         if name is None or name == self.model_name:
             return self.model_name
         if name in (self.files.model_id, self.config.model):
@@ -128,24 +127,24 @@ class Service:
     def check_open(self) -> None:
         """Raises Unavailable while the process is about to end."""
         if self.draining:
-            raise Unavailable("this router is shutting down", retry_after_s=DRAIN_RETRY_AFTER_S)
+            raise Unavailable("this router is shutting down", retry_after_s=RETRY_AFTER_S)
 
     def begin(self, visit: Visit, headers: Mapping[str, str]) -> tuple[RequestLog, str]:
-        """The log of a request to a generation endpoint, and the `traceparent` that its workers are given."""
-        log = RequestLog(self.metrics, visit.path, visit)
+        """The log of a request to a generation endpoint, and the `traceparent` for its workers."""
+        log = RequestLog(self.metrics, visit)
         if self.tracing is None:
             return log, headers.get("traceparent", "")
         trace = log.trace = self.tracing.begin(visit.path, headers, visit.began)
         return log, trace.traceparent
 
     def hint(self, error: RequestError) -> None:
-        """Has a refusal for lack of room say when there will be some, where whoever refused did not know."""
-        unknown = error.retry_after_s is None or error.retry_after_s <= UNKNOWN_RETRY_AFTER_S
+        """Let a refusal for lack of room say when there will be some, if it does not know better."""
+        unknown = error.retry_after_s is None or error.retry_after_s <= RETRY_AFTER_S
         if error.status in (429, 503) and unknown and not self.draining:
             seconds = self.pace.drain_s(self.num_active, time.monotonic())
-            error.retry_after_s = error.retry_after_s if seconds is None else max(UNKNOWN_RETRY_AFTER_S, seconds)
+            error.retry_after_s = error.retry_after_s if seconds is None else max(RETRY_AFTER_S, seconds)
 
     @property
     def ready(self) -> tuple[bool, str]:
-        """Whether to send requests here and, when not, why not."""
+        """Whether this router serves requests, and if not, why."""
         return (False, "this router is shutting down") if self.draining else self.client.ready

@@ -1,4 +1,4 @@
-"""What differs between the answers of the two generation endpoints."""
+"""The JSON objects in which the answers of OpenAI's two older endpoints differ."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Object = dict[str, object]
 
 
 class Shape(Protocol):
-    """Writes choices as JSON objects. `prompt_token_ids` are given where the client wants them, else None."""
+    """Writes choices as JSON objects. `prompt_token_ids` is None unless the client wants them."""
 
     object: str
     chunk_object: str
 
     def opening(self, choice: Choice, prompt_token_ids: list[int] | None) -> Object | None:
-        """What a stream says of a choice before its first text, if anything."""
+        """The choice in a stream's first chunk; None for an endpoint without such."""
         ...
 
     def chunks(self, choice: Choice, piece: Piece, *, at_least_one: bool) -> list[Object]:
-        """What a piece adds to a choice, in a stream: parts of it, none where there is nothing to say of it.
+        """The chunks of a piece in a stream; none for a piece that adds nothing.
 
-        With `at_least_one` even such a piece has an empty part: something is said beside it.
+        With `at_least_one` such a piece has an empty chunk, which carries the usage so far.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What a request says of its answer's form, as the grammar that workers hold the answer to."""
+"""Turns what a request says about its answer's form into the grammar that the answer must match."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from router.text.tools import Function, call_grammar
 
 @dataclass(frozen=True, slots=True)
 class ToolCalling:
-    """The functions that an answer may call, or with `required` must; `several` of them or one."""
+    """The functions that an answer may call, or with `required` must call; `several` calls or one."""
 
     functions: tuple[Function, ...]
     required: bool
@@ -35,7 +35,7 @@ class ToolCalling:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One demand on the answer's form: the field that makes it, its grammar, and its schema if it is one of JSON."""
+    """One demand on the answer's form: its field, its grammar, and its schema if it asks for JSON."""
 
     param: str
     grammar: Callable[[], str]
@@ -43,7 +43,7 @@ class Form:
 
 
 def tool_calling(fields: ChatRequest) -> ToolCalling | None:
-    """None where nothing may be called. Raises InvalidRequest for a choice of what there is not."""
+    """The functions that may be called; None for none. Raises InvalidRequest for the choice of a missing tool."""
     choice, functions = fields.tool_choice or "auto", functions_of(fields.tools or ())
     if isinstance(choice, NamedTool):
         named = tuple(function for function in functions if function.name == choice.function.name)
@@ -59,7 +59,7 @@ def tool_calling(fields: ChatRequest) -> ToolCalling | None:
 
 
 def functions_of(tools: Sequence[Tool]) -> tuple[Function, ...]:
-    """What tools call. Raises InvalidRequest for two of one name."""
+    """The functions of tools. Raises InvalidRequest for two of the same name."""
     known: set[str] = set()
     for i, tool in enumerate(tools):
         name = tool.function.name
@@ -70,14 +70,14 @@ def functions_of(tools: Sequence[Tool]) -> tuple[Function, ...]:
 
 
 def is_held(fields: ChatRequest, calling: ToolCalling | None) -> bool:
-    """Whether an answer's form leaves no room for free text before it."""
+    """Whether the answer must match its form from its first token."""
     return bool(_forms(fields)) or (calling is not None and calling.required)
 
 
 async def answer_grammar(service: Service, fields: SamplingFields, calling: ToolCalling | None = None) -> str:
-    """What the answer must match; "" where it is free. Raises InvalidRequest, Unavailable.
+    """The grammar that the answer must match; "" for none. Raises InvalidRequest, Unavailable.
 
-    It was compiled once, within the bounds that workers have too: none of them ever meets one beyond.
+    It is compiled here once, within the workers' own bounds, so that no worker gets one beyond them.
     """
     forms = _forms(fields)
     if len(forms) > 1:
@@ -120,7 +120,7 @@ def _form_of_calls(calling: ToolCalling, form: Form | None) -> Form:
 
 
 def _forms(fields: SamplingFields) -> list[Form]:
-    """Every demand that the fields make."""
+    """Every demand of the fields on the answer's form."""
     forms: list[Form] = []
     wanted, outputs = fields.response_format, fields.structured_outputs
     if wanted is not None and wanted.type == "json_object":

@@ -1,4 +1,4 @@
-"""Traces for OpenTelemetry: one span a request, and under it where its time went.
+"""Traces for OpenTelemetry: one span for each request, and spans of its phases under it.
 
     chat smollm2-135m     server span; a child of the client's span where it sent a `traceparent`
       ├ queue             until a worker begins with the prompt
@@ -6,9 +6,8 @@
       ├ kv_transfer       ends when the decode worker has the prompt's KV
       └ decode            ends with the last token
 
-How long a phase took is the workers' own measure (`RequestTimeline`); when it was is reckoned from when the first and
-the last token came here. Names and attributes are those of OpenTelemetry's conventions for generative AI, `diptych.*`
-ours.
+The workers measure how long a phase took (`RequestTimeline`); the router places it in time by when the first and the
+last token came. Names and attributes are those of OpenTelemetry's conventions for generative AI, and `diptych.*`.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from common import __version__
 from common.config import RouterConfig
 from common.errors import ConfigError
-from router.generation.choice import Choice
-from router.generation.request_log import RequestLog
+from router.observe.request_record import ChoiceRecord, RequestRecord
 
-if TYPE_CHECKING:  # an extra: a router without tracing does without the library
+if TYPE_CHECKING:  # the library is an extra, which only tracing needs
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
 EXPORT_TIMEOUT_S = 5.0
+"""How long one batch of spans may take to reach the collector."""
 FLUSH_S = 1.0
 """How long a router that ends waits for its last spans to leave."""
 OPERATIONS = {
@@ -43,7 +42,7 @@ Value = str | int | float | tuple[str, ...]
 
 
 class Phase(NamedTuple):
-    """Seconds of the perf_counter's clock, and the worker it was spent on."""
+    """A phase of a request in seconds of perf_counter, and the worker that it ran on."""
 
     name: str
     began: float
@@ -52,7 +51,7 @@ class Phase(NamedTuple):
 
 
 class Tracing:
-    """Makes and sends spans. The library's own thread sends them, from a bounded queue that drops what is too much."""
+    """Makes spans. The library's own thread sends them from a bounded queue, which drops what it has no room for."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -75,7 +74,7 @@ class Tracing:
             allowed = f"empty, or installed with the extra `tracing` ({error})"
             raise ConfigError("otlp_traces_endpoint", config.otlp_traces_endpoint, allowed) from error
         ours = Resource({"service.name": "diptych-router", "service.version": __version__})
-        # What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say counts more.
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override ours.
         resource = Resource.create().merge(ours).merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(config.otlp_traces_endpoint, timeout=EXPORT_TIMEOUT_S)
@@ -83,7 +82,7 @@ class Tracing:
         return cls(provider)
 
     def begin(self, path: str, headers: Mapping[str, str], began: float) -> RequestTrace:
-        """The span of a request to a generation endpoint that came at `began` (perf_counter seconds)."""
+        """Open the span of a request to a generation endpoint that came at `began` (perf_counter seconds)."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         operation = OPERATIONS.get(path, path)
@@ -98,7 +97,7 @@ class Tracing:
         return RequestTrace(self._tracer, span, context, operation, offset_ns, carrier.get("traceparent", ""))
 
     def close(self) -> None:
-        """Send what is left, for `FLUSH_S` at most, and end the library's thread."""
+        """Send the last spans, for `FLUSH_S` at most, and end the library's thread."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(FLUSH_S)
@@ -106,10 +105,9 @@ class Tracing:
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """The span of one request; `end` writes what became of it.
+    """The span of one request; `end` completes it from the request's record.
 
-    `traceparent` is W3C's name of it, for those who work for the request. `offset_ns` makes wall-clock time of
-    perf_counter's.
+    `traceparent` is the span's W3C name, for the workers. perf_counter time plus `offset_ns` is wall-clock time.
     """
 
     tracer: Tracer
@@ -119,27 +117,27 @@ class RequestTrace:
     offset_ns: int
     traceparent: str
 
-    def end(self, log: RequestLog, ended: float) -> None:
-        """See `request_log.Trace`."""
+    def end(self, record: RequestRecord) -> None:
+        """The request has ended: its phases become spans below its own."""
         if self.span.is_recording():
-            self.span.update_name(f"{self.operation} {log.model}" if log.model else self.operation)
-            self.span.set_attributes(dict(_attributes(log)))
-            if log.status >= 400:
-                self._fail(log)
-            for choice in log.choices:
-                for phase in phases(choice, log.began):
-                    self._add(phase, choice)
-        self.span.end(self._at(ended))
+            self.span.update_name(f"{self.operation} {record.model}" if record.model else self.operation)
+            self.span.set_attributes(dict(_attributes(record)))
+            if record.status >= 400:
+                self._fail(record)
+            for choice in record.choices:
+                for phase in phases(choice, record.began):
+                    self._add(phase, choice.index)
+        self.span.end(self._at(record.ended))
 
-    def _fail(self, log: RequestLog) -> None:
+    def _fail(self, record: RequestRecord) -> None:
         from opentelemetry.trace import Status, StatusCode
 
-        self.span.set_attribute("error.type", type(log.error).__name__ if log.error is not None else str(log.status))
-        if log.status >= 500 or log.status == 499:  # a client's own mistake is no error of a server
-            self.span.set_status(Status(StatusCode.ERROR, str(log.error) if log.error is not None else "client left"))
+        self.span.set_attribute("error.type", record.error_name or str(record.status))
+        if record.status >= 500 or record.client_left:  # a client's own mistake is no error of the server
+            self.span.set_status(Status(StatusCode.ERROR, str(record.error or "client left")))
 
-    def _add(self, phase: Phase, choice: Choice) -> None:
-        attributes: dict[str, Value] = {"diptych.choice": choice.index}
+    def _add(self, phase: Phase, choice: int) -> None:
+        attributes: dict[str, Value] = {"diptych.choice": choice}
         if phase.worker:
             attributes["diptych.worker"] = phase.worker
         span = self.tracer.start_span(phase.name, self.context, attributes=attributes, start_time=self._at(phase.began))
@@ -149,8 +147,8 @@ class RequestTrace:
         return self.offset_ns + round(seconds * 1e9)
 
 
-def phases(choice: Choice, began: float) -> Iterator[Phase]:
-    """Where a choice's time went, as far as it is known; none began before its request did. Seconds of perf_counter."""
+def phases(choice: ChoiceRecord, began: float) -> Iterator[Phase]:
+    """The known phases of a choice; none begins before its request did."""
     line = choice.timeline
     if line is None or not choice.first_at:
         return
@@ -167,26 +165,25 @@ def phases(choice: Choice, began: float) -> Iterator[Phase]:
     yield Phase("decode", decode_began, choice.last_at, line.decode_worker)
 
 
-def _attributes(log: RequestLog) -> Iterator[tuple[str, Value]]:
-    yield "diptych.request_id", log.visit.request_id
-    yield "http.response.status_code", log.status
-    if log.model:
-        yield "gen_ai.request.model", log.model
-    if not log.choices:
+def _attributes(record: RequestRecord) -> Iterator[tuple[str, Value]]:
+    yield "diptych.request_id", record.request_id
+    yield "http.response.status_code", record.status
+    if record.model:
+        yield "gen_ai.request.model", record.model
+    if not record.choices:
         return
-    params = log.choices[0].request.params
-    yield "gen_ai.response.id", log.id
+    params = record.choices[0].params
+    yield "gen_ai.response.id", record.id
     yield "gen_ai.request.max_tokens", params.max_tokens
     yield "gen_ai.request.temperature", params.temperature
     yield "gen_ai.request.top_p", params.top_p
-    yield "gen_ai.request.choice.count", len(log.choices)
-    yield "gen_ai.response.finish_reasons", tuple(choice.finish_reason or "error" for choice in log.choices)
-    yield "gen_ai.usage.input_tokens", log.num_prompt_tokens
-    yield "gen_ai.usage.output_tokens", log.num_output_tokens
-    yield "diptych.cached_tokens", log.num_cached_tokens
-    lines = [choice.timeline for choice in log.choices if choice.timeline is not None]
+    yield "gen_ai.request.choice.count", len(record.choices)
+    yield "gen_ai.response.finish_reasons", tuple(choice.finish_reason or "error" for choice in record.choices)
+    yield "gen_ai.usage.input_tokens", record.num_prompt_tokens
+    yield "gen_ai.usage.output_tokens", record.num_output_tokens
+    yield "diptych.cached_tokens", record.num_cached_tokens
+    lines = [choice.timeline for choice in record.choices if choice.timeline is not None]
     yield "diptych.attempts", max((line.num_attempts for line in lines), default=0)
     yield "diptych.preemptions", sum(line.num_preemptions for line in lines)
-    first = min((choice.first_at for choice in log.choices if choice.first_at), default=0.0)
-    if first:
-        yield "diptych.time_to_first_token_s", first - log.began
+    if record.ttft_s is not None:
+        yield "diptych.time_to_first_token_s", record.ttft_s

@@ -1,25 +1,25 @@
-"""A bound on what answers of this process hold for clients that read slower than tokens come."""
+"""A bound on the bytes that this process holds for clients that read slower than tokens come."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from common.errors import RequestError, Unavailable
+from router.dispatch.client import RETRY_AFTER_S
 
 MAX_UNREAD_BYTES = 256 * 1024 * 1024
 """A million tokens with 20 log-probabilities each, or six million without."""
-RETRY_AFTER_S = 1.0
 
 
 class Reader(Protocol):
-    """An answer on its way to its client."""
+    """An answer whose client reads it."""
 
     def give_up(self, error: RequestError) -> None:
-        """Drop what waits for the client, who is to be told the error instead."""
+        """Drop what waits for the client, and send the error instead."""
 
 
 class UnreadBudget:
-    """Owned by the event loop. Over the bound, the answer that holds most is given up."""
+    """Owned by the event loop. Over the bound, it gives up the answer that holds most."""
 
     def __init__(self, most: int = MAX_UNREAD_BYTES) -> None:
         self._most = most
@@ -27,7 +27,7 @@ class UnreadBudget:
         self.num_bytes = 0
 
     def hold(self, reader: Reader, num_bytes: int) -> None:
-        """So much of an answer waits for its client now."""
+        """`num_bytes` of an answer wait for its client now."""
         self.num_bytes += num_bytes - self._held.pop(reader, 0)
         if num_bytes:
             self._held[reader] = num_bytes

@@ -1,1 +1,1 @@
-"""What the router measures of itself and of the pools."""
+"""What the router measures: of itself, of its requests, and of the pools."""

@@ -1,21 +1,19 @@
-"""A client of the pools that watches how the service keeps its goals."""
+"""A client of the pools that measures how the service keeps its goals about time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable
 
-from common.errors import RequestError
+from common.errors import Overloaded, RequestError
 from router.dispatch.client import GenerationRequest, TokenEvent
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.load import DispatchLoad
 from router.observe.slo import SLOWindow
 
-REFUSED_FOR_LOAD = 429
-
 
 class MeasuredClient:
-    """The dispatcher, with each stream's times written to a `SLOWindow`."""
+    """The dispatcher; the times of each stream go to a `SLOWindow`."""
 
     def __init__(self, client: Dispatcher, window: SLOWindow, clock: Callable[[], float] = time.monotonic) -> None:
         self._client, self._window, self._clock = client, window, clock
@@ -36,7 +34,7 @@ class MeasuredClient:
                 last, num_tokens = now, num_tokens + count
                 yield event
         except RequestError as error:
-            failed = error.status >= 500 or error.status == REFUSED_FOR_LOAD
+            failed = error.status >= 500 or isinstance(error, Overloaded)
             raise
         finally:
             now = self._clock()
@@ -47,7 +45,7 @@ class MeasuredClient:
             await stream.aclose()
 
     def check_room(self, is_longer: Callable[[int], bool]) -> None:
-        """See `GenerationClient.check_room`. Whoever is refused for load had no first token in time."""
+        """See `GenerationClient.check_room`. A refused request got no first token in time."""
         try:
             self._client.check_room(is_longer)
         except RequestError:

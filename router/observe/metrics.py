@@ -1,81 +1,22 @@
 """The router's metrics, under vLLM's names where vLLM has the quantity, else under `diptych_`.
 
-Times are the client's: they begin when the request's head is here, so they include reading and tokenising it.
+Times begin when the request's head has arrived, so they include reading and tokenising it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from common.machine.process_metrics import register_process
 from common.worker.metrics import SECONDS, SHORT_SECONDS
-from router.dispatch.client import RequestTimeline
 from router.dispatch.load import DispatchLoad
+from router.observe.load_metrics import LoadCollector
+from router.observe.request_record import ChoiceRecord, RequestRecord
 
 ENGINE = "router"
 PER_TOKEN_SECONDS = (0.0005, *SECONDS)
-
-
-class _LoadCollector(Collector):
-    """Read from the dispatcher at scrape time."""
-
-    def __init__(self, load: Callable[[], DispatchLoad], labels: Mapping[str, str]) -> None:
-        self._load, self._labels = load, labels
-
-    def collect(self) -> Iterable[Metric]:
-        load = self._load()
-        yield self._gauge("diptych_requests_in_flight", "Sequences in the router, by stage", "stage", load.stages)
-        limit = {"": load.wait_limit_s}
-        yield self._gauge("diptych_wait_limit_seconds", "How long a new request may be bound to wait", "", limit)
-        yield self._counter("diptych_retries", "Moves to another worker, by role", "role", load.num_retries)
-        takeovers = load.num_retries.get("decode", 0)
-        yield self._counter("diptych_takeovers", "Answers that another decode worker went on with", "", {"": takeovers})
-        yield self._counter("diptych_failures", "Sequences given up, by error class", "reason", load.num_failures)
-        yield self._counter("diptych_placements", "Sequences placed, by kind of place", "kind", load.num_choices)
-        yield self._counter(
-            "diptych_handovers", "Running answers handed over between workers", "outcome", load.num_handovers
-        )
-        stale = {"": load.num_stale_deltas}
-        yield self._counter("diptych_stale_deltas", "Tokens that came from a worker given up", "", stale)
-        yield from self._workers(load)
-
-    def _workers(self, load: DispatchLoad) -> Iterator[Metric]:
-        names = [*self._labels, "worker", "role"]
-        state = GaugeMetricFamily("diptych_worker_state", "1 for the state a worker is in", labels=[*names, "state"])
-        booked = GaugeMetricFamily("diptych_worker_requests", "Sequences this router has on a worker", labels=names)
-        queued = GaugeMetricFamily("diptych_worker_queued_tokens", "Prompt tokens waiting on a worker", labels=names)
-        blocks = GaugeMetricFamily("diptych_worker_available_blocks", "KV blocks a worker could give", labels=names)
-        cuts = CounterMetricFamily("diptych_worker_cuts", "Times the connection to a worker was lost", labels=names)
-        unsent = CounterMetricFamily("diptych_worker_unsent", "Messages a full queue had no room for", labels=names)
-        dropped = CounterMetricFamily(
-            "diptych_worker_frames_dropped", "Frames that were no valid message", labels=names
-        )
-        for worker in load.workers:
-            values = [*self._labels.values(), worker.worker_id or worker.address, worker.role]
-            state.add_metric([*values, worker.state], 1)
-            booked.add_metric(values, worker.num_booked_requests)
-            queued.add_metric(values, worker.num_queued_tokens)
-            blocks.add_metric(values, worker.num_available_blocks)
-            cuts.add_metric(values, worker.num_cuts)
-            unsent.add_metric(values, worker.num_unsent)
-            dropped.add_metric(values, worker.num_dropped_frames)
-        yield from (state, booked, queued, blocks, cuts, unsent, dropped)
-
-    def _gauge(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=[*self._labels, *([label] if label else [])])
-        for key, value in values.items():
-            family.add_metric([*self._labels.values(), *([key] if label else [])], value)
-        return family
-
-    def _counter(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[*self._labels, *([label] if label else [])])
-        for key, value in values.items():
-            family.add_metric([*self._labels.values(), *([key] if label else [])], value)
-        return family
 
 
 class RouterMetrics:
@@ -84,7 +25,7 @@ class RouterMetrics:
     def __init__(self, model_name: str, load: Callable[[], DispatchLoad]) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
-        self.registry.register(_LoadCollector(load, self._labels))
+        self.registry.register(LoadCollector(load, self._labels))
         register_process(self.registry, self._labels)
         histogram, counter = self._histogram, self._counter
         self.ttft = histogram("vllm:time_to_first_token_seconds", "From the request's head to its first token")
@@ -125,7 +66,7 @@ class RouterMetrics:
         self._add_access()
 
     def _add_access(self) -> None:
-        """What `router.auth` counts: keys and their limits, its log, files that are read anew."""
+        """The counters of `router.auth`: keys and their limits, the audit log, files that are read again."""
         self._key_requests = self._labelled(
             "diptych_key_requests",
             "Requests that want a key, by its name and status; the name is empty for a wrong key",
@@ -154,65 +95,83 @@ class RouterMetrics:
         return generate_latest(self.registry)
 
     def count_request(self, path: str, status: int) -> None:
-        """An HTTP request is over. `path` is a route, never a client's text."""
-        self._requests.labels(*self._labels.values(), path, str(status)).inc()
+        """An HTTP request has ended. `path` is a route, never a client's text."""
+        self._add(self._requests, path, str(status))
 
     def count_error(self, status: int, kind: str) -> None:
-        """A client was told of an error, or (499) is not there to be told."""
-        self._errors.labels(*self._labels.values(), str(status), kind).inc()
+        """A client got an error, or (499) went away."""
+        self._add(self._errors, str(status), kind)
 
     def count_rejected(self, reason: str) -> None:
-        """Something was turned away below the API."""
-        self._rejected.labels(*self._labels.values(), reason).inc()
+        """A connection or request was turned away before it reached the API."""
+        self._add(self._rejected, reason)
 
     def count_key_request(self, key: str, status: int) -> None:
-        """A request that wants a key is over; the names of keys are bounded by their file."""
-        self._key_requests.labels(*self._labels.values(), key, str(status)).inc()
-
-    def count_key_tokens(self, key: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """What a request used."""
-        self._key_tokens.labels(*self._labels.values(), key, "prompt").inc(num_prompt_tokens)
-        self._key_tokens.labels(*self._labels.values(), key, "output").inc(num_output_tokens)
+        """A request that needs a key has ended; the key file bounds the names."""
+        self._add(self._key_requests, key, str(status))
 
     def count_rate_limited(self, key: str, limit: str) -> None:
-        """A key had used up a limit."""
-        self._rate_limited.labels(*self._labels.values(), key, limit).inc()
+        """A key has used up a limit."""
+        self._add(self._rate_limited, key, limit)
 
     def count_audit_dropped(self, num: int) -> None:
-        """Lines of the audit log were lost. May be called from its thread."""
+        """The audit log lost lines. Its thread may call this."""
         self._audit_dropped.inc(num)
 
     def count_reload(self, setting: str, *, ok: bool) -> None:
-        """The file of a setting was read anew, and taken or refused."""
-        self._reloads.labels(*self._labels.values(), setting, "ok" if ok else "refused").inc()
-
-    def count_finished(self, reason: str) -> None:
-        """A sequence ended: stop, length, abort or error."""
-        self._success.labels(*self._labels.values(), reason).inc()
+        """The file of a setting was read again, and taken or refused."""
+        self._add(self._reloads, setting, "ok" if ok else "refused")
 
     def observe_gap(self, gap_s: float, num_tokens: int) -> None:
         """`num_tokens` came `gap_s` after the tokens before them."""
         for _ in range(num_tokens):
             self.inter_token.observe(gap_s / num_tokens)
 
-    def observe_end(self, times: Sequence[float], num_tokens: int, timeline: RequestTimeline | None) -> None:
-        """A sequence of `num_tokens` is complete; `times`: request here, first token, last token."""
-        began, first, last = times
-        self.e2e.observe(last - began)
-        if num_tokens > 1:
-            self.per_output_token.observe((last - first) / (num_tokens - 1))
-        if timeline is not None:
-            self.queue.observe(timeline.queue_s)
-            self.prefill.observe(timeline.prefill_s)
-            self.decode.observe(timeline.decode_s or last - first)
-            if timeline.decode_s:  # else the consumer stopped early, and the decode worker's own account never came
-                self.exposed_transfer.observe(timeline.exposed_transfer_s)
+    def observe_request(self, record: RequestRecord) -> None:
+        """A generation request has ended."""
+        self.count_request(record.path, record.status)
+        if record.error is not None:
+            self.count_error(record.error.status, record.error.type)
+        elif record.client_left:
+            self.count_error(record.status, "client_closed")
+        if record.num_output_tokens:
+            self._count_tokens(record)
+        for choice in record.choices:
+            reason = choice.finish_reason or ("abort" if record.client_left else "error")
+            self._add(self._success, reason)
+            if choice.finish_reason:
+                self._observe_choice(choice, record.began)
+
+    def _count_tokens(self, record: RequestRecord) -> None:
+        num_prompt_tokens, num_output_tokens = record.num_prompt_tokens, record.num_output_tokens
+        self.prompt_tokens.inc(num_prompt_tokens)
+        self.cached_tokens.inc(record.num_cached_tokens)
+        self.generation_tokens.inc(num_output_tokens)
+        if record.key:
+            self._add(self._key_tokens, record.key, "prompt", by=num_prompt_tokens)
+            self._add(self._key_tokens, record.key, "output", by=num_output_tokens)
+
+    def _observe_choice(self, choice: ChoiceRecord, began: float) -> None:
+        """A complete choice of a request that came at `began`."""
+        decode_s, line = choice.last_at - choice.first_at, choice.timeline
+        self.e2e.observe(choice.last_at - began)
+        if choice.num_tokens > 1:
+            self.per_output_token.observe(decode_s / (choice.num_tokens - 1))
+        if line is not None:
+            self.queue.observe(line.queue_s)
+            self.prefill.observe(line.prefill_s)
+            self.decode.observe(line.decode_s or decode_s)
+            if line.decode_s:  # else the router stopped early, and the decode worker's own report never came
+                self.exposed_transfer.observe(line.exposed_transfer_s)
+
+    def _add(self, counter: Counter, *labels: str, by: int = 1) -> None:
+        counter.labels(*self._labels.values(), *labels).inc(by)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
 
     def _labelled(self, name: str, text: str, *labels: str) -> Counter:
-        """A counter with labels beside those that all have."""
+        """A counter with more labels than the common ones."""
         return Counter(name, text, [*self._labels, *labels], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:

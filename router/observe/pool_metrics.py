@@ -1,22 +1,21 @@
-"""What autoscalers and operators read of the pools, from the router: see docs/metrics.md for what to do with each."""
+"""The router's metrics of the pools for autoscalers and operators; docs/metrics.md says what to do with each."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from router.discovery.status import DiscoveryStatus
 from router.dispatch.dispatcher import Dispatcher
+from router.observe.families import Families
 from router.observe.slo import SLOWindow
-
-Values = Iterable[tuple[tuple[str, ...], float]]
 
 
 class PoolCollector(Collector):
-    """Read from the dispatcher at scrape time."""
+    """Reads the dispatcher at scrape time."""
 
     def __init__(
         self,
@@ -25,7 +24,7 @@ class PoolCollector(Collector):
         labels: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._dispatcher, self._window, self._labels, self._clock = dispatcher, window, labels, clock
+        self._dispatcher, self._window, self._families, self._clock = dispatcher, window, Families(labels), clock
 
     def collect(self) -> Iterable[Metric]:
         now = self._clock()
@@ -35,7 +34,7 @@ class PoolCollector(Collector):
         attained = {(slo,): share for slo, share in window.attainment(now).items()}
         held = {(role,): num for role, num in demand.held.items()}
         backlog, pressure = {("prefill",): demand.backlog_s}, {("decode",): demand.pressure}
-        gauge = self._gauge
+        gauge = self._families.gauge
         yield gauge("diptych_requests_held", "Sequences that find no worker of a role", ("role",), held.items())
         yield gauge("diptych_pool_backlog_seconds", "Seconds of prompts for one worker", ("role",), backlog.items())
         yield gauge("diptych_pool_pressure", "Load in workers that it would fill", ("role",), pressure.items())
@@ -49,19 +48,12 @@ class PoolCollector(Collector):
             yield from self._discovery(fleet.source.status, now)
 
     def _discovery(self, status: DiscoveryStatus, now: float) -> Iterator[Metric]:
-        yield self._gauge(
+        gauge = self._families.gauge
+        yield gauge(
             "diptych_discovery_endpoints", "Workers that discovery sees", ("role", "state"), status.counts().items()
         )
-        yield self._gauge(
+        yield gauge(
             "diptych_discovery_last_sync_age_seconds", "Since all was last looked up", (), [((), status.age_s(now))]
         )
-        syncs = CounterMetricFamily("diptych_discovery_syncs", "Lookups of all", labels=[*self._labels, "result"])
-        for result, count in status.num_syncs.items():
-            syncs.add_metric([*self._labels.values(), result], count)
-        yield syncs
-
-    def _gauge(self, name: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=[*self._labels, *labels])
-        for key, value in values:
-            family.add_metric([*self._labels.values(), *key], value)
-        return family
+        syncs = [((result,), count) for result, count in status.num_syncs.items()]
+        yield self._families.counter("diptych_discovery_syncs", "Lookups of all", ("result",), syncs)

@@ -1,51 +1,45 @@
-"""How often, lately, this router kept its promises about time. Pure: `now` comes in.
+"""How often, lately, this router kept its goals about time. Pure: `now` comes in.
 
-`ttft` is the time from a request's arrival at the dispatcher to its first token, `tpot` the mean time of a token after
-it. A sequence that the service failed or refused for want of capacity kept neither that it had not kept before.
+`ttft` is the time from a request's arrival at the dispatcher to its first token, `tpot` the mean time of a later token.
+A sequence that the service failed or refused for lack of room misses `ttft`, or `tpot` once it had a first token.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from common.observe.recent_quantile import RecentQuantile
+from common.observe.sliding_window import SlidingWindow
 
-WINDOW_S = 60.0
-NUM_SLOTS = 12
+WINDOW_S, NUM_SLOTS = 60.0, 12
 
 
 @dataclass(slots=True)
 class _Slot:
-    number: int
     num_kept: int = 0
     num_total: int = 0
 
 
 class RecentShare:
-    """The share of promises of the last `window_s` seconds that were kept."""
+    """The share of sequences in the last `window_s` seconds that kept a goal."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
-        self._slot_s = window_s / NUM_SLOTS
-        self._slots: deque[_Slot] = deque(maxlen=NUM_SLOTS)
+        self._window = SlidingWindow(window_s, NUM_SLOTS, _Slot)
 
     def add(self, kept: bool, now: float) -> None:
-        number = int(now / self._slot_s)
-        if not self._slots or self._slots[-1].number < number:
-            self._slots.append(_Slot(number))
-        self._slots[-1].num_kept += kept
-        self._slots[-1].num_total += 1
+        slot = self._window.current(now)
+        slot.num_kept += kept
+        slot.num_total += 1
 
     def value(self, now: float) -> float:
-        """0 to 1; 1 when there was nothing to keep."""
-        oldest = int(now / self._slot_s) - NUM_SLOTS + 1
-        slots = [slot for slot in self._slots if slot.number >= oldest]
+        """0 to 1; 1 without any sequence."""
+        slots = self._window.recent(now)
         total = sum(slot.num_total for slot in slots)
         return sum(slot.num_kept for slot in slots) / total if total else 1.0
 
 
 class SLOWindow:
-    """Goals in seconds, 0 for none, and how they were kept."""
+    """The two goals in seconds, 0 for none, and how they were kept."""
 
     def __init__(self, ttft_s: float, tpot_s: float, window_s: float = WINDOW_S) -> None:
         self.ttft_s, self.tpot_s = ttft_s, tpot_s
@@ -69,14 +63,14 @@ class SLOWindow:
         self._tpot.add(tpot_s <= self.tpot_s, now)
 
     def failed(self, had_first_token: bool, now: float) -> None:
-        """A sequence did not get what it was promised."""
+        """A sequence failed or was refused."""
         (self._tpot if had_first_token else self._ttft).add(False, now)
 
     def attainment(self, now: float) -> dict[str, float]:
-        """The share kept, for each goal there is."""
+        """The share of sequences that kept each goal, by its name."""
         goals = (("ttft", self.ttft_s, self._ttft), ("tpot", self.tpot_s, self._tpot))
         return {name: share.value(now) for name, goal_s, share in goals if goal_s > 0}
 
     def p95_token_s(self, now: float) -> float:
-        """What 95 % of the tokens after the first took at most; 0 without any."""
+        """Seconds that 95 % of the tokens after the first took at most; 0 without any."""
         return self._gaps.quantile(0.95, now)

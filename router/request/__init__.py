@@ -1,1 +1,1 @@
-"""What clients send: bodies, fields, and the errors that they get."""
+"""What clients send, and the errors that they get."""

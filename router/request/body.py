@@ -1,4 +1,4 @@
-"""Reads a JSON body: its size is bounded while it arrives, before anything is parsed."""
+"""Reads JSON bodies, whose size is bounded while they arrive, before anything is parsed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaTyp
 M = TypeVar("M", bound=BaseModel)
 
 BODY_TIMEOUT_S = 60.0
-MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-"""How much of a refused body is still taken off the wire, so that its sender gets to read the answer."""
-DISCARD_TIMEOUT_S = 2.0
+"""How long a body may take to arrive."""
+
+# How much of a refused body is still read, and for how long, so that its sender gets to read the answer.
+MAX_DISCARDED_BYTES, DISCARD_TIMEOUT_S = 64 * 1024 * 1024, 2.0
+
 SMALL_BYTES = 64 * 1024
+"""A body of this size always finds room."""
 MAX_BODIES = 32
 """How many bodies of the largest size may be held at once."""
 BUSY_RETRY_S = 2.0
+"""The hint of a refusal while other bodies hold all room."""
 
 
 class BodyBudget:
-    """Bytes of all bodies that are being read or made into prompts. Small ones always find room."""
+    """Bytes of all bodies that are being read or turned into prompts."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
@@ -35,19 +39,19 @@ class BodyBudget:
         self.num_bytes = 0
 
     def lease(self) -> BodyLease:
-        """Room for one body, given back at the end of its `with` block."""
+        """Room for one body until the end of a `with` block."""
         return BodyLease(self)
 
 
 class BodyLease:
-    """What one body has of the budget."""
+    """One body's part of the budget."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self.budget = budget
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Raises Unavailable when other bodies have taken the room."""
+        """Count more bytes. Raises Unavailable when other bodies hold the room."""
         self._num_bytes += num_bytes
         self.budget.num_bytes += num_bytes
         if self._num_bytes > SMALL_BYTES and self.budget.num_bytes > self.budget.max_bytes:
@@ -76,7 +80,7 @@ def parse(data: bytes, model: type[M]) -> M:
 
 
 def validated(body: dict[str, object], model: type[M]) -> M:
-    """A JSON object as a checked `model`. Raises InvalidRequest for the most specific of its problems."""
+    """A JSON object as a checked `model`. Raises InvalidRequest with the most specific of its problems."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -84,7 +88,7 @@ def validated(body: dict[str, object], model: type[M]) -> M:
 
 
 async def read_body(request: Request, lease: BodyLease) -> bytes:
-    """At most `max_body_bytes`. Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout, Unavailable."""
+    """The body, of at most `max_body_bytes`. Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout, Unavailable."""
     max_bytes = lease.budget.max_body_bytes
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -116,9 +120,9 @@ def _too_large(size: str, max_bytes: int) -> BodyTooLarge:
 
 
 async def discard(receive: Receive, size: int = 0) -> None:
-    """Take what still arrives of a body, of which `size` bytes are taken already, within bounds.
+    """Read and drop the rest of a body, of which `size` bytes were read already, within bounds.
 
-    Closing at once would reset the connection under the answer.
+    To close the connection at once would reset it under the answer.
     """
     try:
         async with asyncio.timeout(DISCARD_TIMEOUT_S):
@@ -127,5 +131,5 @@ async def discard(receive: Receive, size: int = 0) -> None:
                 size += len(message.get("body", b""))
                 if not message.get("more_body", False):
                     return
-    except TimeoutError:  # a sender this slow gets the answer and a closed connection
+    except TimeoutError:  # so slow a sender gets the answer and a closed connection
         return

@@ -1,8 +1,8 @@
-"""Errors as clients see them: one JSON shape for everything, whoever raised it; Anthropic's where their clients ask.
+"""Errors as clients see them: in OpenAI's shape, or in Anthropic's for requests of Anthropic's API.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
-The tree continues that of `common.errors` with what only HTTP knows.
+The classes continue the tree of `common.errors` with errors of HTTP.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import ContextLengthExceeded, InternalError, InvalidRequest, ModelNotFound, RequestError
+from router.dispatch.client import RETRY_AFTER_S
 from router.request.paths import MESSAGES_PATH, MODELS_PATH
 
 MAX_SHOWN_CHARS = 80
-DEFAULT_RETRY_AFTER_S = 1.0
+"""Characters of a wrong value that an error shows."""
 ANTHROPIC_HEADER = "anthropic-version"
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -36,7 +37,7 @@ ANTHROPIC_TYPES = {
 NOT_HERE = "not_supported"
 """The type of pydantic's error for a value that `refused.Only` refuses."""
 CLIENT_CLOSED = 499
-"""nginx's status for a client that went away: in logs and metrics only."""
+"""nginx's status for a client that went away; only in logs and metrics."""
 
 
 class UnknownPath(RequestError):
@@ -82,7 +83,7 @@ class HeadTooLarge(RequestError):
 
 
 class InvalidField(InvalidRequest):
-    """A field holds what it may not. `problem` says so without showing the value, which may be part of a prompt."""
+    """A field has a wrong value. `problem` does not show the value, which may be part of a prompt."""
 
     def __init__(self, problem: str, shown: str, *, param: str | None) -> None:
         super().__init__(problem + shown, param=param)
@@ -90,13 +91,13 @@ class InvalidField(InvalidRequest):
 
 
 class Unsupported(InvalidRequest):
-    """A field that another server of this API knows and this one does not: without it the answer would differ."""
+    """A field that other servers of this API have and this one has not. To ignore it would change the answer."""
 
     code = "unsupported"
 
 
 class ThreadUnsupported(Unsupported):
-    """Nothing is stored here that a thread could continue. Anthropic's clients then send the whole conversation."""
+    """This server stores no threads. Anthropic's clients then send the whole conversation."""
 
     code = "thread_unsupported_request"
 
@@ -111,19 +112,19 @@ def error_object(error: RequestError) -> dict[str, object]:
 
 
 def anthropic_error(error: RequestError) -> dict[str, object]:
-    """The same for clients of Anthropic's API, whose types go by the status. `details` are those its clients act on."""
+    """The same in Anthropic's shape, whose types follow the status. Its clients act on `details`."""
     kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    said: dict[str, object] = {"type": kind, "message": error.message}
+    body: dict[str, object] = {"type": kind, "message": error.message}
     match error:
         case ContextLengthExceeded():
-            said["message"] = _anthropic_overflow(error)
+            body["message"] = _anthropic_overflow(error)
         case ThreadUnsupported():
-            said["details"] = {"error_code": error.code}
-    return {"type": "error", "error": said}
+            body["details"] = {"error_code": error.code}
+    return {"type": "error", "error": body}
 
 
 def _anthropic_overflow(error: ContextLengthExceeded) -> str:
-    """In the words by which Anthropic's clients know an overflow, and from which they read the numbers."""
+    """An overflow in Anthropic's words: its clients recognise them, and read the numbers from them."""
     num_tokens, most = error.num_prompt_tokens, error.max_model_len
     if error.prompt_alone:
         return f"prompt is too long: {num_tokens} tokens > {most - 1} maximum"
@@ -134,7 +135,7 @@ def _anthropic_overflow(error: ContextLengthExceeded) -> str:
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether a request is of Anthropic's API: by its path, or where both have the same one by its header."""
+    """Whether a request is of Anthropic's API: by its path, or by its header where both APIs have the path."""
     path = scope.get("path", "")
     if path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"):
         return ANTHROPIC_HEADER in Headers(scope=scope)
@@ -142,7 +143,7 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 
 class ErrorResponse(Response):
-    """An error's body depends on whose API was asked, which is known when it is sent."""
+    """An error whose body takes the shape of the request's API when it is sent."""
 
     media_type = "application/json"
 
@@ -161,17 +162,17 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
     """The answer to a request that failed before its answer began."""
     all_headers = dict(headers or {})
     if error.status in (429, 503):
-        seconds = DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+        seconds = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
         all_headers["retry-after"] = str(max(1, math.ceil(seconds)))
     if error.status == 401:
         all_headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413):  # the rest of the body was not read: this connection cannot be used again
+    if error.status in (408, 413):  # the rest of the body is unread: the connection cannot be used again
         all_headers["connection"] = "close"
     return ErrorResponse(error, all_headers)
 
 
 def loggable(error: RequestError) -> str:
-    """What a log may say of an error: nothing that a client wrote into a field."""
+    """The error's text for logs, without anything that a client wrote into a field."""
     match error:
         case InvalidField():
             return error.problem
@@ -183,7 +184,7 @@ def loggable(error: RequestError) -> str:
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """What a client may know of an unexpected error: nothing but that it is ours."""
+    """The error itself, or for an unexpected one an InternalError without details."""
     return error if isinstance(error, RequestError) else InternalError("the server failed to handle this request")
 
 
@@ -198,10 +199,10 @@ def invalid_field(error: ValidationError, body: object) -> InvalidRequest:
         kinds.setdefault(path, set()).add(problem["type"])
         values[path] = value
     path = max(found, key=len)
-    if NOT_HERE in kinds[path]:
-        return Unsupported(f"{param_of(path)}: {found[path][0]}", param=param_of(path))
-    what = ", or ".join(dict.fromkeys(found[path]))
     param = param_of(path)
+    if NOT_HERE in kinds[path]:
+        return Unsupported(f"{param}: {found[path][0]}", param=param)
+    what = ", or ".join(dict.fromkeys(found[path]))
     if not path:
         return InvalidRequest(f"the body: {what}")
     return InvalidField(f"{param}: {what}", _got(values[path], what), param=param)
@@ -216,7 +217,7 @@ def param_of(path: Sequence[str | int]) -> str | None:
 
 
 def _resolve(kind: str, location: Sequence[str | int], body: Any) -> tuple[tuple[str | int, ...], object]:
-    """The part of pydantic's location that is a path in `body` (it also names union members), and the value there."""
+    """The path in `body` that is in pydantic's location, which also names union members, and the value there."""
     path: tuple[str | int, ...] = ()
     for part in location:
         inside_list = isinstance(body, list) and isinstance(part, int) and part < len(body)
@@ -226,7 +227,7 @@ def _resolve(kind: str, location: Sequence[str | int], body: Any) -> tuple[tuple
     return ((*path, location[-1]), None) if kind == "missing" else (path, body)
 
 
-SAID = {
+MESSAGES = {
     "missing": "is required",
     "model_type": "must be an object",
     "dict_type": "must be an object",
@@ -244,9 +245,9 @@ SAID = {
 
 
 def _text(kind: str, message: str, context: Mapping[str, object]) -> str:
-    """What is wrong, in our words where pydantic's speak of Python."""
-    if kind in SAID:
-        return SAID[kind].format(**context)
+    """What is wrong, in our own words if pydantic's mention Python."""
+    if kind in MESSAGES:
+        return MESSAGES[kind].format(**context)
     message = message.removeprefix("Value error, ")
     return f"must {message[6:].removeprefix('should ')}" if message.startswith("Input should ") else message
 

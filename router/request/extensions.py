@@ -1,4 +1,4 @@
-"""What vLLM's clients add to requests of every API: how tokens are drawn, and what form the answer has."""
+"""Fields that vLLM adds to every API: how tokens are drawn, and the answer's form."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from router.request.refused import Only, Refused
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 256
 MIN_REPETITION_PENALTY = 0.01
-"""Logits are divided by it: by less, they are no finite numbers any more."""
+"""Logits are divided by it: a smaller one would make them infinite."""
 MAX_STRUCTURED_CHOICES = 4096
-INT64 = 2**63
 
-Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 JsonSchema = dict[str, Any] | bool
@@ -25,7 +24,7 @@ Choices = Annotated[list[GrammarText], Field(min_length=1, max_length=MAX_STRUCT
 
 
 def _not_too_many(bias: object) -> object:
-    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:  # before each of a million entries is looked at
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:  # before a million entries are checked one by one
         raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries, not {len(bias)}")
     return bias
 
@@ -34,13 +33,13 @@ LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Befor
 
 
 class Fields(BaseModel):
-    """Base: types are taken as they are (no "1" for 1), what is not known is dropped."""
+    """Base of all requests: values keep their JSON type (no "1" for 1), and unknown fields are dropped."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
 class StructuredOutputs(Fields):
-    """One of these, which the whole answer must match."""
+    """The form that the whole answer must match: one of these fields."""
 
     json_schema: JsonSchema | GrammarText | None = Field(None, alias="json", description="a JSON schema, or its text")
     json_object: bool | None = None
@@ -52,11 +51,11 @@ class StructuredOutputs(Fields):
 
 
 class Extensions(Fields):
-    """Optional fields of every API that generates."""
+    """Optional fields of every generation endpoint."""
 
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="-1 or 0: off")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Int | None = None
+    seed: Int64 | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=10)] | None = None
@@ -76,7 +75,7 @@ class Extensions(Fields):
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
 
-    # Known to vLLM or SGLang, not here.
+    # vLLM or SGLang have these, this server has not.
     best_of: Annotated[Any, Only((1,))] = None
     use_beam_search: Refused = None
     length_penalty: Annotated[Any, Only((1, 1.0))] = None

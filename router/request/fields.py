@@ -1,7 +1,7 @@
-"""What a client may send, field by field. Unknown fields are ignored, every optional one may be null.
+"""The fields that a client may send. Unknown fields are ignored, and every optional one may be null.
 
-A field that another server of these APIs knows, that would change the answer and that this server does not have, is
-`Refused` unless its value changes nothing: silence would be a wrong answer. tests/router/api/known has the list.
+A field of other servers that would change the answer, and that this server does not have, is `Refused` unless its value
+changes nothing: to ignore it would give a wrong answer. tests/router/api/known lists these fields.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MAX_CHOICES = 128
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
 MAX_TOOLS = 1024
-FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 MAX_PARTS = 10_000
-"""Of the contents of all messages together, tool calls included."""
+"""Parts of the contents of all messages together, tool calls included."""
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 
 NumAlternatives = Annotated[int, Field(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -35,7 +35,7 @@ class StreamOptions(Fields):
 
 
 class NamedSchema(Fields):
-    """A schema as OpenAI wraps it. The answer is held to it, `strict` or not."""
+    """A schema as OpenAI wraps it. The answer must match it, `strict` or not."""
 
     name: Annotated[str, Field(max_length=256)] | None = None
     description: str | None = None
@@ -49,7 +49,7 @@ class ResponseFormat(Fields):
 
 
 class SamplingFields(Extensions):
-    """What both of OpenAI's older endpoints share: its sampling fields and vLLM's extensions of them."""
+    """The fields of both of OpenAI's older endpoints."""
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -74,7 +74,7 @@ class SamplingFields(Extensions):
 
     @abstractmethod
     def longest_text(self) -> str | list[int]:
-        """The longest piece of a prompt that is surely in one: text or token ids."""
+        """The longest text, or list of token ids, that is surely in a prompt as it is."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class SamplingFields(Extensions):
 
 
 class ContentPart(Fields):
-    """One part of a message; only text is understood here, that of a refusal included."""
+    """One part of a message: text, which may be that of a refusal."""
 
     type: Annotated[str, Field(max_length=64)]
     text: str | None = None
@@ -118,7 +118,7 @@ class Message(Fields):
     audio: Refused = None
 
     def as_dict(self) -> dict[str, Any]:
-        """What was sent, nulls left out, for chat templates. Client data inside is not copied, however deep it is."""
+        """The message for chat templates, without nulls. It shares the client's own data inside, however deep."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if isinstance(self.content, list):
             message["content"] = [
@@ -134,7 +134,7 @@ class Message(Fields):
 
 
 def not_too_many_parts(messages: object) -> object:
-    if isinstance(messages, list):  # before each of a million parts is looked at
+    if isinstance(messages, list):  # before a million parts are checked one by one
         found = (message.get(name) for message in messages if isinstance(message, dict) for name in _PARTS)
         num_parts = sum(len(parts) for parts in found if isinstance(parts, list))
         if num_parts > MAX_PARTS:
@@ -192,7 +192,7 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(None, description='default "auto"')
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call an answer")
 
-    # Known, not here.
+    # Other servers have these, this one has not.
     functions: Refused = None
     function_call: Annotated[Any, Only(("none", "auto"))] = None
     modalities: Annotated[list[Annotated[Any, Only(("text",))]], Field(max_length=64, fail_fast=True)] | None = None
@@ -205,13 +205,13 @@ class ChatRequest(SamplingFields):
     add_special_tokens: Refused = None
 
     def longest_text(self) -> str | list[int]:
-        """Of the last message: templates leave others out."""
+        """The last message's text: templates may leave out other messages."""
         content = self.messages[-1].content
         return content if isinstance(content, str) else ""
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template is told beside the messages. A template ignores variables that it does not know."""
+        """Variables of the chat template beside the messages. A template ignores those that it does not use."""
         variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
@@ -221,7 +221,7 @@ class ChatRequest(SamplingFields):
 
 
 def _kind_of_prompt(prompt: object) -> str:
-    """Decided by the first element, so that one wrong id among a million is one problem and not three million."""
+    """By the first element alone, so that one wrong id among a million is one problem and not three million."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else 0
@@ -263,7 +263,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def echo_logprobs(self) -> int | None:
-        """How many alternatives to show beside the log-probability of each token of an echo; None: no such."""
+        """Alternatives to show with the log-probability of each token of an echo; None without log-probabilities."""
         return self.logprobs if self.echo else None
 
 

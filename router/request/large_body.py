@@ -1,8 +1,8 @@
-"""Large bodies, parsed and checked in a thread: the event loop serves small requests meanwhile.
+"""Large bodies, parsed and checked in a thread while the event loop serves small requests.
 
-C code that makes a million objects lets no other thread run until it is done. So a body is taken apart first, at the
-price of a look at its bytes: what no field wants is skipped, what cannot fit the model is refused by its number of
-commas, and the rest becomes objects piece by piece.
+C code that makes a million objects lets no other thread run until it is done. So a body is first split into fields
+without parsing them: unknown fields are skipped, a prompt that cannot fit the model is refused by its number of commas,
+and the rest becomes objects piece by piece.
 """
 
 from __future__ import annotations
@@ -21,36 +21,33 @@ M = TypeVar("M", bound=BaseModel)
 Result = TypeVar("Result")
 
 LARGE_BYTES = 256 * 1024
-"""Smaller bodies take a few milliseconds at worst: less than the way to a thread and back is worth."""
+"""Smaller bodies are parsed on the event loop: they take a few milliseconds at worst."""
 MAX_FIELD_BYTES = 1024 * 1024
-"""Of one field that is no part of the prompt, in a large body."""
+"""The size of a field outside the prompt, in a large body."""
 PROMPT_FIELDS = frozenset(("prompt", "messages", "input", "tokens"))
 Pieces = dict[str, msgspec.Raw]
 
 
 class Threads(Protocol):
-    """Where long work is done, a bounded number of jobs."""
+    """Runs long jobs in threads, a bounded number at once."""
 
     async def apart(self, job: Callable[[], Result]) -> Result: ...
 
 
 class LargeBodies:
-    """`max_model_len` says how many tokens a prompt may have at most, `max_ids` how many may be made into text."""
+    """`max_model_len` gives the most tokens of a prompt, `max_ids` the most token ids that are made into text."""
 
     def __init__(self, threads: Threads, max_model_len: Callable[[], int], max_ids: Callable[[], int]) -> None:
         self._threads, self._max_model_len, self._max_ids = threads, max_model_len, max_ids
 
     async def model(self, data: bytes, model: type[M]) -> M:
-        """The body as a checked `model`. Raises RequestError, Unavailable among them when too many wait."""
+        """The body as a checked `model`. Raises RequestError, such as Unavailable when too many bodies wait."""
         max_model_len, max_ids = self._max_model_len(), self._max_ids()
         return await self._threads.apart(lambda: parse_large(data, model, max_model_len, max_ids))
 
 
 def parse_large(data: bytes, model: type[M], max_model_len: int, max_ids: int) -> M:
-    """As `body.parse` does, but for fields of no meaning here, which may hold anything that looks like JSON.
-
-    Raises InvalidRequest.
-    """
+    """As `body.parse`, but the values of unknown fields are not checked to be JSON. Raises InvalidRequest."""
     try:
         fields = msgspec.json.decode(data, type=Pieces)
     except msgspec.ValidationError as error:
@@ -62,7 +59,7 @@ def parse_large(data: bytes, model: type[M], max_model_len: int, max_ids: int) -
 
 
 def check_number_of_ids(num_ids: int, max_ids: int) -> None:
-    """Of `tokens` that are to be made into text. Raises InvalidRequest."""
+    """Bound the `tokens` that are to be made into text. Raises InvalidRequest."""
     if num_ids > max_ids:
         raise InvalidRequest(f"tokens: {num_ids:,} ids, at most {max_ids:,} are made into text", param="tokens")
 
@@ -93,12 +90,12 @@ def _holds_numbers(raw: memoryview) -> bool:
 
 
 def _num_elements(raw: memoryview) -> int:
-    """Of a list of numbers, which is not empty."""
+    """Elements of a list of numbers that is not empty."""
     return bytes(raw).count(b",") + 1
 
 
 def _check_number(name: str, raw: memoryview, max_model_len: int, place: str = "") -> None:
-    """Of token ids in a prompt. Raises ContextLengthExceeded."""
+    """Bound the token ids of a prompt. Raises ContextLengthExceeded."""
     num_tokens = _num_elements(raw) if name == "prompt" and _holds_numbers(raw) else 0
     if num_tokens >= max_model_len:
         raise ContextLengthExceeded(num_tokens, max_model_len, where=f"{name}{place}")

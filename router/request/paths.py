@@ -10,4 +10,4 @@ RESPONSES_PATH: Final = "/v1/responses"
 MESSAGES_PATH: Final = "/v1/messages"
 MODELS_PATH: Final = "/v1/models"
 GENERATING: Final = frozenset((CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH))
-"""A POST there asks for an answer of the model."""
+"""A POST to one of these asks the model for an answer."""

@@ -1,4 +1,4 @@
-"""Fields that other servers of these APIs know and this one does not, where ignoring them would change the answer."""
+"""Fields of other servers that this one does not have, and must not ignore because they change the answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING: tuple[object, ...] = (False, "", [], {})
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Annotates a field that may be null or one of `same`, the values that ask for what this server does anyway."""
+    """Annotates a field that may only be null or one of `same`: values that ask for what this server does anyway."""
 
     same: tuple[object, ...]
 

@@ -1,4 +1,4 @@
-"""What other APIs' requests have in common on their way to becoming conversations of our own."""
+"""Helpers that translate requests of other APIs into OpenAI's chat requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.request.fields import FunctionDefinition, FunctionName, NamedTool, T
 
 
 class TextPart(Protocol):
-    """One part of a message, of which only text is understood."""
+    """One part of a message; only parts with text are supported."""
 
     @property
     def type(self) -> str: ...
@@ -21,9 +21,9 @@ class TextPart(Protocol):
 
 
 def joined_text(parts: Sequence[TextPart], kinds: Collection[str], where: str, *, first: int = 0) -> str:
-    """The texts of parts, one after the other; `where` names the list, `first` is the place in it of the first one.
+    """The texts of parts, joined. `where` names the list of which they are elements, from number `first` on.
 
-    Raises InvalidRequest for a part of another type than `kinds`, or without a text.
+    Raises InvalidRequest for a part whose type is not in `kinds`, or that has no text.
     """
     for j, part in enumerate(parts, start=first):
         if part.type not in kinds:
@@ -35,7 +35,7 @@ def joined_text(parts: Sequence[TextPart], kinds: Collection[str], where: str, *
 
 @contextmanager
 def named_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors raised inside name the fields of another API where ours begin with one of `names`."""
+    """Rename the field that an error inside names, if it begins with one of `names`."""
     try:
         yield
     except RequestError as error:
@@ -53,5 +53,5 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
 
 
 def named_tool(name: str) -> NamedTool:
-    """The choice of this tool."""
+    """The tool choice of this tool."""
     return NamedTool(type="function", function=FunctionName(name=name))

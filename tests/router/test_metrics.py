@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import RequestTimeline
 from router.dispatch.load import DispatchLoad, WorkerLoad
 from router.observe.metrics import RouterMetrics
+from router.observe.request_record import ChoiceRecord, RequestRecord
 
 WORKER = WorkerLoad("tcp://127.0.0.1:1", "decode", "decode-0", "suspect", 3, 70, 90, 100, 2, 0.0, 0.0, 6, 7, 8)
 LOAD = DispatchLoad(
@@ -24,6 +28,12 @@ def samples(metrics: RouterMetrics) -> dict[str, float]:
     return found
 
 
+def answered(num_tokens: int, last_at: float, line: RequestTimeline | None, **fields: Any) -> RequestRecord:
+    """A request of one choice, which came at 1.0 and had its first token at 1.5."""
+    choice = ChoiceRecord(0, SamplingParams(max_tokens=9), num_tokens, "stop", 1.5, last_at, line)
+    return RequestRecord("r", "/v1/completions", began=1.0, ended=4.0, status=200, choices=(choice,), **fields)
+
+
 def test_the_dispatcher_is_read_at_scrape_time() -> None:
     found = samples(RouterMetrics("tiny", lambda: LOAD))
     assert (found["diptych_requests_in_flight queue"], found["diptych_requests_in_flight decode"]) == (1, 4)
@@ -37,8 +47,7 @@ def test_the_dispatcher_is_read_at_scrape_time() -> None:
 
 def test_a_finished_sequence() -> None:
     metrics = RouterMetrics("tiny", lambda: LOAD)
-    metrics.observe_end((1.0, 1.5, 3.5), 5, RequestTimeline(queue_s=0.1, prefill_s=0.2, decode_s=2.0))
-    metrics.count_finished("stop")
+    metrics.observe_request(answered(5, 3.5, RequestTimeline(queue_s=0.1, prefill_s=0.2, decode_s=2.0)))
     found = samples(metrics)
     assert found["vllm:e2e_request_latency_seconds_sum"] == 2.5
     assert found["vllm:request_time_per_output_token_seconds_sum"] == 0.5
@@ -49,8 +58,8 @@ def test_a_finished_sequence() -> None:
 def test_what_a_key_did() -> None:
     metrics = RouterMetrics("tiny", lambda: LOAD)
     metrics.count_key_request("alice", 200)
-    metrics.count_key_tokens("alice", 7, 3)
-    metrics.count_key_tokens("alice", 1, 1)
+    metrics.observe_request(answered(3, 3.5, None, key="alice", num_prompt_tokens=7))
+    metrics.observe_request(answered(1, 1.5, None, key="alice", num_prompt_tokens=1))
     metrics.count_rate_limited("alice", "tokens")
     metrics.count_reload("tls_cert", ok=False)
     metrics.count_audit_dropped(4)
@@ -62,7 +71,7 @@ def test_what_a_key_did() -> None:
 
 def test_a_single_token_has_no_time_per_output_token() -> None:
     metrics = RouterMetrics("tiny", lambda: LOAD)
-    metrics.observe_end((1.0, 1.5, 1.5), 1, None)
+    metrics.observe_request(answered(1, 1.5, None))
     assert samples(metrics)["vllm:request_time_per_output_token_seconds_count"] == 0
 
 

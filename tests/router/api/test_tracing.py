@@ -12,8 +12,10 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import ConfigError, Unavailable
+from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import RequestTimeline
 from router.generation.tracing import Phase, Tracing, phases
+from router.observe.request_record import ChoiceRecord
 
 from ...collector import Collector, attributes
 
@@ -189,18 +191,17 @@ def test_a_router_without_the_library_says_what_to_install(monkeypatch: pytest.M
         Tracing.of(RouterConfig(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces"))
 
 
-class Told:
+def told(first_at: float, last_at: float, **line: Any) -> ChoiceRecord:
     """A choice of which this is known."""
-
-    def __init__(self, first_at: float, last_at: float, **line: Any) -> None:
-        self.first_at, self.last_at, self.timeline = first_at, last_at, RequestTimeline(**line)
+    params, timeline = SamplingParams(max_tokens=9), RequestTimeline(**line)
+    return ChoiceRecord(0, params, first_at=first_at, last_at=last_at, timeline=timeline)
 
 
 def test_phases_lie_where_the_tokens_came() -> None:
-    choice = Told(
+    choice = told(
         12.0, 20.0, prefill_worker="p", decode_worker="d", queue_s=0.5, prefill_s=1.0, transfer_s=0.75, decode_s=7.5
     )  # fmt: skip
-    assert list(phases(choice, 10.0)) == [  # type: ignore[arg-type]
+    assert list(phases(choice, 10.0)) == [
         Phase("queue", 10.5, 11.0), Phase("prefill", 11.0, 12.0, "p"), Phase("kv_transfer", 11.75, 12.5, "d"),
         Phase("decode", 12.5, 20.0, "d"),
     ]  # fmt: skip
@@ -208,14 +209,14 @@ def test_phases_lie_where_the_tokens_came() -> None:
 
 def test_no_phase_begins_before_its_request() -> None:
     """Clocks of workers differ, and a phase may have been repeated."""
-    choice = Told(12.0, 13.0, decode_worker="d", queue_s=99.0, prefill_s=99.0, transfer_s=99.0, decode_s=99.0)
-    assert {phase.began for phase in phases(choice, 10.0)} == {10.0}  # type: ignore[arg-type]
+    choice = told(12.0, 13.0, decode_worker="d", queue_s=99.0, prefill_s=99.0, transfer_s=99.0, decode_s=99.0)
+    assert {phase.began for phase in phases(choice, 10.0)} == {10.0}
 
 
 def test_one_token_has_no_decode_phase_and_no_token_none() -> None:
-    names = [phase.name for phase in phases(Told(12.0, 12.0, prefill_worker="p", prefill_s=1.0), 10.0)]  # type: ignore[arg-type]
+    names = [phase.name for phase in phases(told(12.0, 12.0, prefill_worker="p", prefill_s=1.0), 10.0)]
     assert names == ["prefill"]
-    assert list(phases(Told(0.0, 0.0, prefill_worker="p"), 10.0)) == []  # type: ignore[arg-type]
+    assert list(phases(told(0.0, 0.0, prefill_worker="p"), 10.0)) == []
 
 
 @pytest.mark.parametrize("url", ["collector:4318", "ftp://collector/", "http://", "http://a b/"])

@@ -1,4 +1,5 @@
 import pytest
+from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.errors import Overloaded
@@ -192,10 +193,10 @@ def first_token(admission, prefill, num_tokens, after_s):
     state = RequestState(request, 0.0)
     booking = registry.book(prefill.address, num_tokens=num_tokens, num_blocks=1)
     assignment = Assignment("prefill", prefill.address, "p", 1, 0, booking, 0, 0)
-    state.assigned(assignment, 0.0)
+    state.assign(assignment, 0.0)
     admission.expect(state)
     admission.learn(state, assignment, after_s)
-    state.received(assignment, TokenDelta("r", 0, 0, (7,)), after_s)
+    state.receive(assignment, TokenDelta("r", 0, 0, (7,)), after_s)
     admission.learn(state, assignment, 100.0)  # what comes later is no first token
     registry.release(booking)
 
@@ -218,7 +219,9 @@ def test_a_new_worker_at_the_address_is_taken_at_its_word():
     admission = admission_of(prefill, decode())
     for _ in range(30):
         first_token(admission, prefill, 100, after_s=1.5)
-    admission.forget(prefill.address)
+    beat = prefill.beat
+    admission._registry.on_hello(prefill.address, replace(prefill.identity, epoch=2), 1.0)
+    admission._registry.on_heartbeat(prefill.address, replace(beat, epoch=2), 1.0)
     assert not refuses(admission, 100)
 
 
@@ -227,7 +230,7 @@ def test_a_short_prediction_that_proves_wrong_says_nothing():
     admission = admission_of(prefill, decode())
     for _ in range(30):
         first_token(admission, prefill, 40, after_s=2.0)
-    assert admission._slowness == {}
+    assert prefill.slowness.value == 1.0
 
 
 # ---------------------------------------------------------------- more than can be served
@@ -237,7 +240,7 @@ def placed(admission, worker, num_tokens, now):
     """A prompt that waits at `worker`."""
     state = RequestState(GenerationRequest(f"r{now}", [1] * num_tokens, SamplingParams(max_tokens=2)), now)
     booking = admission._registry.book(worker.address, num_tokens=num_tokens, num_blocks=1)
-    state.assigned(Assignment(worker.role, worker.address, worker.worker_id, 1, 0, booking, 0, 0), now)
+    state.assign(Assignment(worker.role, worker.address, worker.worker_id, 1, 0, booking, 0, 0), now)
     admission.expect(state)
     return state
 
@@ -297,7 +300,7 @@ def test_whose_stream_has_begun_is_never_shed():
     admission = admission_of(prefill, decode(), slo_ttft_ms=0.0)
     states = [placed(admission, prefill, 1000, float(now)) for now in range(40)]
     late = states[20]
-    late.received(late.waits_for, TokenDelta("r", 0, 0, (7,)), 20.0)
+    late.receive(late.waits_for, TokenDelta("r", 0, 0, (7,)), 20.0)
     shed = overload(admission, states)
     assert late not in shed and states[19] in shed
 

@@ -261,7 +261,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         )  # fmt: skip
         dispatcher = Dispatcher(config)
         dispatcher._open = True
-        dispatcher._clock = dispatcher.fleet._clock = lambda: self.now
+        dispatcher._clock = dispatcher.fleet._clock = dispatcher._placement._clock = lambda: self.now
         recover = dispatcher._recovery.recover
         dispatcher._recovery.recover = lambda state, failed, reason, now, **how: (  # type: ignore[method-assign]
             self.blamed.append(reason) or recover(state, failed, reason, now, **how)  # type: ignore[func-returns-value]

@@ -184,6 +184,30 @@ async def test_discovery_cannot_bring_more_workers_than_the_router_holds(
     assert "found 4 workers, the first 2 are used" in caplog.text
 
 
+async def test_only_the_loss_of_a_worker_that_served_is_a_warning(
+    cluster: Any, tools: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="router.fleet.fleet")
+    loading, served = cluster.add("decode"), cluster.add("decode")
+    loading.beat["ready"] = False
+    dispatcher = await cluster.start(0, 0, wait=False)
+    states = dispatcher.fleet.registry.workers
+    await tools.until(lambda: is_ready(dispatcher, served) and states[loading.address].beat is not None)
+
+    def level_of(line: str) -> int:
+        return next((record.levelno for record in caplog.records if record.getMessage().startswith(line)), 0)
+
+    for worker in (loading, served):
+        worker.die()
+    await tools.until(lambda: level_of(f"worker {served.address} is lost: ") == logging.WARNING)
+    await tools.until(lambda: level_of(f"worker {loading.address} went away before it was ready: ") == logging.INFO)
+    loading.beat["ready"] = True
+    await loading.restart()
+    await tools.until(lambda: is_ready(dispatcher, loading))
+    loading.die()
+    await tools.until(lambda: level_of(f"worker {loading.address} is lost: ") == logging.WARNING)
+
+
 async def test_pools_that_do_not_fit_are_said_once(cluster: Any, tools: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     cluster.add("prefill", fingerprint="new", version="2.0")

@@ -1,0 +1,64 @@
+"""The record of a generation request, made at its end: metrics, log, audit log and trace all read it.
+
+began ─ first_at ─ ... ─ last_at ─ ended        seconds of perf_counter
+        └── of each choice ────┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import RequestError
+from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import RequestTimeline
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRecord:
+    """One choice of the answer. Its times are 0 without a token; `finish_reason` is "" if it was cut short."""
+
+    index: int
+    params: SamplingParams
+    num_tokens: int = 0
+    finish_reason: str = ""
+    first_at: float = 0.0
+    last_at: float = 0.0
+    timeline: RequestTimeline | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """`key` names the API key and `id` the answer; both may be "". A refused request may have no choices."""
+
+    request_id: str
+    path: str
+    began: float
+    ended: float
+    status: int
+    key: str = ""
+    id: str = ""
+    model: str = ""
+    error: RequestError | None = None
+    client_left: bool = False
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    choices: tuple[ChoiceRecord, ...] = ()
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds to the first token of any choice; None without one."""
+        first_at = min((choice.first_at for choice in self.choices if choice.first_at), default=None)
+        return None if first_at is None else first_at - self.began
+
+    @property
+    def finish_reason(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].finish_reason if self.choices else ""
+
+    @property
+    def error_name(self) -> str:
+        return "" if self.error is None else type(self.error).__name__
