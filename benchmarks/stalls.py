@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -30,6 +29,7 @@ from benchmarks.conditions import conditions
 from benchmarks.report import open_console, write_json
 from benchmarks.stack import free_port
 from benchmarks.time_limit import time_limit
+from common.machine.child_process import ChildProcess
 
 PROGRAM: Final = "python -m benchmarks.stalls"
 READY_GOAL_S, GAP_GOAL_S = 0.25, 1.0
@@ -269,18 +269,14 @@ def serving(model: str, log: Path | None, flags: Sequence[str]) -> Iterator[str]
     port = free_port()
     if log:
         log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+    service = ChildProcess("diptych serve", log or Path(os.devnull))
     command = [sys.executable, "-P", "-m", "router.local.serve", "--model", model, "--port", str(port)]
-    with (log or Path(os.devnull)).open("wb") as out:
-        process = subprocess.Popen([*command, "--prefill", "1", "--decode", "1", *flags], stdout=out, stderr=out)
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    service.spawn([*command, "--prefill", "1", "--decode", "1", *flags])
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        service.stop(STOP_S)
 
 
 def print_rows(console: Console, rows: Sequence[Row]) -> None:

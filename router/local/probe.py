@@ -1,4 +1,4 @@
-"""Questions that the supervisor asks the network: is a port free, is the router ready, is a process well."""
+"""What the supervisor asks the network: whether a port is free, the router ready, a process healthy."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from common.wire.listening import listening_host
 
 PROBE_TIMEOUT_S = 2.0
 _NO_ANSWER = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
-"""What comes of asking somebody who is away, is slow, or does not speak HTTP."""
+"""Raised when a process is gone, is slow, or does not speak HTTP."""
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True)
 class Health:
-    """What one `GET /health` tells of a process. `problem`: why it is not well, or ""; `has_started`: surely it has."""
+    """The result of one `GET /health`: the problem, or "", and whether the process has surely started."""
 
     problem: str
     has_started: bool
@@ -52,7 +52,7 @@ def claim_port(host: str, port: int) -> int:
 async def ready_reason(host: str, port: int, *, tls: bool = False) -> str:
     """Why `GET /ready` is not 200 yet; "" when it is.
 
-    With `tls` whatever certificate the port shows is taken: it is our own child's, and no name of it need be this host.
+    With `tls` any certificate is accepted: it belongs to our own child, and need not name this host.
     """
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
@@ -63,9 +63,9 @@ async def ready_reason(host: str, port: int, *, tls: bool = False) -> str:
 
 
 async def ask_health(host: str, port: int, timeout_s: float, *, tls: bool = False) -> Health:
-    """How a process is: no answer within `timeout_s` is as bad as one that is not 200.
+    """Probe a process: no answer within `timeout_s` is as bad as one that is not 200.
 
-    A worker that says that it is loading has not started. `tls` as in `ready_reason`.
+    A worker whose state is "loading" has not started. `tls` as in `ready_reason`.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -93,11 +93,11 @@ async def _get(host: str, port: int, path: str, context: ssl.SSLContext | None) 
         head = await reader.readuntil(b"\r\n\r\n")
         return int(head.split(maxsplit=2)[1]), await reader.read()
     finally:
-        writer.transport.abort()  # all is said; and whoever is frozen would let a polite end of TLS wait
+        writer.transport.abort()  # a frozen process would delay an orderly end of TLS
 
 
 def _field(body: bytes, name: str) -> str:
-    """A text in the answer, when that is a JSON object with one of the name."""
+    """A string of the answer by its key; "" when the answer has none."""
     try:
         answer = json.loads(body)
     except ValueError:
@@ -109,7 +109,6 @@ def _field(body: bytes, name: str) -> str:
 def _message(body: bytes) -> str:
     """The reason in the router's answer: an OpenAI error object, or else the text."""
     try:
-        answer = json.loads(body)
-        return str(answer["error"]["message"])
+        return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return body.decode(errors="replace").strip() or "not ready"

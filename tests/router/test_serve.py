@@ -202,7 +202,7 @@ async def test_a_worker_that_dies_comes_back_on_its_address(records: Path) -> No
     supervisor = pretended(records, "--prefill", "0")
     await supervisor.start()
     running = asyncio.create_task(supervisor.run())
-    supervisor.decode[0].send(signal.SIGKILL)
+    supervisor.decode[0].send_signal(signal.SIGKILL)
     await until(lambda: (records / "decode-0").read_text().count("\n") == 2)
     supervisor.stop()
     await running
@@ -223,14 +223,14 @@ async def test_a_child_that_cannot_be_spawned_now_is_spawned_later(
     decode, failures = supervisor.decode[0], [errno.EAGAIN, errno.ENOMEM]
     start = decode.start
 
-    async def start_or_fail() -> None:
+    def start_or_fail() -> None:
         if failures:
             code = failures.pop()
             raise OSError(code, os.strerror(code))
-        await start()
+        start()
 
     monkeypatch.setattr(decode, "start", start_or_fail)
-    decode.send(signal.SIGKILL)
+    decode.send_signal(signal.SIGKILL)
     await until(lambda: running.done() or (records / "decode-0").read_text().count("\n") == 2)
     assert supervisor.router.alive
     supervisor.stop()
@@ -244,7 +244,7 @@ async def test_a_router_that_hangs_is_replaced(records: Path, monkeypatch: pytes
     frozen = supervisor.router.pid
     running = asyncio.create_task(supervisor.run())
     await until(lambda: (records / "asked").read_text().count("/health") >= 2)
-    supervisor.router.send(signal.SIGSTOP)
+    supervisor.router.send_signal(signal.SIGSTOP)
     await until(lambda: supervisor.router.alive and supervisor.router.pid != frozen)
     supervisor.stop()
     await running
@@ -292,7 +292,7 @@ async def test_a_signal_that_comes_twice_at_once_is_one(records: Path) -> None:
     supervisor.stop()
     supervisor.stop()  # `make serve` told to end with its process group tells its child again
     await supervisor.run()
-    assert [await child.wait() for child in supervisor.children] == [-signal.SIGTERM] * 3
+    assert [await child.ended() for child in supervisor.children] == [-signal.SIGTERM] * 3
 
 
 async def test_a_second_signal_does_not_wait(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,7 @@ async def test_a_second_signal_does_not_wait(records: Path, monkeypatch: pytest.
     supervisor.stop()
     supervisor.stop()
     await supervisor.run()
-    assert await supervisor.decode[0].wait() == -signal.SIGKILL
+    assert await supervisor.decode[0].ended() == -signal.SIGKILL
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parent-death signals are Linux's")
@@ -313,7 +313,7 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
         "from common.config import RouterConfig\n"
         "async def main():\n"
         "    child = Child('idle', 'idle', RouterConfig())\n"
-        "    await child.start()\n"
+        "    child.start()\n"
         "    print(child.pid, flush=True)\n"
         "    time.sleep(600)\n"
         "asyncio.run(main())\n"
