@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from common.model_files.template import ChatTemplate
 from router.text.answer_part import CallPart, Part, TextPart, joined
+from router.text.call_scanner import CallScanner
 from router.text.chat_prompt import chat_prompt
-from router.text.tools import CallScanner, Function, call_grammar, knows_tools
+from router.text.tools import Function, call_grammar, describes_tools
 
 from ..answers import checked, is_answer
 
@@ -270,7 +271,7 @@ def test_two_users_who_speak_one_after_the_other_stay_two() -> None:
 
 
 def test_a_template_that_knows_tools_gets_them() -> None:
-    assert knows_tools(NATIVE) and not knows_tools(PLAIN) and not knows_tools(None)
+    assert describes_tools(NATIVE) and not describes_tools(PLAIN) and not describes_tools(None)
     shown = chat_prompt(ChatTemplate(NATIVE), [USER, CALLS, *RESULTS], functions=BOTH)
     assert json.loads(shown.partition("[user]")[0]) == [function.as_tool() for function in BOTH]
     assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>' in shown
