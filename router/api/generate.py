@@ -1,4 +1,4 @@
-"""The two endpoints that generate: read, check, plan, and hand over to an `Exchange`."""
+"""The endpoints that generate: they read and check a request, plan its answer, and pass it to an `Exchange`."""
 
 from __future__ import annotations
 
@@ -92,4 +92,4 @@ async def _serve(
     except ClientDisconnect:
         log.client_gone()
         log.end()
-        return Response(status_code=CLIENT_CLOSED)  # nobody reads it
+        return Response(status_code=CLIENT_CLOSED)  # never sent

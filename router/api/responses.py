@@ -1,38 +1,32 @@
-"""`POST /v1/responses`: OpenAI's Responses API without its memory, answered by the same means as conversations."""
+"""`POST /v1/responses`: answers conversations in the shape of OpenAI's Responses API, and stores nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import orjson
-
 from common.errors import RequestError
-from router.api.chat import plan_chat
+from router.api.choice_shape import merged
 from router.api.responses_fields import NAMES, ResponsesRequest
+from router.api.translated import plan_translated
 from router.auth.keys import ApiKey
 from router.generation.choice import Choice, Piece, TokenWithLogprobs
+from router.generation.frames import event
 from router.generation.logprobs import LogprobShapes
 from router.generation.parts import AnswerParts
 from router.generation.plan import Plan
 from router.generation.request_log import RequestLog
 from router.generation.service import Service
 from router.generation.shape import Object
-from router.request.translation import named_as
 from router.text.answer_part import CallPart, Part, TextPart, ThoughtPart
-
-MANY_ITEMS = 1000
 
 
 async def plan_response(service: Service, fields: ResponsesRequest, key: ApiKey, traceparent: str) -> Plan:
-    """Renders and tokenises the conversation. Raises RequestError."""
-    few = isinstance(fields.input, str) or len(fields.input) <= MANY_ITEMS
-    chat = fields.as_chat() if few else await service.text.apart(fields.as_chat)  # it takes long
-    with named_as(NAMES):
-        return await plan_chat(service, chat, key, traceparent, prefix="resp")
+    """Render and tokenise the conversation. Raises RequestError."""
+    return await plan_translated(service, fields, key, traceparent, prefix="resp", names=NAMES)
 
 
 class ResponsesFrames:
-    """A response of items: a message of text, and calls of functions. Events open, fill and close them in turn."""
+    """A response of items: messages and calls of functions. Events open, fill and close one after the other."""
 
     def __init__(self, service: Service, fields: ResponsesRequest, plan: Plan, log: RequestLog) -> None:
         self._fields, self._plan, self._log = fields, plan, log
@@ -42,16 +36,13 @@ class ResponsesFrames:
         self._text: list[str] = []
         self._arguments: list[str] = []
         self._sent_logprobs: list[object] = []
-        self._waiting: list[TokenWithLogprobs] = []  # for the part that they are of
+        self._waiting: list[TokenWithLogprobs] = []  # until the text part comes that they belong to
         self._is_open = False
         self._num_events = 0
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         (choice,) = self._plan.choices
-        text = "".join([piece.text for piece in pieces[0]])
-        tokens = [token for piece in pieces[0] for token in piece.with_logprobs]
-        # As one piece: nothing reads the events that it makes.
-        self.chunk(choice, Piece(text, with_logprobs=tokens, finish_reason=choice.finish_reason))
+        self.chunk(choice, merged(choice, pieces[0]))  # it collects the items; the events are not sent
         return self._response(choice)
 
     def opening(self) -> bytes:
@@ -83,7 +74,7 @@ class ResponsesFrames:
 
     def _add(self, choice: Choice, part: Part) -> bytes:
         if isinstance(part, ThoughtPart):
-            return b""  # it is not shown
+            return b""  # the Responses API does not show thoughts
         return self._say(part) if isinstance(part, TextPart) else self._add_call(choice, part)
 
     def _say(self, part: TextPart) -> bytes:
@@ -114,7 +105,7 @@ class ResponsesFrames:
         return begun + self._event("response.function_call_arguments.delta", {**where, "delta": part.arguments})
 
     def _begin(self, item: Object) -> bytes:
-        """A new item, behind the one before."""
+        """Close the open item and begin another."""
         ended = self._end_item()
         self._items.append(item | {"status": "in_progress"})
         self._is_open = True
@@ -142,7 +133,7 @@ class ResponsesFrames:
     # ------------------------------------------------------------ inside
 
     def _part(self) -> Object:
-        """Where text is added."""
+        """The place of the text part in the response."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
     def _output_text(self) -> Object:
@@ -154,7 +145,7 @@ class ResponsesFrames:
         }
 
     def _logprobs_of(self, part: TextPart) -> list[object]:
-        """Those of the tokens that begin in this text. Those before it are of calls or of a thought."""
+        """Log-probabilities of the tokens that begin in this text; earlier ones, of calls and thoughts, are dropped."""
         if self._logprobs is None:
             return []
         end = part.start + len(part.text)
@@ -167,7 +158,7 @@ class ResponsesFrames:
         return bool(self._items) and self._items[-1]["type"] == "function_call"
 
     def _response(self, choice: Choice | None) -> Object:
-        """The response; of a `choice` that is finished, or as it begins."""
+        """The response with the finished `choice`, or as it begins."""
         fields, cut = self._fields, choice is not None and choice.finish_reason == "length"
         wanted = fields.text.format if fields.text is not None else None
         return {
@@ -207,8 +198,7 @@ class ResponsesFrames:
 
     def _event(self, kind: str, members: Object) -> bytes:
         self._num_events += 1
-        data = {"type": kind, "sequence_number": self._num_events - 1} | members
-        return f"event: {kind}\ndata: ".encode() + orjson.dumps(data) + b"\n\n"
+        return event({"type": kind, "sequence_number": self._num_events - 1} | members, kind)
 
 
 def _shown_choice(fields: ResponsesRequest) -> object:

@@ -59,7 +59,7 @@ def test_how_tokens_are_divided_into_events_changes_nothing(
 @given(ids=output, sizes=cuts, stops=stop_strings)
 def test_logprobs_are_those_of_the_text(text: Any, ids: list[int], sizes: list[int], stops: list[str]) -> None:
     out = run(text, ids, sizes, stops, True)
-    assert out["tokens"] == ids[: len(out["scored"])]
+    assert out["tokens"] == ids[: len(out["tokens"])]
     assert all(start <= end and start <= len(out["text"]) for start, end in out["spans"])
     if out["reason"] == "length":
         assert len(out["tokens"]) == len(ids)
