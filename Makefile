@@ -4,6 +4,7 @@ VENV ?= .venv
 PORT ?= 8000
 MODEL ?= smollm2-135m
 ARGS ?=
+BASE ?= main
 # Test files that run side by side: many of them wait for processes of their own.
 JOBS ?= 2
 # Tests of what is pure: no process, no model, seconds in all.
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERM
 NEWER := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve fetch bench compare check test test-all chaos soak lint format docs clean
+.PHONY: help serve fetch bench compare check test test-touched test-all chaos soak lint format docs clean
 
 help:
 	@echo "make serve      a service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
@@ -28,6 +29,7 @@ help:
 	@echo "make compare    Diptych beside another engine (ARGS='--peer openvino --peer-env DIR'; --help)"
 	@echo "make check      lint and the tests of what is pure, in a minute"
 	@echo "make test       lint and every quick test; says which 30 were slowest"
+	@echo "make test-touched    the slow tests of what differs from a commit (BASE=main)"
 	@echo "make test-all   lint and every test that this machine can run"
 	@echo "make chaos      kills, freezes and cuts off workers for minutes (SEED=1 DURATION=180)"
 	@echo "make soak       half an hour of load, to see what grows (DURATION=1800 PLOT=build/soak.png)"
@@ -90,7 +92,11 @@ check: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not slow" $(PURE) $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --durations=30 -m "not slow and not gpu and not chaos" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --durations=30 --budget-s 300 -m "not slow and not gpu and not chaos" $(ARGS)
+
+test-touched: $(VENV)/.dev
+	@paths="$$($(BIN)/python tests/touched.py $(BASE))"; test -z "$$paths" || \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "slow and not gpu and not chaos" $$paths $(ARGS)
 
 test-all: lint
 	$(BIN)/pytest $(ARGS)

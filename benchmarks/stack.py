@@ -60,7 +60,7 @@ class StackProcess(ChildProcess):
     def start(self, *extra: str, env: Mapping[str, str] | None = None) -> None:
         """Spawn the process. `extra` flags follow the command's own."""
         self.address_file.unlink(missing_ok=True)
-        self.spawn([*self.command, *extra], env)
+        self.launch([*self.command, *extra], env)
         if self.cores:  # before the process has threads of its own, so that all of them inherit it
             os.sched_setaffinity(self.pid, self.cores)
 

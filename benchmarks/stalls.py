@@ -272,7 +272,7 @@ def serving(model: str, log: Path | None, flags: Sequence[str]) -> Iterator[str]
         log.unlink(missing_ok=True)
     service = ChildProcess("diptych serve", log or Path(os.devnull))
     command = [sys.executable, "-P", "-m", "router.local.serve", "--model", model, "--port", str(port)]
-    service.spawn([*command, "--prefill", "1", "--decode", "1", *flags])
+    service.launch([*command, "--prefill", "1", "--decode", "1", *flags])
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -1,23 +1,56 @@
-"""What every test may rely on: no setting leaks in from the environment."""
+"""No setting leaks into a test from the environment. Which tests are slow, and how long all may take."""
 
 from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .forge import forged_workers
+
 ROOT = Path(__file__).resolve().parents[1]
 
+BEGAN = pytest.StashKey[float]()
 REAL_PROCESSES_S = 360
 """A deadline is against what hangs: real processes start at the pace of the machine, and of what else it does."""
 
 
+SLOW = ROOT / "tests" / "slow.txt"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--budget-s", type=float, default=0.0, help="say so when all tests take longer than this")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[BEGAN] = time.monotonic()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    took, budget = time.monotonic() - config.stash[BEGAN], config.getoption("--budget-s")
+    if budget and took > budget:
+        terminalreporter.section("over budget", yellow=True)
+        terminalreporter.line(f"the tests took {took:.0f} s; {budget:.0f} s is what they may take.")
+        terminalreporter.line(f"Make the slowest quicker, or list them in {SLOW.relative_to(ROOT)}.")
+
+
+def slow_tests() -> list[str]:
+    """Beginnings of the ids of tests that only `make test-all` runs."""
+    lines = (line.strip() for line in SLOW.read_text().splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine cannot run, and gives real processes time. torch is asked only for a GPU test."""
+    """Marks slow tests, skips what this machine cannot run, gives real processes time. Only GPU tests need torch."""
+    slow = tuple(slow_tests())
+    for item in items:
+        if item.nodeid.startswith(slow):
+            item.add_marker(pytest.mark.slow)
     absent = {}
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
         absent["gpu"] = "no CUDA device"
@@ -49,6 +82,13 @@ def what_a_file_leaves_open_is_its_own() -> Iterator[None]:
     """A socket that a test forgot is found in its own file, not in a later one in which garbage is collected."""
     yield
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def forge() -> Iterator[None]:
+    """Stacks fork their workers from one process that has imported torch."""
+    with forged_workers():
+        yield
 
 
 @pytest.fixture

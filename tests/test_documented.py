@@ -62,3 +62,27 @@ def test_every_metric_is_documented(repository: Path) -> None:
 
 def test_every_command_is_in_the_readme(repository: Path) -> None:
     assert not missing(set(COMMANDS), repository / "README.md")
+
+
+def test_the_map_names_what_exists(repository: Path) -> None:
+    """Each row of the questions in docs/architecture.md has a file and a name that is defined in it."""
+    page = (repository / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .*\? \| `([\w/]+\.py)` \| `([\w.]+)` \|$", page, re.MULTILINE)
+    assert len(rows) >= 20
+    wrong = []
+    for path, name in rows:
+        scope: list[ast.stmt] = ast.parse((repository / path).read_text(encoding="utf-8")).body
+        for part in name.split("."):
+            found = [node for node in scope if part in names_defined_by(node)]
+            scope = found[0].body if found and isinstance(found[0], ast.ClassDef) else []
+            if not found:
+                wrong.append(f"{path} has no {name}")
+                break
+    assert not wrong
+
+
+def names_defined_by(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}

@@ -79,7 +79,7 @@ class RunningEngine:
         log.unlink(missing_ok=True)
         child = ChildProcess(process.name, log, group=True)
         try:
-            child.spawn(process.argv, {**os.environ, **SAFE_PATH, **process.env})
+            child.launch(process.argv, {**os.environ, **SAFE_PATH, **process.env})
         except OSError as error:
             raise PeerError(f"{process.name} cannot be started: {error}") from error
         return child

@@ -8,9 +8,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.05
@@ -24,20 +24,22 @@ class ChildProcess:
     session of its own, and signals reach everything that it started.
     """
 
+    spawn: ClassVar[Callable[..., Any]] = staticmethod(subprocess.Popen)
+
     def __init__(self, name: str, log: Path | None = None, *, group: bool = False) -> None:
         self.name, self.log, self.group = name, log, group
         self.started_at = 0.0
         self.forced = False  # the last `wait` had to use SIGKILL
         self._process: subprocess.Popen[bytes] | None = None
 
-    def spawn(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> None:
+    def launch(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> None:
         """Start the program; `options` are those of `subprocess.Popen`. Raises OSError."""
         options = {"start_new_session": self.group, "stdin": subprocess.DEVNULL, "env": env, **options}
         if self.log is None:
-            self._process = subprocess.Popen(command, **options)
+            self._process = self.spawn(command, **options)
         else:
             with self.log.open("ab") as output:
-                self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, **options)
+                self._process = self.spawn(command, stdout=output, stderr=subprocess.STDOUT, **options)
         self.started_at = time.monotonic()
 
     @property

@@ -57,7 +57,7 @@ class Child(ChildProcess):
 
     def start(self) -> None:
         """Spawn the process; its output goes where the supervisor's goes. Raises OSError."""
-        self.spawn(
+        self.launch(
             self.command(),
             child_environment(self.config),
             start_new_session=True,

@@ -24,7 +24,7 @@ Stacks = Callable[..., Stack]
 
 
 @pytest.fixture(scope="module")
-def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stacks]:
+def stacks(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[Stacks]:
     """Starts stacks, and ends them with the module."""
     started: list[Stack] = []
 

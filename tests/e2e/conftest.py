@@ -111,7 +111,7 @@ Systems = Callable[..., System]
 
 
 @pytest.fixture(scope="module")
-def systems(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systems]:
+def systems(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[Systems]:
     """Starts a system, or gives back the module's running one with the same shape; at most one runs at a time."""
     running: dict[str, System] = {}
 

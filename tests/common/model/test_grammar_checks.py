@@ -66,6 +66,13 @@ def verdict(checks: GrammarChecks, grammar: str) -> Verdict:
     return checks.submit(grammar).result(WAIT_S)
 
 
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def pid_of(checks: GrammarChecks) -> int:
     assert checks._compiler is not None
     return checks._compiler._process.pid
@@ -137,7 +144,11 @@ def test_what_waits_is_bounded(make: Callable[..., GrammarChecks], monkeypatch: 
 def test_a_process_that_died_is_started_again(make: Callable[..., GrammarChecks]) -> None:
     checks = make()
     verdict(checks, TRIVIAL)
-    waiting, before = checks.submit(ENDLESS), pid_of(checks)
+    assert checks._compiler is not None
+    before, asked = pid_of(checks), checks._compiler._asked
+    os.kill(before, signal.SIGSTOP)
+    waiting = checks.submit(ENDLESS)
+    wait_until(lambda: asked)
     os.kill(before, signal.SIGKILL)
     with pytest.raises(Unavailable, match="could not be checked"):
         waiting.result(WAIT_S)

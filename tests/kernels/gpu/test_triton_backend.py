@@ -70,8 +70,8 @@ def test_a_cache_of_8_bits(tmp_path: Path, calls: Counter[str]) -> None:
         Oracle(model, kv_dtype=SMALL_DTYPES["fp8"]),
     )
     table = pool.table(len(tokens))
-    rows = [pool.runner.forward([SequenceChunk(tokens[:20], 0, table, score=True)])]
-    rows += [pool.runner.forward([SequenceChunk(tokens[20:38], 20, table, score=True)])]
+    rows = [pool.runner.forward([SequenceChunk(tokens[:20], 0, table, all_logits=True)])]
+    rows += [pool.runner.forward([SequenceChunk(tokens[20:38], 20, table, all_logits=True)])]
     rows += [pool.runner.forward([SequenceChunk(tokens[i : i + 1], i, table)]) for i in (38, 39)]
     expected, unrounded = (one.forward(tokens, one.empty_cache()) for one in (oracle, exact))
     assert (torch.cat(rows) - expected).norm() < 0.1 * (unrounded - expected).norm()

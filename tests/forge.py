@@ -1,0 +1,196 @@
+"""A process that has imported torch and forks workers: each starts in a tenth of the time, and is real in all else.
+
+A forked worker runs the same `main` with the same arguments, environment, log file and sockets of its own. It differs
+from `python -m decode_worker` in how its modules came into memory. What another program or environment variable would
+change, and every process with a command of another form, is started as ever.
+
+    Forge ── {"argv", "env", "log"} ──> the process of this file ── fork ──> worker
+          <── pid, then its exit status when asked
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+MODULES = ("prefill_worker", "decode_worker")
+PLAIN = [sys.executable, "-P", "-m"]
+MAX_MESSAGE_BYTES = 1 << 20
+ANSWER_S = 60.0
+POLL_S = 0.01
+
+
+@contextlib.contextmanager
+def forged_workers() -> Iterator[None]:
+    """Within it every stack forks its workers."""
+    from benchmarks.stack import StackProcess
+
+    forge, before = Forge(), StackProcess.spawn
+    StackProcess.spawn = staticmethod(forge.spawn)
+    try:
+        yield
+    finally:
+        StackProcess.spawn = staticmethod(before)
+        forge.close()
+
+
+class Forge:
+    """Starts processes: `spawn` takes and gives what `subprocess.Popen` does, as far as a stack uses it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def spawn(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
+        """A worker that has been forked, or a `Popen` where a fork would not be the same."""
+        environment = dict(os.environ if env is None else env)
+        if not _is_plain(command) or not _differs_in_settings_alone(environment):
+            return subprocess.Popen(command, env=env, **options)
+        order = {"argv": list(command[3:]), "env": environment, "log": options["stdout"].name}
+        return Forked(self, self.ask(order))
+
+    def ask(self, order: dict[str, Any]) -> int:
+        """One question and its answer. Raises OSError when the forge has ended, TimeoutError when it hangs."""
+        with self._lock:
+            if self._socket is None:
+                self._start()
+            assert self._socket is not None
+            self._socket.send(json.dumps(order).encode())
+            answer = self._socket.recv(MAX_MESSAGE_BYTES)
+        if not answer:
+            raise ConnectionResetError("the process that forks workers has ended")
+        return int(json.loads(answer))
+
+    def close(self) -> None:
+        """End the process that forks; its workers end with it."""
+        if self._socket is not None and self._process is not None:
+            self._socket.close()
+            self._process.wait(ANSWER_S)
+            self._socket = self._process = None
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
+        ours.settimeout(ANSWER_S)
+        command = [*PLAIN[:2], str(Path(__file__)), str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        self._socket = ours
+
+
+class Forked:
+    """One forked worker. The forge is its parent, so the forge knows how it ended."""
+
+    def __init__(self, forge: Forge, pid: int) -> None:
+        self._forge, self.pid = forge, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs; negative for the signal that ended it."""
+        if self.returncode is None and (status := self._forge.ask({"poll": self.pid})) != RUNNING:
+            self.returncode = status
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. Raises subprocess.TimeoutExpired."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
+            time.sleep(POLL_S)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+RUNNING = 1000  # no exit status
+
+
+def _is_plain(command: Sequence[str]) -> bool:
+    """Whether this is a worker as a stack starts it, on any cores: torch counts them when it is imported."""
+    return list(command[:3]) == PLAIN and command[3] in MODULES and "--cores" not in command
+
+
+def _differs_in_settings_alone(environment: dict[str, str]) -> bool:
+    """Whether a process that is there already may take this environment: no library has read what differs."""
+    names = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
+    return all(name.startswith(("DIPTYCH_", "PYTEST_")) for name in names)
+
+
+def serve(orders: socket.socket) -> None:
+    """Fork what is asked for until the other side closes, then kill what is left."""
+    from common.machine.compute_threads import spin_briefly
+
+    spin_briefly()  # before torch reads the environment
+    for name in MODULES:
+        importlib.import_module(f"{name}.process")
+        importlib.import_module(f"{name}.__main__")
+    importlib.import_module("common.worker.process")
+    children: set[int] = set()
+    while message := orders.recv(MAX_MESSAGE_BYTES):
+        order = json.loads(message)
+        if "poll" in order:
+            answer = _status(order["poll"], children)
+        elif (answer := os.fork()) == 0:
+            _become(order, orders)
+        else:
+            children.add(answer)
+        orders.send(json.dumps(answer).encode())
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _status(pid: int, children: set[int]) -> int:
+    done, status = os.waitpid(pid, os.WNOHANG)
+    if not done:
+        return RUNNING
+    children.discard(pid)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _become(order: dict[str, Any], orders: socket.socket) -> NoReturn:
+    """The child: a worker with its own environment, log and arguments, as the operating system would have made it."""
+    status = 1
+    try:
+        orders.close()
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
+        os.environ.clear()
+        os.environ.update(order["env"])
+        module, *argv = order["argv"]
+        sys.argv = [module, *argv]
+        status = importlib.import_module(f"{module}.__main__").main(argv)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        from common.worker.process import end_process
+
+        end_process(status)
+    raise AssertionError("unreachable")
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
