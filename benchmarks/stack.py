@@ -169,7 +169,7 @@ class Stack:
             raise
 
     def restart(self, worker: StackProcess, *, same_ports: bool = True) -> None:
-        """Start a dead process again: a worker on the ports it had (routers know it by them) unless told otherwise.
+        """Start a dead process again; with `same_ports` on the ports that a worker had, where routers find it.
 
         Returns once it listens; raises StackError.
         """

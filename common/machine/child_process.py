@@ -107,6 +107,6 @@ class ChildProcess:
         """The exit status, once the process that runs now has ended."""
         process = self._process
         assert process is not None, f"{self.name} was never started"
-        while (status := process.poll()) is None:  # noqa: ASYNC110 (no event tells of a process)
+        while (status := process.poll()) is None:  # noqa: ASYNC110 (no event without a thread)
             await asyncio.sleep(POLL_INTERVAL_S)
         return status

@@ -85,7 +85,7 @@ class OutputFormat(Fields):
 
 
 class OutputConfig(Fields):
-    format: OutputFormat | None = Field(None, description="what the answer is held to")
+    format: OutputFormat | None = Field(None, description="the form of the answer")
     effort: Effort | None = Field(None, description="for chat templates that know of it")
     task_budget: Refused = None
 

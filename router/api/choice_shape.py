@@ -1,4 +1,4 @@
-"""What the choices of chat answers and of completions have in common: log-probabilities, token ids, joined pieces."""
+"""The common part of chat choices and completion choices: log-probabilities, token ids, joined pieces."""
 
 from __future__ import annotations
 

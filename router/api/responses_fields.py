@@ -113,7 +113,7 @@ class ResponsesRequest(Extensions):
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    store: bool | None = Field(None, description="nothing is stored, whatever it says")
+    store: bool | None = Field(None, description="ignored: nothing is stored")
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = None
     user: Annotated[str, Field(max_length=4096)] | None = None
     reasoning: Reasoning | None = None

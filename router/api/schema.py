@@ -199,7 +199,7 @@ class AnthropicBlock(BaseModel):
 
 
 class AnthropicUsage(BaseModel):
-    """`input_tokens` are those of the prompt that were not found in a prefix cache."""
+    """`input_tokens` counts the tokens of the prompt that no prefix cache held."""
 
     input_tokens: int
     output_tokens: int

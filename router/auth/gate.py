@@ -152,10 +152,10 @@ class Gate:
             await reload()
         except ConfigError as error:
             self._metrics.count_reload(field, ok=False)
-            log.error("a changed file is refused, what it held before stays in force: %s", error)
+            log.error("a changed file is refused, its old content stays in force: %s", error)
             return
         self._metrics.count_reload(field, ok=True)
-        log.info("took a file anew", extra={"setting": field})
+        log.info("read a changed file", extra={"setting": field})
 
     async def _reload_keys(self) -> None:
         """Parse the key file in a thread, because ten thousand keys take long, and apply the new limits."""

@@ -58,7 +58,7 @@ class Pulse:
 async def watch(child: Child, limit: int, period_s: float, grace_s: float, start_s: float = math.inf) -> None:
     """Probe `child` until cancelled, and end it after `limit` bad rounds or when it has not started in `start_s`.
 
-    A process that is told to end and still runs after `grace_s` is killed.
+    SIGTERM asks it to end; SIGKILL follows after `grace_s`.
     """
     pulse = Pulse(limit, start_s)
     while True:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 QUEUE_SHARE = 0.65
 """The mean wait may use this share of the time that the TTFT goal leaves; the rest is for longer waits."""
 TPOT_SHARE, MAX_UTILISATION, MEMORY_SHARE = 0.9, 0.9, 0.9
-"""The share of the TPOT goal that a step may take, of the time that a worker may be busy, of the memory that is used."""
+"""Shares that may be used: of the TPOT goal by a step, of a worker's time, and of the memory."""
 
 
 class Infeasible(Exception):
@@ -69,7 +69,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Sizing:
-    """Bits a second: `link_bits` hide a prefill worker's KV transfer behind its computing, `traffic_bits` is the mean."""
+    """`link_bits` a second hide a prefill worker's KV transfer behind its computing; `traffic_bits` is the mean."""
 
     prefill_workers: int
     decode_workers: int

@@ -145,7 +145,7 @@ class Supervisor:
     async def _start_router(self) -> None:
         workers = (*self.prefill, *self.decode)
         while silent := [worker.name for worker in workers if not worker.read_address()]:
-            self._awaited = f"{', '.join(silent)} told no address yet"
+            self._awaited = f"{', '.join(silent)} wrote no address yet"
             await self._wait_on()
         self.router.config = dataclasses.replace(
             self.plan.router,

@@ -27,7 +27,7 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
 MAX_PIPELINED = 16
 CLOSE_S = 30.0
-"""How long the client may take to read what was sent before its connection was closed, or before its next answer."""
+"""How long the client may take to read an answer before a close, or before its next answer."""
 PHRASES = {
     400: "Bad Request",
     408: "Request Timeout",
