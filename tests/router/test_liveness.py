@@ -1,4 +1,4 @@
-"""Processes that live but hang: when they are ended, and when they are left alone."""
+"""When the supervisor ends a process that hangs, and when it does not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AWAY = None
     ("rounds", "is_over"),
     [
         ((GOOD, STUCK, SILENT, STUCK), True),
-        ((STUCK, STUCK, STUCK), True),  # it hung before it was first asked
+        ((STUCK, STUCK, STUCK), True),  # it hung before the first probe
         ((GOOD, STUCK, SILENT), False),
         ((GOOD, STUCK, STUCK, GOOD, STUCK, STUCK), False),
         ((GOOD, STUCK, STUCK, AWAY, STUCK, STUCK), False),
@@ -132,7 +132,7 @@ class Probed(Child):
         return ("127.0.0.1", int(port.read_text())) if port.exists() else None
 
     async def was_heard(self) -> None:
-        """An answer has been counted: the next question has come."""
+        """Wait until the supervisor has counted an answer: it has asked again."""
         record = self.folder / "asked"
         await until(lambda: record.exists() and len(record.read_text()) >= 2)
 

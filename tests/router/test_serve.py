@@ -153,7 +153,7 @@ http.server.HTTPServer(("127.0.0.1", int(flags["port"])), Ready).serve_forever()
 
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the pretended processes note that they ran; their modules are put on the children's path."""
+    """The folder of the fake processes' records; their modules are on the children's path."""
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "pretended_worker.py").write_text(WORKER)
@@ -216,7 +216,7 @@ async def test_a_worker_that_dies_comes_back_on_its_address(records: Path) -> No
 async def test_a_child_that_cannot_be_spawned_now_is_spawned_later(
     records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine without memory or processes to spare for one worker must not cost the others."""
+    """A machine without memory or processes for one worker must not end the others."""
     supervisor = pretended(records, "--prefill", "0")
     await supervisor.start()
     running = asyncio.create_task(supervisor.run())
@@ -290,7 +290,7 @@ async def test_a_signal_that_comes_twice_at_once_is_one(records: Path) -> None:
     supervisor = pretended(records)
     await supervisor.start()
     supervisor.stop()
-    supervisor.stop()  # `make serve` told to end with its process group tells its child again
+    supervisor.stop()  # `make serve` passes on to its child a signal that its whole group got
     await supervisor.run()
     assert [await child.ended() for child in supervisor.children] == [-signal.SIGTERM] * 3
 

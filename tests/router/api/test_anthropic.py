@@ -38,7 +38,7 @@ async def post(running: Any, path: str = "/v1/messages", **fields: Any) -> Any:
 
 
 def chat_of(**fields: Any) -> list[dict[str, Any]]:
-    """The messages of our own API that a request means."""
+    """The chat messages that a request means."""
     request = MessagesRequest.model_validate({"max_tokens": 1, **fields}, strict=True)
     return [message.as_dict() for message in request.as_chat().messages]
 

@@ -64,7 +64,7 @@ def test_a_file_that_was_moved_is_followed_by_a_new_one(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_loses_lines_and_counts_them(tmp_path: Path) -> None:
-    """A pipe that nobody reads stands still; the writer gives up on it, and the queue is bounded meanwhile."""
+    """The writer gives up on a pipe without a reader, and the queue is bounded meanwhile."""
     pipe, dropped = tmp_path / "pipe", list[int]()
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -89,7 +89,7 @@ def test_a_pipe_without_a_reader_is_no_trap(tmp_path: Path) -> None:
 def test_a_slow_reader_is_waited_for_however_many_descriptors_are_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A log that is opened anew while a thousand clients are connected gets a number that `select` cannot take."""
+    """A log that is reopened with a thousand clients connected gets a descriptor too high for `select`."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

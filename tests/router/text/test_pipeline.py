@@ -16,7 +16,7 @@ PROMPT = "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 class Gate(Tokenizer):
-    """A tokenizer whose long texts wait until they are let through."""
+    """A tokenizer whose long texts wait until the test lets them pass."""
 
     opened: threading.Event
 
@@ -158,7 +158,7 @@ def test_a_long_prompt_is_told_from_its_beginning(text: TextPipeline, prompt: st
 
 
 def test_a_prompt_of_no_more_tokens_never_exceeds(text: TextPipeline) -> None:
-    """Whatever the tokenizer: what is asked for is a proof."""
+    """For every tokenizer the answer is a proof."""
     for prompt in ("a", "a b c", "aaaa bbbb", "é" * 20, " " * 50, "x" * 30 + " " + "y" * 30):
         num_tokens = len(text.tokenizer.encode(prompt))
         assert not text.exceeds(prompt, num_tokens)

@@ -1,4 +1,4 @@
-"""Thoughts and answers, however their text is cut into pieces."""
+"""Thoughts and answers from text that arrives in any pieces."""
 
 from __future__ import annotations
 
