@@ -46,10 +46,8 @@ class ResponsesFrames:
         return self._response(choice)
 
     def opening(self) -> bytes:
-        begun = self._response(None)
-        return self._event("response.created", {"response": begun}) + self._event(
-            "response.in_progress", {"response": begun}
-        )
+        begun: Object = {"response": self._response(None)}
+        return self._event("response.created", begun) + self._event("response.in_progress", begun)
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         if self._logprobs is not None:
@@ -83,13 +81,13 @@ class ResponsesFrames:
         self._text.append(part.text)
         self._sent_logprobs += logprobs
         added = {"delta": part.text, "logprobs": logprobs}
-        return begun + self._event("response.output_text.delta", self._part() | added)
+        return begun + self._event("response.output_text.delta", self._of_part() | added)
 
     def _begin_message(self) -> bytes:
         self._text, self._sent_logprobs = [], []
         name = f"msg_{self._plan.id}_{len(self._items)}"
         begun = self._begin({"type": "message", "id": name, "role": "assistant", "content": []})
-        return begun + self._event("response.content_part.added", self._part() | {"part": self._output_text()})
+        return begun + self._event("response.content_part.added", self._of_part() | {"part": self._output_text()})
 
     def _add_call(self, choice: Choice, part: CallPart) -> bytes:
         begun = b""
@@ -101,40 +99,46 @@ class ResponsesFrames:
         if not part.arguments:
             return begun
         self._arguments.append(part.arguments)
-        where = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        return begun + self._event("response.function_call_arguments.delta", {**where, "delta": part.arguments})
+        added = self._of_item() | {"delta": part.arguments}
+        return begun + self._event("response.function_call_arguments.delta", added)
 
     def _begin(self, item: Object) -> bytes:
         """Close the open item and begin another."""
         ended = self._end_item()
         self._items.append(item | {"status": "in_progress"})
         self._is_open = True
-        where = {"output_index": len(self._items) - 1}
-        return ended + self._event("response.output_item.added", {**where, "item": self._items[-1]})
+        return ended + self._item_event("response.output_item.added")
 
     def _end_item(self, status: str = "completed") -> bytes:
         if not self._is_open:
             return b""
         self._is_open = False
-        item, where = self._items[-1], {"output_index": len(self._items) - 1}
+        item = self._items[-1]
         if item["type"] == "message":
             part = self._output_text()
             item |= {"content": [part]}
             said = {"text": part["text"], "logprobs": part["logprobs"]}
-            ended = self._event("response.output_text.done", self._part() | said)
-            ended += self._event("response.content_part.done", self._part() | {"part": part})
+            ended = self._event("response.output_text.done", self._of_part() | said)
+            ended += self._event("response.content_part.done", self._of_part() | {"part": part})
         else:
             item |= {"arguments": "".join(self._arguments)}
-            called = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
-            ended = self._event("response.function_call_arguments.done", {**where, **called})
+            called = self._of_item() | {"name": item["name"], "arguments": item["arguments"]}
+            ended = self._event("response.function_call_arguments.done", called)
         item["status"] = status
-        return ended + self._event("response.output_item.done", {**where, "item": item})
+        return ended + self._item_event("response.output_item.done")
 
     # ------------------------------------------------------------ inside
 
-    def _part(self) -> Object:
+    def _of_item(self) -> Object:
+        """The place of the last item in the response."""
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _of_part(self) -> Object:
         """The place of the text part in the response."""
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        return self._of_item() | {"content_index": 0}
+
+    def _item_event(self, kind: str) -> bytes:
+        return self._event(kind, {"output_index": len(self._items) - 1, "item": self._items[-1]})
 
     def _output_text(self) -> Object:
         return {

@@ -8,7 +8,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,18 +62,14 @@ class Supervisor:
 
     def __init__(self, plan: ServePlan, runtime: Path) -> None:
         self.plan = plan
-        prefill = [WorkerChild("prefill_worker", _sharing(config, runtime), runtime) for config in plan.prefill]
-        decode = [WorkerChild("decode_worker", _sharing(config, runtime), runtime) for config in plan.decode]
-        self.prefill: Sequence[WorkerChild] = prefill
-        self.decode: Sequence[WorkerChild] = decode
+        self.prefill = [WorkerChild("prefill_worker", _sharing(config, runtime), runtime) for config in plan.prefill]
+        self.decode = [WorkerChild("decode_worker", _sharing(config, runtime), runtime) for config in plan.decode]
         self.router = RouterChild(plan.router)
+        self.workers = (*self.prefill, *self.decode)
+        self.children: tuple[Child, ...] = (self.router, *self.workers)
         self.stopping = asyncio.Event()
         self._stopped_at = 0.0
         self._awaited, self._next_report = "", 0.0
-
-    @property
-    def children(self) -> tuple[Child, ...]:
-        return (self.router, *self.prefill, *self.decode)
 
     def stop(self) -> None:
         """End the service; a second call, unless it echoes the first, kills what still runs."""
@@ -88,7 +84,7 @@ class Supervisor:
         """Start every process and return the seconds until the service was ready. Raises StartFailed."""
         began = time.monotonic()
         self._next_report = began + REPORT_EVERY_S
-        for worker in (*self.prefill, *self.decode):
+        for worker in self.workers:
             worker.start()
         limit_s = self.plan.start_timeout_s
         try:
@@ -131,7 +127,7 @@ class Supervisor:
         """Await `work`, but raise StartFailed when a worker ends, and return when `stop` is called."""
         task = asyncio.create_task(work)
         stopped = asyncio.create_task(self.stopping.wait())
-        exits = {asyncio.create_task(child.ended()): child for child in (*self.prefill, *self.decode)}
+        exits = {asyncio.create_task(child.ended()): child for child in self.workers}
         try:
             await asyncio.wait({task, stopped, *exits}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -143,8 +139,7 @@ class Supervisor:
             await _cancel((task, stopped, *exits))
 
     async def _start_router(self) -> None:
-        workers = (*self.prefill, *self.decode)
-        while silent := [worker.name for worker in workers if not worker.read_address()]:
+        while silent := [worker.name for worker in self.workers if not worker.read_address()]:
             self._awaited = f"{', '.join(silent)} wrote no address yet"
             await self._wait_on()
         self.router.config = dataclasses.replace(
