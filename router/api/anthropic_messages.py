@@ -9,7 +9,6 @@ import orjson
 from common.errors import RequestError
 from router.api.anthropic_fields import NAMES, CountTokensRequest, MessagesRequest
 from router.api.chat import conversation_tokens
-from router.api.choice_shape import merged
 from router.api.translated import chat_of, plan_translated
 from router.auth.keys import ApiKey
 from router.generation.choice import Choice, Piece
@@ -53,7 +52,7 @@ class MessagesFrames:
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         (choice,) = self._plan.choices
-        content = [self._block(choice, part) for part in self._parts.taken_apart(choice, merged(choice, pieces[0]))]
+        content = [self._block(choice, part) for part in self._parts.whole(choice, pieces[0])]
         if all(block["type"] == "thinking" for block in content):
             content.append(self._block(choice, TextPart("")))
         return self._message(content) | self._stop(choice) | {"usage": self._usage()}

@@ -106,7 +106,7 @@ class ChatShape(ChoiceShape):
 
     def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
         answer = merged(choice, pieces)
-        parts = self._parts.taken_apart(choice, answer)
+        parts = self._parts.whole(choice, pieces)
         content = "".join([part.text for part in parts if isinstance(part, TextPart)])
         message: Object = {"role": "assistant", "content": content, "refusal": None}
         if thought := "".join([part.text for part in parts if isinstance(part, ThoughtPart)]):

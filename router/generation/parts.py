@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from router.generation.choice import Choice, Piece
@@ -59,6 +60,10 @@ class AnswerParts:
             if piece.finish_reason:
                 parts += scanners.calls.flush(cut=piece.finish_reason == "length")
         return joined(parts)
+
+    def whole(self, choice: Choice, pieces: Iterable[Piece]) -> list[Part]:
+        """All that a choice has, in the order of the text: each thought, text and call once."""
+        return joined([part for piece in pieces for part in self.taken_apart(choice, piece)])
 
     def finish_reason(self, choice: Choice, reason: str) -> str:
         """`reason`, or "tool_calls" where an answer that ended by itself has some, and all of each."""

@@ -1,4 +1,4 @@
-"""Traces of requests, as a collector receives them."""
+"""Traces of requests, as a collector gets them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def collector() -> Iterator[Collector]:
 
 
 async def gathered(running: Any, collector: Collector) -> Collector:
-    """Send the spans made so far."""
+    """What was made so far is sent."""
     await asyncio.to_thread(running.app.state.service.tracing._provider.force_flush, 10_000)
     return collector
 
@@ -190,7 +190,7 @@ def test_a_router_without_the_library_says_what_to_install(monkeypatch: pytest.M
 
 
 class Told:
-    """A choice with these members."""
+    """A choice of which this is known."""
 
     def __init__(self, first_at: float, last_at: float, **line: Any) -> None:
         self.first_at, self.last_at, self.timeline = first_at, last_at, RequestTimeline(**line)
@@ -207,7 +207,7 @@ def test_phases_lie_where_the_tokens_came() -> None:
 
 
 def test_no_phase_begins_before_its_request() -> None:
-    """Clocks of workers differ, and a phase may be repeated."""
+    """Clocks of workers differ, and a phase may have been repeated."""
     choice = Told(12.0, 13.0, decode_worker="d", queue_s=99.0, prefill_s=99.0, transfer_s=99.0, decode_s=99.0)
     assert {phase.began for phase in phases(choice, 10.0)} == {10.0}  # type: ignore[arg-type]
 
