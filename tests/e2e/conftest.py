@@ -73,6 +73,21 @@ class System:
         """Requests that ended well on one worker."""
         return sum(samples(worker, "vllm:request_success"))
 
+    def wait_for_workers(self) -> None:
+        """Until every router may use every worker: a router is ready with a decode worker alone."""
+        ready = {f'worker="{worker.name}"' for worker in self.stack.workers()}
+        for router in self.stack.routers:
+            deadline = time.monotonic() + READY_S
+            while not all(any(name in line for line in self._ready_lines(router)) for name in ready):
+                assert time.monotonic() < deadline, f"not all of {sorted(ready)} are ready\n{router.log_tail()}"
+                time.sleep(0.02)
+
+    @staticmethod
+    def _ready_lines(router: StackProcess) -> list[str]:
+        page = httpx.get(f"{router.http_url}/metrics", timeout=PROBE_TIMEOUT_S, trust_env=False).text
+        lines = [line for line in page.splitlines() if line.startswith("diptych_worker_state")]
+        return [line for line in lines if 'state="ready"' in line and not line.endswith(" 0.0")]
+
     def settle(self) -> None:
         """Wait until every worker is healthy and owns no block. Fails with what they say if that does not happen."""
         deadline = time.monotonic() + SETTLE_S
@@ -136,6 +151,7 @@ def systems(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[S
             )
             stack.start()
             running[key] = System(stack)
+            running[key].wait_for_workers()
         return running[key]
 
     yield start

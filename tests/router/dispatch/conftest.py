@@ -158,7 +158,7 @@ class FakeWorker:
         token = next_token(tokens)
         reason = self.reason(message.params, message.num_output_tokens + 1)
         self.output(router, message, message.num_output_tokens, [token], reason)
-        if message.decode is not None:
+        if message.decode is not None and not reason:  # an answer that has ended needs no KV
             self.cluster.ship(message, token)
 
     async def generate(self, router: bytes, message: DecodeRequest) -> None:
