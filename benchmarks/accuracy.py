@@ -1,30 +1,28 @@
-"""What quantised weights and bfloat16 cost in accuracy, against the same model in float32.
+"""The accuracy that quantised weights and bfloat16 cost, against the same model in float32.
 
-Perplexity of a fixed text, and greedy agreement: along the float32 model's own greedy answers to fixed prompts, at how
-many positions another variant, given the same tokens before, would have chosen the same next token.
+Measures the perplexity of a fixed text, and greedy agreement: at how many positions of the float32 model's greedy
+answers to fixed prompts another variant, given the same tokens before, chooses the same next token.
 
-A variant that ends in "+fp8-cache" or "+int8-cache" has a KV cache of 8-bit numbers. One that ends in "+fp8-wire" is
-one whose prompt's KV came in 8-bit numbers: the KV of each prompt goes through them before the answer is computed. For
-the text's perplexity that happens every 128 tokens, to these tokens.
+A variant that ends in "+fp8-cache" or "+int8-cache" has a KV cache of 8-bit numbers. For one that ends in "+fp8-wire"
+the KV of each prompt is converted to 8-bit numbers and back before the answer is computed; in the text of the
+perplexity that happens after every 128 tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 import torch
 from rich.progress import Progress, TaskID
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.conditions import conditions
-from benchmarks.report import open_console, write_json
+from benchmarks.report import open_console, print_table
+from benchmarks.script import run, script_parser, write_result
 from common.kv.cache import KVCache
 from common.model.batch import SequenceChunk
 from common.model.load import load_model
@@ -62,7 +60,7 @@ PROMPTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A dtype, how weights are kept, whether a prompt's KV came in 8 bits, and the cache's type: see `parse`."""
+    """A dtype, the quantization of the weights, whether a prompt's KV came in 8 bits, and the cache's type."""
 
     dtype: str
     quantization: str
@@ -79,7 +77,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Of one variant, against float32: agreement 0 .. 1; divergence in nats, the mean of KL(float32 || variant)."""
+    """One variant against float32: agreement 0 .. 1; divergence in nats, the mean of KL(float32 || variant)."""
 
     name: str
     perplexity: float
@@ -88,7 +86,7 @@ class Accuracy:
 
 
 class Model:
-    """One variant, and a sequence at a time."""
+    """One variant, which computes one sequence at a time."""
 
     def __init__(self, files: ModelFiles, variant: Variant, max_len: int) -> None:
         decoder = load_model(files, dtype=variant.dtype, quantization=variant.quantization)
@@ -99,9 +97,9 @@ class Model:
         self._runner = ModelRunner(decoder, self._kv)
 
     def logits(self, token_ids: Sequence[int], num_prompt: int = 0) -> Tensor:
-        """After every token: float32 [T, vocab]. Each token is a chunk of its own, many of them in a step.
+        """Logits after every token, float32 [T, vocab]. Each token is a chunk of its own, many of them in a step.
 
-        The first `num_prompt` are those of a prompt, whose KV comes over the wire.
+        The KV of the first `num_prompt` tokens, a prompt, comes over the wire.
         """
         num_shipped = num_prompt if self._fp8_wire else 0
         parts = []
@@ -112,14 +110,14 @@ class Model:
         return torch.cat(parts)
 
     def _ship(self, rows: range) -> None:
-        """The KV of these positions, from the start of a block on, through the wire's 8-bit numbers and back."""
+        """Convert the KV of these positions, which begin with a block, to the wire's 8-bit numbers and back."""
         end = -(-rows.stop // BLOCK_SIZE)
         self._kv.clear_slots(end - 1, rows.stop - (end - 1) * BLOCK_SIZE)
         ids = torch.arange(rows.start // BLOCK_SIZE, end)
         scatter_blocks(gather_blocks(self._kv.tensor, ids, quantised=True), self._kv.tensor, ids, quantised=True)
 
     def continue_greedily(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """`count` more tokens."""
+        """The tokens and `count` greedy ones behind them."""
         logits, out = self.logits(token_ids), list(token_ids)
         for _ in range(count):
             out.append(int(logits[-1].argmax()))
@@ -128,7 +126,7 @@ class Model:
 
 
 def pieces(first: int, end: int) -> list[range]:
-    """Positions that are computed together."""
+    """The positions of each step."""
     return [range(at, min(at + ROWS_AT_ONCE, end)) for at in range(first, end, ROWS_AT_ONCE)]
 
 
@@ -139,14 +137,14 @@ def perplexity(logits: Tensor, token_ids: Sequence[int]) -> float:
 
 
 def compare(reference: Tensor, logits: Tensor) -> tuple[int, float]:
-    """At how many positions the choice is the same, and the summed divergence."""
+    """The number of positions with the same greedy token, and the summed divergence."""
     same = int((reference.argmax(-1) == logits.argmax(-1)).sum())
     expected, found = torch.log_softmax(reference, -1), torch.log_softmax(logits, -1)
     return same, float((expected.exp() * (expected - found)).sum())
 
 
 def measure(files: ModelFiles, names: Sequence[str], count: int, progress: Progress, task: TaskID) -> list[Accuracy]:
-    """Every variant on the passage and on the answers of the float32 model."""
+    """Measure every variant on the passage and on the float32 model's answers."""
     tokenizer = Tokenizer.from_file(files.tokenizer)
     passage = tokenizer.encode(PASSAGE.read_text("utf-8"))
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
@@ -168,38 +166,30 @@ def measure(files: ModelFiles, names: Sequence[str], count: int, progress: Progr
     return results
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", default="smollm2-135m", help="built-in name, folder or GGUF file")
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = script_parser(PROGRAM, __doc__, model="built-in name, folder or GGUF file")
     parser.add_argument(
         "--variants",
         default=",".join(VARIANTS),
         help="dtype, +quantization, +fp8-wire, +fp8-cache or +int8-cache, with commas",
     )
     parser.add_argument("--tokens", type=int, default=96, help="length of each greedy answer")
-    parser.add_argument("--output", type=Path, help="JSON file to write the results to")
-    options = parser.parse_args(arguments)
-    files, names, console = resolve_model(options.model), options.variants.split(","), open_console()
-    with Progress(console=console, transient=True) as progress:
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    options, console = parse(argv), open_console()
+    files, names = resolve_model(options.model), options.variants.split(",")
+    with Progress(console=console, transient=True) as progress, torch.inference_mode():
         task = progress.add_task("variants", total=len(names))
-        with torch.inference_mode():
-            results = measure(files, names, options.tokens, progress, task)
-    table = Table(
-        title=f"{files.model_id}: accuracy against float32, {len(PROMPTS)} answers of {options.tokens} tokens"
-    )
-    for column in ("variant", "perplexity", "greedy agreement", "KL divergence, nats"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
-    for row in results:
-        table.add_row(row.name, f"{row.perplexity:.3f}", f"{row.agreement:.2%}", f"{row.divergence:.5f}")
-    console.print(table)
-    if options.output:
-        rows = [{name: getattr(row, name) for name in Accuracy.__slots__} for row in results]
-        write_json(
-            options.output, {"conditions": conditions(PROGRAM, arguments, model=files.model_id), "results": rows}
-        )
+        results = measure(files, names, options.tokens, progress, task)
+    title = f"{files.model_id}: accuracy against float32, {len(PROMPTS)} answers of {options.tokens} tokens"
+    columns = ("variant", "perplexity", "greedy agreement", "KL divergence, nats")
+    rows = [(row.name, f"{row.perplexity:.3f}", f"{row.agreement:.2%}", f"{row.divergence:.5f}") for row in results]
+    print_table(console, title, columns, rows)
+    write_result(options, PROGRAM, argv, {"results": [asdict(row) for row in results]}, model=files.model_id)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

@@ -1,8 +1,8 @@
-"""The stacks a measurement compares, and what every measuring script has in common."""
+"""The stacks that a measurement compares, and the options of scripts that start them."""
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +12,14 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.client import CompletionClient, RequestOptions, ask_server, ask_token_ids
+from benchmarks.script import script_parser
 from benchmarks.stack import Stack, StackProcess
 from benchmarks.workload import LengthRange, Vocabulary, Workload
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run the model. Cores pin the workers (empty: unpinned), never router or load generator."""
+    """One way to run the model. Cores pin the workers (empty: unpinned); router and load generator run anywhere."""
 
     name: str
     prefill: int
@@ -37,7 +38,7 @@ class Arm:
             dtype=dtype,
             worker_flags=worker_flags,
             prefill_flags=("--threads", str(self.prefill_threads)),
-            # Random prompts make answers that repeat themselves: drafted, they would hide what a step takes.
+            # Random prompts make answers that repeat themselves; draft tokens would hide the time of a step.
             decode_flags=("--threads", str(self.decode_threads), "--max-draft-tokens", "0", *self.decode_flags),
             router_flags=("--local-prefill-threshold", "0"),
             prefill_cores=self.prefill_cores,
@@ -68,7 +69,7 @@ class Target:
 
     @classmethod
     def of(cls, url: str, *, vocab_size: int = 0, timeout_s: float = 300.0) -> Target:
-        """Asks the server for its model and, unless `vocab_size` says it, its vocabulary. Raises ServerError."""
+        """Ask the server for its model and, unless `vocab_size` is given, its vocabulary. Raises ServerError."""
         with httpx.Client(base_url=url, timeout=10.0, trust_env=False) as asking:
             server = ask_server(asking, "")
             token_ids = ask_token_ids(asking, server.model, vocab_size)
@@ -91,16 +92,12 @@ def scrape(worker: StackProcess) -> dict[str, float]:
     return totals
 
 
-def script_parser(program: str, about: str) -> argparse.ArgumentParser:
-    """The options that all measuring scripts take."""
-    parser = argparse.ArgumentParser(
-        prog=program, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--model", default="smollm2-135m", help="model to serve")
+def stack_parser(program: str, about: str | None, *, plot: bool = False) -> ArgumentParser:
+    """The options of all scripts that start stacks."""
+    parser = script_parser(program, about, model="model to serve", plot=plot)
     parser.add_argument("--dtype", default="auto", help="number type of weights and KV")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a KV block")
     parser.add_argument("--vocab-size", type=int, default=0, help="draw token ids below this; 0: ask the server")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
-    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     parser.add_argument("--log-dir", type=Path, help="keep the processes' logs here")
     return parser

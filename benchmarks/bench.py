@@ -1,4 +1,4 @@
-"""`diptych bench`: load an OpenAI-compatible server and measure what its clients would see."""
+"""`diptych bench`: loads an OpenAI-compatible server and measures the latencies of its clients."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from benchmarks.workload import (
 from common.config.sources import exit_refused, load
 
 PROG = "diptych bench"
-WARMUP_INDEX = 10**9  # warm-up requests are none of the measured ones
+WARMUP_INDEX = 10**9  # far from the indexes of measured requests
 EXIT_ALL_FAILED, EXIT_INTERRUPTED = 1, 130
 
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             headers=auth_headers(config.api_key),
             timeout=10.0,
             trust_env=False,
-            verify=ssl.create_default_context(),  # as the load itself: SSL_CERT_FILE names authorities of one's own
+            verify=ssl.create_default_context(),  # as the load does: SSL_CERT_FILE may name other authorities
         ) as asking:
             server = ask_server(asking, config.model)
             token_ids = () if config.sends_text else ask_token_ids(asking, server.model, config.vocab_size)
@@ -99,7 +99,7 @@ def build_workload(config: BenchConfig, token_ids: tuple[int, ...]) -> Workload:
 
 
 def num_requests(config: BenchConfig, workload: Workload) -> int:
-    """How many requests to send at most; 0: until `duration_s` is over."""
+    """Most requests to send; 0: until `duration_s` is over."""
     if config.num_requests or (config.duration_s and not config.replays_arrivals):
         return config.num_requests
     return len(workload.rows) or DEFAULT_NUM_REQUESTS
@@ -129,7 +129,7 @@ def measure(
             on_done=lambda record: progress.update(bar, advance=1),
         )
         gc.collect()
-        gc.freeze()  # what exists by now is never looked at again while tokens are being timed
+        gc.freeze()  # the collector skips existing objects while tokens are timed
         interrupted = runner.run(_until_interrupted(_drive(config, workload, warmup, run)))
         runner.run(client.close())
     return run.records, interrupted
@@ -149,7 +149,7 @@ async def _drive(config: BenchConfig, workload: Workload, warmup: Load, run: Loa
 
 
 async def _until_interrupted(work: Coroutine[Any, Any, None]) -> bool:
-    """Run `work` to its end or until a signal; whether it was the signal."""
+    """Run `work` to its end or until a signal; True after a signal."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -169,7 +169,7 @@ def deliver(
     console: Console,
     argv: Sequence[str],
 ) -> None:
-    """Print the table and write the files that were asked for."""
+    """Print the table and write the requested files."""
     bounds = (("TTFT", config.slo_ttft_ms), ("TPOT", config.slo_tpot_ms))
     slo = " and ".join(f"{name} {bound:g} ms" for name, bound in bounds if bound)
     title = f"{server.model} at {config.url}: {describe(config)}"
@@ -187,7 +187,7 @@ def deliver(
 
 
 def describe(config: BenchConfig) -> str:
-    """The load in a few words."""
+    """A short description of the load."""
     lengths = f"{config.input_len} in, {config.output_len} out"
     if config.trace:
         lengths = f"lengths of {Path(config.trace).name}"

@@ -1,4 +1,4 @@
-"""A streaming client of OpenAI-compatible servers that records when each token arrived."""
+"""A streaming client of OpenAI-compatible servers that records the arrival of each token."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EventReader:
 
 
 class Answer:
-    """One streamed answer as it arrives: fills a RequestRecord."""
+    """Fills a RequestRecord from one streamed answer."""
 
     def __init__(self, record: RequestRecord, *, chat: bool) -> None:
         self.record, self._chat = record, chat
@@ -76,11 +76,11 @@ class Answer:
         if self._chat:
             delta = choice.get("delta") or {}
             return bool(delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"))
-        # A completion's event without text is a token whose character is incomplete, unless it only says the reason.
+        # A completion's event without text is a token with an incomplete character, unless it has the finish reason.
         return bool(choice.get("text")) or choice.get("finish_reason") is None
 
     def close(self, status: int) -> None:
-        """The answer is complete: settle outcome and token counts."""
+        """Set outcome and token counts of the complete answer."""
         record = self.record
         if status != 200:
             record.outcome, record.message = f"http {status}", error_message(self._error)
@@ -96,7 +96,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What all requests of a run have in common."""
+    """Shared by all requests of a run."""
 
     model: str
     chat: bool = False
@@ -106,7 +106,7 @@ class RequestOptions:
 
 
 class CompletionClient:
-    """Streams completions from one server. Nothing that a server does makes `complete` raise."""
+    """Streams completions from one server; `complete` records failures of the server instead of raising."""
 
     def __init__(self, url: str, options: RequestOptions, *, api_key: str = "", keep_alive: bool = True) -> None:
         self._options = options
@@ -131,7 +131,7 @@ class CompletionClient:
         return orjson.dumps(fields)
 
     async def complete(self, plan: RequestPlan, record: RequestRecord, body: bytes | None = None) -> None:
-        """Send `plan` (as `body`, when that was built ahead) and fill `record`; cancellation marks it interrupted."""
+        """Send `plan` (`body`, if it was built ahead) and fill `record`; cancellation marks it interrupted."""
         body = self.body(plan.prompt, plan.output_len) if body is None else body
         record.prompt_tokens = plan.input_len
         answer = Answer(record, chat=self._options.chat)
@@ -157,12 +157,12 @@ class CompletionClient:
 
 
 class ServerError(Exception):
-    """The server under test cannot be asked what a run needs to know."""
+    """The server does not answer the questions that a run begins with."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """What a server says about itself before the load starts."""
+    """The server's own description, before the load starts."""
 
     model: str
     version: str
@@ -174,7 +174,7 @@ def auth_headers(api_key: str) -> dict[str, str]:
 
 
 def error_message(body: bytes) -> str:
-    """The message in an error answer of OpenAI's shape, or the start of whatever it is."""
+    """The message of an error in OpenAI's shape, or the start of any other body."""
     try:
         return str(orjson.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -200,12 +200,12 @@ def ask_server(client: httpx.Client, model: str) -> Server:
 def _version(client: httpx.Client) -> str:
     try:
         return str(client.get("/version").json()["version"])
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):  # few servers have this
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):  # few servers have it
         return ""
 
 
 def ask_token_ids(client: httpx.Client, model: str, vocab_size: int = 0) -> tuple[int, ...]:
-    """Token ids that prompts may be drawn from: ordinary text of the server's own vocabulary, never special tokens.
+    """Token ids for prompts: those of ordinary text in the server's own vocabulary, never special tokens.
 
     `vocab_size` names a range instead; a server without /tokenize gets ids that most vocabularies have.
     """

@@ -1,4 +1,4 @@
-"""What a measurement must be quoted with: when, where, with which versions, and how to repeat it."""
+"""The conditions of a measurement: date, machine, versions and the command that repeats it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def conditions(program: str, argv: Sequence[str], **more: Any) -> dict[str, Any]
         "load_average": round(os.getloadavg()[0], 2),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {"diptych": __version__, **{name: found for name in PACKAGES if (found := _version(name))}},
+        "versions": {"diptych": __version__, **{name: found for name in PACKAGES if (found := version_of(name))}},
         **more,
     }
 
@@ -42,7 +42,8 @@ def cpu_model() -> str:
     return next(names, platform.machine())
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of an installed package, or ""."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -22,7 +22,7 @@ DEFAULT_NUM_REQUESTS = 100
 
 @dataclass(frozen=True)
 class BenchConfig(Config):
-    """A load on one OpenAI-compatible URL, and what to do with the measurements."""
+    """A load on one OpenAI-compatible URL, and the outputs of the measurement."""
 
     section: ClassVar[str] = "bench"
     env_prefix: ClassVar[str] = "BENCH"
@@ -103,7 +103,7 @@ class BenchConfig(Config):
     vocab_size: int = setting(
         0, "draw token ids below this; 0: from what /tokenize returns, else 1000 to 9999", group=_REQUESTS, ge=0
     )
-    ignore_eos: bool = setting(True, "generate the full length whatever the model says", group=_REQUESTS)
+    ignore_eos: bool = setting(True, "generate the full length, past end tokens", group=_REQUESTS)
     temperature: float = setting(0.0, "sampling temperature; 0 is greedy", group=_REQUESTS, ge=0, le=2)
     seed: int = setting(
         -1,
@@ -144,5 +144,5 @@ class BenchConfig(Config):
 
     @property
     def replays_arrivals(self) -> bool:
-        """Requests arrive when the trace says."""
+        """Requests arrive at the trace's times."""
         return bool(self.trace) and not self.rate and not self.concurrency

@@ -1,27 +1,22 @@
-"""Where the time of a step goes on a CPU, operation by operation, beside its floor.
+"""The time of a step on a CPU, operation by operation, beside its floor.
 
 The floor of a matrix product is the larger of its weights' bytes over the rate at which this machine reads memory, and
-its multiplications over the rate that the same kernel reaches on a matrix that stays in the cache; of attention
-likewise, with the keys' and values' bytes and the rate of the dtype. The rates are measured first.
+its multiplications over the rate of the same kernel on a matrix that stays in the cache. The floor of attention is the
+same with the bytes of keys and values and the rate of the dtype. The rates are measured first.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.conditions import conditions
-from benchmarks.report import open_console, write_json
+from benchmarks.report import open_console, print_table
+from benchmarks.script import run, script_parser, seconds_of, write_result
 from common.kv.cache import SMALL_DTYPES, KVCache, block_bytes
 from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
@@ -60,8 +55,10 @@ LOADS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of reading memory, and of products of the weights' kind and of the dtype, which attention multiplies in; a
-    multiplication and an addition are two operations."""
+    """Of reading memory, of products with the quantised weights, and of products in the dtype, as attention has them.
+
+    A multiplication and an addition are two operations.
+    """
 
     bytes_per_s: float
     operations_per_s: float
@@ -70,26 +67,16 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Milliseconds of one operation over a whole step; floor_ms 0 where none is given."""
+    """Milliseconds of one operation over a whole step; `floor_ms` is 0 where it has no floor."""
 
     name: str
     ms: float
     floor_ms: float
 
 
-def best_of(call: Callable[[], object], rounds: int) -> float:
-    """Seconds of the fastest of several calls."""
-    best = math.inf
-    for _ in range(rounds):
-        began = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - began)
-    return best
-
-
 def measure_rates(native: NativeBackend, quantization: str, dtype: torch.dtype) -> Rates:
     memory = Arena().take(2**28).fill_(1)  # beyond any cache, in pages as the weights are
-    reading = best_of(lambda: native.read(memory), 8)
+    reading = min(seconds_of(lambda: native.read(memory), 8))
     plain = multiplication_rate(native, "none", dtype)
     coded = plain if quantization == "none" else multiplication_rate(native, quantization, dtype)
     return Rates(memory.numel() / reading, coded, plain)
@@ -103,14 +90,14 @@ def multiplication_rate(native: NativeBackend, quantization: str, dtype: torch.d
     packed = Linear(weight, dtype=dtype).native
     assert packed is not None  # the native backend is there
     x = torch.randn(CACHED_ROWS, CACHED_IN).to(dtype)
-    seconds = best_of(lambda: native.linear(x, packed, "", False), 100)
+    seconds = min(seconds_of(lambda: native.linear(x, packed, "", False), 100))
     if packed.coded:
-        seconds -= best_of(lambda: native.quantise(x, packed), 100)
+        seconds -= min(seconds_of(lambda: native.quantise(x, packed), 100))
     return 2 * CACHED_ROWS * CACHED_OUT * CACHED_IN / seconds
 
 
 def run_load(model: Decoder, load: Load, rounds: int, kv_dtype: torch.dtype) -> tuple[float, dict[str, float]]:
-    """Seconds of an average step: the whole, and each operation."""
+    """Mean seconds of a step, and of each of its operations."""
     blocks = -(-(load.context + load.num_tokens) // BLOCK_SIZE)
     runner = ModelRunner(model, KVCache(model.config, load.batch * blocks, BLOCK_SIZE, kv_dtype))
     tables = [tuple(range(i * blocks, (i + 1) * blocks)) for i in range(load.batch)]
@@ -122,20 +109,16 @@ def run_load(model: Decoder, load: Load, rounds: int, kv_dtype: torch.dtype) -> 
     new = torch.randint(0, model.config.vocab_size, (load.batch, load.num_tokens), generator=random).tolist()
     chunks = [SequenceChunk(tokens, load.context, table) for tokens, table in zip(new, tables, strict=True)]
     program = model.program
-    assert program is not None  # `measure` saw to it
+    assert program is not None  # `main` checked that the native kernels are there
     for _ in range(2):
         runner.forward(chunks)
     program.time_operations()
-    seconds = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        runner.forward(chunks)
-        seconds.append(time.perf_counter() - began)
+    seconds = seconds_of(lambda: runner.forward(chunks), rounds)
     return sum(seconds) / rounds, {name: total / rounds for name, total in program.timings().items()}
 
 
 def floor_of(name: str, model: Decoder, load: Load, rates: Rates, kv_dtype: torch.dtype) -> float:
-    """Seconds below which an operation cannot go, for all layers of a step; 0 where that is not counted."""
+    """Least seconds of an operation over all layers of a step; 0 where it is not counted."""
     config = model.config
     if name == "attend":
         num_bytes = load.batch * (load.context + load.num_tokens) * block_bytes(config, 1, kv_dtype)
@@ -161,26 +144,26 @@ def matrices(model: Decoder) -> Iterator[Linear]:
 
 def report(console: Console, load: Load, step_s: float, parts: Sequence[Part]) -> None:
     whole, floor = sum(part.ms for part in parts), sum(part.floor_ms for part in parts)
-    table = Table(title=f"{load.name}: {step_s * 1e3:.2f} ms, {1 - whole / step_s / 1e3:.0%} outside of the kernels")
-    for column in ("operation", "ms", "of the step", "floor, ms", "times the floor"):
-        table.add_column(column, justify="left" if column == "operation" else "right")
+    title = f"{load.name}: {step_s * 1e3:.2f} ms, {1 - whole / step_s / 1e3:.0%} outside of the kernels"
+    rows = []
     for part in (*parts, Part("all", whole, floor)):
         ratio = (f"{part.floor_ms:.2f}", f"{part.ms / part.floor_ms:.2f}") if part.floor_ms else ("", "")
-        table.add_row(part.name, f"{part.ms:.2f}", f"{part.ms / step_s / 1e3:.0%}", *ratio)
-    console.print(table)
+        rows.append((part.name, f"{part.ms:.2f}", f"{part.ms / step_s / 1e3:.0%}", *ratio))
+    print_table(console, title, ("operation", "ms", "of the step", "floor, ms", "times the floor"), rows)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", default="smollm2-135m", help="built-in name, folder or GGUF file")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--quantization", default="none", choices=tuple(BITS))
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", *SMALL_DTYPES))
-    parser.add_argument("--threads", type=int, default=0, help="0: one a core")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="JSON file to write the results to")
-    options, console = parser.parse_args(arguments), open_console()
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = script_parser(PROGRAM, __doc__, model="built-in name, folder or GGUF file")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="number type of the model")
+    parser.add_argument("--quantization", default="none", choices=tuple(BITS), help="of the weights")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", *SMALL_DTYPES), help="of the KV cache")
+    parser.add_argument("--threads", type=int, default=0, help="threads that compute; 0: one a core")
+    parser.add_argument("--rounds", type=int, default=20, help="steps of each load")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    options, console = parse(argv), open_console()
     native = native_backend()
     if native is None:
         console.print("there is no C++ compiler, so there are no native kernels to measure")
@@ -208,11 +191,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             ]
             report(console, load, step_s, parts)
             results.append({"load": asdict(load), "step_ms": step_s * 1e3, "parts": [asdict(part) for part in parts]})
-    if options.output:
-        about = conditions(PROGRAM, arguments, model=files.model_id, threads=torch.get_num_threads())
-        write_json(options.output, {"conditions": about, "rates": asdict(rates), "results": results})
+    content = {"rates": asdict(rates), "results": results}
+    write_result(options, PROGRAM, argv, content, model=files.model_id, threads=torch.get_num_threads())
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

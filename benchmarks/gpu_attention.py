@@ -28,7 +28,7 @@ SOFTCAPS = (0.0, 20.0)
 
 
 class PagedInputs:
-    """Sequences in a cache of `num_layers` layers, one a call; slots and blocks of nobody are NaN.
+    """Sequences in a cache of `num_layers` layers, one a call; unowned slots and blocks are NaN.
 
     kv [blocks, num_layers, kv heads, block size, 2, D]; q [num_layers, T, heads, D].
     """
@@ -39,7 +39,7 @@ class PagedInputs:
         block = shape.block_size
         needed = [-(-(count + start) // block) for count, start in sizes]
         total = sum(needed) + 1
-        free = (torch.randperm(total - 1) + 1).tolist()  # block 0 is nobody's
+        free = (torch.randperm(total - 1) + 1).tolist()  # block 0 has no owner
         self.layout = shape.layout(total, num_layers)
         self.kv = torch.randn(total, num_layers, shape.num_kv_heads, block, 2, shape.head_dim, device=device).to(
             shape.dtype
@@ -59,15 +59,14 @@ class PagedInputs:
         self.num_heads, self.device = shape.num_heads, device
 
     def contiguous(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [sequences, kv heads, L, D] of sequences of one length, as the peers want them."""
+        """Keys and values [sequences, kv heads, L, D] of sequences of one length, in the peers' layout."""
         tables = torch.tensor([span.block_table[:-1] for span in self.spans], device=self.device)
         both = self.kv[tables, layer].transpose(1, 2).flatten(2, 3)[:, :, : self.spans[0].length]
         return both[..., 0, :].contiguous(), both[..., 1, :].contiguous()
 
 
 def copies(bytes_each: float, rotate_bytes: int) -> int:
-    """How many inputs a case needs so that none is in the cache when its turn comes, and the gap between two rounds is
-    a small part of them."""
+    """The number of inputs of a case, such that none is cached at its turn and the gap between rounds is small."""
     return max(LEAST_COPIES, min(MAX_COPIES, math.ceil(rotate_bytes / bytes_each)))
 
 
@@ -91,7 +90,7 @@ def decode_case(backend: Any, shape: GPUShape, batch: int, device: torch.device)
 
 
 def prefill_case(backend: Any, shape: GPUShape, length: int, device: torch.device) -> KernelCase:
-    """A prompt of `length` tokens, all of them at once."""
+    """A prompt of `length` tokens in one step."""
     num_bytes = length * (shape.token_bytes + 2 * shape.num_heads * shape.head_dim * shape.dtype.itemsize)
     inputs = PagedInputs(shape, [(length, 0)], copies(num_bytes, shape.rotate_bytes // 4), device)
     return KernelCase(
@@ -109,7 +108,7 @@ def prefill_case(backend: Any, shape: GPUShape, length: int, device: torch.devic
 
 
 def awkward_problem(backend: Any, shape: GPUShape, device: torch.device, *, short: bool) -> str:
-    """Sequences of odd lengths in one batch, against the token-by-token reference in float64."""
+    """Check sequences of odd lengths in one batch against the token-by-token reference in float64; "" or the error."""
     sizes, windows = (SHORT_AWKWARD, SHORT_WINDOWS) if short else (AWKWARD, AWKWARD_WINDOWS)
     inputs = PagedInputs(shape, sizes, 1, device)
     plan = backend.plan_attention(inputs.spans, inputs.layout, inputs.num_heads, device)
@@ -133,7 +132,7 @@ def _paged_calls(backend: Any, inputs: PagedInputs) -> list[Call]:
 
 
 def _matches_torch(backend: Any, inputs: PagedInputs, dtype: torch.dtype) -> str:
-    """The last layer against plain torch in float32."""
+    """Check the last layer against plain torch in float32; "" or the error."""
     layer, heads, device = inputs.layout.num_layers - 1, inputs.num_heads, inputs.device
     plan = backend.plan_attention(inputs.spans, inputs.layout, heads, device)
     found = backend.paged_attention(inputs.q[layer], inputs.kv, layer, plan, inputs.scale, 0, 0.0)
@@ -146,7 +145,7 @@ def _matches_torch(backend: Any, inputs: PagedInputs, dtype: torch.dtype) -> str
 
 
 def _sdpa_calls(inputs: PagedInputs, *, causal: bool) -> list[Call]:
-    """Over keys and values that lie together already: torch has no blocks."""
+    """Over contiguous keys and values, because torch has no blocks."""
     count = inputs.layout.num_layers
 
     def call(layer: int) -> Call:
@@ -182,7 +181,7 @@ def _flashinfer_decode(inputs: PagedInputs, shape: GPUShape) -> list[Call]:
 
 
 def _flashinfer_prefill(inputs: PagedInputs) -> list[Call]:
-    """FlashInfer's causal prefill over keys and values that lie together, [L, kv heads, D]."""
+    """FlashInfer's causal prefill over contiguous keys and values, [L, kv heads, D]."""
     flashinfer = import_module("flashinfer")
     both = [inputs.contiguous(layer) for layer in range(inputs.layout.num_layers)]
     flat = [(keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous()) for keys, values in both]

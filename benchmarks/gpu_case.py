@@ -1,4 +1,4 @@
-"""One kernel at one size, as something to check and to time."""
+"""One kernel at one size, to check and to time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from benchmarks.gpu_timer import Call, Timer
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """`calls` do the same to different memory. One must move `num_bytes` and do `num_flops` at least.
+    """`calls` do the same to different memory. Each moves at least `num_bytes` and does at least `num_flops`.
 
-    `check` runs the kernel and says what is wrong, or "". `peers` are other people's code for the same work; making
-    one's calls may raise, when it is not installed or does not take these sizes.
+    `check` runs the kernel and returns its error, or "". `peers` are other libraries' kernels for the same work; making
+    their calls may raise, when one is not installed or does not support these sizes.
     """
 
     name: str
@@ -28,12 +28,12 @@ class KernelCase:
     peers: Mapping[str, Callable[[], Sequence[Call]]] = field(default_factory=dict)
 
     def problem(self) -> str:
-        """What is wrong with the kernel here, or ""."""
+        """The kernel's error, or ""."""
         with poisoned():
             return self.check()
 
     def measure(self, chip: Chip, timer: Timer) -> dict[str, Any]:
-        """Times in us, and the share of the floor that is reached."""
+        """Time the kernel and its peers in us, and compare with the floor."""
         seconds, floor = timer.calls(self.calls), chip.floor(self.num_bytes, self.num_flops)
         row: dict[str, Any] = {
             "kernel": self.name,
@@ -52,7 +52,7 @@ class KernelCase:
 
     @staticmethod
     def _peer(make: Callable[[], Sequence[Call]], timer: Timer) -> float | str:
-        """Microseconds, or why there are none: a peer that fails must not end the measurement."""
+        """Microseconds, or the error: a peer that fails must not end the measurement."""
         try:
             return round(timer.calls(make()) * 1e6, 2)
         except Exception as error:
@@ -60,11 +60,11 @@ class KernelCase:
 
 
 MakeCase = Callable[[], KernelCase]
-"""Allocates a case's inputs, which are gone with it."""
+"""Allocates a case's inputs, which are freed with it."""
 
 
 def words_of(error: BaseException) -> str:
-    """An error in one line: where it has several, the first, and the last, in which compilers say what they mean."""
+    """An error in one line: its first line and its last, in which compilers name the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     shown = [line[:100] for line in dict.fromkeys((lines[0], lines[-1]))]
     return f"{type(error).__name__}: {' ... '.join(shown)}"

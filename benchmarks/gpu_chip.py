@@ -1,4 +1,4 @@
-"""The two numbers that every floor is made of, measured first: bytes a second copied, FLOPs a second multiplied."""
+"""The two rates behind every floor, measured first: bytes a second copied, FLOPs a second multiplied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Chip:
     matmul_rate: float
 
     def floor(self, num_bytes: float, num_flops: float) -> float:
-        """Seconds that work of this size takes at least."""
+        """Least seconds for work of this size."""
         return max(num_bytes / self.copy_rate, num_flops / self.matmul_rate)
 
 
@@ -48,7 +48,7 @@ def matmul_rate(shape: GPUShape, timer: Timer) -> float:
 
 
 def numbered(device: torch.device) -> torch.device:
-    """Of "cuda" the one that is current: torch makes no device current that has no number."""
+    """The current device for "cuda": torch cannot make a device without a number current."""
     return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
 
 
@@ -57,7 +57,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on beside the hardware."""
+    """Versions and properties that the figures depend on."""
     import triton
 
     found: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "device": device_name(device)}

@@ -19,7 +19,7 @@ from kernels.blocks import gather_by_torch, scatter_by_torch, wire_bytes
 from kernels.sampling import Draw, SamplingTensors, sample_by_sorting
 
 MAX_DIFFERENT_DRAWS = 1
-"""Of a case: rounding may move the border between two tokens, and the noise may fall beside it."""
+"""Rounding may move the border between two tokens, with the noise beside it."""
 EPS = 1e-5
 
 
@@ -57,7 +57,7 @@ def rotate_case(backend: Any, shape: GPUShape, tokens: int, device: torch.device
             qkv[0, few].double(), cos[few].double(), sin[few].double(), plain, 0, slots[few]
         )
         if not torch.equal(torch.isnan(mine), torch.isnan(plain)):
-            return "other slots were written than those asked for"
+            return "slots were written that should not be"
         written = [("q", found[few], expected), ("kv", mine.nan_to_num(), plain.nan_to_num())]
         return first_problem(written, shape.dtype)
 
@@ -124,7 +124,7 @@ def sampling_case(backend: Any, shape: GPUShape, device: torch.device, *, greedy
 
 
 def block_case(backend: Any, shape: GPUShape, device: torch.device, *, quantised: bool, gathers: bool) -> KernelCase:
-    """Blocks to a transfer buffer, or back, as they are or as 8-bit numbers."""
+    """Blocks to a transfer buffer, or back, native or as 8-bit numbers."""
     count = shape.moved_blocks
     block = (shape.num_layers, shape.num_kv_heads, shape.block_size, 2, shape.head_dim)
     kv = _random(shape, device, count * 2, *block)
@@ -146,7 +146,7 @@ def block_case(backend: Any, shape: GPUShape, device: torch.device, *, quantised
         backend.scatter_blocks(buffer, found, ids, quantised)
         scatter_by_torch(buffer, expected, ids, quantised)
         if not torch.equal(torch.isnan(found), torch.isnan(expected)):
-            return "other blocks were written than those asked for"
+            return "blocks were written that should not be"
         return difference(found.nan_to_num(), expected.nan_to_num(), shape.dtype)
 
     gather: Call = lambda: backend.gather_blocks(kv, ids, buffer, quantised)  # noqa: E731

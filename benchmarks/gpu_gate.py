@@ -15,7 +15,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """`torch.empty` and `torch.empty_like` yield NaN, so that an output that is not written is seen."""
+    """Fill `torch.empty` and `torch.empty_like` with NaN, so that unwritten outputs show."""
     empty, empty_like = torch.empty, torch.empty_like
 
     def spoil(made: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def poisoned() -> Iterator[None]:
 
 
 def difference(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
-    """What is wrong with `actual`, or "". `expected` is of a wider type; `dtype` is what the kernel computed in."""
+    """The error of `actual`, or "". `expected` is of a wider type; the kernel computed in `dtype`."""
     if actual.shape != expected.shape:
         return f"shape {list(actual.shape)}, not {list(expected.shape)}"
     actual, expected = actual.double(), expected.double()
@@ -42,13 +42,13 @@ def difference(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
     worst = float(off.max()) if off.numel() else 0.0
     if worst > limit:
         return f"off by {worst:.3g}, {limit:.3g} is allowed"
-    # Attention over many keys yields small numbers, of which that limit would let large parts be missing.
+    # Attention over many keys yields small numbers, of which that limit would not notice a large missing part.
     share = float((actual - expected).norm() / expected.norm()) if expected.any() else 0.0
     return f"off by {share:.2g} of its norm, {tolerance:.2g} is allowed" if share > tolerance else ""
 
 
 def first_problem(pairs: Sequence[tuple[str, Any, Any]], dtype: torch.dtype) -> str:
-    """Of (name, actual, expected) the first that differs, with its name."""
+    """The first error of (name, actual, expected), with its name, or ""."""
     for name, actual, expected in pairs:
         problem = difference(actual, expected, dtype)
         if problem:

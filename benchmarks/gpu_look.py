@@ -1,11 +1,12 @@
-"""`python -m benchmarks.gpu_look`: can this machine run Diptych on its GPU? All that is missing is named."""
+"""`python -m benchmarks.gpu_look`: checks that this machine can run Diptych on its GPU, or names the gaps."""
 
 from __future__ import annotations
 
 import importlib
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
+
+from benchmarks.conditions import version_of
 
 MODULES = (
     "benchmarks.gpu_suite",
@@ -16,19 +17,12 @@ MODULES = (
     "pytest_timeout",
     "transformers",
 )
-"""The programs, and what the tests take: `answers` compares with transformers."""
+"""The programs, and the packages of the tests: `answers` compares with transformers."""
 PACKAGES = ("torch", "triton", "numpy", "pyzmq", "tokenizers", "transformers", "pytest", "typing_extensions")
 
 
-def version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
-
-
 def problem_of(module: str) -> str:
-    """Why a module cannot be imported, or ""."""
+    """The error of a module's import, or ""."""
     try:
         importlib.import_module(module)
     except Exception as error:
@@ -37,7 +31,7 @@ def problem_of(module: str) -> str:
 
 
 def device_problem() -> str:
-    """Whether the device computes: "" or what it said."""
+    """The error of a first computation on the device, or ""."""
     import torch
 
     if not torch.cuda.is_available():
@@ -52,7 +46,7 @@ def device_problem() -> str:
 
 
 def main() -> int:
-    print("Python", platform.python_version(), *(f"{name} {version_of(name)}" for name in PACKAGES))
+    print("Python", platform.python_version(), *(f"{name} {version_of(name) or 'missing'}" for name in PACKAGES))
     problems = [problem for problem in (*map(problem_of, MODULES), device_problem()) if problem]
     print("\n".join(problems) or "everything is here")
     return 1 if problems else 0

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What a GPU machine is to do, in one command and from the bare tree:
+# Runs all work of a GPU machine with one command, from the bare tree:
 #
 #     benchmarks/gpu_machine.sh FOLDER PART:SECONDS[:ARGUMENTS] ...
 #
-# The machine has Python with torch and Triton, and a C compiler; nothing is fetched or installed into that Python.
-# Packages that it lacks are unpacked from the wheels in $WHEELS (default: wheels/), if that folder is there. Each part
-# ends within its SECONDS, whatever it does, and within $LIMIT_S seconds of the start altogether, if that is set.
+# The machine has Python with torch and Triton, and a C compiler; the script fetches nothing and installs nothing into
+# that Python. It unpacks missing packages from the wheels in $WHEELS (default: wheels/), if that folder exists. Each part
+# ends within its SECONDS, and all parts within $LIMIT_S seconds of the start, if that is set.
 #
 #     look      the device, the versions, and whether everything can be imported
 #     tests     of kernels and pinned memory, on the device     ARGUMENTS: pytest's
@@ -17,7 +17,7 @@
 # NAME-workers.tgz of a bench. The exit status is 0 if all parts' are. $PYTHON (default: python3) runs it all.
 set -u
 
-[ $# -ge 2 ] || { sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && folder=$(cd "$1" && pwd) || exit 2
 shift
 cd "$(dirname "$0")/.." || exit 2

@@ -1,4 +1,4 @@
-"""A Llama of any size with random weights, made where they are to lie: nothing is read from disk."""
+"""A Llama of any size with random weights, made on its device without reading a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.model_files.tiny import make_tiny_model
 
 
 class RandomWeights:
-    """A `WeightSource` that makes up each tensor when it is read. Matrices keep the variance of what they multiply."""
+    """A `WeightSource` of random tensors. Matrices keep the variance of their inputs."""
 
     label = "random weights"
     norm_offset = 0.0
@@ -59,13 +59,13 @@ class RandomWeights:
 
 
 def random_model(shape: GPUShape, device: torch.device) -> Llama:
-    """The weights are other ones in every process."""
+    """A model with random weights, different in every process."""
     source = RandomWeights(shape.config, shape.dtype, device)
     return Llama(shape.config, Assembler(shape.config, source, shape.dtype, device).assemble())
 
 
 def write_folder(shape: GPUShape, folder: Path) -> Path:
-    """A model folder for a router: the shape's configuration and a tokenizer of bytes. Its weights are not meant."""
+    """Write a model folder for a router: the shape's configuration and a byte tokenizer. Its weights stay unused."""
     make_tiny_model(folder)
     config = shape.hugging_face() | {"bos_token_id": 256, "eos_token_id": 257}
     (folder / "config.json").write_text(json.dumps(config))

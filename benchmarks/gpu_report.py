@@ -1,4 +1,4 @@
-"""The GPU benchmark's tables for people."""
+"""The GPU benchmark's tables."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.gpu_chip import Chip
+from benchmarks.report import print_table
 
 
 def print_chip(console: Console, chip: Chip, conditions: Mapping[str, Any]) -> None:
@@ -20,37 +20,26 @@ def print_chip(console: Console, chip: Chip, conditions: Mapping[str, Any]) -> N
 
 
 def print_problems(console: Console, problems: Mapping[str, str]) -> None:
-    """What is wrong; or that nothing is."""
+    """Print the failed checks, or that all passed."""
     wrong = {name: problem for name, problem in problems.items() if problem}
     for name, problem in wrong.items():
         console.print(f"WRONG  {name}: {problem}", highlight=False, markup=False)
     if wrong:
-        console.print(f"{len(wrong)} of {len(problems)} checks failed: what they are of is not timed.", highlight=False)
+        console.print(f"{len(wrong)} of {len(problems)} checks failed: these kernels are not timed.", highlight=False)
     else:
         console.print(f"all {len(problems)} checks passed", highlight=False)
 
 
 def print_kernels(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     peers = list(dict.fromkeys(name for row in rows for name in row["peers_us"]))
-    table = Table(title="Kernels, medians", title_justify="left")
-    table.add_column("kernel")
-    table.add_column("size")
-    for name in ("us", "floor us", "of floor", "bound by", "GB/s", "TFLOP/s", *(f"{peer}, us" for peer in peers)):
-        table.add_column(name, justify="right")
+    columns = ("kernel", "size", "us", "floor us", "of floor", "bound by", "GB/s", "TFLOP/s")
+    shown = []
     for row in rows:
-        times = [row["peers_us"].get(peer, "") for peer in peers]
-        table.add_row(
-            row["kernel"],
-            row["size"],
-            f"{row['us']:,.1f}",
-            f"{row['floor_us']:,.1f}",
-            f"{row['of_floor']:.1%}",
-            row["bound"],
-            f"{row['gb_per_s']:,.0f}",
-            f"{row['tflop_per_s']:,.1f}",
-            *(f"{time:,.1f}" if isinstance(time, float) else "-" for time in times),
-        )
-    console.print(table)
+        times = (row["peers_us"].get(peer, "") for peer in peers)
+        cells = [row["kernel"], row["size"], f"{row['us']:,.1f}", f"{row['floor_us']:,.1f}", f"{row['of_floor']:.1%}"]
+        cells += [row["bound"], f"{row['gb_per_s']:,.0f}", f"{row['tflop_per_s']:,.1f}"]
+        shown.append([*cells, *(f"{time:,.1f}" if isinstance(time, float) else "-" for time in times)])
+    print_table(console, "Kernels, medians", (*columns, *(f"{peer}, us" for peer in peers)), shown, left=(0, 1))
     reasons = {f"{peer}: {time}" for row in rows for peer, time in row["peers_us"].items() if isinstance(time, str)}
     for reason in sorted(reasons):
         console.print(f"not measured: {reason}", highlight=False, markup=False)
@@ -62,16 +51,13 @@ def print_engine(console: Console, found: Mapping[str, Sequence[Mapping[str, Any
 
 
 def print_rows(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table whose columns are the rows' names; nothing without rows."""
+    """Print a table with the rows' names as columns, if there are rows."""
     if not rows:
         return
     names = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(title=title, title_justify="left")
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="left" if isinstance(rows[0].get(name), str) else "right")
-    for row in rows:
-        table.add_row(*(_cell(row.get(name, "")) for name in names))
-    console.print(table)
+    texts = [index for index, name in enumerate(names) if isinstance(rows[0].get(name), str)]
+    cells = [[_cell(row.get(name, "")) for name in names] for row in rows]
+    print_table(console, title, [name.replace("_", " ") for name in names], cells, left=texts)
 
 
 def _cell(value: Any) -> str:

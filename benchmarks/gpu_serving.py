@@ -24,7 +24,7 @@ READY_TIMEOUT_S = 180.0
 
 
 class RandomStack(Stack):
-    """A stack whose workers make their weights up."""
+    """A stack whose workers have random weights."""
 
     def __init__(self, shape: GPUShape, *arguments: Any, **options: Any) -> None:
         self._shape = shape
@@ -41,7 +41,7 @@ class RandomStack(Stack):
 def measure_serving(
     shape: GPUShape, device: torch.device, *, kv_memory_gib: float, num_requests: int, log_dir: Path | None = None
 ) -> Iterator[dict[str, Any]]:
-    """One row an arm. `kv_memory_gib` is what each worker takes beside its copy of the weights."""
+    """One row an arm. Each worker takes `kv_memory_gib` beside its copy of the weights."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_folder(shape, Path(folder) / shape.name))
         for name, prefill in ((AGGREGATED, 0), (POOLS, 1)):
@@ -78,13 +78,13 @@ def _worker_flags(shape: GPUShape, device: torch.device, kv_memory_gib: float) -
 
 
 def _decode_flags(shape: GPUShape, prefills: int) -> tuple[str, ...]:
-    """A worker that prefills itself takes as many prompt tokens between two steps as a quarter of a chunk."""
+    """A worker that prefills itself computes a quarter of a chunk in a step."""
     flags = ("--max-num-seqs", str(max(shape.serving[2], 1)), "--max-draft-tokens", "0")
     return (*flags, "--local-prefill-chunk", str(max(1, shape.prefill_chunk // 4))) if prefills else flags
 
 
 async def _drive(shape: GPUShape, url: str, num_requests: int) -> dict[str, Any]:
-    """Closed loop, greedy, no end tokens. Raises RuntimeError when a request fails: its rate would mean nothing."""
+    """Closed loop, greedy, no end tokens. Raises RuntimeError when a request fails."""
     prompt_len, output_len, concurrency = shape.serving
     target = Target.of(url)
     workload = target.workload(prompt_len, output_len, seed=1)

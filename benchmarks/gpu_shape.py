@@ -1,4 +1,4 @@
-"""What the GPU benchmark runs: the shape of a model, and how much of it. Sizes are tokens unless said otherwise."""
+"""The model shapes and loads of the GPU benchmark. Lengths are in tokens unless noted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GPUShape:
     decode_context: int
     prefill_lengths: tuple[int, ...]
     prefill_chunk: int
-    rotate_bytes: int  # of inputs to go through between two uses of the same memory: several times the L2 cache
+    rotate_bytes: int  # of inputs between two uses of the same memory: several times the L2 cache
     copy_bytes: int
     matmul_size: int
     decode_steps: int
@@ -76,7 +76,7 @@ class GPUShape:
         return KVLayout(num_blocks, num_layers, self.num_kv_heads, self.block_size, self.head_dim)
 
     def hugging_face(self) -> dict[str, Any]:
-        """The config.json that `config` would be read from."""
+        """The config.json of `config`."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

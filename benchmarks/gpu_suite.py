@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu.py` does, in order: the chip, the checks, and the sections that were asked for."""
+"""The parts of `benchmarks/gpu.py` in order: the chip, the checks, and the sections of `--only`."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ BLOCK_COPIES = ("gather blocks", "scatter blocks")
 
 
 class Unchecked(RuntimeError):
-    """What is to be measured runs kernels that did not pass."""
+    """A part is not measured, because it runs kernels that did not pass."""
 
 
 class DeviceLost(RuntimeError):
-    """The device answers this process no more, as after a kernel that read what is not there."""
+    """The device no longer answers this process, as after a kernel with an illegal read."""
 
 
 class Suite:
     """One run with its options. In a dry run Triton must have been imported with its interpreter on.
 
-    A part that fails is noted in `found`, and the others follow. Whatever is found goes to the file `path` at once.
+    The suite notes a part that fails in `found`, goes on with the others, and writes each figure to `path` at once.
     """
 
     def __init__(self, options: Namespace, argv: Sequence[str], path: Path | None) -> None:
@@ -93,10 +93,10 @@ class Suite:
             for name, part in parts.items():
                 self._run(name, part)
                 if "chip" in self.errors:
-                    break  # every floor is made of it
+                    break  # every floor derives from it
         except (TimeOver, DeviceLost) as end:
             self.errors["end"] = words_of(end)
-            self.console.print(f"STOPPED  {end}: what is missing was not measured", highlight=False, markup=False)
+            self.console.print(f"STOPPED  {end}: missing figures were not measured", highlight=False, markup=False)
         self.save()
         if self.path is not None:
             self.console.print(f"wrote {self.path}", highlight=False)
@@ -112,7 +112,7 @@ class Suite:
         report.print_chip(self.console, self.chip, self.found["conditions"])
 
     def check(self) -> None:
-        """Everything, whatever is to be measured: what is wrong with it, or ""."""
+        """Check everything, also parts that are not measured."""
         short, few_layers = self.options.dry_run, replace(self.shape, num_layers=CHECKED_LAYERS)
         awkward = partial(awkward_problem, triton_backend, self.shape, self.device, short=short)
         try:
@@ -125,7 +125,7 @@ class Suite:
             report.print_problems(self.console, self.problems)
 
     def cases(self) -> Iterator[MakeCase]:
-        """Every kernel in turn: the inputs of one are gone when the next is made."""
+        """Every kernel in turn; the inputs of one are freed before the next is made."""
         shape, device = self.shape, self.device
         for batch in shape.decode_batches:
             yield partial(decode_case, triton_backend, shape, batch, device)
@@ -134,7 +134,7 @@ class Suite:
         yield from elementwise_cases(triton_backend, shape, device)
 
     def measure_kernels(self) -> None:
-        """Those that passed. One that cannot be timed after all does not keep the others from it."""
+        """Time the kernels that passed; a failure does not stop the others."""
         rows: list[dict[str, Any]] = []
         self.found["kernels"] = rows
         try:
@@ -182,7 +182,7 @@ class Suite:
         self._keep("tiles", "Attention with other tiles", measure_tiles(self.shape, self.chip, self.timer))
 
     def _keep(self, name: str, title: str, rows: Iterable[dict[str, Any]]) -> None:
-        """Each row as it comes: what follows may fail, or take too long."""
+        """Save each row as it comes, because a later one may fail or take too long."""
         kept: list[dict[str, Any]] = []
         self.found[name] = kept
         try:
@@ -193,13 +193,13 @@ class Suite:
             report.print_rows(self.console, title, kept)
 
     def _require_checks(self) -> None:
-        """Of what serving runs: copies of blocks to a buffer of the device are not among it."""
+        """Raise Unchecked unless all kernels passed, but for block copies on the device, which serving does not use."""
         wrong = [name for name, problem in self.problems.items() if problem and not name.startswith(BLOCK_COPIES)]
         if wrong or "checks" in self.errors:
-            raise Unchecked(f"not measured, for what is wrong: {', '.join(wrong) or self.errors['checks']}")
+            raise Unchecked(f"not measured, because these checks failed: {', '.join(wrong) or self.errors['checks']}")
 
     def _run(self, name: str, part: Callable[[], None]) -> None:
-        """One part: how long it took, and what it failed of, are results too."""
+        """Run one part and record its duration and its failure."""
         began = time.monotonic()
         try:
             part()
@@ -222,7 +222,7 @@ class Suite:
             self._note(name_of(case), case.problem)
 
     def _note(self, name: str, check: Callable[[], str]) -> None:
-        """What a check says of `name`, unless that is to be left out."""
+        """Record the result of a check, unless `--skip` leaves it out."""
         if any(word in name for word in self.options.skip):
             return
         try:
@@ -232,7 +232,7 @@ class Suite:
         self.save()
 
     def _wrong(self, name: str, error: Exception) -> None:
-        """A check that could not be made."""
+        """Record a check that raised."""
         self.problems[name] = words_of(error)
         self._tell(name, error)
 
@@ -241,7 +241,7 @@ class Suite:
         self._tell(name, error)
 
     def _tell(self, name: str, error: Exception) -> None:
-        """At length: the device may not be there to ask again. Called while `error` is handled."""
+        """Print the whole traceback, because the device may be lost. Called while `error` is handled."""
         self.console.print(f"FAILED  {name}: {words_of(error)}", highlight=False, markup=False)
         if isinstance(error, Unchecked):
             return
@@ -253,12 +253,12 @@ class Suite:
                 raise DeviceLost(f"the device was lost by {name}") from lost
 
     def _release(self) -> None:
-        """Give memory that nobody uses back, for the processes that come next."""
+        """Free unused memory for the next processes."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def name_of(case: KernelCase) -> str:
-    """By which a check is known."""
+    """The name of a check."""
     return f"{case.name}, {case.size}"

@@ -1,4 +1,4 @@
-"""Attention with other tiles than the kernels choose: what a chip that they were not measured on likes best."""
+"""Attention with other tiles than the kernels choose, to find the best ones for a new chip."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DECODE = (
     DecodeConfig(tile=32, warps=2, stages=7, programs=4),
 )
 SPLITS = (256, 1024)
-"""Tokens of a split, beside the one that is chosen."""
+"""Tokens of a split, beside the kernels' own choice."""
 PREFILL = (
     PrefillConfig(rows=128, tile=64, warps=8, stages=3),
     PrefillConfig(rows=128, tile=64, warps=8, stages=7),
@@ -41,7 +41,7 @@ Config = DecodeConfig | PrefillConfig
 
 
 def measure_tiles(shape: GPUShape, chip: Chip, timer: Timer) -> Iterator[dict[str, Any]]:
-    """A row each: us, the share of the floor, or why there is none. What the kernels choose themselves comes first."""
+    """One row for each choice of tiles, the kernels' own first: us and the share of the floor, or the error."""
     dry = timer.device.type != "cuda"
     kind = (shape.head_dim, shape.dtype)
     chosen = decode_config(*kind, shape.dtype.itemsize, capability(timer.device))
@@ -71,13 +71,13 @@ def prefill_row(shape: GPUShape, config: PrefillConfig, chip: Chip, timer: Timer
 
 @contextmanager
 def instead(module: Any, name: str, config: Config) -> Iterator[None]:
-    """Whatever `name` is asked for, it answers `config`."""
+    """Make the function `name` of `module` return `config`."""
     with patch.object(module, name, lambda *_: config):
         yield
 
 
 def _measured(make: Any, shape: GPUShape, size: int, chip: Chip, timer: Timer) -> dict[str, Any]:
-    """Tiles that do not fit the chip, or yield something else, are no candidates."""
+    """Time one choice; tiles that fail or compute wrong results have an error instead."""
     try:
         case = make(triton_backend, shape, size, timer.device)
         problem = case.problem()

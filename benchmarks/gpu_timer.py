@@ -1,4 +1,4 @@
-"""Seconds of a piece of work on a device: replayed graphs between events on a GPU, a clock around calls on the CPU."""
+"""Times work on a device: replayed graphs between events on a GPU, a clock around calls on the CPU."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Call = Callable[[], object]
 
 
 class Timer:
-    """Medians over `repeats` rounds, after two on a GPU that are not counted."""
+    """Medians over `repeats` rounds, after two uncounted ones on a GPU."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self._repeats = device, repeats
 
     def calls(self, calls: Sequence[Call]) -> float:
-        """Of one call: `calls` do the same to different memory, so that no call finds its inputs in the cache.
+        """Seconds of one call; `calls` do the same to different memory, so that no call finds its inputs in the cache.
 
-        On a GPU they are recorded as one graph, which leaves the time that launching takes out of the figure.
+        On a GPU they are recorded as one graph, which excludes the time of launching.
         """
         if self.device.type != "cuda":
             return self._by_clock(calls)
@@ -35,11 +35,11 @@ class Timer:
         return self._by_events(GraphRecorder(self.device).record(run)) / len(calls)
 
     def launched(self, call: Call) -> float:
-        """Of one call that cannot be recorded, launching included."""
+        """Seconds of one call that cannot be recorded, launching included."""
         return self._by_clock([call]) if self.device.type != "cuda" else self._by_events(call)
 
     def waited(self, call: Call) -> float:
-        """Of one call that waits for its own end, by the clock."""
+        """Seconds of one call that waits for its own end, by the clock."""
         return self._by_clock([call])
 
     def _by_events(self, run: Call) -> float:

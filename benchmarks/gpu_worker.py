@@ -1,7 +1,7 @@
-"""`python -m benchmarks.gpu_worker SHAPE prefill|decode FLAGS`: a worker around random weights of a shape.
+"""`python -m benchmarks.gpu_worker SHAPE prefill|decode FLAGS`: a worker with random weights of a shape.
 
-The process is the one that a cluster runs, with its flags; only the weights are made here instead of read. Every worker
-draws the same ones.
+It is the worker process of a cluster, with its flags, but makes its weights instead of reading them. Every worker makes
+the same ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEED = 0
 
 
 def load_random(shape: GPUShape, config: WorkerConfig) -> tuple[ModelFiles, LoadedModel]:
-    """The files are those of `--model`, a folder that `write_folder` wrote."""
+    """Files from `--model`, a folder that `write_folder` wrote, and random weights."""
     files = resolve_model(config.model, progress=False)
     torch.manual_seed(SEED)
     return files, LoadedModel.of(lambda: random_model(shape, torch_device(config.device)), files, config)

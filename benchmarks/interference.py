@@ -1,7 +1,7 @@
-"""What do long prompts do to streams that are being generated? Disaggregated against local chunked prefill.
+"""How long prompts disturb running streams: disaggregated against local chunked prefill.
 
-Eight streams decode without end; after a quiet window, long prompts arrive at a steady pace. Reported are the gaps
-between tokens that the streams saw in each window. Arms (one decode worker each, prompts always new):
+Eight streams decode without end; after a quiet window, long prompts arrive at a steady pace. The result is the gaps
+between the streams' tokens in each window. Arms (one decode worker each, prompts always new):
 
     1P1D pinned              prefill worker on core 0, decode worker on core 1, one thread each
     0P1D pinned, one core    the decode worker alone on core 1: the same decode hardware, prompts share it
@@ -9,7 +9,7 @@ between tokens that the streams saw in each window. Arms (one decode worker each
     1P1D unpinned            one thread each, anywhere
     0P1D unpinned            two threads, anywhere
 
-Router and load generator are never pinned: they run where there is room, as they would on a machine of this size.
+Router and load generator are never pinned, as on any machine of this size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import asyncio
 import itertools
 import math
 import statistics
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -30,15 +29,13 @@ from typing import Any
 import uvloop
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.arms import Arm, Target, script_parser
-from benchmarks.conditions import conditions
+from benchmarks.arms import Arm, Target, stack_parser
 from benchmarks.load import Load
-from benchmarks.plot import plot_cdf, save
-from benchmarks.report import open_console, write_json
+from benchmarks.plot import plain_numbers, plot_cdf, save
+from benchmarks.report import open_console, print_table
+from benchmarks.script import run, settings_of, write_result
 from benchmarks.summary import INTERRUPTED, Distribution, RequestRecord
-from benchmarks.time_limit import time_limit
 
 PROGRAM = "python -m benchmarks.interference"
 PROMPT_OUTPUT_LEN = 4
@@ -53,7 +50,7 @@ ARMS = (
 
 @dataclass
 class Run:
-    """One arm, once. Gaps are (seconds after the long prompts began, gap in seconds) of the eight streams."""
+    """One run of an arm. Gaps of the eight streams: (seconds after the long prompts began, gap in seconds)."""
 
     gaps: list[tuple[float, float]]
     ttfts: list[float]
@@ -85,13 +82,13 @@ class Result:
     runs: list[Run] = field(default_factory=list)
 
     def medians(self) -> dict[str, float]:
-        """Of each number of `Run.row`, over the runs."""
+        """The median of each number of `Run.row` over the runs."""
         rows = [run.row() for run in self.runs]
         return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
 
 
 async def run_arm(target: Target, options: Namespace, seed: int) -> Run:
-    """Streams for `quiet_s`, then streams and long prompts for `busy_s`. Raises RuntimeError when a request fails."""
+    """Streams alone for `quiet_s`, then with long prompts for `busy_s`. Raises RuntimeError when a request fails."""
     streams = Load(target.client, target.workload(options.stream_input_len, options.stream_output_len, seed))
     prompts = Load(target.client, target.workload(options.prompt_len, PROMPT_OUTPUT_LEN, seed + 1))
     decoding = asyncio.create_task(streams.closed_loop(options.streams))
@@ -127,7 +124,7 @@ def _refuse_failures(records: Sequence[RequestRecord]) -> None:
 
 
 def measure(arm: Arm, options: Namespace, seed: int) -> Run:
-    """Start the arm's stack, warm it up, run it."""
+    """Start the arm's stack, warm it up and measure it."""
     flags = ("--block-size", str(options.block_size), "--no-enable-prefix-caching")
     with (
         arm.stack(options.model, options.dtype, flags, options.log_dir) as stack,
@@ -136,42 +133,33 @@ def measure(arm: Arm, options: Namespace, seed: int) -> Run:
         target = Target.of(stack.url, vocab_size=options.vocab_size)
         warmup = Load(target.client, target.workload(options.prompt_len, 8, seed + 2), num_requests=2)
         runner.run(warmup.closed_loop(1))
-        run = runner.run(run_arm(target, options, seed))
+        measured = runner.run(run_arm(target, options, seed))
         runner.run(target.client.close())
-    return run
+    return measured
 
 
 def print_results(console: Console, results: Sequence[Result]) -> None:
-    table = Table(title="inter-token latency of the streams, ms", title_justify="left")
-    table.add_column("")
-    for name in ("quiet p50", "quiet p99", "p50", "p99", "max", "tok/s", "prompt TTFT p50", "prompts"):
-        table.add_column(name, justify="right")
-    for result in results:
-        table.add_row(result.arm.name, *(f"{value:,.1f}" for value in result.medians().values()))
-    console.print(table)
+    columns = ("", "quiet p50", "quiet p99", "p50", "p99", "max", "tok/s", "prompt TTFT p50", "prompts")
+    rows = [(result.arm.name, *(f"{value:,.1f}" for value in result.medians().values())) for result in results]
+    print_table(console, "inter-token latency of the streams, ms", columns, rows)
 
 
 def plot(path: Path, results: Sequence[Result], title: str) -> None:
-    """Left: how the gaps are distributed while prompts arrive. Right: each gap of the first run, when it happened."""
+    """Draw the distribution of gaps while prompts arrive, and beside it each gap of the first run over time."""
     figure = Figure(figsize=(14, 6), layout="constrained")
     left, right = figure.subplots(1, 2)
     plot_cdf(left, "gaps between tokens while prompts arrive", {r.arm.name: _all_busy_gaps(r) for r in results})
     left.set(xscale="log", xlabel="ms (log)", ylim=(0.5, 1.002))
-    _plain_numbers(left.xaxis)
+    plain_numbers(left.xaxis)
     for result in results:
         gaps = result.runs[0].gaps
         right.plot([at for at, _ in gaps], [gap * 1000 for _, gap in gaps], ".", markersize=3, label=result.arm.name)
     right.axvline(0, color="#444444", linewidth=1)
     right.set(title="each gap", xlabel="seconds after the first long prompt", ylabel="ms (log)", yscale="log")
-    _plain_numbers(right.yaxis)
+    plain_numbers(right.yaxis)
     right.grid(alpha=0.2)
     right.legend(fontsize=8, loc="upper left", markerscale=3)
     save(figure, path, title)
-
-
-def _plain_numbers(axis: Any) -> None:
-    for place in (axis.set_major_formatter, axis.set_minor_formatter):
-        place("{x:g}")
 
 
 def _all_busy_gaps(result: Result) -> list[float]:
@@ -179,8 +167,7 @@ def _all_busy_gaps(result: Result) -> list[float]:
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = script_parser(PROGRAM, (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--plot", type=Path, help="draw the result into this PNG file")
+    parser = stack_parser(PROGRAM, (__doc__ or "").partition("\n")[0], plot=True)
     parser.add_argument("--streams", type=int, default=8, help="streams that decode all the time")
     parser.add_argument("--stream-input-len", type=int, default=64, help="their prompts, in tokens")
     parser.add_argument("--stream-output-len", type=int, default=1900, help="their outputs; a new stream follows")
@@ -193,30 +180,22 @@ def parse(argv: Sequence[str]) -> Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else list(argv)
-    options = parse(argv)
-    console = open_console()
+def main(argv: Sequence[str]) -> int:
+    options, console = parse(argv), open_console()
     results = [Result(arm) for arm in ARMS if options.arms in arm.name]
     for number in range(options.rounds):
         for result in results:
             console.print(f"round {number + 1} of {options.rounds}: {result.arm.name}", highlight=False)
             result.runs.append(measure(result.arm, options, options.seed + 10 * number))
     print_results(console, results)
-    title = (
-        f"{options.model}: {options.streams} streams, a {options.prompt_len}-token prompt every {options.every_s:g} s"
-    )
-    if options.output:
-        shown = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
-        found = conditions(PROGRAM, argv, settings=shown)
-        rows = [{"arm": r.arm.name, **r.medians(), "setup": r.arm.describe()} for r in results]
-        runs = {r.arm.name: [run.row() for run in r.runs] for r in results}
-        write_json(options.output, {"conditions": found, "rows": rows, "runs": runs})
+    rows = [{"arm": r.arm.name, **r.medians(), "setup": r.arm.describe()} for r in results]
+    runs = {r.arm.name: [each.row() for each in r.runs] for r in results}
+    write_result(options, PROGRAM, argv, {"rows": rows, "runs": runs}, settings=settings_of(options))
     if options.plot:
-        plot(options.plot, results, title)
+        load = f"{options.streams} streams, a {options.prompt_len}-token prompt every {options.every_s:g} s"
+        plot(options.plot, results, f"{options.model}: {load}")
     return 0
 
 
 if __name__ == "__main__":
-    with time_limit(0.0):  # told to end, it ends what it started
-        raise SystemExit(main())
+    run(main)

@@ -1,4 +1,4 @@
-"""Drives a client with a workload: so many requests in flight (closed loop), or at given times (open loop)."""
+"""Drives a client with a workload: a number of requests in flight (closed loop), or given times (open loop)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ OnDone = Callable[[RequestRecord], None]
 
 
 class Load:
-    """One run. `records` holds every request started so far, whatever became of it, so that a cancelled run can report.
+    """One run. `records` holds every request started so far, so that a cancelled run can report.
 
-    `num_requests` and `duration_s` bound what is started (0: no bound); what was started is finished. The workload's
-    requests from `first_index` on are sent.
+    `num_requests` and `duration_s` bound the requests that start (0: no bound); all that start are finished. They are
+    the workload's requests from `first_index` on.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Load:
         self._duration_s = duration_s
 
     async def closed_loop(self, concurrency: int) -> None:
-        """`concurrency` users, each sending its next request when the last one is answered."""
+        """`concurrency` users, each of which sends its next request after the last answer."""
         end = time.perf_counter() + self._duration_s if self._duration_s else float("inf")
 
         async def user() -> None:
@@ -57,7 +57,7 @@ class Load:
             for index, arrival in zip(self._indexes, arrivals, strict=False):
                 if self._duration_s and arrival >= self._duration_s:
                     break
-                plan = self._workload.request(index)  # built while waiting, not when it is due
+                plan = self._workload.request(index)  # built before it is due
                 body = self._client.body(plan.prompt, plan.output_len)
                 await asyncio.sleep(max(0.0, begin + arrival - time.perf_counter()))
                 record = self._record(index)

@@ -1,15 +1,15 @@
-"""Does the transfer hide behind the prefill? TTFT and the gap to the second token, disaggregated against local.
+"""How well the transfer hides behind the prefill: TTFT and the gap to the second token, disaggregated against local.
 
-Both stacks run side by side, idle but for one request at a time, which goes to each in turn: what the machine does to
-one it does to the other. The worker that prefills has the same threads and the same chunk size in both.
-Prefix caches are off and every prompt is new.
+Both stacks run side by side, and each request goes to both in turn, one at a time, so that the machine's noise affects
+both alike. The worker that prefills has the same threads and the same chunk size in both. Prefix caches are off and
+every prompt is new.
 """
 
 from __future__ import annotations
 
 import asyncio
 import statistics
-import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,20 +17,18 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from benchmarks.arms import Arm, Target, scrape, script_parser
-from benchmarks.conditions import conditions
-from benchmarks.report import open_console, write_json
+from benchmarks.arms import Arm, Target, scrape, stack_parser
+from benchmarks.report import open_console, print_table
+from benchmarks.script import in_turns, run, write_result
 from benchmarks.stack import Stack
 from benchmarks.summary import RequestRecord
-from benchmarks.time_limit import time_limit
 
 PROGRAM = "python -m benchmarks.overlap"
 LENGTHS = (128, 512, 1500)
 OUTPUT_LEN = 8
 REST_S = 0.1
-"""Between two requests, so that nothing of the last one, nor of reading metrics, runs beside the next."""
+"""Between two requests, so that work of the last one and the reading of metrics do not run beside the next."""
 DISAGGREGATED, LOCAL = "disaggregated", "local"
 EXPOSED_TRANSFER = "diptych_kv_exposed_transfer_seconds_sum"
 PREFILL = "vllm:request_prefill_time_seconds_sum"
@@ -53,13 +51,13 @@ class Cell:
         self.later_gap.append(statistics.median(gaps[1:]))
 
     def medians(self) -> dict[str, float]:
-        """By name, in ms; without those that this stack does not have."""
+        """Medians by name, in ms, without those that this stack does not have."""
         named = {f"{name}_ms": values for name, values in vars(self).items() if values}
         return {name: round(statistics.median(values), 3) for name, values in named.items()}
 
 
 def arms(threads: int, chunk: int) -> tuple[Arm, Arm]:
-    """The same compute for prompts: the prefill worker's threads and chunk are the local worker's."""
+    """Both arms, in which the worker that prefills has the same threads and chunk size."""
     flags = ("--local-prefill-chunk", str(chunk))
     return (
         Arm(DISAGGREGATED, prefill=1, prefill_threads=threads, decode_threads=threads, decode_flags=flags),
@@ -68,7 +66,7 @@ def arms(threads: int, chunk: int) -> tuple[Arm, Arm]:
 
 
 async def one_request(target: Target, length: int, index: int, seed: int) -> RequestRecord:
-    """Raises RuntimeError when it fails: a comparison of failures says nothing."""
+    """Send one request. Raises RuntimeError when it fails."""
     record = RequestRecord(index)
     await target.client.complete(target.workload(length, OUTPUT_LEN, seed).request(index), record)
     if not record.ok or len(record.token_times) < 3:
@@ -77,7 +75,7 @@ async def one_request(target: Target, length: int, index: int, seed: int) -> Req
 
 
 def transfer_times(stack: Stack) -> tuple[float, float]:
-    """Seconds of exposed transfer and of prefill so far."""
+    """Seconds of exposed transfer and of prefill since the start."""
     exposed = sum(scrape(worker).get(EXPOSED_TRANSFER, 0.0) for worker in stack.workers("decode"))
     prefill = sum(scrape(worker).get(PREFILL, 0.0) for worker in stack.workers("prefill"))
     return exposed, prefill
@@ -94,7 +92,7 @@ async def measure(stacks: dict[str, Stack], repeats: int, seed: int, vocab_size:
         bar = progress.add_task("requests", total=repeats * len(LENGTHS) * len(stacks))
         for repeat in range(repeats):
             for length in LENGTHS:
-                for name in sorted(stacks, reverse=bool(repeat % 2)):
+                for name in in_turns(tuple(stacks), repeat):
                     cell = cells[name][length]
                     before = transfer_times(stacks[name])
                     await asyncio.sleep(REST_S)
@@ -110,7 +108,7 @@ async def measure(stacks: dict[str, Stack], repeats: int, seed: int, vocab_size:
 
 
 def compare(cells: dict[str, dict[int, Cell]]) -> list[dict[str, Any]]:
-    """One row a prompt length: both stacks' medians and the two ratios that matter."""
+    """One row a prompt length: both stacks' medians, the ratio of their TTFTs and the share of exposed transfer."""
     rows: list[dict[str, Any]] = []
     for length in LENGTHS:
         remote, local = cells[DISAGGREGATED][length].medians(), cells[LOCAL][length].medians()
@@ -122,41 +120,28 @@ def compare(cells: dict[str, dict[int, Cell]]) -> list[dict[str, Any]]:
 
 
 def print_rows(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    table = Table(title="medians in ms", title_justify="left")
-    for name in (
-        "prompt",
-        "TTFT disagg.",
-        "TTFT local",
-        "ratio",
-        "1st gap disagg.",
-        "1st gap local",
-        "later gap",
-        "exposed transfer",
-        "of prefill",
-    ):
-        table.add_column(name, justify="right")
+    columns = ("prompt", "TTFT disagg.", "TTFT local", "ratio", "1st gap disagg.", "1st gap local")
+    shown = []
     for row in rows:
         remote, local = row[DISAGGREGATED], row[LOCAL]
-        numbers = (remote["ttft_ms"], local["ttft_ms"], row["ttft_ratio"], remote["first_gap_ms"])
+        numbers = [remote["ttft_ms"], local["ttft_ms"], row["ttft_ratio"], remote["first_gap_ms"]]
+        numbers += [local["first_gap_ms"], local["later_gap_ms"], remote.get("exposed_ms", 0.0)]
         share = f"{row['exposed_share_of_prefill']:.1%}" if "exposed_share_of_prefill" in row else "-"
-        table.add_row(
-            str(row["prompt_tokens"]),
-            *(f"{number:,.2f}" for number in numbers),
-            f"{local['first_gap_ms']:.2f}",
-            f"{local['later_gap_ms']:.2f}",
-            f"{remote.get('exposed_ms', 0.0):.2f}",
-            share,
-        )
-    console.print(table)
+        shown.append((str(row["prompt_tokens"]), *(f"{number:,.2f}" for number in numbers), share))
+    more = ("later gap", "exposed transfer", "of prefill")
+    print_table(console, "medians in ms", (*columns, *more), shown, left=())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = script_parser(PROGRAM, __doc__ or "")
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = stack_parser(PROGRAM, __doc__)
     parser.add_argument("--threads", type=int, default=2, help="of each worker")
     parser.add_argument("--chunk", type=int, default=512, help="prompt tokens computed in one step, on both stacks")
     parser.add_argument("--repeats", type=int, default=11, help="requests for each length and stack")
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
     pair = arms(options.threads, options.chunk)
     flags = ("--block-size", str(options.block_size), "--no-enable-prefix-caching")
     with ExitStack() as running:
@@ -167,19 +152,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = asyncio.run(measure(stacks, options.repeats, options.seed, options.vocab_size))
     rows = compare(cells)
     print_rows(open_console(), rows)
-    if options.output:
-        setup = {arm.name: arm.describe() for arm in pair}
-        more = {"model": options.model, "dtype": options.dtype, "chunk": options.chunk, "repeats": options.repeats}
-        samples = {
-            f"{name} {length}": {key: [round(value, 3) for value in values] for key, values in vars(cell).items()}
-            for name, by_length in cells.items()
-            for length, cell in by_length.items()
-        }
-        found = conditions(PROGRAM, argv, **more, stacks=setup)
-        write_json(options.output, {"conditions": found, "rows": rows, "samples_ms": samples})
+    samples = {
+        f"{name} {length}": {key: [round(value, 3) for value in values] for key, values in vars(cell).items()}
+        for name, by_length in cells.items()
+        for length, cell in by_length.items()
+    }
+    more = {name: getattr(options, name) for name in ("model", "dtype", "chunk", "repeats")}
+    setup = {arm.name: arm.describe() for arm in pair}
+    write_result(options, PROGRAM, argv, {"rows": rows, "samples_ms": samples}, **more, stacks=setup)
     return 0
 
 
 if __name__ == "__main__":
-    with time_limit(0.0):  # told to end, it ends what it started
-        raise SystemExit(main())
+    run(main)

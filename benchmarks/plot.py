@@ -1,4 +1,4 @@
-"""A run as one picture: how its latencies are distributed, and what happened when."""
+"""Draws a run: the distribution of its latencies, and a timeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLOURS = {"TTFT": "#2f6fb5", "TPOT": "#2b8a5b", "ITL": "#c9652b", "end to end":
 
 
 def plot_run(path: Path, records: Sequence[RequestRecord], *, title: str) -> None:
-    """Cumulative distributions of the four latencies above a timeline of requests and tokens, as a PNG."""
+    """Draw cumulative distributions of the four latencies above a timeline of requests and tokens, as a PNG."""
     good = [record for record in records if record.ok]
     figure = Figure(figsize=(13, 7.5), layout="constrained")
     grid = figure.add_gridspec(2, 4, height_ratios=(1, 1.1))
@@ -35,7 +35,7 @@ def plot_run(path: Path, records: Sequence[RequestRecord], *, title: str) -> Non
 
 
 def plot_cdf(axes: Any, name: str, series: dict[str, Iterable[float]]) -> None:
-    """Share of values (given in seconds, drawn in ms) at or below each, one line a series; p50 and p99 in words."""
+    """Draw cumulative distributions, one line a series, with p50 and p99; values in seconds, drawn in ms."""
     for label, values in series.items():
         ordered = np.sort(np.asarray([value for value in values if not math.isnan(value)])) * 1000
         if not ordered.size:
@@ -55,7 +55,7 @@ def plot_cdf(axes: Any, name: str, series: dict[str, Iterable[float]]) -> None:
 
 
 def _plot_timeline(axes: Any, records: Sequence[RequestRecord]) -> None:
-    """Each request as a line, pale until its first token; tokens a second of all requests over it."""
+    """Draw each request as a line, pale until its first token, and the tokens a second of all requests."""
     axes.set(title="timeline", xlabel="seconds", ylabel="request")
     if not records:
         return
@@ -80,6 +80,12 @@ def _spans(
     firsts = np.asarray([record.token_times[0] for record in records]) - origin
     ends = np.asarray([record.token_times[-1] for record in records]) - origin
     return starts, firsts, ends
+
+
+def plain_numbers(axis: Any) -> None:
+    """Write the numbers of a logarithmic axis without exponents."""
+    for place in (axis.set_major_formatter, axis.set_minor_formatter):
+        place("{x:g}")
 
 
 def save(figure: Figure, path: Path, title: str) -> None:

@@ -1,4 +1,4 @@
-"""What 8-bit numbers on the wire cost a processor: blocks of bfloat16 to measure with, and the conversions' rates."""
+"""Blocks of bfloat16 to measure with, and the rates of their conversion to 8-bit numbers and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plain TCP over loopback gives on this machine: `sendall` against `recv_into` in two processes."""
+"""The rate of plain TCP over loopback: `sendall` and `recv_into` in two processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DONE = b"k"
 
 
 def serve(pipe: Connection, num_bytes: int) -> None:
-    """Body of the receiving process: says its port, then takes `num_bytes` a connection and answers one byte."""
+    """Body of the receiving process: sends its port, then reads `num_bytes` a connection and answers one byte."""
     buffer = bytearray(RECEIVE_BYTES)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send(listener.getsockname()[1])

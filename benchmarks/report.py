@@ -1,9 +1,9 @@
-"""A run as a table for people and as JSON for machines."""
+"""Tables on the terminal, and results as JSON files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,28 @@ LATENCIES = (
 
 
 def open_console() -> Console:
-    """The terminal; wide enough for every table when the output goes to a file."""
+    """The terminal, or a console wide enough for every table when the output goes to a file."""
     console = Console()
     return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
-def print_summary(console: Console, summary: Summary, *, title: str, slo: str = "") -> None:
-    """Latencies as a table, then rates, then what failed and why."""
+def print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)
+) -> None:
+    """Print rows of cells under `columns`; those at the indices `left` are text, all others are numbers."""
     table = Table(title=title, title_justify="left")
-    table.add_column("ms")
-    for name in ("mean", *(f"p{q}" for q in QUANTILES), "max"):
-        table.add_column(name, justify="right")
-    for name, attribute in LATENCIES:
-        table.add_row(name, *_cells(getattr(summary, attribute)))
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index in left else "right")
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
+
+
+def print_summary(console: Console, summary: Summary, *, title: str, slo: str = "") -> None:
+    """Print latencies as a table, then rates, then failures with their reasons."""
+    columns = ("ms", "mean", *(f"p{q}" for q in QUANTILES), "max")
+    rows = [(name, *_cells(getattr(summary, attribute))) for name, attribute in LATENCIES]
+    print_table(console, title, columns, rows)
     for name, value in _rates(summary, slo):
         console.print(f"{name:<22}{value}", highlight=False, markup=False)
     for outcome, count in summary.outcomes.items():
@@ -74,7 +82,7 @@ def _rates(summary: Summary, slo: str) -> list[tuple[str, str]]:
 def result(
     summary: Summary, records: Sequence[RequestRecord], conditions: dict[str, Any], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Everything about a run as JSON values. Times of requests are in seconds after the first start."""
+    """A run as JSON values. Times of requests are in seconds after the first start."""
     origin = min((record.start for record in records if record.start), default=0.0)
     return {
         "conditions": conditions,

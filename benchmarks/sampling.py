@@ -1,25 +1,21 @@
-"""What it costs a CPU to draw a step's tokens, beside plain torch and the floor.
+"""The time in which a CPU samples a step's tokens, beside plain torch and the floor.
 
-The floor is to read the logits once. Plain torch is the draw that serves where there is no compiler, one sort of a row
-with top_k or top_p. Logits are random, without the few likely tokens that a model's have, which is the harder case.
+The floor is one read of the logits. Plain torch samples where there is no compiler, with one sort of a row for top_k or
+top_p. Logits are random: without a model's few likely tokens, they are the harder case.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
-import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
-from rich.table import Table
 
-from benchmarks.conditions import conditions
-from benchmarks.report import open_console, write_json
+from benchmarks.report import open_console, print_table
+from benchmarks.script import run, script_parser, seconds_of, write_result
 from common.grammar.grammars import Grammars
 from common.model_files.resolve import resolve_model
 from common.sampling.sampler import Sampler, SamplingRow
@@ -44,7 +40,7 @@ KINDS: Final[dict[str, dict[str, float | str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Milliseconds for the batch, medians; plain_ms 0 where plain torch alone does not do it."""
+    """Median milliseconds for the batch; `plain_ms` is 0 where plain torch alone cannot sample this kind."""
 
     kind: str
     ms: float
@@ -52,12 +48,8 @@ class Result:
 
 
 def median_ms(call: Callable[[], object], rounds: int) -> float:
-    seconds = []
-    for _ in range(rounds + 1):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:]) * 1e3
+    """Of all calls but the first."""
+    return statistics.median(seconds_of(call, rounds + 1)[1:]) * 1e3
 
 
 def measure(kind: str, logits: torch.Tensor, grammars: Grammars, rounds: int) -> Result:
@@ -78,15 +70,16 @@ def measure(kind: str, logits: torch.Tensor, grammars: Grammars, rounds: int) ->
     return Result(kind, ours, median_ms(lambda: sample_by_sorting(logits, plain), max(3, rounds // 4)))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", default="smollm2-135m", help="whose vocabulary: built-in name, folder or GGUF file")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=0, help="0: one a core")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="JSON file to write the results to")
-    options, console = parser.parse_args(arguments), open_console()
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = script_parser(PROGRAM, __doc__, model="takes the vocabulary of this built-in name, folder or GGUF file")
+    parser.add_argument("--batch", type=int, default=32, help="rows of logits")
+    parser.add_argument("--threads", type=int, default=0, help="threads that compute; 0: one a core")
+    parser.add_argument("--rounds", type=int, default=20, help="batches of each kind")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    options, console = parse(argv), open_console()
     native = native_backend()
     if native is None:
         console.print("there is no C++ compiler, so there is nothing to compare plain torch with")
@@ -94,28 +87,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     files = resolve_model(options.model)
-    grammars = Grammars(files, files.vocab_size)
-    grammars.constraint(ANY_JSON)  # from here on its thread has nothing to do
     memory = Arena().take(2**28).fill_(1)
     rate = memory.numel() / (median_ms(lambda: native.read(memory), 8) * 1e-3)
     logits = torch.randn(options.batch, files.vocab_size, generator=torch.Generator().manual_seed(0)) * 3
     floor_ms = logits.numel() * 4 / rate * 1e3
-    title = f"{options.batch} rows of {files.vocab_size:,}, {torch.get_num_threads()} threads; floor {floor_ms:.2f} ms"
-    table = Table(title=title)
-    for column in ("kind", "ms", "times the floor", "plain torch, ms", "of plain torch"):
-        table.add_column(column, justify="left" if column == "kind" else "right")
+    grammars = Grammars(files, files.vocab_size)
+    grammars.constraint(ANY_JSON)  # its thread is idle once this is compiled
     results = [measure(kind, logits, grammars, options.rounds) for kind in KINDS]
     grammars.close()
+    title = f"{options.batch} rows of {files.vocab_size:,}, {torch.get_num_threads()} threads; floor {floor_ms:.2f} ms"
+    rows = []
     for result in results:
         plain = (f"{result.plain_ms:.2f}", f"{result.ms / result.plain_ms:.2f}") if result.plain_ms else ("", "")
-        table.add_row(result.kind, f"{result.ms:.2f}", f"{result.ms / floor_ms:.1f}", *plain)
-    console.print(table)
-    if options.output:
-        about = conditions(PROGRAM, arguments, model=files.model_id, threads=torch.get_num_threads())
-        rows = [asdict(result) for result in results]
-        write_json(options.output, {"conditions": about, "floor_ms": floor_ms, "results": rows})
+        rows.append((result.kind, f"{result.ms:.2f}", f"{result.ms / floor_ms:.1f}", *plain))
+    print_table(console, title, ("kind", "ms", "times the floor", "plain torch, ms", "of plain torch"), rows)
+    content = {"floor_ms": floor_ms, "results": [asdict(result) for result in results]}
+    write_result(options, PROGRAM, argv, content, model=files.model_id, threads=torch.get_num_threads())
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

@@ -1,7 +1,7 @@
-"""What drafting brings (`--max-draft-tokens`): time per token of answers that copy much, and of others.
+"""The gain of speculative decoding (`--max-draft-tokens`): time per token of answers that copy much, and of others.
 
-Two stacks run side by side, one of which drafts; each request goes to both, one after the other, in turning order.
-Then all kinds together, several in flight. The answers must be the same.
+Two stacks run side by side, and one of them drafts; each request goes to both in turns, one at a time. Then requests of
+all kinds run together, several in flight. The answers of both stacks must be the same.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 import inspect
 import json
 import statistics
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,14 +22,12 @@ from typing import Any, Final
 import httpx
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from benchmarks import workload
-from benchmarks.arms import scrape, script_parser
-from benchmarks.conditions import conditions
-from benchmarks.report import open_console, write_json
+from benchmarks.arms import scrape, stack_parser
+from benchmarks.report import open_console, print_table
+from benchmarks.script import in_turns, median_ratio, run, write_result
 from benchmarks.stack import Stack
-from benchmarks.time_limit import time_limit
 
 PROGRAM: Final = "python -m benchmarks.speculation"
 PLAIN, DRAFTING = "plain", "drafting"
@@ -61,7 +59,7 @@ PLACES: Final = {
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of request; `schema` is what its answer must match."""
+    """A kind of request; its answer must match `schema`, if there is one."""
 
     name: str
     text: str
@@ -83,12 +81,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """Seconds from the first piece of text to the last, and of the whole request."""
+    """`decode_s` is from the first piece of text to the last."""
 
     text: str
     num_tokens: int
     decode_s: float
-    total_s: float
 
     @property
     def tpot_ms(self) -> float:
@@ -110,9 +107,9 @@ def tasks() -> list[Task]:
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-    """Raises RuntimeError when the service refuses or fails."""
+    """Send one request and read its answer. Raises RuntimeError when the service refuses or fails."""
     pieces: list[str] = []
-    began = first = last = time.perf_counter()
+    first = last = 0.0
     num_tokens = 0
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         async for line in response.aiter_lines():
@@ -129,11 +126,11 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
                 first = last if not pieces else first
                 pieces.append(content)
             num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
-    return Answer("".join(pieces), num_tokens, last - first, time.perf_counter() - began)
+    return Answer("".join(pieces), num_tokens, last - first)
 
 
 def counts(stack: Stack) -> tuple[float, float]:
-    """Tokens drafted so far, and those that were accepted."""
+    """The numbers of tokens drafted and accepted since the start."""
     found = scrape(stack.workers("decode")[0])
     return found["vllm:spec_decode_num_draft_tokens_total"], found["vllm:spec_decode_num_accepted_tokens_total"]
 
@@ -141,7 +138,7 @@ def counts(stack: Stack) -> tuple[float, float]:
 async def one_by_one(
     stacks: dict[str, Stack], clients: dict[str, httpx.AsyncClient], repeats: int, max_tokens: int
 ) -> list[dict[str, Any]]:
-    """A row for each kind and temperature; the first round of each warms up caches and is not counted."""
+    """A row for each kind and temperature; the first round of each warms up caches and does not count."""
     rows: list[dict[str, Any]] = []
     with Progress() as progress:
         bar = progress.add_task("one at a time", total=len(TEMPERATURES) * len(tasks()) * 2 * (repeats + 1))
@@ -151,7 +148,7 @@ async def one_by_one(
                 before = counts(stacks[DRAFTING])
                 for repeat in range(repeats + 1):
                     body = task.body(stacks[PLAIN].model, temperature, repeat, max_tokens)
-                    for name in sorted(stacks, reverse=bool(repeat % 2)):
+                    for name in in_turns(tuple(stacks), repeat):
                         found[name].append(await ask(clients[name], body))
                         progress.advance(bar)
                 drafted, accepted = (now - then for now, then in zip(counts(stacks[DRAFTING]), before, strict=True))
@@ -163,7 +160,7 @@ async def one_by_one(
                         "output_tokens": statistics.mean(answer.num_tokens for answer in found[PLAIN]),
                         "tpot_plain_ms": round(statistics.median(plain), 3),
                         "tpot_drafting_ms": round(statistics.median(drafting), 3),
-                        "ratio": _ratio(plain, drafting),
+                        "ratio": median_ratio(plain, drafting),
                         "drafted": drafted,
                         "accepted": accepted,
                         "same": sum(a.text == b.text for a, b in zip(found[PLAIN], found[DRAFTING], strict=True)),
@@ -171,12 +168,6 @@ async def one_by_one(
                     }
                 )
     return rows
-
-
-def _ratio(plain: Sequence[float], drafting: Sequence[float]) -> float:
-    """Median of each round's own. A short answer that came in one piece has no time per token; 0 if all of them did."""
-    ratios = [slow / fast for slow, fast in zip(plain, drafting, strict=True) if slow and fast]
-    return round(statistics.median(ratios), 3) if ratios else 0.0
 
 
 def _bodies(model: str, max_tokens: int) -> Iterator[dict[str, Any]]:
@@ -190,13 +181,13 @@ def _bodies(model: str, max_tokens: int) -> Iterator[dict[str, Any]]:
 async def side_by_side(
     stacks: dict[str, Stack], clients: dict[str, httpx.AsyncClient], in_flight: int, repeats: int, max_tokens: int
 ) -> dict[str, Any]:
-    """`in_flight` requests of all kinds at once, then again: output tokens a second, and the mean time of a token."""
+    """`in_flight` requests of all kinds at once, repeatedly: output tokens a second, and the mean time of a token."""
     bodies = list(islice(_bodies(stacks[PLAIN].model, max_tokens), in_flight))
     rates: dict[str, list[float]] = {name: [] for name in stacks}
     tpots: dict[str, list[float]] = {name: [] for name in stacks}
     texts: dict[str, list[str]] = {}
     for repeat in range(repeats + 1):
-        for name in sorted(stacks, reverse=bool(repeat % 2)):
+        for name in in_turns(tuple(stacks), repeat):
             began = time.perf_counter()
             answers = await asyncio.gather(*(ask(clients[name], body) for body in bodies))
             rates[name].append(sum(answer.num_tokens for answer in answers) / (time.perf_counter() - began))
@@ -208,7 +199,7 @@ async def side_by_side(
         "drafting_tokens_per_s": round(statistics.median(rates[DRAFTING][1:]), 1),
         "tpot_plain_ms": round(statistics.median(tpots[PLAIN][1:]), 3),
         "tpot_drafting_ms": round(statistics.median(tpots[DRAFTING][1:]), 3),
-        "ratio": _ratio(tpots[PLAIN][1:], tpots[DRAFTING][1:]),
+        "ratio": median_ratio(tpots[PLAIN][1:], tpots[DRAFTING][1:]),
         "same": sum(one == other for one, other in zip(texts[PLAIN], texts[DRAFTING], strict=True)),
         "answers": in_flight,
     }
@@ -229,59 +220,67 @@ async def measure(
 
 
 def print_rows(console: Console, rows: Sequence[dict[str, Any]], together: Sequence[dict[str, Any]]) -> None:
-    table = Table(title="one at a time, medians", title_justify="left")
-    for name in ("task", "temperature", "TPOT, ms", "drafting", "faster", "drafted", "accepted", "same answers"):
-        table.add_column(name, justify="left" if name == "task" else "right")
+    shown: list[tuple[str, ...]] = []
     for row in rows:
         share = f"{row['accepted'] / row['drafted']:.0%}" if row["drafted"] else "-"
-        times = (f"{row['tpot_plain_ms']:.2f}", f"{row['tpot_drafting_ms']:.2f}", f"{row['ratio']:.2f}x")
-        same = f"{row['same']} of {row['answers']}"
-        table.add_row(row["task"], f"{row['temperature']:g}", *times, f"{row['drafted']:.0f}", share, same)
-    console.print(table)
-    table = Table(title="all kinds together", title_justify="left")
-    for name in ("in flight", "output tok/s", "drafting", "TPOT, ms", "drafting", "faster", "same answers"):
-        table.add_column(name, justify="right")
-    for row in together:
-        rates = (f"{row['plain_tokens_per_s']:.0f}", f"{row['drafting_tokens_per_s']:.0f}")
-        times = (f"{row['tpot_plain_ms']:.2f}", f"{row['tpot_drafting_ms']:.2f}", f"{row['ratio']:.2f}x")
-        table.add_row(str(row["in_flight"]), *rates, *times, f"{row['same']} of {row['answers']}")
-    console.print(table)
+        drafts = (f"{row['drafted']:.0f}", share)
+        shown.append((row["task"], f"{row['temperature']:g}", *_times(row), *drafts, _same(row)))
+    columns = ("task", "temperature", "TPOT, ms", "drafting", "faster", "drafted", "accepted", "same answers")
+    print_table(console, "one at a time, medians", columns, shown)
+    cells = [(str(row["in_flight"]), *_rates(row), *_times(row), _same(row)) for row in together]
+    names = ("in flight", "output tok/s", "drafting", "TPOT, ms", "drafting", "faster", "same answers")
+    print_table(console, "all kinds together", names, cells, left=())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = script_parser(PROGRAM, __doc__ or "")
-    parser.add_argument("--quantization", default="auto", help="how weights are kept")
+def _rates(row: dict[str, Any]) -> tuple[str, str]:
+    return f"{row['plain_tokens_per_s']:.0f}", f"{row['drafting_tokens_per_s']:.0f}"
+
+
+def _times(row: dict[str, Any]) -> tuple[str, str, str]:
+    return f"{row['tpot_plain_ms']:.2f}", f"{row['tpot_drafting_ms']:.2f}", f"{row['ratio']:.2f}x"
+
+
+def _same(row: dict[str, Any]) -> str:
+    return f"{row['same']} of {row['answers']}"
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = stack_parser(PROGRAM, __doc__)
+    parser.add_argument("--quantization", default="auto", help="of the weights")
     parser.add_argument("--threads", type=int, default=2, help="of each worker")
-    parser.add_argument("--draft-tokens", type=int, default=6, help="drafted for an answer at most")
+    parser.add_argument("--draft-tokens", type=int, default=6, help="most draft tokens of an answer in one step")
     parser.add_argument("--repeats", type=int, default=5, help="counted requests of each kind")
     parser.add_argument("--max-tokens", type=int, default=200, help="of an answer")
-    parser.add_argument("--in-flight", default="4,8,16", help="requests at once, for each of which there is a row")
-    options = parser.parse_args(argv)
+    parser.add_argument("--in-flight", default="4,8,16", help="requests at once, one row for each number")
+    return parser.parse_args(argv)
+
+
+def stack_of(options: Namespace, name: str, draft_tokens: int) -> Stack:
+    return Stack(
+        model=options.model,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        worker_flags=("--threads", str(options.threads), "--block-size", str(options.block_size)),
+        decode_flags=("--max-draft-tokens", str(draft_tokens)),
+        log_dir=options.log_dir / name if options.log_dir else None,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
     loads = [int(number) for number in options.in_flight.split(",") if number]
     with ExitStack() as running:
         stacks = {
-            name: running.enter_context(
-                Stack(
-                    model=options.model,
-                    dtype=options.dtype,
-                    quantization=options.quantization,
-                    worker_flags=("--threads", str(options.threads), "--block-size", str(options.block_size)),
-                    decode_flags=("--max-draft-tokens", str(draft_tokens)),
-                    log_dir=options.log_dir / name if options.log_dir else None,
-                )
-            )
-            for name, draft_tokens in ((PLAIN, 0), (DRAFTING, options.draft_tokens))
+            name: running.enter_context(stack_of(options, name, draft_tokens))
+            for name, draft_tokens in ((DRAFTING, options.draft_tokens), (PLAIN, 0))
         }
         rows, together = asyncio.run(measure(stacks, options.repeats, options.max_tokens, loads))
     print_rows(open_console(), rows, together)
-    if options.output:
-        more = {name: getattr(options, name) for name in ("model", "dtype", "quantization", "threads", "repeats")}
-        found = conditions(PROGRAM, argv, **more, draft_tokens=options.draft_tokens, max_tokens=options.max_tokens)
-        write_json(options.output, {"conditions": found, "one_by_one": rows, "together": together})
+    names = ("model", "dtype", "quantization", "threads", "repeats", "draft_tokens", "max_tokens")
+    more = {name: getattr(options, name) for name in names}
+    write_result(options, PROGRAM, argv, {"one_by_one": rows, "together": together}, **more)
     return 0
 
 
 if __name__ == "__main__":
-    with time_limit(0.0):  # told to end, it ends what it started
-        raise SystemExit(main())
+    run(main)

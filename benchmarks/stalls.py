@@ -1,18 +1,18 @@
-"""What one request does to all others: the worst `/ready` and the worst gap of a running stream while it is served.
+"""How one request disturbs all others: the worst `/ready` and the worst gap of a running stream while it is served.
 
-Starts `diptych serve` with one prefill and one decode worker for each request anew, or asks a service at `--url`. A
-stream runs and `/ready` is asked every 20 ms, while a process of its own sends the request. Nothing is used but HTTP,
-so that versions can be put side by side with the file of one of them.
+Each request gets a new `diptych serve` with one prefill and one decode worker, or goes to the service at `--url`. A
+stream runs and `/ready` is polled every 20 ms, while a process of its own sends the request. The script talks HTTP
+only, so one version of it can measure several versions of the service.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import os
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,37 +23,35 @@ from typing import Any, Final
 
 import httpx
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.conditions import conditions
-from benchmarks.report import open_console, write_json
+from benchmarks.report import open_console, print_table
+from benchmarks.script import run, script_parser, write_result
 from benchmarks.stack import free_port
-from benchmarks.time_limit import time_limit
 from common.machine.child_process import ChildProcess
 
 PROGRAM: Final = "python -m benchmarks.stalls"
 READY_GOAL_S, GAP_GOAL_S = 0.25, 1.0
 POLL_S = 0.02
 LIMIT_S = 60.0
-"""What is not answered by then is given up."""
+"""For the answer to each request."""
 SETTLE_S = 2.0
-"""Watched after the last answer: a stall may outlive the request that made it."""
+"""The watch goes on after the last answer, because a stall may outlive its request."""
 START_S = 180.0
 STOP_S = 10.0
 STREAM_TOKENS = 4000
 PROMPT_TOKENS = 3900
 WORDS = "the quick brown fox jumps over the lazy dog and goes on to the next field "
 ROOM = ("--max-inflight", "2048", "--max-wait-s", "600", "--overload-wait-s", "600", "--queue-timeout-s", "600")
-"""So that nothing is refused for want of room: what it does to others once it is taken is what is asked here."""
+"""Large bounds, so that the service accepts every request and its effect on others shows."""
 
 Body = dict[str, Any]
 Request = tuple[str, Body]
-"""A path and what is posted there."""
+"""A path and the body posted to it."""
 
 
 @dataclass(frozen=True)
 class Offender:
-    """Requests that are sent at once; made where they are sent."""
+    """Requests that are sent at once; the process that sends them makes them."""
 
     name: str
     requests: Callable[[], list[Request]]
@@ -61,26 +59,26 @@ class Offender:
 
 @dataclass
 class Watch:
-    """When tokens of a stream came and how long `/ready` took, in seconds of one clock."""
+    """Arrival times of a stream's tokens, and begin and end of each `/ready`, in seconds of one clock."""
 
     tokens: list[float] = field(default_factory=list)
     polls: list[tuple[float, float]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
     def worst_gap(self, start: float, end: float) -> float:
-        """The longest silence of the stream that touches these moments; one that has not ended counts till then."""
+        """The longest gap of the stream that overlaps the window; one that has not ended counts up to `end`."""
         times = [*(at for at in self.tokens if at < end), end]
         gaps = [later - at for at, later in zip(times, times[1:], strict=False) if later > start]
         return max(gaps, default=end - start)
 
     def worst_poll(self, start: float, end: float) -> float:
-        """The longest answer to `/ready` that was awaited between these moments."""
+        """The longest `/ready` that overlaps the window."""
         return max((done - asked for asked, done in self.polls if done > start and asked < end), default=end - start)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One offender: what it was told, how long that took, and what others felt. `took_s` is 0 without an offender."""
+    """One offender: its statuses and duration, and the worst delays of others. `took_s` is 0 without an offender."""
 
     name: str
     statuses: dict[str, int]
@@ -100,7 +98,7 @@ def text_of(num_bytes: int) -> str:
 
 
 def prompt_of(number: int, num_tokens: int) -> list[int]:
-    """Token ids of the vocabulary's middle, the same for the same number only."""
+    """Token ids from the middle of the vocabulary; each `number` has its own."""
     return [1000 + (number * 7919 + place * 104_729) % 30_000 for place in range(num_tokens)]
 
 
@@ -122,7 +120,7 @@ def _schema(schema: Body) -> Body:
 
 
 def offenders() -> list[Offender]:
-    """Each of them stalled a version of this service."""
+    """Requests that each stalled an earlier version of this service."""
     number = {"type": "integer", "multipleOf": 99999989}
     return [
         Offender("/tokenize, 0.6 MB", lambda: [("/tokenize", {"prompt": text_of(600_000)})]),
@@ -155,7 +153,7 @@ def offenders() -> list[Offender]:
 
 
 def send(url: str, name: str, limit_s: float) -> tuple[dict[str, int], str]:
-    """How often which status came, "none" for none in time, and the first error's message. Runs in its own process."""
+    """The count of each status ("none": no answer in time) and the first error's message. Runs in its own process."""
     (offender,) = (one for one in offenders() if one.name == name)
     answers = asyncio.run(_send_all(url, offender.requests(), limit_s))
     message = next((text for status, text in answers if status != "200"), "")
@@ -182,7 +180,7 @@ async def _send_one(client: httpx.AsyncClient, path: str, body: Body, limit_s: f
 
 
 async def poll(client: httpx.AsyncClient, watch: Watch) -> None:
-    """Asks `/ready` without end."""
+    """Poll `/ready` until cancelled."""
     while True:
         asked = time.perf_counter()
         watch.polls.append((asked, float("inf")))
@@ -193,7 +191,7 @@ async def poll(client: httpx.AsyncClient, watch: Watch) -> None:
 
 
 async def stream(client: httpx.AsyncClient, watch: Watch) -> None:
-    """One stream after the other, each of many tokens; a short prompt, found in the caches."""
+    """Stream long answers to a short, cached prompt, one after the other, until cancelled."""
     _, body = _completion("Once upon a time", STREAM_TOKENS, stream=True)
     while True:
         try:
@@ -214,7 +212,7 @@ async def stream(client: httpx.AsyncClient, watch: Watch) -> None:
 async def measure(
     client: httpx.AsyncClient, processes: ProcessPoolExecutor, url: str, name: str, *, limit_s: float, quiet_s: float
 ) -> Row:
-    """What others feel of an offender, or with an empty name of `quiet_s` seconds without one."""
+    """The delays of others beside an offender or, with an empty name, during `quiet_s` seconds without one."""
     watch = Watch()
     watching = [asyncio.create_task(job(client, watch)) for job in (stream, poll)]
     try:
@@ -241,7 +239,7 @@ async def measure(
 
 
 async def idle(client: httpx.AsyncClient, limit_s: float) -> None:
-    """Wait until the service is ready and serves nothing. Raises TimeoutError."""
+    """Wait until the service is ready and has no request. Raises TimeoutError."""
     async with asyncio.timeout(limit_s):
         while True:
             with suppress(httpx.TransportError, ValueError, KeyError):
@@ -252,11 +250,11 @@ async def idle(client: httpx.AsyncClient, limit_s: float) -> None:
 
 
 async def measure_at(url: str, name: str, *, limit_s: float, quiet_s: float) -> Row:
-    """As `measure`, once the service is ready and idle."""
+    """Call `measure` once the service is ready and idle."""
     context = multiprocessing.get_context("spawn")
     async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as client:
         with ProcessPoolExecutor(1, context) as processes:
-            processes.submit(chosen, ()).result()  # it has imported all that it needs before anything is timed
+            processes.submit(chosen, ()).result()  # it has imported everything before the measurement starts
             await idle(client, START_S)
             row = await measure(client, processes, url, name, limit_s=limit_s, quiet_s=quiet_s)
     print(f"{row.name}: {row.ready_s * 1000:.0f} ms, {row.gap_s * 1000:.0f} ms", flush=True)
@@ -265,7 +263,7 @@ async def measure_at(url: str, name: str, *, limit_s: float, quiet_s: float) -> 
 
 @contextmanager
 def serving(model: str, log: Path | None, flags: Sequence[str]) -> Iterator[str]:
-    """The URL of a `diptych serve` with one worker of each kind."""
+    """Run `diptych serve` with one worker of each kind; yields its URL."""
     port = free_port()
     if log:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -280,41 +278,34 @@ def serving(model: str, log: Path | None, flags: Sequence[str]) -> Iterator[str]
 
 
 def print_rows(console: Console, rows: Sequence[Row]) -> None:
-    table = Table(title="what others feel of one request", title_justify="left")
-    for name in ("request", "answered", "took, s", "worst /ready, ms", "worst gap of a stream, ms", "goal met"):
-        table.add_column(name, justify="left" if name in ("request", "answered") else "right")
+    columns = ("request", "answered", "took, s", "worst /ready, ms", "worst gap of a stream, ms", "goal met")
+    shown = []
     for row in rows:
         answered = ", ".join(f"{count} x {status}" for status, count in row.statuses.items()) or "-"
         times = (f"{row.took_s:.1f}" if row.took_s else "-", f"{row.ready_s * 1000:.0f}", f"{row.gap_s * 1000:.0f}")
         met = "yes" if row.meets_goal else f"no: {row.broken[0][:40]}" if row.broken else "no"
-        table.add_row(row.name, answered, *times, met)
-    console.print(table)
+        shown.append((row.name, answered, *times, met))
+    print_table(console, "delays of others beside one request", columns, shown, left=(0, 1))
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--model", default="smollm2-135m", help="model to serve")
-    parser.add_argument("--url", default="", help="of a running service, instead of one that is started")
-    parser.add_argument("--only", nargs="*", default=[], help="requests whose name holds one of these words")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for each request at most")
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = script_parser(PROGRAM, __doc__, model="model to serve")
+    parser.add_argument("--url", default="", help="measure this running service instead of starting one")
+    parser.add_argument("--only", nargs="*", default=[], help="only requests whose name contains one of these words")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="most seconds for each request")
     parser.add_argument("--quiet-s", type=float, default=10.0, help="seconds without any request, measured first")
-    parser.add_argument("--log-dir", type=Path, help="keep what the services write here")
-    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
+    parser.add_argument("--log-dir", type=Path, help="keep the services' logs here")
     return parser.parse_args(argv)
 
 
 def chosen(words: Sequence[str]) -> list[str]:
-    """Names of what is measured, "" first: nothing."""
+    """Names of the offenders to measure; first "", for none."""
     names = [offender.name for offender in offenders()]
     return ["", *(name for name in names if not words or any(word in name for word in words))]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else list(argv)
+def main(argv: Sequence[str]) -> int:
     options = parse(argv)
-
     rows: list[Row] = []
     for number, name in enumerate(chosen(options.only)):
         log = options.log_dir / f"{number}.log" if options.log_dir else None
@@ -322,12 +313,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             job = measure_at(url, name, limit_s=options.limit_s, quiet_s=options.quiet_s)
             rows.append(asyncio.run(job))
     print_rows(open_console(), rows)
-    if options.output:
-        found = conditions(PROGRAM, argv, model=options.model, url=options.url, limit_s=options.limit_s)
-        write_json(options.output, {"conditions": found, "rows": [asdict(row) for row in rows]})
+    more = {name: getattr(options, name) for name in ("model", "url", "limit_s")}
+    write_result(options, PROGRAM, argv, {"rows": [asdict(row) for row in rows]}, **more)
     return 0
 
 
 if __name__ == "__main__":
-    with time_limit(0.0):  # told to end, it ends what it started
-        raise SystemExit(main())
+    run(main)

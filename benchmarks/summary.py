@@ -18,7 +18,7 @@ QUANTILES = (50, 90, 95, 99)
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What one request did. Times are in seconds of one monotonic clock; `token_times` has one entry a text event.
+    """One request. Times are in seconds of one monotonic clock; `token_times` has one entry a text event.
 
     `outcome` is "ok", "http 503" (any status but 200), "connect", "timeout", "stream error" (an error event after the
     200), "truncated" (the stream ended without its end mark) or "interrupted".
@@ -48,7 +48,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float:
-        """Not a number for outputs of one token."""
+        """NaN for outputs of one token."""
         if self.output_tokens < 2 or len(self.token_times) < 2:
             return math.nan
         return (self.token_times[-1] - self.token_times[0]) / (self.output_tokens - 1)
@@ -58,7 +58,7 @@ class RequestRecord:
         return [late - early for early, late in zip(self.token_times, self.token_times[1:], strict=False)]
 
     def meets(self, slo_ttft_ms: float, slo_tpot_ms: float) -> bool:
-        """Both SLOs hold; an SLO of 0 is none, and outputs of one token have no TPOT to miss."""
+        """Whether both SLOs hold; an SLO of 0 is none, and outputs of one token have no TPOT."""
         if not self.ok:
             return False
         ttft_met = not slo_ttft_ms or self.ttft_s * 1000 <= slo_ttft_ms
@@ -67,7 +67,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of a latency, in milliseconds. All zero when `count` is."""
+    """Of a latency, in milliseconds; all zero without samples."""
 
     count: int = 0
     mean: float = 0.0
@@ -79,7 +79,7 @@ class Distribution:
 
     @classmethod
     def of_seconds(cls, values: Iterable[float]) -> Distribution:
-        """Values that are not a number are left out."""
+        """Without the values that are NaN."""
         ordered = sorted(value * 1000 for value in values if not math.isnan(value))
         if not ordered:
             return cls()
@@ -124,7 +124,7 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 
 
 def summarise(records: Sequence[RequestRecord], *, slo_ttft_ms: float = 0.0, slo_tpot_ms: float = 0.0) -> Summary:
-    """Failed requests count in `outcomes` only."""
+    """Summarise a run; failed requests count in `outcomes` only."""
     good = [record for record in records if record.ok]
     num_good = sum(record.meets(slo_ttft_ms, slo_tpot_ms) for record in good)
     ends = [record.token_times[-1] for record in good if record.token_times]

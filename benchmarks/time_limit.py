@@ -1,4 +1,4 @@
-"""An end for a measurement that takes too long: of its own accord, while there is time to say what was found."""
+"""Ends a measurement that takes too long, or gets SIGTERM, while there is time to report its results."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from types import FrameType
 
 GRACE_S = 30.0
-"""For ending what was started. What is stuck in the driver by then, where no exception reaches, is ended by force."""
+"""For the clean-up. Then faulthandler ends the process, which may hang in the driver, where no exception arrives."""
 
 
 class TimeOver(KeyboardInterrupt):
-    """The time limit has come, or somebody wants the process to end. Nothing on the way takes it for a failure."""
+    """The time limit has come, or SIGTERM. Not an Exception, so that no part takes it for its own failure."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeOver in here, once: `seconds` from now (0: never), or at SIGTERM. For the main thread."""
+    """Raise TimeOver in the block once: `seconds` from now (0: never), or at SIGTERM. For the main thread."""
     numbers = (signal.SIGALRM, signal.SIGTERM)
 
     def stop(number: int, _: FrameType | None) -> None:

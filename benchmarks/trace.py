@@ -1,6 +1,6 @@
-"""Request traces of real services: when requests came, how long they were, and which prefixes they shared.
+"""Request traces of real services: arrivals, lengths and shared prefixes.
 
-Two public formats, plain or gzipped, told apart by their first line:
+Two public formats, plain or gzipped, which the first line distinguishes:
 
 - Azure LLM inference traces: CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens.
 - Mooncake traces: JSON lines with timestamp (ms), input_length, output_length and hash_ids, one id for each block of
@@ -23,7 +23,7 @@ AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class TraceError(Exception):
-    """A trace file cannot be read. The message names file, line and what was expected."""
+    """A trace file cannot be read. The message names file, line and the expected form."""
 
 
 @dataclass(frozen=True, slots=True)

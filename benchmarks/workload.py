@@ -1,4 +1,4 @@
-"""What is sent and when: prompts and output lengths as a function of (seed, index), and arrival times."""
+"""Requests of a load: prompts and output lengths as a function of (seed, index), and arrival times."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What prompts are made of: token ids (a prompt then has exactly the length asked for) or words (about it)."""
+    """Material for prompts: token ids, which give exact lengths, or words, which give approximate ones."""
 
     token_ids: tuple[int, ...] = ()
     words: tuple[str, ...] = WORDS
@@ -75,7 +75,7 @@ class RequestPlan:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests by index. The same (seed, index) is always the same request; no two indexes share an accidental prefix.
+    """Requests by index. The same (seed, index) is always the same request; two indexes share no accidental prefix.
 
     With `rows`, lengths and shared prefixes come from a trace (its rows are cycled through); else from the two ranges
     and `shared_prefix_len`, the number of leading tokens that all prompts have in common (part of their length).
@@ -110,7 +110,7 @@ class Workload:
 def fit_rows(
     rows: Sequence[TraceRow], *, scale: float = 1.0, max_input_len: int = 0, max_output_len: int = 0
 ) -> list[TraceRow]:
-    """Rows with lengths multiplied by `scale`, then cut to the bounds (0: none): big traces for small models.
+    """Fit a trace to a small model: lengths times `scale`, then cut to the bounds (0: none).
 
     Prefix sharing survives when the workload's `block_tokens` is scaled alike.
     """

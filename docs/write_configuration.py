@@ -10,7 +10,7 @@ from common.config.sources import group_order
 INTRODUCTION = """\
 # Configuration
 
-This page is written by `make docs` from the settings themselves; a test compares the two.
+`make docs` writes this page from the settings' own help texts.
 
 Every setting has one name in three spellings:
 
@@ -22,24 +22,23 @@ Every setting has one name in three spellings:
 | TOML file (`--config FILE`) | `max_num_seqs = 8` under `[decode_worker]` | decode workers |
 | | the same above all sections | every process that has the setting |
 
-A flag wins over the environment, the environment over the file, and within each the more particular name over the
-general one. The prefixes are `DIPTYCH_ROUTER_`, `DIPTYCH_PREFILL_`, `DIPTYCH_DECODE_`, `DIPTYCH_SERVE_` and
+A flag wins over the environment, the environment over the file, and within each the narrower name over the general
+one. The prefixes are `DIPTYCH_ROUTER_`, `DIPTYCH_PREFILL_`, `DIPTYCH_DECODE_`, `DIPTYCH_SERVE_` and
 `DIPTYCH_BENCH_`; the sections `[router]`, `[prefill_worker]`, `[decode_worker]`, `[serve]` and `[bench]`. Switches
 take `true` or `false` outside the command line, where they are `--log-json` and `--no-log-json`; lists are separated by
 commas, in TOML they are arrays.
 
 A value out of range, an unknown flag, key, section or `DIPTYCH_*` variable stops the process at start with exit status
-2 and one line that names the setting, the value and what is allowed. (In Kubernetes, switch `enableServiceLinks` off: a
-Service whose name begins with `diptych` would otherwise inject variables of that kind.)
+2 and one line that names the setting, the value and the allowed values. (In Kubernetes, switch `enableServiceLinks`
+off: a Service whose name begins with `diptych` would otherwise inject variables of that kind.)
 
-`DIPTYCH_CACHE` is the folder that fetched models are kept in (default `~/.cache/diptych`). `DIPTYCH_MARCH` is the kind
-of CPU that kernels are compiled for, in a compiler's words (default `native`, this machine's): `x86-64-v3`, say, shows
-what an older one would have.
+`DIPTYCH_CACHE` is the folder of fetched models (default `~/.cache/diptych`). `DIPTYCH_MARCH` is the kind of CPU that
+kernels are compiled for, as compilers name it (default `native`, this machine's): `x86-64-v3`, for example, is an older
+one.
 
-`diptych serve` takes every setting of the router and of the workers but those it sets itself (worker sockets and
-addresses), and hands them on. `--prefill-NAME` and `--decode-NAME` set a worker's setting for one pool alone, such as
-`--decode-cores 1`. Unless told otherwise each worker may use every core, and those that compute at the same time share
-them.
+`diptych serve` takes every setting of the router and of the workers except those it sets itself (worker sockets and
+addresses), and passes them on. `--prefill-NAME` and `--decode-NAME` set a worker's setting for one pool alone, such as
+`--decode-cores 1`. By default each worker may use every core, and workers that compute at the same time share them.
 """
 
 

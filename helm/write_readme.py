@@ -13,9 +13,9 @@ TARGET = FOLDER / "README.md"
 INTRODUCTION = """\
 # Diptych on Kubernetes
 
-A Helm chart for routers, prefill pools and decode pools that scale on their own. This page is written by `make docs`
-from `values.yaml`; a test compares the two. [docs/kubernetes.md](../docs/kubernetes.md) says how to install, scale and
-upgrade, [docs/operations.md](../docs/operations.md) what to do when an alert fires.
+A Helm chart for routers, prefill pools and decode pools that scale independently. `make docs` writes this page from
+`values.yaml`. [docs/kubernetes.md](../docs/kubernetes.md) explains how to install, scale and upgrade,
+[docs/operations.md](../docs/operations.md) what to do when an alert fires.
 
     docker build --target router -t REGISTRY/diptych-router:0.1.0 .
     docker build --target worker -t REGISTRY/diptych-worker:0.1.0 .
@@ -23,10 +23,9 @@ upgrade, [docs/operations.md](../docs/operations.md) what to do when an alert fi
                            --set images.worker.repository=REGISTRY/diptych-worker
     helm test demo --logs
 
-Nothing but Kubernetes 1.27 is needed; the rest is used where it is. Whole sets of values to start from are in
-[examples/](examples).
+The chart needs Kubernetes 1.27; everything else is optional. Example values are in [examples/](examples).
 
-| for | needs at least | or else |
+| feature | needs at least | otherwise |
 |---|---|---|
 | an OCI image as a model | Kubernetes 1.33 (before 1.35 the feature gate `ImageVolume`) | refused |
 | `podDeletionCost.admissionPolicy` | Kubernetes 1.30 | left out |
@@ -37,13 +36,13 @@ Nothing but Kubernetes 1.27 is needed; the rest is used where it is. Whole sets 
 | monitors, alerts, recording rules | Prometheus operator (`monitoring.coreos.com/v1`) | left out |
 | `tls.certManager` | cert-manager (`cert-manager.io/v1`) | refused |
 
-`helm` sees which APIs a cluster has, not the versions behind them: KEDA's and the Gateway API's are yours to check.
+`helm` sees the APIs of a cluster, not their versions: check those of KEDA and the Gateway API yourself.
 
-A pool under `prefill.pools` or `decode.pools` takes its `name`, its `model`, and everything under `workers`; what it
-does not say comes from `prefill.defaults` or `decode.defaults`, and then from `workers`. A router Deployment serves one
-model: each entry of `models` gets its own, with what it says under `router` over the chart's `router`.
+A pool under `prefill.pools` or `decode.pools` takes its `name`, its `model`, and everything under `workers`; missing
+values come from `prefill.defaults` or `decode.defaults`, and then from `workers`. A router Deployment serves one model:
+each entry of `models` gets its own, whose `router` overrides the chart's `router`.
 
-| value | default | what it is |
+| value | default | meaning |
 |---|---|---|
 """
 

@@ -1,8 +1,8 @@
 """Diptych beside its peers: one engine at a time, the same machine, model, client and requests; ratios of one run.
 
-Rounds are repeated, the order of the engines turning round each time, and medians are compared. Prompts are random
-tokens of exact length, the same ones for every engine; outputs are greedy and of full length; nothing comes from a
-prefix cache. A run in which an engine did other work than it was asked for is reported and not counted.
+Every second round reverses the order of the engines, and medians are compared. Prompts are random tokens of exact
+length, the same ones for every engine; outputs are greedy and of full length; prefix caches are off. A run in which an
+engine failed a request or returned other lengths is reported and not counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import tempfile
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -37,11 +37,10 @@ from benchmarks.compare.ratios import Cell, Load, parse_loads, rows
 from benchmarks.compare.running import RunningEngine
 from benchmarks.compare.transformers import Transformers
 from benchmarks.compare.vllm import Vllm, Vllm1P1D
-from benchmarks.conditions import conditions
-from benchmarks.report import open_console, write_json
+from benchmarks.report import open_console
+from benchmarks.script import in_turns, run, script_parser, settings_of, write_result
 from benchmarks.stack import free_port
 from benchmarks.summary import Summary, summarise
-from benchmarks.time_limit import time_limit
 from benchmarks.workload import WORDS, LengthRange, Vocabulary, Workload, poisson_arrivals
 from common.errors import ModelError
 from common.model_files.cache import cache_folder
@@ -58,7 +57,7 @@ CONTEXT_STEP = 256
 
 @dataclass(frozen=True)
 class Engine:
-    """Something to measure: how to launch it on given ports, and what a reader must know of it."""
+    """A variant of Diptych or of a peer: how to launch it on given ports, and its settings for the reader."""
 
     name: str
     launch: Callable[[Sequence[int]], Launch]
@@ -66,7 +65,7 @@ class Engine:
 
 
 def own_engines(options: Namespace, files: ModelFiles, context: int, most: int) -> list[Engine]:
-    """One engine a named variant of Diptych. Raises ValueError."""
+    """One engine for each named variant of Diptych. Raises ValueError."""
     variants = [DiptychVariant.parse(text, options.diptych_args) for text in options.diptych or [DEFAULT_VARIANT]]
     return [
         Engine(
@@ -79,7 +78,7 @@ def own_engines(options: Namespace, files: ModelFiles, context: int, most: int) 
 
 
 def peer_engines(options: Namespace, files: ModelFiles, context: int, most: int) -> list[Engine]:
-    """One engine a `--peer`. Writes the model in the formats they need. Raises ValueError and PeerError."""
+    """One engine for each `--peer`; writes the model in the formats they need. Raises ValueError and PeerError."""
     wanted = [(name, *choose_variant(name)) for name in options.peer]
     environments = peer_environments(options.peer_env, [peer for _, peer, _ in wanted])
     versions = {peer.name: peer.version(environments[peer.name]) for _, peer, _ in wanted}
@@ -108,7 +107,7 @@ def choose_variant(text: str) -> tuple[Peer, str]:
 
 
 def peer_environments(given: Sequence[str], peers: Sequence[Peer]) -> dict[str, Path]:
-    """Where each peer is installed: `NAME=FOLDER`, a bare folder for the only peer, else a folder of the cache."""
+    """The folder of each peer: `NAME=FOLDER`, a bare folder for the only peer, else a folder of the cache."""
     names = list(dict.fromkeys(peer.name for peer in peers))
     found = {name: cache_folder() / "peers" / "environments" / name for name in names}
     for text in given:
@@ -122,31 +121,31 @@ def peer_environments(given: Sequence[str], peers: Sequence[Peer]) -> dict[str, 
 
 
 def token_ids(files: ModelFiles) -> tuple[int, ...]:
-    """Ids of ordinary text, from the model's own tokenizer, so that every engine is sent the same prompts."""
+    """Ids of ordinary text, from the model's own tokenizer, so that every engine gets the same prompts."""
     tokenizer = Tokenizer.from_file(str(files.tokenizer))
     return tuple(sorted(set(tokenizer.encode(PROBE_TEXT, add_special_tokens=False).ids)))
 
 
 def num_requests(load: Load, options: Namespace) -> int:
-    """Closed loops: so many a user, but at least `min_requests`. Open loops are bounded by their time."""
+    """Closed loops: `per_user` times the concurrency, at least `min_requests`. Time bounds open loops."""
     return 0 if load.rate else max(options.min_requests, options.per_user * load.concurrency)
 
 
 async def run_load(client: CompletionClient, workload: Workload, load: Load, options: Namespace, seed: int) -> Summary:
-    """Warm up with short answers to prompts of the load's length, then the load."""
+    """Warm up with short answers to prompts of the load's length, then run the load."""
     num_short = min(WARMUP_OUTPUT_LEN, load.output_len)
     short = LengthRange(num_short, num_short)
     warm = Workload(workload.vocabulary, workload.input_len, short, seed=seed)
     users = load.concurrency or 1
     await driver.Load(client, warm, num_requests=max(2, users), first_index=WARMUP_INDEX).closed_loop(users)
     seconds = options.open_loop_s if load.rate else options.max_s
-    run = driver.Load(client, workload, num_requests=num_requests(load, options), duration_s=seconds)
+    driven = driver.Load(client, workload, num_requests=num_requests(load, options), duration_s=seconds)
     gc.collect()
     if load.rate:
-        await run.open_loop(poisson_arrivals(load.rate, seed))
+        await driven.open_loop(poisson_arrivals(load.rate, seed))
     else:
-        await run.closed_loop(load.concurrency)
-    return summarise(run.records)
+        await driven.closed_loop(load.concurrency)
+    return summarise(driven.records)
 
 
 def measure(
@@ -158,7 +157,7 @@ def measure(
     log_dir: Path,
     done: Callable[[Load, Summary], None],
 ) -> float:
-    """Tells `done` each load's summary; the seconds that the start took. Raises PeerError and ServerError."""
+    """Pass each load's summary to `done`; returns the seconds of the start. Raises PeerError and ServerError."""
     launch = engine.launch([free_port() for _ in range(NUM_PORTS)])
     vocabulary = Vocabulary(words=WORDS) if launch.text_only else Vocabulary(ids)
     with (
@@ -169,7 +168,7 @@ def measure(
         if not model:
             with httpx.Client(base_url=launch.url, timeout=30.0, trust_env=False) as asking:
                 model = ask_server(asking, "").model
-        # No connection is used twice: some servers drop idle ones, and all shall pay the same.
+        # Each request has a new connection: some servers drop idle ones, and all should pay the same.
         request = RequestOptions(model, ignore_eos=not launch.text_only, timeout_s=options.request_timeout_s)
         client = CompletionClient(launch.url, request, keep_alive=False)
         try:
@@ -186,13 +185,13 @@ def measure(
 def compare(
     engines: Sequence[Engine], loads: Sequence[Load], ids: tuple[int, ...], options: Namespace, console: Console
 ) -> tuple[dict[str, dict[Load, Cell]], dict[str, list[Any]]]:
-    """Cells by engine and load, and by engine its start times and why it failed, if it did."""
+    """Cells by engine and load; and by engine the seconds of each start, or the reason of its failure."""
     results = {engine.name: {load: Cell() for load in loads} for engine in engines}
     starts: dict[str, list[Any]] = {engine.name: [] for engine in engines}
     with ExitStack() as stack:
         logs = options.log_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diptych-compare-")))
         for number in range(options.repeats):
-            for engine in reversed(engines) if number % 2 else engines:
+            for engine in in_turns(engines, number):
                 console.print(f"round {number + 1} of {options.repeats}: {engine.name}", highlight=False)
                 folder = logs / f"{number}-{engine.name.replace(':', '-')}"
 
@@ -211,7 +210,7 @@ def compare(
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = ArgumentParser(PROGRAM, description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = script_parser(PROGRAM, __doc__, model="model to serve, from a GGUF file", plot=True)
     several: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument("--prepare", nargs=2, metavar=("PEER", "DIR"), help="install PEER into DIR and do no more")
     parser.add_argument("--peer", **several, metavar="NAME[:VARIANT]", help=f"a peer to measure: {_known()}")
@@ -223,20 +222,19 @@ def parse(argv: Sequence[str]) -> Namespace:
         help=f"a variant: [VARIABLE=value] serve's flags ({DEFAULT_VARIANT})",
     )
     parser.add_argument("--diptych-args", default="", metavar="ARGS", help="more flags for every variant")
-    parser.add_argument("--model", default="smollm2-135m", help="model to serve, from a GGUF file")
     parser.add_argument("--workload", default="128/128", help="tokens in/out, separated by commas")
     parser.add_argument("--concurrency", default="1,8,32", help="requests in flight, separated by commas")
-    parser.add_argument("--open-loop", default="", metavar="IN/OUT@RATE", help="also at so many requests a second")
+    parser.add_argument(
+        "--open-loop", default="", metavar="IN/OUT@RATE", help="also this load at RATE requests a second"
+    )
     parser.add_argument("--open-loop-s", type=float, default=120.0, help="seconds of arrivals of an open loop")
     parser.add_argument("--per-user", type=int, default=3, help="requests of a closed loop, times its concurrency")
-    parser.add_argument("--min-requests", type=int, default=6, help="requests of a closed loop at least")
+    parser.add_argument("--min-requests", type=int, default=6, help="least requests of a closed loop")
     parser.add_argument("--max-s", type=float, default=120.0, help="seconds after which a closed loop starts no more")
     parser.add_argument("--repeats", type=int, default=3, help="times that every engine is started and measured")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts and arrivals")
     parser.add_argument("--ready-timeout-s", type=float, default=600.0, help="seconds an engine may take to start")
     parser.add_argument("--request-timeout-s", type=float, default=900.0, help="seconds a request may take")
-    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
-    parser.add_argument("--plot", type=Path, help="draw the result into this PNG file")
     parser.add_argument("--log-dir", type=Path, help="keep the engines' logs here")
     return parser.parse_args(argv)
 
@@ -245,21 +243,9 @@ def _known() -> str:
     return "; ".join(f"{peer.name} ({', '.join(peer.variants)})" for peer in PEERS.values())
 
 
-def deliver(options: Namespace, shown: dict[str, Any], own: Sequence[str], console: Console) -> None:
-    """Print the tables and write the files that were asked for."""
-    print_rows(console, shown["rows"])
-    if options.output:
-        write_json(options.output, shown)
-    if options.plot:
-        rounds = "one round" if options.repeats == 1 else f"medians of {options.repeats} rounds"
-        plot(options.plot, shown["rows"], own, f"{options.model}, {rounds}, {os.cpu_count()} cores")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Exit status 0, 1 when an engine failed or a run did not count, 2 for refused settings."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    options = parse(argv)
-    console = open_console()
+    options, console = parse(argv), open_console()
     try:
         if options.prepare:
             choose_variant(options.prepare[0])[0].prepare(Path(options.prepare[1]).absolute())
@@ -278,13 +264,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [engine.name for engine in own]
     table = rows(results, names, [engine.name for engine in engines[len(own) :]])
     about = {engine.name: {**engine.about, "start_s": starts[engine.name]} for engine in engines}
-    settings = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
-    shown = {"conditions": conditions(PROGRAM, argv, settings=settings), "engines": about, "rows": table}
-    deliver(options, shown, names, console)
+    print_rows(console, table)
+    write_result(options, PROGRAM, argv, {"engines": about, "rows": table}, settings=settings_of(options))
+    if options.plot:
+        rounds = "one round" if options.repeats == 1 else f"medians of {options.repeats} rounds"
+        plot(options.plot, table, names, f"{options.model}, {rounds}, {os.cpu_count()} cores")
     cells = [cell for by_load in results.values() for cell in by_load.values()]
     return int(any(cell.problems or not cell.medians() for cell in cells))
 
 
 if __name__ == "__main__":
-    with time_limit(0.0):  # told to end, it ends what it started
-        raise SystemExit(main())
+    run(main)

@@ -1,6 +1,6 @@
 """Diptych itself: `diptych serve`, one prefill and one decode worker over the real wire, every prompt disaggregated.
 
-Random prompts make answers that repeat themselves, so nothing is drafted ahead, unless a variant asks for it.
+Random prompts make answers that repeat themselves, so speculative decoding is off unless a variant turns it on.
 """
 
 from __future__ import annotations

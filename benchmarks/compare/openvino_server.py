@@ -1,7 +1,7 @@
-"""A thin HTTP front for OpenVINO GenAI's continuous batching, which has none of its own: completions of token ids.
+"""A thin HTTP front for OpenVINO GenAI's continuous batching, which has no server of its own: completions of token ids.
 
-Runs in OpenVINO's environment on the standard library alone. One thread: between two steps of the pipeline it reads
-what has arrived, and after a step it writes one event a new token, without text, so that no time goes to detokenising.
+Runs in OpenVINO's environment on the standard library alone. Its one thread reads requests between two steps of the
+pipeline and writes one event a new token after a step, without text, so that no time goes to detokenising.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class Stream:
         self.num_prompt, self.num_wanted, self.num_written = num_prompt, num_wanted, 0
 
     def write_new(self, ended: bool) -> bool:
-        """Write what the last step produced; after the last token, or when the pipeline has `ended` the request before,
-        the end of the answer too. Whether that was it."""
+        """Write the tokens of the last step; True when the answer is complete, or the pipeline has `ended` it."""
         while self.handle.can_read():
             for output in self.handle.read().values():
                 for _ in output.generated_ids:
@@ -46,7 +45,7 @@ class Stream:
         return False
 
     def drop_if_left(self) -> bool:
-        """Stop the request when its client has gone away. Whether it had."""
+        """Stop the request if its client has left; True if it has."""
         if self.writer.is_closing():
             self.handle.stop()
             return True

@@ -1,4 +1,4 @@
-"""What is known of an engine that can be measured: how it is installed, and which processes serve a model with it."""
+"""The interface of an engine to measure: how to install it, and the processes that serve a model with it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Process:
 class Launch:
     """A running engine: its processes in the order of their start, and the URL that takes completions.
 
-    `model` is the name to ask for (empty: the first that the server lists). `text_only`: it takes neither token ids, so
-    prompts are words of one token each, nor `ignore_eos`, so the model it is given must name no end token.
+    `model` is the name to request (empty: the first that the server lists). `text_only`: it takes neither token ids, so
+    prompts are words of one token each, nor `ignore_eos`, so its model must name no end token.
     """
 
     url: str
@@ -44,7 +44,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Site:
-    """Where and with what a peer runs: its virtual environment, one model in several formats, cores and bounds."""
+    """The place of a peer: its virtual environment, one model in several formats, cores and bounds."""
 
     env: Path
     weights: Mapping[str, Path]
@@ -58,14 +58,14 @@ class Site:
 
     @property
     def kv_gib(self) -> int:
-        """Room for the keys and values of all sequences, generously; the engines that need a size are given it."""
+        """Ample room for the KV of all sequences, for engines that need a size."""
         return 4
 
 
 class Peer(ABC):
     """A serving engine in a virtual environment of its own.
 
-    `variants` maps a way to run it to the format of the model that it reads (`peers.weights.FORMATS`).
+    `variants` maps a way to run it to the format of the model that it reads (`weights.FORMATS`).
     """
 
     name: str
@@ -90,7 +90,7 @@ class Peer(ABC):
                 raise PeerError(f"{self.name} was not installed: {' '.join(step)} failed")
 
     def version(self, env: Path) -> str:
-        """Of the installed distribution. Raises PeerError when there is none."""
+        """The version of the installed distribution. Raises PeerError when there is none."""
         program = f"from importlib.metadata import version; print(version({self.distribution!r}))"
         python = env / "bin" / "python"
         if not python.exists():

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.compare.ratios import METRICS
-from benchmarks.plot import save
+from benchmarks.plot import plain_numbers, save
 
 PANELS = ("output tok/s", "TTFT p50", "ITL p99")
 OWN_COLOURS = ("#2f6fb5", "#12365f", "#6ea3da", "#0b7a75")
@@ -20,7 +20,7 @@ PEER_COLOURS = ("#c9652b", "#7a4fa3", "#2b8a5b", "#b8a02c", "#8c8c8c", "#b04a6a"
 
 
 def print_rows(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """A table a load: every engine's medians, then our medians over each peer's."""
+    """Print a table for each load: every engine's medians, then the ratios of our medians to each peer's."""
     for row in rows:
         table = Table(title=f"{row['load']} (latencies in ms; a rate's ratio should be high, a latency's low)")
         table.title_justify = "left"
@@ -43,8 +43,10 @@ def _cells(numbers: dict[str, float], form: str) -> list[str]:
 
 
 def plot(path: Path, rows: Sequence[dict[str, Any]], own: Sequence[str], title: str) -> None:
-    """A panel a metric: loads side by side, each engine's median (a bar for a rate, a point on a logarithmic axis for a
-    latency) and the range of its samples."""
+    """Draw a panel for each metric: loads side by side, each engine's median and the range of its samples.
+
+    A rate is a bar, a latency a point on a logarithmic axis.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row["engines"]))
     colours = _colours(names, own)
     figure = Figure(figsize=(max(8.0, 1.1 * len(rows) + 0.22 * len(rows) * len(names)), 9), layout="constrained")
@@ -67,8 +69,7 @@ def plot(path: Path, rows: Sequence[dict[str, Any]], own: Sequence[str], title: 
         axes.set_xlim(-0.5, len(rows) - 0.5)
         if not rate:
             axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-            for place in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-                place("{x:g}")
+            plain_numbers(axes.yaxis)
         axes.grid(alpha=0.2, axis="y", which="both")
     handles = [axes.bar(0, 0, color=colours[name], label=name) for name in names]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(6, len(names)), fontsize=8)

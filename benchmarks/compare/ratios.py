@@ -1,4 +1,4 @@
-"""What is compared: loads, the numbers that each yields, medians over repeats, and one engine's ratio to another."""
+"""Loads, the metrics of a run, medians over rounds, and the ratios of one engine to another."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OPEN_LOOP = re.compile(r"(\d+)/(\d+)@(\d*\.?\d+)")
 
 @dataclass(frozen=True)
 class Load:
-    """So many tokens in and out, and either users that each send the next request when the last one is answered
-    (`concurrency`), or requests that arrive at random, `rate` a second."""
+    """Tokens in and out, and either `concurrency` users, each of which sends its next request after the last answer, or
+    requests that arrive at random, `rate` a second."""
 
     input_len: int
     output_len: int
@@ -85,13 +85,13 @@ METRICS = (
 
 @dataclass
 class Cell:
-    """All runs of one engine under one load: each metric's samples, and what was wrong."""
+    """All runs of one engine under one load: each metric's samples, and problems."""
 
     samples: dict[str, list[float]] = field(default_factory=lambda: {metric.name: [] for metric in METRICS})
     problems: list[str] = field(default_factory=list)
 
     def add(self, load: Load, summary: Summary) -> None:
-        """A run whose requests did not all do the work that was asked for counts as a problem, not as a sample."""
+        """Add a run as samples, or as a problem if some requests did not do the requested work."""
         problem = find_problem(load, summary)
         if problem:
             self.problems.append(problem)
@@ -100,12 +100,12 @@ class Cell:
             self.samples[metric.name].append(metric.of(summary))
 
     def medians(self) -> dict[str, float]:
-        """Of the metrics that have samples."""
+        """The medians of the metrics that have samples."""
         return {name: statistics.median(values) for name, values in self.samples.items() if values}
 
 
 def find_problem(load: Load, summary: Summary) -> str:
-    """Why a run cannot be compared with others under `load`; empty when it can."""
+    """The reason why a run does not count under `load`, or ""."""
     if not summary.num_ok or summary.num_ok < summary.num_requests:
         reason = next(iter(summary.messages.values()), "")
         return f"{summary.num_requests - summary.num_ok} of {summary.num_requests} requests failed: {reason}"

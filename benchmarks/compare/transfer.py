@@ -1,5 +1,5 @@
-"""GB/s of Diptych's KV wire beside transfer engines over loopback, in turns: Mooncake over TCP, NIXL over TCP and over
-what it picks on one host (shared memory). Blocks of one size, from one process to another.
+"""GB/s of Diptych's KV wire beside transfer engines over loopback, in turns: Mooncake over TCP, NIXL over TCP, and NIXL
+through the transport that it picks on one host (shared memory). Blocks of one size go from one process to another.
 
     python -m benchmarks.compare.transfer --prepare DIR
     python -m benchmarks.compare.transfer --peer-env DIR
@@ -12,19 +12,19 @@ import os
 import statistics
 import subprocess
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import kv_wire
+from benchmarks.block_path import Shape
 from benchmarks.compare.peer import PeerError
-from benchmarks.conditions import conditions
-from benchmarks.report import open_console, write_json
+from benchmarks.report import open_console, print_table
+from benchmarks.script import run, script_parser, write_result
 
 PROGRAM = "python -m benchmarks.compare.transfer"
 TIMEOUT_S = 300.0
@@ -39,13 +39,13 @@ class TransferPeer:
     engine: str
     env: dict[str, str] = field(default_factory=dict)
 
-    def command(self, env: Path, shape: kv_wire.Shape, repeats: int) -> list[str]:
+    def command(self, env: Path, shape: Shape, repeats: int) -> list[str]:
         script = Path(__file__).with_name("transfer_engine.py")
         numbers = {"--num-blocks": shape.num_blocks, "--block-bytes": shape.block_bytes, "--repeats": repeats}
         flags = [str(word) for pair in numbers.items() for word in pair]
         return [str(env / "bin" / "python"), "-P", str(script), "--engine", self.engine, *flags]
 
-    def run(self, env: Path, shape: kv_wire.Shape, repeats: int) -> list[float]:
+    def run(self, env: Path, shape: Shape, repeats: int) -> list[float]:
         """GB/s of each counted write. Raises PeerError."""
         try:
             done = subprocess.run(
@@ -72,7 +72,7 @@ TRANSFER_PEERS = (
 
 
 def steps(env: Path) -> list[tuple[str, ...]]:
-    """The commands that install the engines into `env`. What NIXL asks for beyond itself is CUDA and torch."""
+    """The commands that install the engines into `env`, NIXL without its dependencies CUDA and torch."""
     pip = (str(env / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install")
     return [
         (sys.executable, "-m", "venv", str(env)),
@@ -81,8 +81,8 @@ def steps(env: Path) -> list[tuple[str, ...]]:
     ]
 
 
-def measure(options: Namespace, shape: kv_wire.Shape, console: Console) -> tuple[dict[str, list[float]], list[str]]:
-    """GB/s by path, and what failed. Every round runs each path once, after a write that is not counted."""
+def measure(options: Namespace, shape: Shape, console: Console) -> tuple[dict[str, list[float]], list[str]]:
+    """GB/s by path, and the failures. Every round runs each path once, after a write that does not count."""
     rates: dict[str, list[float]] = {}
     problems = []
     for number in range(options.repeats):
@@ -98,7 +98,7 @@ def measure(options: Namespace, shape: kv_wire.Shape, console: Console) -> tuple
 
 
 def rows(rates: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """One row a path: its median, and that over each engine's median."""
+    """One row a path: its median, and its ratio to each engine's median."""
     medians = {name: statistics.median(samples) for name, samples in rates.items()}
     engines = [peer.name for peer in TRANSFER_PEERS if peer.name in medians]
     return [
@@ -112,52 +112,47 @@ def rows(rates: dict[str, list[float]]) -> list[dict[str, Any]]:
     ]
 
 
-def print_rows(console: Console, shown: Sequence[dict[str, Any]], shape: kv_wire.Shape) -> None:
-    table = Table(title=f"{shape.num_blocks} blocks of {shape.block_bytes:,} bytes over loopback", title_justify="left")
-    table.add_column("path")
+def print_rows(console: Console, shown: Sequence[dict[str, Any]], shape: Shape) -> None:
     engines = [name for row in shown[:1] for name in row["ratios"]]
-    for name in ("GB/s", "min", "max", *(f"to {engine}" for engine in engines)):
-        table.add_column(name, justify="right")
+    cells = []
     for row in shown:
         numbers = [row["gb_per_s"], min(row["samples"]), max(row["samples"])]
         ratios = (f"{row['ratios'][engine]:.2f}x" for engine in engines)
-        table.add_row(row["path"], *(f"{number:.2f}" for number in numbers), *ratios)
-    console.print(table)
+        cells.append((row["path"], *(f"{number:.2f}" for number in numbers), *ratios))
+    title = f"{shape.num_blocks} blocks of {shape.block_bytes:,} bytes over loopback"
+    print_table(console, title, ("path", "GB/s", "min", "max", *(f"to {engine}" for engine in engines)), cells)
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = ArgumentParser(PROGRAM, description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = script_parser(PROGRAM, __doc__)
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="install the engines into DIR and do no more")
     parser.add_argument("--peer-env", type=Path, metavar="DIR", help="where --prepare installed them")
     parser.add_argument("--block-bytes", type=int, default=2**20, help="bytes of one block")
     parser.add_argument("--mib", type=int, default=256, help="MiB to move each time")
     parser.add_argument("--repeats", type=int, default=7, help="rounds")
-    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     options = parser.parse_args(argv)
     if not options.prepare and not options.peer_env:
         parser.error("name the engines' environment with --peer-env, or install them with --prepare")
     return options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Exit status 1 when an engine failed."""
-    argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
     if options.prepare:
         return max(subprocess.run(step, check=False).returncode for step in steps(options.prepare.absolute()))
     num_blocks = max(1, options.mib * 2**20 // options.block_bytes)
-    shape = kv_wire.Shape(options.block_bytes, num_blocks, io_threads=1, pinned=False)
+    shape = Shape(options.block_bytes, num_blocks)
     console = open_console()
     rates, problems = measure(options, shape, console)
     shown = rows(rates)
     print_rows(console, shown, shape)
     for problem in problems:
         console.print(problem, highlight=False, markup=False)
-    if options.output:
-        found = conditions(PROGRAM, argv, repeats=options.repeats, block_bytes=shape.block_bytes)
-        write_json(options.output, {"conditions": found, "rows": shown, "problems": problems})
+    content = {"rows": shown, "problems": problems}
+    write_result(options, PROGRAM, argv, content, repeats=options.repeats, block_bytes=shape.block_bytes)
     return int(bool(problems))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

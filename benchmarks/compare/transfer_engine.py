@@ -1,9 +1,9 @@
 """GB/s of a transfer engine from one process to another over loopback. Runs in the engine's environment (with numpy).
 
-The receiving process registers its memory and says where it lies; the sender writes all blocks in one request, again
-and again. A write ends when the receiver has seen the last byte of every block and said so: engines call a write done
-when it has left, which may be before it has landed. What landed is compared with what was sent. The first write of
-each engine is not counted.
+The receiving process registers its memory and sends its address; the sender writes all blocks in one request,
+repeatedly. A write ends when the receiver has seen the last byte of every block and reported it, because engines call a
+write done when it has left, perhaps before it has arrived. The receiver compares all bytes. The first write of each
+engine does not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT_S = 120.0
-LAND_TIMEOUT_S = 30.0
+ARRIVAL_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 1e-4
 BYTE = 7
 
@@ -39,7 +39,7 @@ class Engine(ABC):
 
     @abstractmethod
     def invitation(self) -> Any:
-        """What the other side needs to write here."""
+        """The address and keys that the other side needs to write here."""
 
     @abstractmethod
     def connect(self, invitation: Any) -> None:
@@ -47,7 +47,7 @@ class Engine(ABC):
 
     @abstractmethod
     def write(self) -> None:
-        """Write every block of this side over the same block of the other. Returns when they have landed."""
+        """Write every block of this side over the same block of the other. May return before they arrive."""
 
 
 class Mooncake(Engine):
@@ -71,7 +71,7 @@ class Mooncake(Engine):
 
 
 class Nixl(Engine):
-    """NIXL over UCX, which takes TCP or shared memory as UCX_TLS says."""
+    """NIXL over UCX; UCX_TLS chooses TCP or shared memory."""
 
     def open(self, name: str) -> None:
         api = import_module("nixl._api")
@@ -113,22 +113,22 @@ def _receive(pipe: Connection, what: str) -> Any:
 
 
 def receive(pipe: Connection, engine: str, num_blocks: int, block_bytes: int) -> None:
-    """Body of the receiving process: invites; then, each time it is told to expect a write, says when the last bytes
-    are there, and whether all bytes are."""
+    """Body of the receiving process: sends its invitation; then, at each "expect", reports when the last byte of every
+    block has arrived, and whether all bytes have."""
     side = ENGINES[engine]("receiver", num_blocks, block_bytes, 0)
     pipe.send(side.invitation())
     while pipe.recv() == "expect":
-        deadline = time.monotonic() + LAND_TIMEOUT_S
+        deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
         while not (side.buffer[:, -1] == BYTE).all() and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL_S)
-        pipe.send("landed")
+        pipe.send("arrived")
         whole = bool((side.buffer == BYTE).all())
         side.buffer[:] = 0
         pipe.send(whole)
 
 
 def measure(engine: str, num_blocks: int, block_bytes: int, repeats: int) -> list[float]:
-    """GB/s of each counted write. Raises RuntimeError when one fails or what landed is not what was sent."""
+    """GB/s of each counted write. Raises RuntimeError when one fails or other bytes arrive than were sent."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=receive, args=(theirs, engine, num_blocks, block_bytes), daemon=True)
@@ -141,9 +141,9 @@ def measure(engine: str, num_blocks: int, block_bytes: int, repeats: int) -> lis
             ours.send("expect")
             begin = time.perf_counter()
             side.write()
-            _receive(ours, "the landing")
+            _receive(ours, "the arrival")
             rates.append(side.buffer.nbytes / (time.perf_counter() - begin) / 1e9)
-            _expect(_receive(ours, "the comparison"), "what landed is not what was sent: the write")
+            _expect(_receive(ours, "the comparison"), "the comparison of the bytes")
         ours.send("end")
         return rates[1:]
     finally:

@@ -11,7 +11,7 @@ from benchmarks.compare.peer import Launch, Peer, PeerError, Process, Site, core
 
 TCMALLOC = "libtcmalloc_minimal.so.4"
 LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
-# Compiled for another torch than the CPU one; importing them fails, and vLLM imports what is there.
+# Compiled for another torch than the CPU one: vLLM imports them if they are there, which fails.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -42,7 +42,7 @@ class Vllm1P1D(Vllm):
     """A prefill and a decode server on half the cores each; KV travels through NIXL."""
 
     name = "vllm-1p1d"
-    # nixl asks for its CUDA half by a plain dependency; both are needed, what CUDA brings is not.
+    # nixl depends on its CUDA half; both are needed, the CUDA packages are not.
     nixl = ("nixl", "nixl-cu12")
 
     def steps(self, env: Path) -> list[tuple[str, ...]]:
@@ -86,7 +86,7 @@ def serve(name: str, variant: str, site: Site, port: int, cores: Sequence[int], 
 
 
 def preloaded(env: Path) -> str:
-    """LD_PRELOAD as vLLM wants it on CPUs: tcmalloc and the environment's own OpenMP. Raises PeerError."""
+    """LD_PRELOAD for vLLM on CPUs: tcmalloc and the environment's own OpenMP. Raises PeerError."""
     tcmalloc = next((path for folder in LIBRARY_FOLDERS if (path := Path(folder) / TCMALLOC).exists()), None)
     if tcmalloc is None:
         raise PeerError(f"vLLM needs {TCMALLOC}: apt-get install libtcmalloc-minimal4")

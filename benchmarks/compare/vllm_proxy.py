@@ -1,7 +1,7 @@
-"""A proxy before two vLLM servers joined by NIXL: the prompt to one, its blocks' address and the rest to the other.
+"""A proxy for two vLLM servers joined by NIXL: one computes the prompt, the other gets its blocks' address and streams.
 
-Protocol of vLLM's disaggregated prefill: the prefill server is asked for one token with `do_remote_decode`, and what it
-returns as `kv_transfer_params` goes with the request to the decode server, which pulls the blocks and streams.
+vLLM's protocol for disaggregated prefill: the proxy requests one token with `do_remote_decode` from the prefill server,
+and sends its `kv_transfer_params` with the request to the decode server, which pulls the blocks and streams.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Proxy:
         return StreamingResponse(self._stream(body), media_type="text/event-stream")
 
     async def _ask_prefill(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """What the decode server needs to pull the KV. Raises UpstreamError."""
+        """The decode server's parameters to pull the KV. Raises UpstreamError."""
         answer = bytearray()
         collect = lambda _, piece: answer.extend(piece)  # noqa: E731
         status = await self._prefill.post(PATH, prefill_body(fields), collect, collect)

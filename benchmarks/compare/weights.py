@@ -61,8 +61,8 @@ W8A8 = {
 
 
 def convert(files: ModelFiles, formats: Iterable[str]) -> dict[str, Path]:
-    """The model in each of these FORMATS, written unless it is there. A model that is no GGUF file comes in Hugging
-    Face's formats only: PeerError."""
+    """The model in each of these FORMATS, written unless it exists. Raises PeerError for a GGUF format of a model that
+    is no GGUF file."""
     folder = cache_folder() / "peers" / f"{files.model_id}-{files.weights_hash}"
     return {name: _converted(files, name, folder) for name in dict.fromkeys(formats)}
 

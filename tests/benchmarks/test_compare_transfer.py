@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.block_path import Shape
 from benchmarks.compare.peer import PeerError
 from benchmarks.compare.transfer import TRANSFER_PEERS, TransferPeer, parse, rows, steps
-from benchmarks.kv_wire import Shape
 
 SHAPE = Shape(block_bytes=1024, num_blocks=4, io_threads=1, pinned=False)
 SCRIPTS = {
