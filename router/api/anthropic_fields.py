@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from pydantic import BeforeValidator, Field
@@ -21,7 +21,7 @@ TEXT = frozenset(("text",))
 UNSEEN = frozenset(("thinking", "redacted_thinking"))
 """Blocks of earlier answers that are left out of the prompt."""
 CLEARS_THINKING = "clear_thinking_20251015"
-NAMES = {
+NAMES: Mapping[str, str] = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "tool_choice.function": "tool_choice",
@@ -101,6 +101,8 @@ class ContextManagement(Fields):
 class Conversation(Fields):
     """The fields of `/v1/messages` and `/v1/messages/count_tokens` that make the prompt."""
 
+    names: ClassVar = NAMES
+
     model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
     messages: Annotated[
         list[Turn],
@@ -172,6 +174,8 @@ class Conversation(Fields):
 
 class MessagesRequest(Conversation, Extensions):
     """`POST /v1/messages`."""
+
+    id_prefix: ClassVar = "msg"
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     stream: bool | None = None

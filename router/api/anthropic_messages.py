@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import orjson
 
 from common.errors import RequestError
-from router.api.anthropic_fields import NAMES, CountTokensRequest, MessagesRequest
+from router.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from router.api.chat import conversation_tokens
-from router.api.translated import chat_of, plan_translated
-from router.auth.keys import ApiKey
+from router.api.translated import chat_of
 from router.generation.choice import Choice, Piece
 from router.generation.frames import event
 from router.generation.parts import AnswerParts
@@ -26,16 +25,11 @@ from router.text.answer_part import CallPart, Part, TextPart, ThoughtPart
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
-async def plan_messages(service: Service, fields: MessagesRequest, key: ApiKey, traceparent: str) -> Plan:
-    """Render and tokenise the conversation. Raises RequestError."""
-    return await plan_translated(service, fields, key, traceparent, prefix="msg", names=NAMES)
-
-
 async def count_tokens(service: Service, fields: CountTokensRequest) -> int:
     """The number of tokens that the prompt of these messages has. Raises RequestError."""
     service.check_model(fields.model)
     chat = await chat_of(service, fields)
-    with named_as(NAMES):
+    with named_as(fields.names):
         calling = tool_calling(chat)
     functions = calling.functions if calling else ()
     return len(await conversation_tokens(service, chat, functions, max_bytes=service.max_tokenize_bytes))

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from common.errors import RequestError
 from router.api.choice_shape import merged
-from router.api.responses_fields import NAMES, ResponsesRequest
-from router.api.translated import plan_translated
-from router.auth.keys import ApiKey
+from router.api.responses_fields import ResponsesRequest
 from router.generation.choice import Choice, Piece, TokenWithLogprobs
 from router.generation.frames import event
 from router.generation.logprobs import LogprobShapes
@@ -18,11 +16,6 @@ from router.generation.request_log import RequestLog
 from router.generation.service import Service
 from router.generation.shape import Object
 from router.text.answer_part import CallPart, Part, TextPart, ThoughtPart
-
-
-async def plan_response(service: Service, fields: ResponsesRequest, key: ApiKey, traceparent: str) -> Plan:
-    """Render and tokenise the conversation. Raises RequestError."""
-    return await plan_translated(service, fields, key, traceparent, prefix="resp", names=NAMES)
 
 
 class ResponsesFrames:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -20,7 +20,7 @@ TEXT_PARTS = frozenset(("input_text", "output_text", "text"))
 WITH_LOGPROBS = "message.output_text.logprobs"
 SAME = ("model", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls", "user", "stop")
 """Fields that mean the same in a chat request, beside the extensions."""
-NAMES = {
+NAMES: Mapping[str, str] = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "max_tokens": "max_output_tokens",
@@ -96,6 +96,9 @@ class Reasoning(Fields):
 
 class ResponsesRequest(Extensions):
     """`POST /v1/responses`. Nothing is stored, so each request contains the whole conversation."""
+
+    names: ClassVar = NAMES
+    id_prefix: ClassVar = "resp"
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
     input: Annotated[

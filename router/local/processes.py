@@ -23,42 +23,12 @@ P = TypeVar("P", bound=RouterConfig | WorkerConfig)
 ROUTER_DRAIN_S, WORKER_DRAIN_S = 3.0, 2.0
 """A process drains at most this long, so that it ends within the supervisor's grace."""
 
-# Fields that the supervisor sets itself for each process.
-ROUTER_OWN = frozenset(
-    {
-        "config",
-        "curve_key",
-        "curve_authorized",
-        "prefill",
-        "decode",
-        "discovery",
-        "prefill_services",
-        "decode_services",
-        "discovery_namespace",
-        "discovery_interval_s",
-        "kubernetes_api",
-        "kubernetes_credentials",
-    }
-)
-WORKER_OWN = frozenset(
-    {
-        "config",
-        "curve_key",
-        "curve_authorized",
-        "host",
-        "port",
-        "kv_port",
-        "http_port",
-        "advertise_host",
-        "allow_remote",
-        "address_file",
-        "worker_id",
-        "core_share",
-        "kubernetes_api",
-        "kubernetes_credentials",
-        "pod_deletion_cost",
-    }
-)
+OWN = frozenset(("config", "curve_key", "curve_authorized", "kubernetes_api", "kubernetes_credentials"))
+"""Fields that the supervisor sets itself, for each process."""
+DISCOVERY = ("discovery", "prefill_services", "decode_services", "discovery_namespace", "discovery_interval_s")
+ROUTER_OWN = OWN | {"prefill", "decode", *DISCOVERY}
+ADDRESSES = ("host", "port", "kv_port", "http_port", "advertise_host", "allow_remote", "address_file")
+WORKER_OWN = OWN | {"worker_id", "core_share", "pod_deletion_cost", *ADDRESSES}
 
 EPILOG = """\
 Worker options can be set for one pool alone: --prefill-threads 2, --decode-cores 1, --decode-max-num-seqs 128.
