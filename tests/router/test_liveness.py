@@ -208,7 +208,7 @@ async def test_a_process_that_does_not_start_is_ended(
     assert record["child"] == "decode-1" and record["for_s"] > 1.0
 
 
-async def test_nobody_is_ended_while_the_supervisor_itself_does_not_run(
+async def test_no_process_is_ended_while_the_supervisor_itself_does_not_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     child = Probed(tmp_path / "decode-0", "ready")

@@ -83,7 +83,7 @@ def test_settings_travel_as_flags_and_secrets_as_variables(monkeypatch: pytest.M
     assert "hush" not in " ".join(to_argv(plan.router))
 
 
-def test_the_summary_knows_of_tls_and_keys() -> None:
+def test_the_summary_shows_tls_and_keys() -> None:
     text = summary(plan_of("--tls-cert", "a.crt", "--tls-key", "a.key", "--api-key-file", "keys.toml"), "tiny", 3.21)
     assert "https://127.0.0.1:8000/v1" in text and "$DIPTYCH_API_KEY" in text
 
@@ -337,6 +337,6 @@ def test_exits_are_described() -> None:
     assert describe_exit(-9) == "killed by signal 9 (Killed)"
 
 
-def test_a_child_is_told_to_keep_the_working_folder_off_its_path() -> None:
+def test_a_child_keeps_the_working_folder_off_its_path() -> None:
     command = Child("router", "router", RouterConfig(port=0)).command()
     assert command == [sys.executable, "-P", "-m", "router", "--port=0"]

@@ -170,7 +170,7 @@ def audit_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-async def test_the_audit_log_tells_who_did_what(start: Any, tools: Any, keys: Path, tmp_path: Path) -> None:
+async def test_the_audit_log_has_each_request_with_its_key(start: Any, tools: Any, keys: Path, tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
     running = await limited(start, keys, "requests_per_minute = 5", audit_log=str(path))
     await running.completion(prompt="my prompt", max_tokens=3)

@@ -259,7 +259,7 @@ async def test_what_is_wrong_is_said(running: Any, fields: dict[str, Any], said:
     assert running.engine.requests == []
 
 
-async def test_errors_are_those_that_its_client_knows(start: Any, tools: Any) -> None:
+async def test_errors_have_the_types_of_its_client(start: Any, tools: Any) -> None:
     running = await start(api_key="sesame")
     async with client_of(running) as sdk:
         asked: Any = {"model": "tiny-random", "max_tokens": 9, "messages": HI}

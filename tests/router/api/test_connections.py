@@ -169,9 +169,7 @@ async def test_an_idle_connection_that_was_used_stays(start: Any, connect: Conne
         await asyncio.sleep(0)
 
 
-async def test_an_answer_that_nobody_reads_holds_no_connection(
-    start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unread_answer_holds_no_connection(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "CLOSE_S", 0.1)
     running = await start()
     running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by accept
@@ -191,7 +189,7 @@ async def test_an_answer_that_nobody_reads_holds_no_connection(
 @pytest.mark.parametrize(
     "request_data", [GET, POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY], ids=["any", "a generation"]
 )
-async def test_a_request_behind_an_answer_that_nobody_reads_holds_no_connection(
+async def test_a_request_behind_an_unread_answer_holds_no_connection(
     start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch, request_data: bytes
 ) -> None:
     monkeypatch.setattr(connection_module, "CLOSE_S", 0.1)
@@ -381,7 +379,7 @@ async def test_what_is_no_http_ends_the_connection(running: Any, connect: Connec
     assert (await running.http.get("/health")).status_code == 200
 
 
-async def test_random_bytes_harm_nobody(running: Any, connect: Connect) -> None:
+async def test_random_bytes_do_no_harm(running: Any, connect: Connect) -> None:
     """Valid requests with changed, lost and repeated bytes, sent in pieces."""
     rng = random.Random(7)
     whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + GET

@@ -137,7 +137,7 @@ async def test_who_wants_no_other_answer_gets_this_one_whole(full: Any, connect:
     assert await asyncio.wait_for(reader.read(), 60) == b""
 
 
-async def test_clients_that_write_before_they_read_are_told(full: Any) -> None:
+async def test_clients_that_write_before_they_read_get_the_refusal(full: Any) -> None:
     for num_bytes in (10, 300_000, 3_000_000):
         for _ in range(3):
             reply = await full.completion(prompt="x" * num_bytes)

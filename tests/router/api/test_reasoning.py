@@ -77,7 +77,7 @@ async def test_streamed(start: Any, tools: Any, per_event: int) -> None:
         ("/v1/messages", {"messages": HI, "max_tokens": 9, "output_config": {"effort": "high"}}),
     ],
 )
-async def test_the_template_is_told_how_much_to_think(
+async def test_the_template_gets_the_effort(
     thinking: Any, text: TextPipeline, path: str, fields: dict[str, Any]
 ) -> None:
     assert (await thinking.http.post(path, json=fields)).status_code == 200

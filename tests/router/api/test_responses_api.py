@@ -299,7 +299,7 @@ async def test_errors_are_openais(sdk: openai.AsyncOpenAI) -> None:
         await sdk.responses.create(model="gpt", input="hi")
 
 
-async def test_a_long_input_is_taken_and_a_longer_one_told_its_length(running: Any) -> None:
+async def test_a_long_input_is_taken_and_a_longer_one_refused_with_its_length(running: Any) -> None:
     assert (await post(running, input="x" * 500)).status_code == 200
     reply = await post(running, input="x" * 2_000_000)
     assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"

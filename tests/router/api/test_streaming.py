@@ -98,7 +98,7 @@ async def test_a_stop_string_ends_the_generation(running: Any) -> None:
     assert running.engine.aborted == [running.engine.requests[0].request_id]
 
 
-async def test_the_stop_string_is_shown_to_those_who_want_it(running: Any) -> None:
+async def test_the_stop_string_is_shown_on_request(running: Any) -> None:
     reply = await running.completion(stop="quick", include_stop_str_in_output=True)
     assert reply.json()["choices"][0]["text"] == "The quick"
 

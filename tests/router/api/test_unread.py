@@ -126,7 +126,7 @@ class Flood(Engine):
             await asyncio.sleep(0)
 
 
-async def test_a_stream_that_nobody_reads_ends_with_an_error(start: Any, connect: Any) -> None:
+async def test_an_unread_stream_ends_with_an_error(start: Any, connect: Any) -> None:
     engine = Flood()
     running = await start(engine)
     budget = running.app.state.service.unread = UnreadBudget(most=1_000_000)

@@ -47,7 +47,7 @@ def test_standard_output_will_do(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == '{"n":1}\n{"n":2}\nstill open\n'
 
 
-def test_nobody_else_may_read_a_new_file(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_a_new_file(tmp_path: Path) -> None:
     AuditLog(str(tmp_path / "audit.log"), lambda num: None).close()
     assert stat.S_IMODE(os.stat(tmp_path / "audit.log").st_mode) == 0o600
 

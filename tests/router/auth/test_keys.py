@@ -51,7 +51,7 @@ def test_a_secret_finds_its_key(path: Path) -> None:
         assert ring.find(wrong.encode("latin-1")) is None
 
 
-def test_without_file_and_flag_nobody_is_asked() -> None:
+def test_without_file_and_flag_no_key_is_needed() -> None:
     assert ring_of("", "") is None
 
 

@@ -238,7 +238,7 @@ NATIVE = (
 )
 
 
-def test_a_template_without_tools_is_told_in_words() -> None:
+def test_a_template_without_tools_gets_them_in_words() -> None:
     conversation = [
         {"role": "system", "content": "Be kind."},
         USER,
@@ -258,7 +258,7 @@ def test_a_template_without_tools_is_told_in_words() -> None:
     assert results == f"user]{responses}\nSo?\n"
 
 
-def test_a_conversation_with_calls_is_told_even_when_nothing_may_be_called_any_more() -> None:
+def test_calls_are_written_as_text_even_without_functions() -> None:
     shown = chat_prompt(ChatTemplate(PLAIN), [USER, CALLS, *RESULTS])
     assert "You can call" not in shown and CALL in shown and "[tool]" not in shown
 
@@ -270,7 +270,7 @@ def test_two_users_who_speak_one_after_the_other_stay_two() -> None:
     assert shown.count("[user]") == 2
 
 
-def test_a_template_that_knows_tools_gets_them() -> None:
+def test_a_template_with_tools_gets_them() -> None:
     assert describes_tools(NATIVE) and not describes_tools(PLAIN) and not describes_tools(None)
     shown = chat_prompt(ChatTemplate(NATIVE), [USER, CALLS, *RESULTS], functions=BOTH)
     assert json.loads(shown.partition("[user]")[0]) == [function.as_tool() for function in BOTH]
