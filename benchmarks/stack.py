@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,14 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Self
 
 import httpx
 
+from common.machine.child_process import STOP_TIMEOUT_S, ChildProcess
+
 LOOPBACK = "127.0.0.1"
-STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.02
-NUM_LOG_LINES = 25
 PORTS = range(20_000, 30_000)
 """Below those that Linux gives to outgoing connections, which may take one between its choice and its use."""
 
@@ -47,39 +46,23 @@ class Place:
     host: str = LOOPBACK
 
 
-class StackProcess:
+class StackProcess(ChildProcess):
     """One process of a stack: its command, its log file and the addresses it listens on."""
 
-    spawn: ClassVar[Callable[..., Any]] = staticmethod(subprocess.Popen)
+    log: Path
 
     def __init__(self, name: str, role: str, command: Sequence[str], log: Path, cores: Sequence[int] = ()) -> None:
-        self.name, self.role, self.command, self.log, self.cores = name, role, list(command), log, tuple(cores)
+        super().__init__(name, log)
+        self.role, self.command, self.cores = role, list(command), tuple(cores)
         self.address_file = log.with_suffix(".json")
         self.addresses: dict[str, str] = {}
-        self.forced = False  # the last `stop` had to use SIGKILL
-        self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *extra: str, env: dict[str, str] | None = None) -> None:
-        """Spawn the process; its output is appended to `log`. `extra` flags follow the command's own."""
+    def start(self, *extra: str, env: Mapping[str, str] | None = None) -> None:
+        """Spawn the process. `extra` flags follow the command's own."""
         self.address_file.unlink(missing_ok=True)
-        with self.log.open("ab") as output:
-            self._process = self.spawn(
-                [*self.command, *extra], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
-            )
+        self.launch([*self.command, *extra], env)
         if self.cores:  # before the process has threads of its own, so that all of them inherit it
-            os.sched_setaffinity(self._process.pid, self.cores)
-
-    @property
-    def pid(self) -> int:
-        return self._running().pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def returncode(self) -> int | None:
-        return None if self._process is None else self._process.poll()
+            os.sched_setaffinity(self.pid, self.cores)
 
     @property
     def http_url(self) -> str:
@@ -97,53 +80,15 @@ class StackProcess:
     def check(self, deadline: float, problem: str) -> None:
         """Raise StackError when the process has ended, or when `deadline` has passed with `problem` unsolved."""
         if not self.alive:
-            raise StackError(f"{self.name} ended with status {self.returncode}\n{self.log_tail()}")
+            raise StackError(self.describe_end())
         if time.monotonic() >= deadline:
             raise StackError(f"{self.name} {problem} in time\n{self.log_tail()}")
-
-    def log_tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return "\n".join(lines[-NUM_LOG_LINES:])
-
-    def send_signal(self, number: signal.Signals) -> None:
-        self._running().send_signal(number)
-
-    def kill(self) -> None:
-        """SIGKILL, and wait until the process is gone."""
-        self.send_signal(signal.SIGKILL)
-        self._running().wait()
 
     def pause(self) -> None:
         self.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self.send_signal(signal.SIGCONT)
-
-    def terminate(self) -> None:
-        """Ask for an orderly end, of a paused process too."""
-        if self.alive:
-            self.send_signal(signal.SIGTERM)
-            self.send_signal(signal.SIGCONT)
-
-    def wait(self, deadline: float) -> None:
-        """Wait for the end until `deadline`, then force it and remember that in `forced`."""
-        if self._process is None:
-            return
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-            self.forced = False
-        except subprocess.TimeoutExpired:
-            self.forced = True
-            self.kill()
-
-    def stop(self) -> None:
-        self.terminate()
-        self.wait(time.monotonic() + STOP_TIMEOUT_S)
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            raise StackError(f"{self.name} was never started")
-        return self._process
 
 
 class Stack:
@@ -224,7 +169,7 @@ class Stack:
             raise
 
     def restart(self, worker: StackProcess, *, same_ports: bool = True) -> None:
-        """Start a dead process again: a worker on the ports it had (routers know it by them) unless told otherwise.
+        """Start a dead process again; with `same_ports` on the ports that a worker had, where routers find it.
 
         Returns once it listens; raises StackError.
         """

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -28,6 +27,7 @@ from rich.console import Console
 from benchmarks.report import open_console, print_table
 from benchmarks.script import run, script_parser, write_result
 from benchmarks.stack import free_port
+from common.machine.child_process import ChildProcess
 
 PROGRAM: Final = "python -m benchmarks.stalls"
 READY_GOAL_S, GAP_GOAL_S = 0.25, 1.0
@@ -267,18 +267,14 @@ def serving(model: str, log: Path | None, flags: Sequence[str]) -> Iterator[str]
     port = free_port()
     if log:
         log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+    service = ChildProcess("diptych serve", log or Path(os.devnull))
     command = [sys.executable, "-P", "-m", "router.local.serve", "--model", model, "--port", str(port)]
-    with (log or Path(os.devnull)).open("wb") as out:
-        process = subprocess.Popen([*command, "--prefill", "1", "--decode", "1", *flags], stdout=out, stderr=out)
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    service.launch([*command, "--prefill", "1", "--decode", "1", *flags])
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        service.stop(STOP_S)
 
 
 def print_rows(console: Console, rows: Sequence[Row]) -> None:

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve until SIGTERM; 0 after a clean end, 1 when the port is taken, 2 when a setting or the model is refused."""
     config = load(RouterConfig, argv, prog=PROG)
     setup_logging("router", config.log_level, json=config.log_json)
-    # Imported after the command line is understood: --help and refusals are instant.
+    # Imported after the command line is parsed, so that --help and refusals are instant.
     import uvloop
 
     from router.server.server import listen
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def run(config: RouterConfig, listener: socket.socket) -> None:
-    """The router's life inside its event loop. Raises ModelError, ConfigError for a file that a setting names."""
+    """Build the router and serve until a signal. Raises ModelError, and ConfigError for a file that a setting names."""
     from common.model_files.resolve import resolve_model
     from router.dispatch.dispatcher import Dispatcher
     from router.generation.tracing import Tracing
@@ -58,16 +58,14 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
         text.grammars.start()
     dispatcher = Dispatcher(config)
     name = config.served_model_name or files.model_id
-    metrics, window = (
-        RouterMetrics(name, dispatcher.load),
-        SLOWindow(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3),
-    )
+    metrics = RouterMetrics(name, dispatcher.load)
+    window = SLOWindow(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3)
     metrics.registry.register(PoolCollector(dispatcher, window, {"model_name": name, "engine": ENGINE}))
     client = MeasuredClient(dispatcher, window) if window.has_goals else dispatcher
     tracing = Tracing.of(config)
     app = build_app(client, text, files, config, metrics, lambda: dispatcher.fleet.failure, tracing)
     gc.collect()
-    gc.freeze()  # what is here now stays: later collections need not look at it
+    gc.freeze()  # these objects live as long as the process, so later collections skip them
     try:
         await dispatcher.start()
         host, port = listener.getsockname()[:2]

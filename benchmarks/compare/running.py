@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Coroutine
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
@@ -16,11 +13,11 @@ from typing import Any, NoReturn, Self, TypeVar
 import httpx
 
 from benchmarks.compare.peer import Launch, PeerError, Process
+from common.machine.child_process import ChildProcess
 
 T = TypeVar("T")
 POLL_INTERVAL_S = 0.1
 STOP_TIMEOUT_S = 15.0
-NUM_LOG_LINES = 30
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # packages in the current folder must not shadow those of the environment
 
 
@@ -33,16 +30,16 @@ class RunningEngine:
     def __init__(self, launch: Launch, log_dir: Path, ready_timeout_s: float) -> None:
         self.launch, self.start_s = launch, 0.0
         self._log_dir, self._ready_timeout_s = log_dir, ready_timeout_s
-        self._running: list[tuple[Process, subprocess.Popen[bytes]]] = []
+        self._running: list[ChildProcess] = []
 
     def __enter__(self) -> Self:
         begin = time.monotonic()
         self._log_dir.mkdir(parents=True, exist_ok=True)
         try:
             for process in self.launch.processes:
-                self._running.append((process, self._spawn(process)))
-            for process in self.launch.processes:
-                self._wait_ready(process, begin + self._ready_timeout_s)
+                self._running.append(self._spawn(process))
+            for process, child in zip(self.launch.processes, self._running, strict=True):
+                self._wait_ready(process, child, begin + self._ready_timeout_s)
         except BaseException:
             self.stop()
             raise
@@ -69,38 +66,29 @@ class RunningEngine:
             await asyncio.gather(working, watching, return_exceptions=True)
 
     def stop(self) -> None:
-        """End every process group: asked first, forced after STOP_TIMEOUT_S."""
-        for _, handle in self._running:
-            _signal_group(handle, signal.SIGTERM)
+        """Ask every process group to end, and force it after STOP_TIMEOUT_S."""
+        for child in self._running:
+            child.terminate()
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        for _, handle in self._running:
-            with suppress(subprocess.TimeoutExpired):
-                handle.wait(max(0.0, deadline - time.monotonic()))
-            _signal_group(handle, signal.SIGKILL)  # an engine's children may outlive the process that was asked
-            handle.wait()
+        for child in self._running:
+            child.wait(deadline)
         self._running.clear()
 
-    def _spawn(self, process: Process) -> subprocess.Popen[bytes]:
+    def _spawn(self, process: Process) -> ChildProcess:
+        log = self._log_dir / f"{process.name}.log"
+        log.unlink(missing_ok=True)
+        child = ChildProcess(process.name, log, group=True)
         try:
-            with self._log(process).open("wb") as output:
-                return subprocess.Popen(
-                    process.argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **SAFE_PATH, **process.env},
-                    start_new_session=True,
-                )
+            child.launch(process.argv, {**os.environ, **SAFE_PATH, **process.env})
         except OSError as error:
             raise PeerError(f"{process.name} cannot be started: {error}") from error
+        return child
 
-    def _wait_ready(self, process: Process, deadline: float) -> None:
+    def _wait_ready(self, process: Process, child: ChildProcess, deadline: float) -> None:
         while not _answers(process.ready):
             self._check()
             if time.monotonic() >= deadline:
-                raise PeerError(
-                    f"{process.name} was not ready after {self._ready_timeout_s:g} s\n{self._tail(process)}"
-                )
+                raise PeerError(f"{child.name} was not ready after {self._ready_timeout_s:g} s\n{child.log_tail()}")
             time.sleep(POLL_INTERVAL_S)
 
     async def _watch(self) -> NoReturn:
@@ -110,15 +98,9 @@ class RunningEngine:
 
     def _check(self) -> None:
         """Raises PeerError when a process has ended."""
-        for process, handle in self._running:
-            if handle.poll() is not None:
-                raise PeerError(f"{process.name} ended with status {handle.returncode}\n{self._tail(process)}")
-
-    def _log(self, process: Process) -> Path:
-        return self._log_dir / f"{process.name}.log"
-
-    def _tail(self, process: Process) -> str:
-        return "\n".join(self._log(process).read_text(errors="replace").splitlines()[-NUM_LOG_LINES:])
+        for child in self._running:
+            if not child.alive:
+                raise PeerError(child.describe_end())
 
 
 def _answers(url: str) -> bool:
@@ -126,8 +108,3 @@ def _answers(url: str) -> bool:
         return httpx.get(url, timeout=5.0, trust_env=False).status_code == httpx.codes.OK
     except httpx.TransportError:  # not listening yet, or too busy starting
         return False
-
-
-def _signal_group(handle: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(handle.pid, number)

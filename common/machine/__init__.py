@@ -1,1 +1,1 @@
-"""What a process asks of its machine: cores, memory, descriptors."""
+"""What a process asks of its machine: cores, memory, descriptors, child processes."""

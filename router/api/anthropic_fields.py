@@ -1,9 +1,9 @@
-"""What clients of Anthropic's Messages API send, and the conversation of our own API that it means."""
+"""The fields of Anthropic's Messages API, and the chat request that they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from pydantic import BeforeValidator, Field
@@ -19,18 +19,18 @@ from router.request.translation import function_tool, joined_text, named_tool
 
 TEXT = frozenset(("text",))
 UNSEEN = frozenset(("thinking", "redacted_thinking"))
-"""Blocks of earlier answers that models are not shown again."""
+"""Blocks of earlier answers that are left out of the prompt."""
 CLEARS_THINKING = "clear_thinking_20251015"
-NAMES = {
+NAMES: Mapping[str, str] = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "tool_choice.function": "tool_choice",
 }
-"""How fields of our own API are called here."""
+"""Fields of a chat request by the names that they have in this API."""
 
 
 class Block(Fields):
-    """One part of a message. Which members it has depends on its type."""
+    """One part of a message; its type decides which members it has."""
 
     type: Annotated[str, Field(max_length=64)]
     text: str | None = Field(None, description='with type "text"')
@@ -85,7 +85,7 @@ class OutputFormat(Fields):
 
 
 class OutputConfig(Fields):
-    format: OutputFormat | None = Field(None, description="what the answer is held to")
+    format: OutputFormat | None = Field(None, description="the form of the answer")
     effort: Effort | None = Field(None, description="for chat templates that know of it")
     task_budget: Refused = None
 
@@ -99,7 +99,9 @@ class ContextManagement(Fields):
 
 
 class Conversation(Fields):
-    """What `/v1/messages` and `/v1/messages/count_tokens` share: all that the prompt is made of."""
+    """The fields of `/v1/messages` and `/v1/messages/count_tokens` that make the prompt."""
+
+    names: ClassVar = NAMES
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
     messages: Annotated[
@@ -117,20 +119,24 @@ class Conversation(Fields):
     context_management: ContextManagement | None = None
     thread: Any = None
 
-    # Known to Anthropic, not here.
+    # Fields of Anthropic's API that this server does not have.
     compaction: Refused = None
     container: Refused = None
     mcp_servers: Refused = None
 
+    @property
+    def num_items(self) -> int:
+        return len(self.messages)
+
     def as_chat(self) -> ChatRequest:
-        """The same of our own API. Raises InvalidRequest."""
+        """The chat request that means the same. Raises InvalidRequest."""
         if self.thread is not None:
             what = "this server stores no conversations: send all messages, without a thread"
             raise ThreadUnsupported(f"thread: {what}", param="thread")
         return ChatRequest(**self._members())
 
     def longest_text(self) -> str | list[int]:
-        """Of the last message: templates leave others out."""
+        """The text of the last message, because templates may leave others out."""
         content = self.messages[-1].content
         return content if isinstance(content, str) else ""
 
@@ -169,6 +175,8 @@ class Conversation(Fields):
 class MessagesRequest(Conversation, Extensions):
     """`POST /v1/messages`."""
 
+    id_prefix: ClassVar = "msg"
+
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     stream: bool | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
@@ -177,7 +185,7 @@ class MessagesRequest(Conversation, Extensions):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     metadata: Metadata | None = None
 
-    # Known to our other APIs, not here.
+    # Fields of our other APIs.
     n: Annotated[Any, Only((1,))] = None
     stop: Refused = None
     response_format: Refused = None
@@ -194,13 +202,12 @@ class CountTokensRequest(Conversation):
 
 
 def _system(content: Content | None) -> Iterator[ours.Message]:
-    text = content if isinstance(content, str) else joined_text(content or (), TEXT, "system")
-    if text:
+    if text := _text(content, "system"):
         yield ours.Message(role="system", content=text)
 
 
 def _messages(turn: Turn, where: str) -> Iterator[ours.Message]:
-    """What one turn is in our API, where results of calls are messages of their own."""
+    """The chat messages of one turn; each result of a call is a message of its own."""
     if isinstance(turn.content, str):
         yield ours.Message(role=turn.role, content=turn.content)
         return
@@ -231,12 +238,14 @@ def _call(block: Block, where: str) -> ours.ToolCall:
 def _result(block: Block, where: str) -> ours.Message:
     if block.tool_use_id is None:
         raise InvalidRequest(f"{where}.tool_use_id: is required", param="messages")
-    text = (
-        block.content if isinstance(block.content, str) else joined_text(block.content or (), TEXT, f"{where}.content")
-    )
-    if block.is_error:  # a tool message has no member that says so
+    text = _text(block.content, f"{where}.content")
+    if block.is_error:  # a chat message has no member for it
         text = f"Error: {text}"
     return ours.Message(role="tool", content=text, tool_call_id=block.tool_use_id)
+
+
+def _text(content: Content | None, where: str) -> str:
+    return content if isinstance(content, str) else joined_text(content or (), TEXT, where)
 
 
 def _tool(tool: MessageTool, index: int) -> ours.Tool:

@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: conversations in the shape of Anthropic's API, answered by the same means as our own."""
+"""`POST /v1/messages`: answers conversations in the shape of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import orjson
 
 from common.errors import RequestError
-from router.api.anthropic_fields import NAMES, Conversation, CountTokensRequest, MessagesRequest
-from router.api.chat import conversation_tokens, plan_chat
-from router.auth.keys import ApiKey
+from router.api.anthropic_fields import CountTokensRequest, MessagesRequest
+from router.api.chat import conversation_tokens
+from router.api.translated import chat_of
 from router.generation.choice import Choice, Piece
+from router.generation.frames import event
 from router.generation.parts import AnswerParts
 from router.generation.plan import Plan
 from router.generation.request_log import RequestLog
@@ -18,44 +19,30 @@ from router.generation.service import Service
 from router.generation.shape import Object
 from router.generation.structure import tool_calling
 from router.request.errors import anthropic_error
-from router.request.fields import ChatRequest
 from router.request.translation import named_as
 from router.text.answer_part import CallPart, Part, TextPart, ThoughtPart
 
-MANY_TURNS = 1000
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
-async def plan_messages(service: Service, fields: MessagesRequest, key: ApiKey, traceparent: str) -> Plan:
-    """Renders and tokenises the conversation. Raises RequestError."""
-    with named_as(NAMES):
-        return await plan_chat(service, await _chat_of(service, fields), key, traceparent, prefix="msg")
-
-
 async def count_tokens(service: Service, fields: CountTokensRequest) -> int:
-    """How many tokens the prompt of these messages has. Raises RequestError."""
+    """The number of tokens that the prompt of these messages has. Raises RequestError."""
     service.check_model(fields.model)
-    chat = await _chat_of(service, fields)
-    with named_as(NAMES):
+    chat = await chat_of(service, fields)
+    with named_as(fields.names):
         calling = tool_calling(chat)
     functions = calling.functions if calling else ()
     return len(await conversation_tokens(service, chat, functions, max_bytes=service.max_tokenize_bytes))
 
 
-async def _chat_of(service: Service, fields: Conversation) -> ChatRequest:
-    """Apart from the event loop where it takes long."""
-    few = len(fields.messages) <= MANY_TURNS
-    return fields.as_chat() if few else await service.text.apart(fields.as_chat)
-
-
 class MessagesFrames:
-    """A message of blocks: text, and calls of tools. A stream opens, fills and closes them one after the other."""
+    """A message of blocks: thoughts, text and calls of tools. A stream opens, fills and closes one after the other."""
 
     def __init__(self, service: Service, fields: MessagesRequest, plan: Plan, log: RequestLog) -> None:
         self._plan, self._log = plan, log
         self._parts = AnswerParts(service, plan.fields)
         self._num_blocks = 0
-        self._open = ""  # the type of the last block while more may be added to it
+        self._open = ""  # the type of the last block until it is closed
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         (choice,) = self._plan.choices
@@ -90,7 +77,7 @@ class MessagesFrames:
         return {**head, "content": content}
 
     def _add(self, choice: Choice, part: Part) -> bytes:
-        """A part, in a block of its own unless it goes on with the one that is open."""
+        """Add a part, in a new block unless it continues the open one."""
         if isinstance(part, CallPart):
             begun = self._begin(self._block(choice, CallPart(part.index, part.name))) if part.name else b""
             added: Object = {"type": "input_json_delta", "partial_json": part.arguments}
@@ -108,7 +95,7 @@ class MessagesFrames:
         return {"type": "tool_use", "id": call_id, "name": part.name, "input": _input(part.arguments)}
 
     def _begin(self, block: Object) -> bytes:
-        """A new block, behind the one before."""
+        """Close the open block and begin another."""
         ended = self._end_block()
         self._open = str(block["type"])
         self._num_blocks += 1
@@ -140,7 +127,7 @@ class MessagesFrames:
 
 
 def _input(arguments: str) -> object:
-    """Of a call that `max_tokens` cut off, nothing can be read."""
+    """The arguments as an object; {} for a call that `max_tokens` cut off."""
     try:
         return orjson.loads(arguments)
     except orjson.JSONDecodeError:
@@ -148,4 +135,4 @@ def _input(arguments: str) -> object:
 
 
 def _event(kind: str, members: Object) -> bytes:
-    return f"event: {kind}\ndata: ".encode() + orjson.dumps({"type": kind} | members) + b"\n\n"
+    return event({"type": kind} | members, kind)

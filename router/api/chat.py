@@ -1,13 +1,13 @@
-"""`POST /v1/chat/completions`: a conversation into a plan, and its answer into OpenAI's shape."""
+"""`POST /v1/chat/completions`: makes a plan of a conversation, and writes the answer in OpenAI's shape."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
+from router.api.choice_shape import ChoiceShape, merged
 from router.auth.keys import ApiKey
 from router.generation.choice import Choice, Piece
-from router.generation.logprobs import LogprobShapes
 from router.generation.parts import AnswerParts
 from router.generation.plan import Plan, Prompt, check_num_sequences, fit, make_plan
 from router.generation.service import Service
@@ -21,7 +21,7 @@ from router.text.tools import Function
 async def plan_chat(
     service: Service, fields: ChatRequest, key: ApiKey, traceparent: str, *, prefix: str = "chatcmpl"
 ) -> Plan:
-    """Renders and tokenises the conversation. Raises RequestError."""
+    """Render and tokenise the conversation. Raises RequestError."""
     service.check_model(fields.model)
     fields.check()
     if fields.top_logprobs is not None and not fields.logprobs:
@@ -56,10 +56,7 @@ async def conversation_tokens(
     limit: int = 0,
     max_bytes: int = 0,
 ) -> list[int]:
-    """The messages rendered by the model's template, in tokens; the limits are those of `TextPipeline.encode`.
-
-    The model is told of `functions` that it may call.
-    """
+    """The tokens of the rendered conversation, which describes `functions`; limits as in `TextPipeline.encode`."""
     continued = bool(fields.continue_final_message)
     generation_prompt = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
     try:
@@ -76,38 +73,28 @@ async def conversation_tokens(
         raise InvalidRequest("messages: nested too deeply", param="messages") from error
 
 
-class ChatShape:
+class ChatShape(ChoiceShape):
     """Chat answers and chunks."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, service: Service, fields: ChatRequest) -> None:
-        self._logprobs = (
-            LogprobShapes(service.text, fields.top_logprobs or 0, as_ids=bool(fields.return_tokens_as_token_ids))
-            if fields.logprobs
-            else None
-        )
-        wanted = fields.prompt_logprobs
-        self._prompt_logprobs = LogprobShapes(service.text, wanted) if wanted is not None else None
-        self._token_ids = bool(fields.return_token_ids)
+        super().__init__(service, fields, (fields.top_logprobs or 0) if fields.logprobs else None)
         self._parts = AnswerParts(service, fields)
 
     def opening(self, choice: Choice, prompt_token_ids: list[int] | None) -> Object | None:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return _chunk(choice, {"role": "assistant", "content": ""})
 
     def chunks(self, choice: Choice, piece: Piece, *, at_least_one: bool) -> list[Object]:
-        """One for each part, in the order of the text; what is not of a part is in the first or in the last one."""
+        """One for each part, in the order of the text; log-probabilities and token ids are in the first of them."""
         deltas = [self._delta(choice, part) for part in self._parts.taken_apart(choice, piece)]
         with_logprobs = piece.with_logprobs if self._logprobs is not None else []
         if not deltas:
             if not (with_logprobs or piece.finish_reason or self._token_ids or at_least_one):
                 return []
             deltas = [{} if piece.finish_reason else {"content": ""}]
-        chunks: list[Object] = [
-            {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
-        ]
+        chunks = [_chunk(choice, delta) for delta in deltas]
         if self._logprobs is not None and with_logprobs:
             chunks[0]["logprobs"] = self._logprobs.chat(with_logprobs)
         if piece.finish_reason:
@@ -118,7 +105,7 @@ class ChatShape:
         return chunks
 
     def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
-        with_logprobs = [token for piece in pieces for token in piece.with_logprobs]
+        answer = merged(choice, pieces)
         parts = self._parts.whole(choice, pieces)
         content = "".join([part.text for part in parts if isinstance(part, TextPart)])
         message: Object = {"role": "assistant", "content": content, "refusal": None}
@@ -129,11 +116,11 @@ class ChatShape:
         whole: Object = {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs.chat(with_logprobs) if self._logprobs is not None else None,
+            "logprobs": self._logprobs.chat(answer.with_logprobs) if self._logprobs is not None else None,
             "finish_reason": self._parts.finish_reason(choice, choice.finish_reason),
         }
         if self._token_ids:
-            whole["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
+            whole["token_ids"] = answer.token_ids
         return whole
 
     def _delta(self, choice: Choice, part: Part) -> Object:
@@ -150,8 +137,8 @@ class ChatShape:
 
     def envelope(self, first: Choice, prompt_token_ids: list[int] | None) -> Object:
         members: Object = {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
-        if self._prompt_logprobs is not None:
-            members["prompt_logprobs"] = self._prompt_logprobs.prompt(
-                first.request.prompt_token_ids, first.prompt_logprobs
-            )
-        return members
+        return members | self._of_prompt(first)
+
+
+def _chunk(choice: Choice, delta: Object) -> Object:
+    return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,13 +1,13 @@
-"""`POST /v1/completions`: prompts into a plan, and its answer into OpenAI's shape."""
+"""`POST /v1/completions`: makes a plan of prompts, and writes the answer in OpenAI's shape."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
+from router.api.choice_shape import ChoiceShape, merged
 from router.auth.keys import ApiKey
 from router.generation.choice import Choice, Piece, TokenWithLogprobs
-from router.generation.logprobs import LogprobShapes
 from router.generation.plan import Plan, Prompt, check_num_sequences, fit, make_plan
 from router.generation.service import Service
 from router.generation.shape import Object
@@ -18,7 +18,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def plan_completion(service: Service, fields: CompletionRequest, key: ApiKey, traceparent: str) -> Plan:
-    """Tokenises the prompts. Raises RequestError."""
+    """Tokenise the prompts. Raises RequestError."""
     service.check_model(fields.model)
     fields.check()
     sources = _sources(fields.prompt)
@@ -62,39 +62,32 @@ async def _prompt(service: Service, fields: CompletionRequest, source: str | lis
     token_ids = token_ids or _begin_of_text(service, param)
     max_tokens = fit(len(token_ids), fields.max_tokens, limit, default=DEFAULT_MAX_TOKENS, param=param)
     if not isinstance(source, str):
-        text.check_ids(token_ids, param=param)  # after their number: a million are not looked at
+        text.check_ids(token_ids, param=param)  # only after `fit` has bounded their number
         if fields.echo:
             echo = await text.decode(token_ids, skip_special_tokens=fields.skip_special_tokens is not False)
     return Prompt(token_ids, max_tokens, echo)
 
 
 def _begin_of_text(service: Service, param: str) -> list[int]:
-    """The prompt that stands for no prompt. Raises InvalidRequest for a model without a token for it."""
+    """The prompt in place of an empty one. Raises InvalidRequest for a model without such a token."""
     bos = service.text.tokenizer.token_to_id(service.files.bos_token) if service.files.bos_token else None
     if bos is None:
         raise InvalidRequest(f"{param}: must not be empty", param=param)
     return [bos]
 
 
-class CompletionShape:
+class CompletionShape(ChoiceShape):
     """Completion answers and chunks."""
 
     object = chunk_object = "text_completion"
 
     def __init__(self, service: Service, fields: CompletionRequest) -> None:
-        self._logprobs = (
-            LogprobShapes(service.text, fields.logprobs, as_ids=bool(fields.return_tokens_as_token_ids))
-            if fields.logprobs is not None
-            else None
-        )
-        wanted = fields.prompt_logprobs
-        self._prompt_logprobs = LogprobShapes(service.text, wanted) if wanted is not None else None
+        super().__init__(service, fields, fields.logprobs)
         self._echo_has_logprobs = fields.echo_logprobs is not None
         self._skip_special = fields.skip_special_tokens is not False
-        self._token_ids = bool(fields.return_token_ids)
 
     def opening(self, choice: Choice, prompt_token_ids: list[int] | None) -> Object | None:
-        """The echo, unless it comes with log-probabilities; and the prompt's tokens, for those who want them."""
+        """The echo, unless it needs log-probabilities, and the prompt's token ids if the client wants them."""
         text = "" if self._echo_has_logprobs else choice.echo
         if not text and prompt_token_ids is None:
             return None
@@ -119,26 +112,23 @@ class CompletionShape:
         return [chunk]
 
     def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
-        with_logprobs = [token for piece in pieces for token in piece.with_logprobs]
+        answer = merged(choice, pieces)
         whole: Object = {
             "index": choice.index,
-            "text": choice.echo + "".join([piece.text for piece in pieces]),
-            "logprobs": self._logprobs_of(choice, with_logprobs, echoes=self._echo_has_logprobs),
+            "text": choice.echo + answer.text,
+            "logprobs": self._logprobs_of(choice, answer.with_logprobs, echoes=self._echo_has_logprobs),
             "finish_reason": choice.finish_reason,
+            **self._of_prompt(choice),
         }
-        if self._prompt_logprobs is not None:
-            prompt = choice.request.prompt_token_ids
-            whole["prompt_logprobs"] = self._prompt_logprobs.prompt(prompt, choice.prompt_logprobs)
         if self._token_ids:
-            whole["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
-            whole["prompt_token_ids"] = prompt_token_ids
+            whole |= {"token_ids": answer.token_ids, "prompt_token_ids": prompt_token_ids}
         return whole
 
     def envelope(self, first: Choice, prompt_token_ids: list[int] | None) -> Object:
         return {}
 
     def _logprobs_of(self, choice: Choice, tokens: Sequence[TokenWithLogprobs], *, echoes: bool) -> Object | None:
-        """Log-probabilities of generated tokens, with `echoes` behind those of the prompt's."""
+        """Log-probabilities of generated tokens; with `echoes` those of the prompt's tokens come first."""
         if self._logprobs is None:
             return None
         generated = self._logprobs.completion(tokens, len(choice.echo))

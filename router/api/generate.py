@@ -1,4 +1,4 @@
-"""The two endpoints that generate: read, check, plan, and hand over to an `Exchange`."""
+"""The endpoints that generate: they read and check a request, plan its answer, and pass it to an `Exchange`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from starlette.responses import Response
 from common.errors import RequestError
 from router.api import schema
 from router.api.anthropic_fields import MessagesRequest
-from router.api.anthropic_messages import MessagesFrames, plan_messages
+from router.api.anthropic_messages import MessagesFrames
 from router.api.chat import ChatShape, plan_chat
 from router.api.completions import CompletionShape, plan_completion
 from router.api.openapi import documented
-from router.api.responses import ResponsesFrames, plan_response
+from router.api.responses import ResponsesFrames
 from router.api.responses_fields import ResponsesRequest
+from router.api.translated import plan_translated
 from router.auth.keys import ApiKey
 from router.auth.visit import Visit
 from router.generation.exchange import Exchange
@@ -51,14 +52,14 @@ def generate_routes(service: Service) -> APIRouter:
     @router.post(RESPONSES_PATH, **documented(ResponsesRequest, schema.ResponseBody, streams=True))
     async def respond(request: Request) -> Response:
         """Answer a conversation, in the shape of OpenAI's Responses API."""
-        return await _serve(service, request, ResponsesRequest, plan_response, ResponsesFrames)
+        return await _serve(service, request, ResponsesRequest, plan_translated, ResponsesFrames)
 
     wrong = schema.AnthropicErrorBody
 
     @router.post(MESSAGES_PATH, **documented(MessagesRequest, schema.AnthropicMessage, streams=True, error=wrong))
     async def messages(request: Request) -> Response:
         """Answer a conversation, in the shape of Anthropic's API."""
-        return await _serve(service, request, MessagesRequest, plan_messages, MessagesFrames)
+        return await _serve(service, request, MessagesRequest, plan_translated, MessagesFrames)
 
     return router
 
@@ -92,4 +93,4 @@ async def _serve(
     except ClientDisconnect:
         log.client_gone()
         log.end()
-        return Response(status_code=CLIENT_CLOSED)  # nobody reads it
+        return Response(status_code=CLIENT_CLOSED)  # never sent

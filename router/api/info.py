@@ -1,4 +1,4 @@
-"""What does not generate: probes, metrics, models, tokens, and the page."""
+"""The endpoints that do not generate: probes, metrics, models, tokens, and the chat page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOT_READY_RETRY_S = 1.0
 
 
 def probe_routes(service: Service) -> APIRouter:
-    """`/health`, `/ready`, `/metrics` and the like: for people and machines that look after the service."""
+    """`/health`, `/ready`, `/metrics` and others for operators and orchestrators."""
     router = APIRouter(tags=["operate"])
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else "<!doctype html><title>Diptych</title>Diptych"
 
@@ -49,7 +49,7 @@ def probe_routes(service: Service) -> APIRouter:
 
     @router.get("/health", **documented(None, schema.Status))
     async def health() -> Response:
-        """200 while the process is alive and sound."""
+        """200 while the process is healthy."""
         failure = service.failure()
         if failure:
             return error_response(Unavailable(failure))
@@ -57,7 +57,7 @@ def probe_routes(service: Service) -> APIRouter:
 
     @router.get("/ready", **documented(None, schema.Readiness))
     async def ready() -> Response:
-        """200 when requests would be served."""
+        """200 when the service takes requests."""
         is_ready, detail = service.ready
         if not is_ready:
             return error_response(Unavailable(detail, retry_after_s=NOT_READY_RETRY_S))
@@ -88,7 +88,7 @@ def probe_routes(service: Service) -> APIRouter:
 
     @router.post("/reset_prefix_cache", **documented(None, schema.Status))
     async def reset_prefix_cache() -> Response:
-        """Have every worker forget the prefixes it cached."""
+        """Make every worker drop its prefix cache."""
         service.client.reset_prefix_cache()
         return _json({"status": "ok"})
 
@@ -103,7 +103,7 @@ def model_routes(service: Service) -> APIRouter:
 
     @router.get(MODELS_PATH, **documented(None, listed, error=wrong))
     async def models(request: Request) -> Response:
-        """The served model; with the header `anthropic-version` in the shape of Anthropic's API."""
+        """The served model; in the shape of Anthropic's API for requests with the header `anthropic-version`."""
         name = service.model_name
         if speaks_anthropic(request.scope):
             return _json(_anthropic_page(_anthropic_model(service, name), request.query_params))
@@ -137,14 +137,14 @@ def _anthropic_model(service: Service, name: str) -> dict[str, object]:
 
 
 def _anthropic_page(model: dict[str, object], asked: Mapping[str, str]) -> dict[str, object]:
-    """The one page of models, which is empty before and after the only one."""
+    """The one page of models: it is empty before and after the only model."""
     data = [] if model["id"] in (asked.get("after_id"), asked.get("before_id")) else [model]
     ends = model["id"] if data else None
     return {"data": data, "has_more": False, "first_id": ends, "last_id": ends}
 
 
 def token_routes(service: Service) -> APIRouter:
-    """`/tokenize`, `/detokenize`, `/tokenizer_info`: what a remote tokenizer needs."""
+    """`/tokenize`, `/detokenize`, `/tokenizer_info`: a tokenizer for remote clients."""
     router = APIRouter(tags=["tokens"])
     text, files = service.text, service.files
 
@@ -179,7 +179,7 @@ def token_routes(service: Service) -> APIRouter:
 
     @router.post(f"{MESSAGES_PATH}/count_tokens", **documented(CountTokensRequest, schema.TokenCount, error=wrong))
     async def message_tokens(request: Request) -> Response:
-        """How many tokens the prompt of a conversation has, in the shape of Anthropic's API."""
+        """The number of tokens in the prompt of a conversation, in the shape of Anthropic's API."""
         with service.bodies.lease() as lease:
             fields = await service.read(request, CountTokensRequest, lease)
             return _json({"input_tokens": await count_tokens(service, fields)})

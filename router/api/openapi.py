@@ -1,4 +1,4 @@
-"""The schema of the API. Bodies are read by hand (their size and errors are ours); here their models are added."""
+"""The OpenAPI schema. The endpoints read bodies themselves, to bound their size, so their models are added here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def documented(
 
 
 def install_openapi(app: FastAPI, requests: Sequence[type[BaseModel]]) -> None:
-    """Makes `/openapi.json` show the request bodies too."""
+    """Add the request bodies to `/openapi.json`."""
 
     def schema() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -1,38 +1,25 @@
-"""`POST /v1/responses`: OpenAI's Responses API without its memory, answered by the same means as conversations."""
+"""`POST /v1/responses`: answers conversations in the shape of OpenAI's Responses API, and stores nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import orjson
-
 from common.errors import RequestError
-from router.api.chat import plan_chat
-from router.api.responses_fields import NAMES, ResponsesRequest
-from router.auth.keys import ApiKey
+from router.api.choice_shape import merged
+from router.api.responses_fields import ResponsesRequest
 from router.generation.choice import Choice, Piece, TokenWithLogprobs
+from router.generation.frames import event
 from router.generation.logprobs import LogprobShapes
 from router.generation.parts import AnswerParts
 from router.generation.plan import Plan
 from router.generation.request_log import RequestLog
 from router.generation.service import Service
 from router.generation.shape import Object
-from router.request.translation import named_as
 from router.text.answer_part import CallPart, Part, TextPart, ThoughtPart
-
-MANY_ITEMS = 1000
-
-
-async def plan_response(service: Service, fields: ResponsesRequest, key: ApiKey, traceparent: str) -> Plan:
-    """Renders and tokenises the conversation. Raises RequestError."""
-    few = isinstance(fields.input, str) or len(fields.input) <= MANY_ITEMS
-    chat = fields.as_chat() if few else await service.text.apart(fields.as_chat)  # it takes long
-    with named_as(NAMES):
-        return await plan_chat(service, chat, key, traceparent, prefix="resp")
 
 
 class ResponsesFrames:
-    """A response of items: a message of text, and calls of functions. Events open, fill and close them in turn."""
+    """A response of items: messages and calls of functions. Events open, fill and close one after the other."""
 
     def __init__(self, service: Service, fields: ResponsesRequest, plan: Plan, log: RequestLog) -> None:
         self._fields, self._plan, self._log = fields, plan, log
@@ -42,23 +29,18 @@ class ResponsesFrames:
         self._text: list[str] = []
         self._arguments: list[str] = []
         self._sent_logprobs: list[object] = []
-        self._waiting: list[TokenWithLogprobs] = []  # for the part that they are of
+        self._waiting: list[TokenWithLogprobs] = []  # until the text part comes that they belong to
         self._is_open = False
         self._num_events = 0
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         (choice,) = self._plan.choices
-        text = "".join([piece.text for piece in pieces[0]])
-        tokens = [token for piece in pieces[0] for token in piece.with_logprobs]
-        # As one piece: nothing reads the events that it makes.
-        self.chunk(choice, Piece(text, with_logprobs=tokens, finish_reason=choice.finish_reason))
+        self.chunk(choice, merged(choice, pieces[0]))  # it collects the items; the events are not sent
         return self._response(choice)
 
     def opening(self) -> bytes:
-        begun = self._response(None)
-        return self._event("response.created", {"response": begun}) + self._event(
-            "response.in_progress", {"response": begun}
-        )
+        begun: Object = {"response": self._response(None)}
+        return self._event("response.created", begun) + self._event("response.in_progress", begun)
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         if self._logprobs is not None:
@@ -83,7 +65,7 @@ class ResponsesFrames:
 
     def _add(self, choice: Choice, part: Part) -> bytes:
         if isinstance(part, ThoughtPart):
-            return b""  # it is not shown
+            return b""  # the Responses API does not show thoughts
         return self._say(part) if isinstance(part, TextPart) else self._add_call(choice, part)
 
     def _say(self, part: TextPart) -> bytes:
@@ -92,13 +74,13 @@ class ResponsesFrames:
         self._text.append(part.text)
         self._sent_logprobs += logprobs
         added = {"delta": part.text, "logprobs": logprobs}
-        return begun + self._event("response.output_text.delta", self._part() | added)
+        return begun + self._event("response.output_text.delta", self._of_part() | added)
 
     def _begin_message(self) -> bytes:
         self._text, self._sent_logprobs = [], []
         name = f"msg_{self._plan.id}_{len(self._items)}"
         begun = self._begin({"type": "message", "id": name, "role": "assistant", "content": []})
-        return begun + self._event("response.content_part.added", self._part() | {"part": self._output_text()})
+        return begun + self._event("response.content_part.added", self._of_part() | {"part": self._output_text()})
 
     def _add_call(self, choice: Choice, part: CallPart) -> bytes:
         begun = b""
@@ -110,40 +92,46 @@ class ResponsesFrames:
         if not part.arguments:
             return begun
         self._arguments.append(part.arguments)
-        where = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        return begun + self._event("response.function_call_arguments.delta", {**where, "delta": part.arguments})
+        added = self._of_item() | {"delta": part.arguments}
+        return begun + self._event("response.function_call_arguments.delta", added)
 
     def _begin(self, item: Object) -> bytes:
-        """A new item, behind the one before."""
+        """Close the open item and begin another."""
         ended = self._end_item()
         self._items.append(item | {"status": "in_progress"})
         self._is_open = True
-        where = {"output_index": len(self._items) - 1}
-        return ended + self._event("response.output_item.added", {**where, "item": self._items[-1]})
+        return ended + self._item_event("response.output_item.added")
 
     def _end_item(self, status: str = "completed") -> bytes:
         if not self._is_open:
             return b""
         self._is_open = False
-        item, where = self._items[-1], {"output_index": len(self._items) - 1}
+        item = self._items[-1]
         if item["type"] == "message":
             part = self._output_text()
             item |= {"content": [part]}
             said = {"text": part["text"], "logprobs": part["logprobs"]}
-            ended = self._event("response.output_text.done", self._part() | said)
-            ended += self._event("response.content_part.done", self._part() | {"part": part})
+            ended = self._event("response.output_text.done", self._of_part() | said)
+            ended += self._event("response.content_part.done", self._of_part() | {"part": part})
         else:
             item |= {"arguments": "".join(self._arguments)}
-            called = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
-            ended = self._event("response.function_call_arguments.done", {**where, **called})
+            called = self._of_item() | {"name": item["name"], "arguments": item["arguments"]}
+            ended = self._event("response.function_call_arguments.done", called)
         item["status"] = status
-        return ended + self._event("response.output_item.done", {**where, "item": item})
+        return ended + self._item_event("response.output_item.done")
 
     # ------------------------------------------------------------ inside
 
-    def _part(self) -> Object:
-        """Where text is added."""
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+    def _of_item(self) -> Object:
+        """The place of the last item in the response."""
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _of_part(self) -> Object:
+        """The place of the text part in the response."""
+        return self._of_item() | {"content_index": 0}
+
+    def _item_event(self, kind: str) -> bytes:
+        return self._event(kind, {"output_index": len(self._items) - 1, "item": self._items[-1]})
 
     def _output_text(self) -> Object:
         return {
@@ -154,7 +142,7 @@ class ResponsesFrames:
         }
 
     def _logprobs_of(self, part: TextPart) -> list[object]:
-        """Those of the tokens that begin in this text. Those before it are of calls or of a thought."""
+        """Log-probabilities of the tokens that begin in this text; earlier ones, of calls and thoughts, are dropped."""
         if self._logprobs is None:
             return []
         end = part.start + len(part.text)
@@ -167,7 +155,7 @@ class ResponsesFrames:
         return bool(self._items) and self._items[-1]["type"] == "function_call"
 
     def _response(self, choice: Choice | None) -> Object:
-        """The response; of a `choice` that is finished, or as it begins."""
+        """The response with the finished `choice`, or as it begins."""
         fields, cut = self._fields, choice is not None and choice.finish_reason == "length"
         wanted = fields.text.format if fields.text is not None else None
         return {
@@ -207,8 +195,7 @@ class ResponsesFrames:
 
     def _event(self, kind: str, members: Object) -> bytes:
         self._num_events += 1
-        data = {"type": kind, "sequence_number": self._num_events - 1} | members
-        return f"event: {kind}\ndata: ".encode() + orjson.dumps(data) + b"\n\n"
+        return event({"type": kind, "sequence_number": self._num_events - 1} | members, kind)
 
 
 def _shown_choice(fields: ResponsesRequest) -> object:

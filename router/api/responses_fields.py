@@ -1,9 +1,9 @@
-"""What clients of OpenAI's Responses API send, and the conversation of our own API that it means."""
+"""The fields of OpenAI's Responses API, and the chat request that they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -19,15 +19,15 @@ from router.request.translation import function_tool, joined_text, named_tool
 TEXT_PARTS = frozenset(("input_text", "output_text", "text"))
 WITH_LOGPROBS = "message.output_text.logprobs"
 SAME = ("model", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls", "user", "stop")
-"""Members that mean the same in our own API, beside the extensions."""
-NAMES = {
+"""Fields that mean the same in a chat request, beside the extensions."""
+NAMES: Mapping[str, str] = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "tool_choice.function": "tool_choice",
 }
-"""How fields of our own API are called here."""
+"""Fields of a chat request by the names that they have in this API."""
 
 
 class Part(Fields):
@@ -41,7 +41,7 @@ Content = str | Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=T
 
 
 class Item(Fields):
-    """A message, a call, or what came of a call. Which members it has depends on its type."""
+    """A message, a call, or the output of a call; its type decides which members it has."""
 
     type: Annotated[str, Field(max_length=64)] | None = Field(None, description='null: "message"')
     role: Literal["user", "assistant", "system", "developer"] | None = Field(None, description='with type "message"')
@@ -85,7 +85,7 @@ class TextOptions(Fields):
 
 
 class Reasoning(Fields):
-    """How the model thinks. What it thinks is not in the response, so there is no summary of it either."""
+    """How the model reasons. The response contains neither its reasoning nor a summary of it."""
 
     effort: Effort | None = Field(None, description="for chat templates that know of it")
     summary: Annotated[Any, Only(("auto",))] = None
@@ -95,7 +95,10 @@ class Reasoning(Fields):
 
 
 class ResponsesRequest(Extensions):
-    """`POST /v1/responses`. Nothing is stored here: a conversation is sent whole each time."""
+    """`POST /v1/responses`. Nothing is stored, so each request contains the whole conversation."""
+
+    names: ClassVar = NAMES
+    id_prefix: ClassVar = "resp"
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
     input: Annotated[
@@ -113,14 +116,14 @@ class ResponsesRequest(Extensions):
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    store: bool | None = Field(None, description="nothing is stored, whatever it says")
+    store: bool | None = Field(None, description="ignored: nothing is stored")
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = None
     user: Annotated[str, Field(max_length=4096)] | None = None
     reasoning: Reasoning | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Known to OpenAI, not here.
+    # Fields of OpenAI's API that this server does not have.
     previous_response_id: Refused = None
     conversation: Refused = None
     prompt: Refused = None
@@ -129,7 +132,7 @@ class ResponsesRequest(Extensions):
     moderation: Refused = None
     truncation: Annotated[Any, Only(("disabled",))] = None
 
-    # Known to our other APIs, not here.
+    # Fields of our other APIs.
     n: Annotated[Any, Only((1,))] = None
     max_tokens: Refused = None
     messages: Refused = None
@@ -137,18 +140,22 @@ class ResponsesRequest(Extensions):
     reasoning_effort: Refused = None
 
     def longest_text(self) -> str | list[int]:
-        """Of the last item: templates leave others out."""
+        """The text of the last item, because templates may leave others out."""
         if isinstance(self.input, str):
             return self.input
         content = self.input[-1].content
         return content if isinstance(content, str) else ""
 
     @property
+    def num_items(self) -> int:
+        return 1 if isinstance(self.input, str) else len(self.input)
+
+    @property
     def wants_logprobs(self) -> bool:
         return self.top_logprobs is not None or WITH_LOGPROBS in (self.include or ())
 
     def as_chat(self) -> ChatRequest:
-        """The same of our own API. Raises InvalidRequest."""
+        """The chat request that means the same. Raises InvalidRequest."""
         members: dict[str, Any] = {name: getattr(self, name) for name in (*SAME, *EXTENSIONS)}
         members |= {
             "messages": list(self._messages()),
@@ -168,7 +175,7 @@ class ResponsesRequest(Extensions):
         if isinstance(self.input, str):
             yield ours.Message(role="user", content=self.input)
             return
-        said: str | None = None  # by the assistant, in the item before: calls that follow are of the same message
+        said: str | None = None  # the assistant's text; calls that follow it belong to the same message
         calls: list[ours.ToolCall] = []
         for i, item in enumerate(self.input):
             where = f"input[{i}]"
@@ -194,7 +201,7 @@ def _answer(text: str | None, calls: Sequence[ours.ToolCall]) -> ours.Message:
 
 
 def _message(item: Item, where: str) -> ours.Message | None:
-    """What an item is in our API; None for what models are not shown. Raises InvalidRequest."""
+    """The chat message of an item; None for an item that the prompt leaves out. Raises InvalidRequest."""
     match item.type:
         case None | "message":
             if item.role is None or item.content is None:

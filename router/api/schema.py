@@ -1,4 +1,4 @@
-"""The shapes of answers, for the schema; answers themselves are written as plain dictionaries."""
+"""The shapes of answers, for the OpenAPI schema only: endpoints write answers as plain dictionaries."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ChatChoice(BaseModel):
 
 
 class PromptToken(BaseModel):
-    """A token of a prompt, or one that might have been there."""
+    """A token of a prompt, or an alternative to one."""
 
     logprob: float
     rank: int | None
@@ -162,7 +162,7 @@ class IncompleteDetails(BaseModel):
 
 
 class ResponseBody(BaseModel):
-    """Of `/v1/responses`, with the request's own settings."""
+    """The answer of `/v1/responses`, with the settings of its request."""
 
     id: str
     object: Literal["response"]
@@ -199,7 +199,7 @@ class AnthropicBlock(BaseModel):
 
 
 class AnthropicUsage(BaseModel):
-    """`input_tokens` are those of the prompt that were not found in a prefix cache."""
+    """`input_tokens` counts the tokens of the prompt that no prefix cache held."""
 
     input_tokens: int
     output_tokens: int
@@ -273,7 +273,7 @@ class Status(BaseModel):
 
 
 class Readiness(Status):
-    """`detail`: what does not keep requests from being served, and should not be so."""
+    """`detail`: a problem that does not stop the service from taking requests."""
 
     detail: str = ""
 

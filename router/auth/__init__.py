@@ -1,1 +1,1 @@
-"""Who may ask, what for and how much: keys, limits, TLS, the audit log."""
+"""Access to the service: keys, limits, TLS, the audit log."""

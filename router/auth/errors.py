@@ -1,4 +1,4 @@
-"""Refusals at the door, in the tree of `common.errors`."""
+"""The errors of missing or wrong keys and of used-up limits, in the tree of `common.errors`."""
 
 from __future__ import annotations
 

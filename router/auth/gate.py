@@ -1,9 +1,9 @@
-"""The door of the HTTP front: whose key a request shows, what that key may still do, and what is written down of it.
+"""Checks the key and the limits of each HTTP request, and records the request at its end.
 
     arrive ─> admit: 401, 403, 429 ─> (the endpoint: take_prompt, spend) ─> leave: metrics, audit log
 
-Key file and certificate are watched: a change holds within two seconds, or at once on SIGHUP. A file that is wrong
-changes nothing but the log.
+A changed key file or certificate takes effect within two seconds, or at once on SIGHUP. A file with an error is logged
+and has no effect.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ PER = {"requests": "requests per minute", "tokens": "tokens per minute", "concur
 
 
 class Gate:
-    """Raises ConfigError for a key file, certificate or audit log that cannot be used. One event loop owns it."""
+    """Owned by one event loop. Raises ConfigError for a key file, certificate or audit log that cannot be used."""
 
     def __init__(self, config: RouterConfig, metrics: RouterMetrics, clock: Callable[[], float] = time.monotonic):
         self._config, self._metrics, self._clock = config, metrics, clock
         self._watches: list[tuple[str, FileWatch, Callable[[], Awaitable[None]]]] = []
         self._hurry = asyncio.Event()
-        if config.api_key_file:  # watched from before it is read: what changes meanwhile is noticed
+        if config.api_key_file:  # the watch begins before the file is read, so that it misses no change
             self._watches.append(("api_key_file", FileWatch([config.api_key_file]), self._reload_keys))
         self.ring: KeyRing | None = ring_of(config.api_key_file, config.api_key)
         self.certificate: Certificate | None = None
@@ -58,12 +58,12 @@ class Gate:
     # ------------------------------------------------------------ a request
 
     def arrive(self, scope: Scope, request_id: str) -> Visit:
-        """A request's head is here."""
+        """The visit of a request whose head has arrived."""
         host, port = scope.get("client") or ("", 0)
         return Visit(request_id, scope["method"], scope["path"], f"{host}:{port}", ANONYMOUS, self._anonymous)
 
     def admit(self, visit: Visit, given: bytes) -> None:
-        """`given` is the key that the request shows, or empty. Raises Unauthorized, Forbidden or RateLimited."""
+        """Admit the holder of the key `given` (may be empty). Raises Unauthorized, Forbidden or RateLimited."""
         if visit.path in OPEN_PATHS:
             return
         if self.ring is not None:
@@ -85,7 +85,7 @@ class Gate:
             raise self._refusal(visit, denied)
 
     def take_prompt(self, visit: Visit, num_tokens: int) -> None:
-        """Counts a prompt. Raises RateLimited, or InvalidRequest for one that no waiting would help."""
+        """Count a prompt. Raises RateLimited, or InvalidRequest for a prompt that always exceeds the limit."""
         denied = visit.quota.take_prompt(num_tokens, self._clock())
         if denied is None:
             return
@@ -97,15 +97,15 @@ class Gate:
         raise self._refusal(visit, denied)
 
     def spend(self, visit: Visit, num_tokens: int) -> None:
-        """Counts generated tokens; below zero, gives back those of a prompt that was not computed."""
+        """Count generated tokens; a negative number gives back those of a prompt that was not computed."""
         visit.quota.spend(num_tokens, self._clock())
 
     def headers(self, visit: Visit) -> dict[str, str]:
-        """What an answer tells about the limits of its key."""
+        """The headers of an answer about the limits of its key."""
         return visit.quota.headers(self._clock())
 
     def leave(self, visit: Visit) -> None:
-        """The request is over, however it ended."""
+        """Record the end of a request."""
         if visit.admitted:
             visit.admitted = False
             visit.quota.leave()
@@ -118,7 +118,7 @@ class Gate:
     # ------------------------------------------------------------ the files
 
     async def watch(self) -> None:
-        """Looks at the files until cancelled."""
+        """Watch the files until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(LOOK_EVERY_S):
@@ -132,18 +132,18 @@ class Gate:
                     await self._apply(field, reload)
 
     def reload(self) -> None:
-        """Take every file as it is now (SIGHUP): `watch` does it at once, changed or not."""
+        """Make `watch` read every file at once, changed or not, and reopen the audit log (SIGHUP)."""
         self._hurry.set()
         if self._audit is not None:
             self._audit.reopen()
 
     @property
     def reloads(self) -> bool:
-        """Whether there is anything that a SIGHUP could mean."""
+        """Whether SIGHUP has any effect."""
         return bool(self._watches) or self._audit is not None
 
     def close(self) -> None:
-        """Write what the audit log still holds."""
+        """Write the queued entries of the audit log."""
         if self._audit is not None:
             self._audit.close()
 
@@ -152,13 +152,13 @@ class Gate:
             await reload()
         except ConfigError as error:
             self._metrics.count_reload(field, ok=False)
-            log.error("a changed file is refused, what it held before stays in force: %s", error)
+            log.error("a changed file is refused, its old content stays in force: %s", error)
             return
         self._metrics.count_reload(field, ok=True)
-        log.info("took a file anew", extra={"setting": field})
+        log.info("read a changed file", extra={"setting": field})
 
     async def _reload_keys(self) -> None:
-        """Parsed in a thread: ten thousand keys take a while."""
+        """Parse the key file in a thread, because ten thousand keys take long, and apply the new limits."""
         self.ring = await asyncio.to_thread(ring_of, self._config.api_key_file, self._config.api_key)
         now = self._clock()
         known = {key.name: key for key in self.ring.keys} if self.ring is not None else {}

@@ -9,7 +9,7 @@
     cache_group = "team-a"         # keys of a group share cached prefixes
     admin = false                  # may use /load and /reset_prefix_cache
 
-No message says what stands in `key` or `sha256`.
+No message contains the value of `key` or `sha256`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_LIMIT = 10**12
 
 
 def read_keys(path: str) -> list[ApiKey]:
-    """The keys of a file. Raises ConfigError with the line, where the problem has one."""
+    """The keys of a file. Raises ConfigError, with the line if the problem has one."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -49,15 +49,12 @@ def read_keys(path: str) -> list[ApiKey]:
         text = data.decode("utf-8-sig")
         table = tomllib.loads(text)
     except ValueError as error:
-        raise ConfigError(FIELD, path, f"a valid TOML file ({_told(error)})") from None
+        raise ConfigError(FIELD, path, f"a valid TOML file ({_reason(error)})") from None
     return _Reader(path, text).keys(table)
 
 
 def ring_of(path: str, api_key: str) -> KeyRing | None:
-    """The keys of the file and of `--api-key`, which is called "default"; None when there are neither.
-
-    Raises ConfigError.
-    """
+    """The keys of the file and that of `--api-key`, named "default"; None without either. Raises ConfigError."""
     if not path and not api_key:
         return None
     own = [ApiKey("default", (digest_of(api_key.encode()),), admin=True)] if api_key else []
@@ -67,13 +64,13 @@ def ring_of(path: str, api_key: str) -> KeyRing | None:
     return KeyRing([*own, *keys])
 
 
-def _told(error: ValueError) -> str:
-    """The parser's complaint; a decoding error would show bytes of the file."""
+def _reason(error: ValueError) -> str:
+    """The parser's message, but for a decoding error, whose message contains bytes of the file."""
     return "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 class _Reader:
-    """Checks the tables one by one and knows in which line each begins."""
+    """Checks the tables one by one; errors name the line."""
 
     def __init__(self, path: str, text: str) -> None:
         self._path = path
@@ -152,7 +149,7 @@ class _Reader:
         raise ConfigError(FIELD, self._path, f"{self._where(index, field)}: {allowed}") from None
 
     def _where(self, index: int, field: str) -> str:
-        """The line of a field of entry `index`, or of its header; a file that writes tables otherwise has no lines."""
+        """The line of a field of entry `index`, or of its header; "key N" in a file that writes tables otherwise."""
         if index >= len(self._starts):
             return f"key {index + 1}"
         start = self._starts[index]

@@ -1,7 +1,7 @@
-"""API keys: who may ask, what for, how much. Of a key only its SHA-256 is kept.
+"""API keys and their rights. The router keeps only the SHA-256 of a key.
 
-A ring looks digests up by a hash whose key is drawn at its start: how long a look takes tells nothing about keys, for
-the hash of no guess can be chosen, and it does not depend on how many there are.
+A ring looks digests up by a hash with a random key of its own, so that an attacker cannot choose the hash of a guess:
+the time of a look-up says nothing about the keys, and does not depend on their number.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ SALT_BYTES, SECRET_BYTES = 16, 32
 
 
 def digest_of(key: bytes) -> bytes:
-    """What is kept of a key. A plain hash suffices for keys that a machine drew; people's passwords are no keys."""
+    """The digest that stands for a key. A plain hash suffices for random keys; it would not for passwords."""
     return hashlib.sha256(key).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one key may use on one router; 0 is no limit."""
+    """The limits of one key on one router; 0 is no limit."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -31,9 +31,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A name and the digests of the secrets that stand for it (two while one replaces the other).
+    """A name and the digests of its secrets (two while one replaces the other).
 
-    `admin` opens what concerns every client: `/load` and `/reset_prefix_cache`.
+    `admin` allows `/load` and `/reset_prefix_cache`, which concern every client.
     """
 
     name: str
@@ -43,9 +43,9 @@ class ApiKey:
     admin: bool = False
 
     def salt(self, own: str) -> str:
-        """What prompts of this key are salted with in the prefix caches; `own` is the client's own `cache_salt`.
+        """The salt of this key's prompts in the prefix caches; `own` is the client's `cache_salt`.
 
-        Always derived from the key, so that nobody can name the salt of another. A group never equals a key's name.
+        It is derived from the key, so that no client can name the salt of another. A group never equals a key's name.
         """
         if not self.digests:
             return own
@@ -54,7 +54,7 @@ class ApiKey:
 
 
 ANONYMOUS = ApiKey("", (), admin=True)
-"""Every client of a router that asks for no key."""
+"""The key of every client of a router without keys."""
 
 
 class KeyRing:
@@ -66,7 +66,7 @@ class KeyRing:
         self._table = {self._blinded(digest): key for key in self.keys for digest in key.digests}
 
     def find(self, given: bytes) -> ApiKey | None:
-        """The key that `given` is the secret of."""
+        """The key with the secret `given`."""
         return self._table.get(self._blinded(digest_of(given)))
 
     def _blinded(self, digest: bytes) -> bytes:

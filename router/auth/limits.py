@@ -1,7 +1,7 @@
-"""Rate limits of one key: pure, time comes in. They hold for one router; several routers each grant them.
+"""The rate limits of one key, as a pure policy of the time. Each of several routers grants them.
 
-A request is counted when it comes, a prompt when it is known, output as it is generated. A stream may overdraw its
-key's tokens: it goes on, and the next request waits until the debt is paid.
+A request counts when it arrives, a prompt when it is tokenised, output as it is generated. A stream may overdraw its
+key's tokens: it continues, and the next request waits until the level is above zero again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CONCURRENCY_RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """`limit` (requests, tokens, concurrency) of `allowed` is used up; `retry_after_s` is inf when waiting is vain."""
+    """`limit` (requests, tokens, concurrency) of `allowed` is used up; `retry_after_s` is inf if no wait helps."""
 
     limit: str
     allowed: int
@@ -24,7 +24,7 @@ class Denied:
 
 
 class TokenBucket:
-    """Holds at most what a minute allows and fills evenly; its level may fall below zero."""
+    """Holds at most one minute's allowance and fills evenly; its level may fall below zero."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -37,24 +37,24 @@ class TokenBucket:
         return self._level
 
     def wait_s(self, amount: int, now: float) -> float:
-        """Seconds until `amount` can be taken: 0 when it can be now, inf when it is more than a minute's."""
+        """Seconds until `amount` can be taken; inf if it exceeds one minute's allowance."""
         if amount > self.per_minute:
             return math.inf
         return max(0.0, (amount - self.level(now)) * 60.0 / self.per_minute)
 
     def take(self, amount: int, now: float) -> None:
-        """Take, whatever the level; a negative amount gives back."""
+        """Take `amount` at any level; a negative amount gives back."""
         self._level = min(float(self.per_minute), self.level(now) - amount)
 
     def resize(self, per_minute: int, now: float) -> None:
-        """Another limit: what is used stays used."""
+        """Change the limit; the used amount stays used."""
         used = self.per_minute - self.level(now)
         self.per_minute = per_minute
         self._level = per_minute - used
 
 
 class Quota:
-    """What one key has used."""
+    """The usage of one key."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self.limits = limits
@@ -63,13 +63,13 @@ class Quota:
         self._tokens = TokenBucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
 
     def change(self, limits: Limits, now: float) -> None:
-        """The key's limits are others now; running requests go on."""
+        """Change the key's limits; running requests continue."""
         self._requests = _changed(self._requests, limits.requests_per_minute, now)
         self._tokens = _changed(self._tokens, limits.tokens_per_minute, now)
         self.limits = limits
 
     def enter(self, now: float) -> Denied | None:
-        """Count a request in, or say why not; whoever is in must `leave`."""
+        """Count a request in, or say why not; one that was counted in must `leave`."""
         most = self.limits.concurrent_requests
         if most and self.num_active >= most:
             return Denied("concurrency", most, CONCURRENCY_RETRY_S)
@@ -84,7 +84,7 @@ class Quota:
         self.num_active -= 1
 
     def check_tokens(self, now: float) -> Denied | None:
-        """Whether there is any token left: asked before a body is read."""
+        """Why no request may generate now; checked before a body is read."""
         return _denied("tokens", self._tokens, 1, now)
 
     def take_prompt(self, num_tokens: int, now: float) -> Denied | None:
@@ -95,12 +95,12 @@ class Quota:
         return denied
 
     def spend(self, num_tokens: int, now: float) -> None:
-        """Count generated tokens (or, below zero, give back those of a prompt that nobody computed)."""
+        """Count generated tokens; a negative number gives back those of a prompt that was not computed."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, now)
 
     def headers(self, now: float) -> dict[str, str]:
-        """OpenAI's headers for the limits that the key has; `reset` is when nothing would be used any more."""
+        """OpenAI's headers for the limits of the key; `reset` is the time until the bucket is full again."""
         found: dict[str, str] = {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
@@ -113,7 +113,7 @@ class Quota:
 
 
 def duration(seconds: float) -> str:
-    """Seconds the way OpenAI writes them: 12ms, 1.5s, 6m0s."""
+    """Seconds in OpenAI's format: 12ms, 1.5s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1e3)}ms"
     if seconds < 60:

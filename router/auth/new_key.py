@@ -19,17 +19,17 @@ NUM_RANDOM_BYTES = 32
 
 
 def draw() -> str:
-    """A key that nobody can guess: 256 random bits."""
+    """A new key of 256 random bits."""
     return PREFIX + secrets.token_urlsafe(NUM_RANDOM_BYTES)
 
 
 def entry(name: str, key: str) -> str:
-    """The table for `name` in a key file."""
+    """The table of `name` for the key file."""
     return f'[[key]]\nname = "{name}"\nsha256 = "{digest_of(key.encode()).hex()}"\n'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0, or 2 for a name that is refused."""
+    """Print a new key. Returns exit status 0, or 2 for a name that is refused."""
     parser = argparse.ArgumentParser(
         prog=PROG,
         description="Draws an API key: its entry for --api-key-file goes to stdout, the key itself to stderr, once.",

@@ -1,27 +1,29 @@
-"""How fast requests end, and so how long those that run will take to be gone. Pure: time comes in."""
+"""Estimates from the rate at which requests end how long the running ones will take: a pure policy of the time."""
 
 from __future__ import annotations
 
 from collections import deque
 
-WINDOW_S = 30.0
-MAX_ENDS = 256
+WINDOW_S, MAX_ENDS = 30.0, 256
+"""The estimate counts the ends of this long, and no more than these."""
 MIN_ENDS = 4
+"""Fewer ends give no estimate."""
 LONGEST_S = 60.0
+"""The longest estimate, which clients get as Retry-After."""
 
 
 class Pace:
-    """Remembers when the last requests ended, at most WINDOW_S back."""
+    """The times at which the last requests ended."""
 
     def __init__(self) -> None:
         self._ends: deque[float] = deque(maxlen=MAX_ENDS)
 
     def ended(self, now: float) -> None:
-        """A request was answered."""
+        """Note that a request ended."""
         self._ends.append(now)
 
     def drain_s(self, num_requests: int, now: float) -> float | None:
-        """Seconds until `num_requests` will have ended, at most LONGEST_S; None when too few ended lately to tell."""
+        """Seconds until `num_requests` will have ended, at most LONGEST_S; None without enough recent ends."""
         while self._ends and now - self._ends[0] > WINDOW_S:
             self._ends.popleft()
         if len(self._ends) < MIN_ENDS:

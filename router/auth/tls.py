@@ -1,6 +1,6 @@
 """The certificate of the HTTP server: checked before the start, read again when its files change.
 
-The context that listens hands each new connection to the context of the newest certificate; running ones stay.
+The listening context passes each new connection to the context of the newest certificate; open ones keep theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CERT, KEY = "tls_cert", "tls_key"
 
 
 class Certificate:
-    """Certificate chain and private key as PEM files. `context` is what the server listens with. Raises ConfigError."""
+    """A certificate chain and private key in PEM files. The server listens with `context`. Raises ConfigError."""
 
     def __init__(self, cert: str, key: str) -> None:
         self._cert, self._key = cert, key
@@ -22,15 +22,15 @@ class Certificate:
         self.context.sni_callback = self._choose
 
     async def reload(self) -> None:
-        """Take the files as they are now. Raises ConfigError, and serves what it had.
+        """Load the files again. Raises ConfigError, and then keeps the certificate that it has.
 
-        A context of its own for each certificate: one that listens and fails to load the second of two files, because
-        they are being replaced, would be left with half of each.
+        Each certificate gets a new context: if loading failed between the two files, because they are being replaced,
+        the listening context would be left with half of each.
         """
         self._newest = load_context(self._cert, self._key)
 
     def _choose(self, handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """OpenSSL asks at each ClientHello, also where that names no host."""
+        """OpenSSL calls this at each ClientHello, even at one that names no host."""
         handshake.context = self._newest
 
 
@@ -66,5 +66,5 @@ def _read(field: str, path: str) -> bytes:
 
 
 def _no_passphrase() -> NoReturn:
-    """Without it OpenSSL would ask the terminal."""
+    """Refuse an encrypted key, for whose passphrase OpenSSL would otherwise ask the terminal."""
     raise ConfigError(KEY, "", "a private key without a passphrase")

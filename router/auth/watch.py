@@ -1,4 +1,4 @@
-"""Notices that files have other content, however they were replaced: written over, renamed onto, a symlink swapped."""
+"""Notices new content of files, whether they were written over, renamed onto, or their symlink was swapped."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ MAX_BYTES = 8 * 1024 * 1024
 
 
 class FileWatch:
-    """Files that belong together. What is there when it is made counts as known."""
+    """Watches files that belong together, from their content at its start on."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = tuple(paths)
         self._known = self._seen = self._digest()
 
     def look(self) -> bool:
-        """Whether there is something new. Only what two looks in a row agree on counts: a file may be half written."""
+        """Whether the content is new and the same as at the look before, because a file may be half written."""
         found = self._digest()
         settled, self._seen = found == self._seen, found
         if not settled or found == self._known:
@@ -25,7 +25,7 @@ class FileWatch:
         return True
 
     def _digest(self) -> bytes:
-        """Of all contents; of the reason for a file that cannot be read."""
+        """A digest of all contents, or of the error of a file that cannot be read."""
         whole = hashlib.blake2b()
         for path in self._paths:
             try:

@@ -90,7 +90,7 @@ class OpenAIFrames:
         return (self._data([], {"usage": self._usage()}) if self._usage_at_end else b"") + DONE
 
     def error(self, error: RequestError) -> bytes:
-        return _event(error_object(error))
+        return event(error_object(error))
 
     def _data(self, choices: list[Object], extra: Object | None = None) -> bytes:
         chunk = {**self._head, "choices": choices}
@@ -100,7 +100,7 @@ class OpenAIFrames:
             chunk["usage"] = None
         if extra:
             chunk |= extra
-        return _event(chunk)
+        return event(chunk)
 
     def _envelope(self) -> Object:
         return self._shape.envelope(self._plan.choices[0], self._prompt_token_ids[0])
@@ -115,5 +115,7 @@ class OpenAIFrames:
         }
 
 
-def _event(data: object) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+def event(data: object, kind: str = "") -> bytes:
+    """A server-sent event, with a name if its API has names for events."""
+    name = f"event: {kind}\n".encode() if kind else b""
+    return name + b"data: " + orjson.dumps(data) + b"\n\n"

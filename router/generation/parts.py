@@ -11,8 +11,8 @@ from router.generation.service import Service
 from router.generation.structure import is_held, tool_calling
 from router.request.fields import ChatRequest, SamplingFields
 from router.text.answer_part import Part, TextPart, ThoughtPart, joined
+from router.text.call_scanner import CallScanner
 from router.text.thinking import ThinkingScanner, begins_inside
-from router.text.tools import CallScanner
 
 TAIL_TOKENS = 8
 """Last tokens of a prompt that show whether a thought begins in it."""

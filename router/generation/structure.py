@@ -19,7 +19,7 @@ from router.text.grammar import (
     free_grammar,
     json_grammar,
     regex_grammar,
-    told,
+    without_place,
 )
 from router.text.tools import Function, call_grammar
 
@@ -91,7 +91,7 @@ async def answer_grammar(service: Service, fields: SamplingFields, calling: Tool
     wanted = forms[0] if calling is None else _form_of_calls(calling, forms[0] if forms else None)
     grammar = await service.text.apart(lambda: _grammar_of(wanted))
     if problem := await service.text.grammar_problem(grammar):
-        raise _unusable(wanted, told(problem))
+        raise _unusable(wanted, without_place(problem))
     return grammar
 
 

@@ -1,10 +1,10 @@
-"""Ends processes that live but hang, so that they are restarted: what a kubelet does with the chart's liveness probe.
+"""Ends processes that hang, so that the supervisor restarts them, as a kubelet does by the chart's liveness probe.
 
     starting ──"/health" answers, no longer loading──> watched ──bad rounds in a row──> SIGTERM ──grace──> SIGKILL
         └──────────────────────────not for too long──────────────────────────────────────┘
 
-A round is one probe and the rest of its period. A round that took much longer than that says nothing of the process: it
-is the supervisor that did not run, as on a suspended laptop, where everybody else slept too. The count begins anew.
+A round is one probe and the rest of its period. A round that took much longer does not count and resets the count: the
+supervisor itself did not run, for example because the laptop was suspended.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from router.local.probe import Health, ask_health
 log = logging.getLogger(__name__)
 
 WORKER_ROUNDS, ROUTER_ROUNDS = 9, 6
-"""Bad rounds in a row that end a process; with a period of 10 s, those of the chart's liveness probes."""
+"""Bad rounds in a row that end a process: the failure thresholds of the chart's liveness probes."""
 STARTING_PERIOD_S = 1.0
 LATE = 1.5
-"""Periods that a round which counts may take."""
+"""A round that takes more than this many periods does not count."""
 
 
 class Pulse:
-    """Counts the bad rounds in a row of one process. While it is still starting, at most for `start_s`, it has none."""
+    """Counts the bad rounds in a row of one process, beginning after its start, which may take `start_s`."""
 
     def __init__(self, limit: int, start_s: float = math.inf) -> None:
         self.limit, self.start_s = limit, start_s
@@ -36,9 +36,9 @@ class Pulse:
         self._life = 0.0
 
     def is_over(self, life: float, health: Health | None, *, on_time: bool, age_s: float = 0.0) -> bool:
-        """Count a round of the process's `life`, now `age_s` old; `health` is None when there was nobody to ask.
+        """Count a round, and say whether the process must be ended.
 
-        True: end it.
+        `life` tells one run of the process from the next, `age_s` is its age; `health` is None without an address.
         """
         if life != self._life:
             self._life, self.has_started, self.num_bad = life, False, 0
@@ -56,9 +56,9 @@ class Pulse:
 
 
 async def watch(child: Child, limit: int, period_s: float, grace_s: float, start_s: float = math.inf) -> None:
-    """Probes `child` until cancelled, and ends it after `limit` bad rounds, or when it has not started in `start_s`.
+    """Probe `child` until cancelled, and end it after `limit` bad rounds or when it has not started in `start_s`.
 
-    By force if it is not gone in `grace_s`.
+    SIGTERM asks it to end; SIGKILL follows after `grace_s`.
     """
     pulse = Pulse(limit, start_s)
     while True:

@@ -1,4 +1,4 @@
-"""Questions that the supervisor asks the network: is a port free, is the router ready, is a process well."""
+"""What the supervisor asks the network: whether a port is free, the router ready, a process healthy."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from common.wire.listening import listening_host
 
 PROBE_TIMEOUT_S = 2.0
 _NO_ANSWER = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
-"""What comes of asking somebody who is away, is slow, or does not speak HTTP."""
+"""Raised when a process is gone, is slow, or does not speak HTTP."""
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True)
 class Health:
-    """What one `GET /health` tells of a process. `problem`: why it is not well, or ""; `has_started`: surely it has."""
+    """The result of one `GET /health`: the problem, or "", and whether the process has surely started."""
 
     problem: str
     has_started: bool
@@ -52,24 +52,22 @@ def claim_port(host: str, port: int) -> int:
 async def ready_reason(host: str, port: int, *, tls: bool = False) -> str:
     """Why `GET /ready` is not 200 yet; "" when it is.
 
-    With `tls` whatever certificate the port shows is taken: it is our own child's, and no name of it need be this host.
+    With `tls` any certificate is accepted: it belongs to our own child, and need not name this host.
     """
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            status, body = await _get(reachable_host(host), port, "/ready", _any_certificate() if tls else None)
+        status, body = await _get(reachable_host(host), port, "/ready", PROBE_TIMEOUT_S, tls=tls)
     except _NO_ANSWER as error:
         return f"the router does not answer ({error or type(error).__name__})"
     return "" if status == 200 else _message(body)
 
 
 async def ask_health(host: str, port: int, timeout_s: float, *, tls: bool = False) -> Health:
-    """How a process is: no answer within `timeout_s` is as bad as one that is not 200.
+    """Probe a process: no answer within `timeout_s` is as bad as one that is not 200.
 
-    A worker that says that it is loading has not started. `tls` as in `ready_reason`.
+    A worker whose state is "loading" has not started. `tls` as in `ready_reason`.
     """
     try:
-        async with asyncio.timeout(timeout_s):
-            status, body = await _get(reachable_host(host), port, "/health", _any_certificate() if tls else None)
+        status, body = await _get(reachable_host(host), port, "/health", timeout_s, tls=tls)
     except TimeoutError:
         return Health(f"no answer within {timeout_s:g} s", has_started=False)
     except _NO_ANSWER as error:
@@ -86,30 +84,28 @@ def _any_certificate() -> ssl.SSLContext:
     return context
 
 
-async def _get(host: str, port: int, path: str, context: ssl.SSLContext | None) -> tuple[int, bytes]:
-    reader, writer = await asyncio.open_connection(host, port, ssl=context)
-    try:
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-        head = await reader.readuntil(b"\r\n\r\n")
-        return int(head.split(maxsplit=2)[1]), await reader.read()
-    finally:
-        writer.transport.abort()  # all is said; and whoever is frozen would let a polite end of TLS wait
+async def _get(host: str, port: int, path: str, timeout_s: float, *, tls: bool) -> tuple[int, bytes]:
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(host, port, ssl=_any_certificate() if tls else None)
+        try:
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            head = await reader.readuntil(b"\r\n\r\n")
+            return int(head.split(maxsplit=2)[1]), await reader.read()
+        finally:
+            writer.transport.abort()  # a frozen process would delay an orderly end of TLS
 
 
-def _field(body: bytes, name: str) -> str:
-    """A text in the answer, when that is a JSON object with one of the name."""
+def _field(body: bytes, *path: str) -> str:
+    """A string of the answer by its path; "" when the answer has none."""
     try:
-        answer = json.loads(body)
-    except ValueError:
+        value = json.loads(body)
+        for key in path:
+            value = value[key]
+    except (ValueError, KeyError, TypeError):
         return ""
-    value = answer.get(name) if isinstance(answer, dict) else None
     return value if isinstance(value, str) else ""
 
 
 def _message(body: bytes) -> str:
-    """The reason in the router's answer: an OpenAI error object, or else the text."""
-    try:
-        answer = json.loads(body)
-        return str(answer["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body.decode(errors="replace").strip() or "not ready"
+    """The reason in the router's answer: the message of its error object, or the whole text."""
+    return _field(body, "error", "message") or body.decode(errors="replace").strip() or "not ready"

@@ -1,4 +1,4 @@
-"""What `diptych serve` will start: one flag list, file and environment turned into the settings of every process.
+"""The settings of every process that `diptych serve` starts, from one flag list, file and environment.
 
 An option holds for each process that has it; `--prefill-NAME` and `--decode-NAME` hold for one pool and win.
 Everything is checked here, before the first process starts.
@@ -21,44 +21,14 @@ W = TypeVar("W", bound=WorkerConfig)
 P = TypeVar("P", bound=RouterConfig | WorkerConfig)
 
 ROUTER_DRAIN_S, WORKER_DRAIN_S = 3.0, 2.0
-"""The longest drains that end within the supervisor's grace."""
+"""A process drains at most this long, so that it ends within the supervisor's grace."""
 
-# Set by the supervisor itself, for each process.
-ROUTER_OWN = frozenset(
-    {
-        "config",
-        "curve_key",
-        "curve_authorized",
-        "prefill",
-        "decode",
-        "discovery",
-        "prefill_services",
-        "decode_services",
-        "discovery_namespace",
-        "discovery_interval_s",
-        "kubernetes_api",
-        "kubernetes_credentials",
-    }
-)
-WORKER_OWN = frozenset(
-    {
-        "config",
-        "curve_key",
-        "curve_authorized",
-        "host",
-        "port",
-        "kv_port",
-        "http_port",
-        "advertise_host",
-        "allow_remote",
-        "address_file",
-        "worker_id",
-        "core_share",
-        "kubernetes_api",
-        "kubernetes_credentials",
-        "pod_deletion_cost",
-    }
-)
+OWN = frozenset(("config", "curve_key", "curve_authorized", "kubernetes_api", "kubernetes_credentials"))
+"""Fields that the supervisor sets itself, for each process."""
+DISCOVERY = ("discovery", "prefill_services", "decode_services", "discovery_namespace", "discovery_interval_s")
+ROUTER_OWN = OWN | {"prefill", "decode", *DISCOVERY}
+ADDRESSES = ("host", "port", "kv_port", "http_port", "advertise_host", "allow_remote", "address_file")
+WORKER_OWN = OWN | {"worker_id", "core_share", "pod_deletion_cost", *ADDRESSES}
 
 EPILOG = """\
 Worker options can be set for one pool alone: --prefill-threads 2, --decode-cores 1, --decode-max-num-seqs 128.
@@ -86,7 +56,7 @@ def fields_set_by(cls: type[Config]) -> list[Field]:
 
 
 def shared_fields() -> list[Field]:
-    """The union over router and workers, each name once; the help tells a default that differs between the pools."""
+    """The fields of router and workers, each name once; the help names a default that differs between the pools."""
     union: dict[str, Field] = {}
     for cls in (RouterConfig, DecodeWorkerConfig, PrefillWorkerConfig):
         for field in fields_set_by(cls):
@@ -108,9 +78,9 @@ def build_parser() -> FlagParser:
 
 
 def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num_cores: int = 0) -> ServePlan:
-    """Merges all sources. Workers that name no threads may use `num_cores` each (0: those of this process), by turns.
+    """Merge all sources. Raises ConfigError.
 
-    Raises ConfigError.
+    A worker without a `threads` setting may use `num_cores` (0: those of this process), in turns with the others.
     """
     environ = os.environ if environ is None else environ
     flags = build_parser().flags(argv)
@@ -138,11 +108,11 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
 
 
 def _worker(config: W, name: str, threads: int) -> W:
-    """A pinned worker uses the cores it is pinned to, another may use all while it computes alone."""
+    """A pinned worker uses the cores it is pinned to; another may use all cores while it computes alone."""
     own = threads if config.threads == 0 and not config.cores else config.threads
     return dataclasses.replace(_hurried(config, WORKER_DRAIN_S), worker_id=name, threads=own)
 
 
 def _hurried(config: P, drain_s: float) -> P:
-    """Whoever presses Ctrl-C wants an end, not the last word of every answer."""
+    """Shorten the drain: a user who presses Ctrl-C does not wait for running answers."""
     return dataclasses.replace(config, drain_timeout_s=min(config.drain_timeout_s, drain_s))

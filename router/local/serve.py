@@ -2,8 +2,8 @@
 
     serve ──> fetch the model ──> prefill-0.. and decode-0.. ──addresses──> router ──/ready──> "serving at http://..."
 
-Workers take free ports and tell them through files in a private temporary folder, so that several services run side
-by side. Ctrl-C or SIGTERM ends every process within five seconds; when this process is killed, its children die too.
+Workers take free ports and write them to files in a private temporary folder, so that several services run side by
+side. Ctrl-C or SIGTERM ends every process within five seconds; when this process is killed, its children die too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def summary(plan: ServePlan, model_name: str, took_s: float) -> str:
-    """What a newcomer needs to know once the service answers."""
+    """What `diptych serve` prints once the service answers."""
     host = reachable_host(plan.router.host)
     scheme = "https" if plan.router.tls_cert else "http"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{plan.router.port}"
@@ -50,7 +50,7 @@ def summary(plan: ServePlan, model_name: str, took_s: float) -> str:
 
 
 async def supervise(plan: ServePlan, model_name: str, runtime: Path) -> int:
-    """Runs the service until it is told to stop. Returns the exit status."""
+    """Run the service until a signal stops it. Returns the exit status."""
     supervisor = Supervisor(plan, runtime)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -15,19 +15,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 QUEUE_SHARE = 0.65
-"""Of the time that TTFT leaves for waiting, so much for the mean: the rest is for the slow ones."""
-TPOT_SHARE = 0.9
-MAX_UTILISATION = 0.9
-MEMORY_SHARE = 0.9
+"""The mean wait may use this share of the time that the TTFT goal leaves; the rest is for longer waits."""
+TPOT_SHARE, MAX_UTILISATION, MEMORY_SHARE = 0.9, 0.9, 0.9
+"""Shares that may be used: of the TPOT goal by a step, of a worker's time, and of the memory."""
 
 
 class Infeasible(Exception):
-    """No number of workers meets the goals; says which one and what is possible."""
+    """No number of workers meets the goals; the message names the goal and what is possible."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """`kv_bytes` are the bytes of KV that a token takes, over all layers."""
+    """`kv_bytes` are the bytes of one token's KV, over all layers."""
 
     parameters: float
     weight_bytes: float
@@ -40,8 +39,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """From its data sheet: FLOP/s at the weights' precision without sparsity, bytes, bytes a second; and what of those
-    two rates is reached in practice."""
+    """Its data sheet: FLOP/s at the weights' precision without sparsity, bytes, bytes a second.
+
+    `compute_share` and `bandwidth_share` are the parts of the two rates that are reached in practice.
+    """
 
     flops: float
     memory_bytes: float
@@ -52,7 +53,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests a second, mean tokens, the share of prompts that caches hold, and the goals in seconds."""
+    """Requests a second, mean tokens, the share of prompt tokens that caches hold, and the goals in seconds."""
 
     rate: float
     prompt: float
@@ -68,7 +69,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Sizing:
-    """`link_bits` hides a prefill worker's KV transfer behind its computing; `traffic_bits` is the mean of all."""
+    """`link_bits` a second hide a prefill worker's KV transfer behind its computing; `traffic_bits` is the mean."""
 
     prefill_workers: int
     decode_workers: int
@@ -99,7 +100,7 @@ def size(model: Model, accelerator: Accelerator, load: Load) -> Sizing:
 
 
 def _prefill(load: Load, prompt_s: float) -> tuple[int, float]:
-    """(workers, mean wait): the fewest whose mean wait is within its share of what the goal leaves."""
+    """(workers, mean wait): the fewest whose mean wait is within QUEUE_SHARE of the time that the goal leaves."""
     room_s = (load.ttft_s - prompt_s) * QUEUE_SHARE
     if room_s <= 0:
         raise Infeasible(
@@ -147,7 +148,7 @@ def report(sizing: Sizing) -> str:
 
 
 def parse(argv: Sequence[str]) -> tuple[Model, Accelerator, Load]:
-    """The three of them from a command line; every figure is the caller's."""
+    """The model, the accelerator and the load of a command line."""
     parser = argparse.ArgumentParser(
         prog="diptych size", description="How many workers of each kind a load needs: a first estimate, by formula."
     )
@@ -206,7 +207,7 @@ def share(text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. 0 with the answer, 1 with the reason when no number of workers will do."""
+    """Entry point. Returns 0, or 1 when no number of workers meets the goals."""
     try:
         print(report(size(*parse(sys.argv[1:] if argv is None else argv))))
     except Infeasible as error:

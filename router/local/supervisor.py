@@ -1,6 +1,4 @@
-"""Keeps the processes of one machine running: start in order, restart with backoff what ends or hangs, and end all
-within five seconds.
-"""
+"""Keeps the processes of one machine running: starts them in order, restarts with backoff those that end or hang."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,16 +23,19 @@ W = TypeVar("W", bound=WorkerConfig)
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 4.0
+"""From SIGTERM to SIGKILL."""
 POLL_S = 0.05
 REPORT_EVERY_S = 10.0
+"""How often the log names what a slow start waits for."""
 ECHO_S = 0.5
-"""A signal this soon after the first is the same one: `make`, told to end with its group, tells its children again."""
+"""A signal this soon after the first repeats it: `make` passes on to its children a signal that its whole group got."""
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 HEALTHY_AFTER_S = 60.0
+"""A process that lived this long is restarted after the first backoff again."""
 
 
 class StartFailed(DiptychError):
-    """A process ended, or hung, before the service was ready: starting it again would only repeat that."""
+    """A process ended or hung before the service was ready, and would do so again after a restart."""
 
 
 def describe_exit(status: int) -> str:
@@ -45,7 +46,7 @@ def describe_exit(status: int) -> str:
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels what still runs and waits for it; results and errors of finished tasks are the caller's."""
+    """Cancel the tasks that still run and wait for them; the caller reads the results of those that finished."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -57,25 +58,21 @@ def _sharing(config: W, runtime: Path) -> W:
 
 
 class Supervisor:
-    """Owns every child process. `run` returns when `stop` was called and nothing is left running."""
+    """Owns every child process. `run` returns after `stop` was called and every child has ended."""
 
     def __init__(self, plan: ServePlan, runtime: Path) -> None:
         self.plan = plan
-        prefill = [WorkerChild("prefill_worker", _sharing(config, runtime), runtime) for config in plan.prefill]
-        decode = [WorkerChild("decode_worker", _sharing(config, runtime), runtime) for config in plan.decode]
-        self.prefill: Sequence[WorkerChild] = prefill
-        self.decode: Sequence[WorkerChild] = decode
+        self.prefill = [WorkerChild("prefill_worker", _sharing(config, runtime), runtime) for config in plan.prefill]
+        self.decode = [WorkerChild("decode_worker", _sharing(config, runtime), runtime) for config in plan.decode]
         self.router = RouterChild(plan.router)
+        self.workers = (*self.prefill, *self.decode)
+        self.children: tuple[Child, ...] = (self.router, *self.workers)
         self.stopping = asyncio.Event()
         self._stopped_at = 0.0
         self._awaited, self._next_report = "", 0.0
 
-    @property
-    def children(self) -> tuple[Child, ...]:
-        return (self.router, *self.prefill, *self.decode)
-
     def stop(self) -> None:
-        """Ends the service; a second call, unless it is an echo of the first, does not wait any longer."""
+        """End the service; a second call, unless it echoes the first, kills what still runs."""
         now = time.monotonic()
         if not self.stopping.is_set():
             self._stopped_at = now
@@ -84,11 +81,11 @@ class Supervisor:
         self.stopping.set()
 
     async def start(self) -> float:
-        """Starts every process and returns the seconds until requests are served. Raises StartFailed."""
+        """Start every process and return the seconds until the service was ready. Raises StartFailed."""
         began = time.monotonic()
         self._next_report = began + REPORT_EVERY_S
-        for worker in (*self.prefill, *self.decode):
-            await worker.start()
+        for worker in self.workers:
+            worker.start()
         limit_s = self.plan.start_timeout_s
         try:
             async with asyncio.timeout(limit_s or None):
@@ -98,7 +95,7 @@ class Supervisor:
         return time.monotonic() - began
 
     async def run(self) -> None:
-        """Restarts what ends or hangs until `stop` is called, then ends everything."""
+        """Restart processes that end or hang until `stop` is called, then end them all."""
         stopped = asyncio.create_task(self.stopping.wait())
         keepers = [asyncio.create_task(self._keep(child), name=f"keep {child.name}") for child in self.children]
         tasks = (stopped, *keepers, *self._watchers())
@@ -106,14 +103,14 @@ class Supervisor:
         await _cancel(tasks)
         await self.shutdown()
         for task in done:
-            task.result()  # keepers and watchers end only by a bug, which must not pass in silence
+            task.result()  # a keeper or watcher ends only by a bug: raise it
 
     async def shutdown(self) -> None:
-        """SIGTERM to all, SIGKILL after STOP_GRACE_S to what is left."""
+        """SIGTERM to all processes, SIGKILL after STOP_GRACE_S to those that are left."""
         self.stopping.set()
         running = [child for child in self.children if child.alive]
         self._signal_all(signal.SIGTERM)
-        ended = asyncio.gather(*(child.wait() for child in running))
+        ended = asyncio.gather(*(child.ended() for child in running))
         try:
             await asyncio.wait_for(asyncio.shield(ended), STOP_GRACE_S)
         except TimeoutError:
@@ -124,13 +121,13 @@ class Supervisor:
 
     def _signal_all(self, signum: signal.Signals) -> None:
         for child in self.children:
-            child.send(signum)
+            child.send_signal(signum)
 
     async def _unless_stopped(self, work: Coroutine[None, None, None]) -> None:
-        """Awaits `work`, but fails when a child ends and returns when `stop` is called."""
+        """Await `work`, but raise StartFailed when a worker ends, and return when `stop` is called."""
         task = asyncio.create_task(work)
         stopped = asyncio.create_task(self.stopping.wait())
-        exits = {asyncio.create_task(child.wait()): child for child in (*self.prefill, *self.decode)}
+        exits = {asyncio.create_task(child.ended()): child for child in self.workers}
         try:
             await asyncio.wait({task, stopped, *exits}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -142,25 +139,24 @@ class Supervisor:
             await _cancel((task, stopped, *exits))
 
     async def _start_router(self) -> None:
-        workers = (*self.prefill, *self.decode)
-        while silent := [worker.name for worker in workers if not worker.read_address()]:
-            self._awaited = f"{', '.join(silent)} told no address yet"
+        while silent := [worker.name for worker in self.workers if not worker.read_address()]:
+            self._awaited = f"{', '.join(silent)} wrote no address yet"
             await self._wait_on()
         self.router.config = dataclasses.replace(
             self.plan.router,
             prefill=tuple(worker.read_address() for worker in self.prefill),
             decode=tuple(worker.read_address() for worker in self.decode),
         )
-        await self.router.start()
+        self.router.start()
         router = self.plan.router
         while reason := await ready_reason(router.host, router.port, tls=bool(router.tls_cert)):
             if not self.router.alive:
-                raise StartFailed(f"router ended while starting ({describe_exit(await self.router.wait())})")
+                raise StartFailed(f"router ended while starting ({describe_exit(await self.router.ended())})")
             self._awaited = reason
             await self._wait_on()
 
     async def _wait_on(self) -> None:
-        """For what is awaited, which is told now and then."""
+        """Wait a little, and log now and then what the start waits for."""
         now = time.monotonic()
         if now >= self._next_report:
             log.info("still starting", extra={"reason": self._awaited})
@@ -168,7 +164,7 @@ class Supervisor:
         await asyncio.sleep(POLL_S)
 
     def _watchers(self) -> list[asyncio.Task[None]]:
-        """None of them when hanging processes are to be left alone."""
+        """One for each child; none when `liveness_s` is 0."""
         if not self.plan.liveness_s:
             return []
         period_s, start_s = self.plan.liveness_s / WORKER_ROUNDS, self.plan.start_timeout_s or math.inf
@@ -179,26 +175,25 @@ class Supervisor:
         ]
 
     async def _keep(self, child: Child) -> None:
-        """Restarts `child` whenever it ends, later each time unless it had lived for a while.
+        """Restart `child` each time it ends, with a growing delay unless it had lived for a while.
 
-        A machine that has no memory or process to spare for a new child now may have some soon: the others serve on.
+        A restart that the machine refuses, for lack of memory for example, is tried again; the other children serve on.
         """
         backoff = FIRST_BACKOFF_S
         while True:
-            status = await child.wait()
+            status = await child.ended()
             lived_s = time.monotonic() - child.started_at
             backoff = FIRST_BACKOFF_S if lived_s >= HEALTHY_AFTER_S else backoff
             log.error(
                 "a process ended, restarting it",
                 extra={"child": child.name, "why": describe_exit(status), "lived_s": lived_s, "wait_s": backoff},
             )
-            started = False
-            while not started:
+            while True:
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, LONGEST_BACKOFF_S)
                 try:
-                    await child.start()
-                    started = True
+                    child.start()
+                    break
                 except OSError as error:
                     why = {"child": child.name, "why": error.strerror, "wait_s": backoff}
                     log.error("a process cannot be started, trying again", extra=why)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -40,10 +40,10 @@ def build_app(
     failure: Callable[[], str] = str,
     tracing: Tracing | None = None,
 ) -> FastAPI:
-    """The application over a client of the pools. `app.state.service` is its `Service`, for whoever drains it.
+    """The application over a client of the pools. `app.state.service` is its `Service`, which `serve` drains.
 
-    `failure` says why `/health` must not be 200; "" while all is well. Raises ConfigError when a file that the
-    configuration names cannot be used.
+    `failure` says why `/health` must not be 200; "" while the process is healthy. Raises ConfigError when a file that
+    the configuration names cannot be used.
     """
     gate = Gate(config, metrics)
     service = Service(client, text, files, config, metrics, gate, failure, tracing)
@@ -63,37 +63,39 @@ def build_app(
 
 
 class _Refusals:
-    """Exceptions made into answers, and counted."""
+    """Turns exceptions into answers, and counts them."""
 
     def __init__(self, service: Service, routes: Sequence[BaseRoute]) -> None:
         self._metrics, self._routes = service.metrics, routes
 
     async def of_ours(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        self._metrics.count_error(error.status, error.type)
-        return error_response(error)
+        return self._answer(error)
 
     async def of_framework(self, request: Request, error: Exception) -> Response:
-        """Starlette's own: no such path, or not this method."""
+        """Starlette's own errors: no such path, or not this method."""
         assert isinstance(error, HTTPException)
         path = request.url.path[:MAX_SHOWN_PATH]
-        ours: RequestError = UnknownPath(f"there is no {path} here")
+        if error.status_code == 404:
+            return self._answer(UnknownPath(f"there is no {path} here"), error.headers)
         if error.status_code == 405:
             allowed = self._methods(request) or (error.headers or {}).get("Allow", "")
-            ours = MethodNotAllowed(f"{path} takes {allowed}, not {request.method[:20]}")
-            self._metrics.count_error(ours.status, ours.type)
-            return error_response(ours, {"Allow": allowed})
-        elif error.status_code != 404:
-            ours = RequestError(str(error.detail))
-            ours.status = error.status_code
-        self._metrics.count_error(ours.status, ours.type)
-        return error_response(ours, error.headers)
+            return self._answer(
+                MethodNotAllowed(f"{path} takes {allowed}, not {request.method[:20]}"), {"Allow": allowed}
+            )
+        ours = RequestError(str(error.detail))
+        ours.status = error.status_code
+        return self._answer(ours, error.headers)
+
+    def _answer(self, error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+        self._metrics.count_error(error.status, error.type)
+        return error_response(error, headers)
 
     def _methods(self, request: Request) -> str:
-        """Those that any route of the path takes; the framework names those of one route."""
+        """The methods of all routes of the path; the framework names those of one route."""
         routes = [route for route in self._routes if route.matches(request.scope)[0] is not Match.NONE]
         return ", ".join(sorted({method for route in routes for method in getattr(route, "methods", ())}))
 
     async def of_leaving(self, request: Request, error: Exception) -> Response:
         self._metrics.count_error(CLIENT_CLOSED, "client_closed")
-        return Response(status_code=CLIENT_CLOSED)  # nobody reads it
+        return Response(status_code=CLIENT_CLOSED)  # never sent

@@ -1,7 +1,7 @@
-"""What a request passes while its body is still unread: a refusal for lack of room must cost next to nothing.
+"""Checks a request before its body is read, so that a refusal for lack of room costs next to nothing.
 
-What was not read of a body is taken off the wire behind the answer, by the connection's own parser, so that it is not
-taken for the next request and its sender, who writes before he reads, finds the answer.
+The connection's parser reads the rest of the body behind the answer. It is thus not taken for the next request, and a
+client that writes its whole body before it reads finds the answer.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from router.request.body import discard
 from router.request.paths import COMPLETION_PATH, GENERATING
 
 MAX_OTHER_BYTES, MAX_TOKEN_BYTES = 64 * 1024, 128
-"""A conversation's body holds at most so many bytes beside its messages, and these so many for each token."""
+"""The most bytes of a conversation's body beside its messages, and the most bytes of messages for each token."""
 
 
 def generates(scope: Mapping[str, object]) -> bool:
-    """Whether the request asks for an answer of the model."""
+    """Whether the request is one for generation."""
     return scope["method"] == "POST" and scope["path"] in GENERATING
 
 
 def check_entrance(service: Service, visit: Visit, headers: Headers) -> None:
-    """Raises RequestError for a generation request that cannot be served now, whatever is in its body. Counts it."""
+    """Raises RequestError for a generation request that cannot be served now with any body, and counts the refusal."""
     try:
         service.check_open()
         service.gate.check_tokens(visit)
-        num_bytes = (
-            declared_bytes(headers) if visit.path != COMPLETION_PATH else 0
-        )  # others may hold many short prompts
+        # 0 for completions, whose body may hold many short prompts
+        num_bytes = declared_bytes(headers) if visit.path != COMPLETION_PATH else 0
         service.client.check_room(lambda num_tokens: num_bytes > MAX_OTHER_BYTES + MAX_TOKEN_BYTES * num_tokens)
     except RequestError as error:
         service.hint(error)
@@ -44,18 +43,18 @@ def check_entrance(service: Service, visit: Visit, headers: Headers) -> None:
 
 
 def declared_bytes(headers: Headers) -> int:
-    """The body's `Content-Length`; 0 when it does not say."""
+    """The `Content-Length`; 0 without a valid one."""
     declared = headers.get("content-length", "0")
     return int(declared) if declared.isascii() and declared.isdigit() else 0
 
 
-def closes(headers: Headers) -> dict[str, str]:
-    """Headers of an answer to a request whose body was not asked for: who waits to be asked is not asked any more."""
+def closing_headers(headers: Headers) -> dict[str, str]:
+    """Headers that close the connection of a client that still waits for "100 Continue"."""
     return {"connection": "close"} if headers.get("expect", "").lower() == "100-continue" else {}
 
 
-async def clear_the_way(scope: Scope, headers: Headers, receive: Receive) -> None:
-    """Before an answer after which the connection is closed: what the client is sending would reset it."""
+async def discard_body(scope: Scope, headers: Headers, receive: Receive) -> None:
+    """Read the body before an answer that closes the connection: unread bytes would reset it and lose the answer."""
     last = scope["http_version"] == "1.0" or "close" in headers.get("connection", "").lower()
-    if last and not closes(headers):
+    if last and not closing_headers(headers):
         await discard(receive)

@@ -1,6 +1,4 @@
-"""What every HTTP request passes first: its id, its key and limits, the room there is, the count of active requests,
-the last net.
-"""
+"""The first layer of every HTTP request: its id, key, limits, room and count, and the answer to unexpected errors."""
 
 from __future__ import annotations
 
@@ -12,9 +10,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import InternalError, RequestError
+from router.auth.visit import Visit
 from router.generation.service import Service
 from router.request.errors import CLIENT_CLOSED, error_response
-from router.server.entrance import check_entrance, clear_the_way, closes, generates
+from router.server.entrance import check_entrance, closing_headers, discard_body, generates
 
 log = logging.getLogger(__name__)
 
@@ -50,18 +49,12 @@ class Front:
 
         service.num_active += 1
         try:
-            try:
-                gate.admit(visit, shown_key(headers))
-                if generates(scope):
-                    check_entrance(service, visit, headers)
-            except RequestError as refusal:
-                if not visit.error:  # not counted yet
-                    visit.error = type(refusal).__name__
-                    service.metrics.count_error(refusal.status, refusal.type)
-                await clear_the_way(scope, headers, receive)
-                await error_response(refusal, closes(headers))(scope, receive, send_with_headers)
-                return
-            await self._app(scope, receive, send_with_headers)
+            refusal = self._refusal(scope, headers, visit)
+            if refusal is None:
+                await self._app(scope, receive, send_with_headers)
+            else:
+                await discard_body(scope, headers, receive)
+                await error_response(refusal, closing_headers(headers))(scope, receive, send_with_headers)
         except Exception:
             log.exception("failed to answer", extra={"path": scope["path"], "request_id": request_id})
             visit.error = InternalError.__name__
@@ -74,9 +67,22 @@ class Front:
             visit.status = visit.status or CLIENT_CLOSED
             gate.leave(visit)
 
+    def _refusal(self, scope: Scope, headers: Headers, visit: Visit) -> RequestError | None:
+        """Why the request is refused before its body is read, which is counted; None if it is not."""
+        try:
+            self._service.gate.admit(visit, shown_key(headers))
+            if generates(scope):
+                check_entrance(self._service, visit, headers)
+        except RequestError as refusal:
+            if not visit.error:  # `check_entrance` counts its own refusals
+                visit.error = type(refusal).__name__
+                self._service.metrics.count_error(refusal.status, refusal.type)
+            return refusal
+        return None
+
 
 def shown_key(headers: Headers) -> bytes:
-    """The key in `Authorization: Bearer` or `x-api-key`; empty for none and for another scheme."""
+    """The key in `Authorization: Bearer` or `x-api-key`; empty without one."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return given.encode("latin-1")

@@ -1,9 +1,8 @@
-"""Accepts TLS connections, with a bound on those that have not shaken hands yet.
+"""Accepts TLS connections, with a bound on the handshakes under way.
 
     listener ─> accepted ─> handshake within timeout_s, or cut off by newer ones ─> a connection like any other
 
-asyncio's own servers start a handshake for whoever connects: silent ones held every descriptor, and honest clients got
-none.
+asyncio's own servers bound no handshakes, so that silent clients can hold every descriptor.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 BURST = 64
-"""Connections accepted in a row before other tasks get a turn; a ready accept does not yield by itself."""
+"""Connections accepted in a row before other tasks run; an accept that is ready does not yield."""
 RETRY_S = 0.1
-"""After an accept that failed, most likely for want of a descriptor."""
+"""The pause after a failed accept, which most likely lacked a descriptor."""
 
 
 class Handshakes:
-    """At most `most` at once; for a newer one the oldest is cut off, of which `on_cut` is told."""
+    """Runs at most `most` handshakes at once; a newer one cuts off the oldest, and `on_cut` is called."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class Handshakes:
         self._under_way: dict[socket.socket, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Accept until cancelled; what is under way then ends too."""
+        """Accept until cancelled, which cancels the handshakes under way too."""
         try:
             while True:
                 for _ in range(BURST):
@@ -65,7 +64,7 @@ class Handshakes:
         self._under_way[accepted] = loop.create_task(self._shake(accepted), name="TLS handshake")
 
     def _cut(self, oldest: socket.socket) -> None:
-        """Its handshake finds the end of the connection, and closes it."""
+        """Shut the connection down; its handshake then fails and closes it."""
         del self._under_way[oldest]
         self._on_cut()
         with contextlib.suppress(OSError):
@@ -77,7 +76,7 @@ class Handshakes:
             await loop.connect_accepted_socket(
                 self._protocol, accepted, ssl=self._tls, ssl_handshake_timeout=self._timeout_s
             )
-        except OSError as error:  # of TLS, of time or of the connection: the loop has closed it
+        except OSError as error:  # of TLS, a timeout or the connection; the loop has closed the socket
             log.debug("no handshake: %s", error)
         finally:
             self._under_way.pop(accepted, None)

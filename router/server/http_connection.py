@@ -1,10 +1,9 @@
-"""One HTTP connection: uvicorn's protocol, with a bound on everything that a client can make it wait for or hold.
+"""One HTTP connection: uvicorn's protocol with a bound on the time and memory that a client can cost.
 
     head within header_timeout_s, MAX_HEAD_BYTES, MAX_HEADERS ─> the application ─> answer read, or cut CLOSE_S later
 
-uvicorn itself waits for ever for the first byte, for the end of a head and for room to write an answer behind one that
-is not read, takes heads of any size, queues as many pipelined requests as come in one piece, and logs a warning for
-each bad one.
+uvicorn alone bounds neither the wait for a head nor its size, nor the wait for a client that reads no answers, nor the
+number of pipelined requests, and logs a warning for each bad request.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
 MAX_PIPELINED = 16
 CLOSE_S = 30.0
-"""How long the peer may take to read the rest of what was sent before a connection was closed, or before the answer to
-its next request can be written."""
+"""How long the client may take to read an answer before a close, or before its next answer."""
 PHRASES = {
     400: "Bad Request",
     408: "Request Timeout",
@@ -40,9 +38,9 @@ PHRASES = {
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What connections may do. `on_reject` is told the reason whenever something is turned away.
+    """The bounds of connections. `on_reject` is called with the reason of each rejection.
 
-    `answer_s`: how long a generation, which may pause for want of a reader, may wait for it.
+    `answer_s`: how long the answer of a generation may wait for a client that does not read.
     """
 
     places: Places
@@ -52,9 +50,10 @@ class Bounds:
 
 
 class Connection(HttpToolsProtocol):
-    """`awaiting_since`: event loop time since when the client owes a request's head; None while it owes none.
+    """A connection with event loop times since when the server waits for the client.
 
-    `unread_since`: since when it has read too little for more to be written; None while it reads.
+    `awaiting_since`: for a request's head; None while none is due. `unread_since`: for the client to read, because the
+    write buffer is full; None while it is not. `closing_since`: for the end of a connection that is being closed.
     """
 
     def __init__(self, bounds: Bounds, **of_uvicorn: Any) -> None:
@@ -64,14 +63,14 @@ class Connection(HttpToolsProtocol):
         self.closing_since: float | None = None
         self.unread_since: float | None = None
         self._in_head = self._in_body = self._refused = False
-        self._framing = False  # while a new parser learns how long a body is
+        self._framing = False  # while a new parser reads the headers that frame the body
         self._num_unread = 0
         self._late_bytes = self._head_bytes = self._num_headers = 0
         self._refusal: tuple[RequestError, str] | None = None
 
     @property
     def idle(self) -> bool:
-        """Whether no request is being answered."""
+        """Whether the server is answering no request."""
         return self.cycle is None or self.cycle.response_complete
 
     # ------------------------------------------------------------ asyncio's callbacks
@@ -107,7 +106,7 @@ class Connection(HttpToolsProtocol):
             bad = InvalidRequest("the request is not valid HTTP/1.1")
             self._refuse(*(self._refusal or (bad, "malformed")))
             return
-        if self._in_head and self._late_bytes > MAX_HEAD_BYTES:  # one endless line calls no callback
+        if self._in_head and self._late_bytes > MAX_HEAD_BYTES:  # an endless line calls none of the parser's callbacks
             self._refuse(_too_large(), "head")
         elif self._num_unread and self.idle:
             self._on_unread()
@@ -138,7 +137,7 @@ class Connection(HttpToolsProtocol):
             return
         self._num_headers += 1
         self._count(len(name) + len(value))
-        if self._in_head:  # else a trailer: by then the headers have been judged
+        if self._in_head:  # trailers are dropped
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -153,18 +152,18 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if self.idle:  # answered before it was read
+        if self.idle:  # the answer came before the body
             self._num_unread += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade() and not self._tunnels:
-            return  # its body is still to come, see `_parse`
+            return  # its body follows, see `_parse`
         self._in_body = False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self.awaiting_since is not None:  # the next head came before this answer was through
+        if self.awaiting_since is not None:  # the next head began before this answer was complete
             self.awaiting_since = self.loop.time()
         super().on_response_complete()
         if self.idle:
@@ -173,7 +172,7 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------ the server's clock
 
     def check(self, now: float) -> None:
-        """Ends what took too long; called about once a second."""
+        """End a connection that kept the server waiting too long; called about once a second."""
         if self.transport.is_closing():
             self.closing_since = self.closing_since or now
             if now - self.closing_since > CLOSE_S:
@@ -184,7 +183,7 @@ class Connection(HttpToolsProtocol):
             if self._in_head:
                 allowed = f"{self.bounds.header_timeout_s:g} s"
                 self._refuse(HeadTimeout(f"the request's head did not arrive within {allowed}"), "slow_head")
-            else:  # it never began to ask
+            else:  # no request began
                 self.bounds.on_reject("silent")
                 self.transport.close()
         elif self.unread_since is not None and not self.idle and now - self.unread_since > self._reading_s:
@@ -193,17 +192,17 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _reading_s(self) -> float:
-        """How long the client may leave what was written unread while more waits."""
+        """How long the client may read nothing while the write buffer is full."""
         cycles = (self.cycle, *(cycle for cycle, _ in self.pipeline))
         return self.bounds.answer_s if any(generates(cycle.scope) for cycle in cycles) else CLOSE_S
 
     # ------------------------------------------------------------ inside
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser, and decline every upgrade that is asked for: such a request is like any other.
+        """Feed the parser, and answer a request for an upgrade as if it asked for none.
 
-        The parser takes what follows its head for another protocol. But Java's HTTP client asks for HTTP/2 with each
-        first POST, and sends the body.
+        The parser stops behind the head of such a request, because another protocol may follow. But Java's HTTP client
+        asks for HTTP/2 with each first POST, and sends the body.
         """
         while True:
             try:
@@ -220,11 +219,11 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _tunnels(self) -> bool:
-        """Whether the request is a CONNECT: whatever follows, it is no HTTP."""
+        """Whether the request is a CONNECT, behind which no HTTP follows."""
         return bool(self.scope["method"] == "CONNECT")
 
     def _resume_at_body(self) -> None:
-        """A new parser, which knows of the present request's head only how long its body is."""
+        """Start a new parser at the body of the present request, framed by the headers that say its length."""
         lengths = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
@@ -236,7 +235,7 @@ class Connection(HttpToolsProtocol):
             self._framing = False
 
     def _on_unread(self) -> None:
-        """The rest of a body came whose answer is out: the parser dropped it. It may not last for ever."""
+        """Bound the rest of a body that was answered unread; the parser drops its bytes."""
         if self._in_head:  # the next request's
             self._num_unread = 0
         elif not self._in_body:
@@ -256,20 +255,20 @@ class Connection(HttpToolsProtocol):
             self._give_up(_too_large(), "head")
 
     def _give_up(self, error: RequestError, reason: str) -> None:
-        """From within a callback: the parser stops, and `data_received` answers."""
+        """Stop the parser from within its callback; `data_received` then answers with the error."""
         self._refusal = (error, reason)
         raise error
 
     def _refuse(self, error: RequestError, reason: str) -> None:
-        """Answer with `error` and close; an answer that is under way already goes first."""
+        """Answer with `error` and close; an answer that is under way is sent first."""
         self._refused = True
         self.bounds.on_reject(reason)
-        if self.pipeline:  # whole requests wait before the bad one: which of them is being answered is not known here
+        if self.pipeline:  # the error could be taken for the answer to one of the whole requests before it
             self.transport.close()
             return
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not cycle.more_body:
-            cycle.keep_alive = False  # it is the last one: the connection ends with it
+            cycle.keep_alive = False  # the connection ends with this answer
             return
         started = cycle is not None and cycle.response_started and not cycle.response_complete
         if not started and not self.transport.is_closing():

@@ -1,7 +1,7 @@
-"""Runs the application until a signal, and ends it without cutting answers that are nearly done.
+"""Runs the application until a signal, and gives running answers time to complete.
 
-SIGTERM ─> /ready 503, new requests 503 ─> running answers get drain_timeout_s ─> what is left ends with an error event
-SIGHUP ──> keys, certificate and audit log are opened anew
+SIGTERM ─> /ready 503, new requests 503 ─> running answers get drain_timeout_s ─> the rest end with an error event
+SIGHUP ──> the router reads keys and certificate again, and reopens the audit log
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 CLOSE_S = 1
+"""How long uvicorn waits for connections that are left after the drain."""
 KEEP_ALIVE_S = 75
-"""Longer than clients and balancers keep idle connections, so that it is they who close them, never under a request."""
+"""Longer than clients and balancers keep idle connections: they close them first, and no request meets a close."""
 POLL_S = 0.02
 TICKS_A_CHECK = 10
-"""uvicorn ticks ten times a second; connections are looked at once."""
+"""uvicorn ticks ten times a second; the server checks connections once a second."""
 OTHER_FILES = 256
-"""Descriptors that a router needs beside those of its clients and workers: files, libraries."""
+"""Descriptors for everything but clients and workers: files, libraries."""
 FILES_A_WORKER = 8
-"""Of the connection to one worker: three sockets' wake-ups and the connection itself, twice while one takes over."""
+"""The connection and the wake-ups of three sockets, twice while a new connection replaces an old one."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket: early clients wait. Raises OSError when the address is taken or not this machine's."""
+    """A listening socket, in whose backlog early clients wait. Raises OSError when the address cannot be bound."""
     return listening.listen(host, port, BACKLOG)
 
 
@@ -63,7 +64,7 @@ class Server(uvicorn.Server):
         self._accepting: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens on `sockets`."""
+        """Listen on `sockets`."""
         loop = asyncio.get_running_loop()
         await self.lifespan.startup()
         if self._tls is None:
@@ -81,7 +82,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def stop_listening(self) -> None:
-        """Accept nothing more; what is connected stays."""
+        """Accept no more connections; open ones stay."""
         for server in self.servers:
             server.close()
         for task in self._accepting:
@@ -112,7 +113,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def check_connections(self) -> None:
-        """Ends those that took too long."""
+        """End the connections that kept the server waiting too long."""
         now = asyncio.get_running_loop().time()
         connections = list(self.server_state.connections)
         self._metrics.connections.set(len(connections))
@@ -142,7 +143,7 @@ def stop_on_signals() -> asyncio.Event:
 async def serve(
     app: FastAPI, listener: socket.socket, close: Callable[[], Awaitable[None]], stop: asyncio.Event
 ) -> None:
-    """Serve on `listener` until `stop` is set. `close` ends the app's client once the time to drain is over."""
+    """Serve on `listener` until `stop` is set. `close` ends the app's client after the drain."""
     service: Service = app.state.service
     allow_files(service.config)
     if service.gate.reloads:
@@ -163,14 +164,14 @@ async def serve(
         await asyncio.gather(watching, return_exceptions=True)
         await asyncio.to_thread(service.gate.close)
     if watching.done() and not watching.cancelled():
-        watching.result()  # it ends only by a bug, which must not pass in silence
+        watching.result()  # it ends only by a bug: raise it
 
 
 def server_of(app: FastAPI) -> Server:
-    """The server of an application that `build_app` made."""
+    """The server of an application from `build_app`."""
     config = uvicorn.Config(
         app,
-        loop="none",  # it runs already
+        loop="none",  # the event loop runs already
         http="httptools",
         ws="none",
         lifespan="off",
@@ -189,12 +190,12 @@ def server_of(app: FastAPI) -> Server:
 
 
 def files_needed(config: RouterConfig) -> int:
-    """Descriptors for as many clients as are let in, as many that shake hands, and as many workers as there may be."""
+    """Descriptors for the allowed number of clients, as many TLS handshakes, and the most workers."""
     return _files_a_connection(config) * config.max_connections + _other_files(config)
 
 
 def connections_possible(config: RouterConfig) -> int:
-    """As many as are allowed, or as descriptors are left for: a client that gets none hears nothing at all."""
+    """How many connections are allowed and have a descriptor; without one a client would get no answer at all."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return config.max_connections
@@ -203,7 +204,7 @@ def connections_possible(config: RouterConfig) -> int:
 
 
 def allow_files(config: RouterConfig) -> None:
-    """Raises the soft limit of open files towards what is needed, and says so; a lower hard limit is a warning."""
+    """Raise the soft limit of open files as far as needed, and log it; log a warning if the hard limit is too low."""
     needed = files_needed(config)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -228,11 +229,11 @@ def _other_files(config: RouterConfig) -> int:
 
 
 async def _drain(service: Service) -> None:
-    """Take nothing new; wait for what runs."""
+    """Refuse new requests, and wait for the running ones."""
     service.draining = True
     loop = asyncio.get_running_loop()
     deadline = loop.time() + service.config.drain_timeout_s
-    while service.num_active and loop.time() < deadline:  # noqa: ASYNC110 (a counter, looked at for three seconds)
+    while service.num_active and loop.time() < deadline:  # noqa: ASYNC110 (polls a counter for a short time)
         await asyncio.sleep(POLL_S)
     log.info("stopping", extra={"unfinished": service.num_active})
 

@@ -1,1 +1,1 @@
-"""Between text and tokens: conversations, calls, thoughts, stop strings, detokenizing."""
+"""From text to tokens and back: conversations, calls, thoughts, stop strings, detokenizing."""

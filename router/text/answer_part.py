@@ -1,4 +1,4 @@
-"""The parts that an answer is made of, in the order of its text: thoughts, text and calls of functions."""
+"""The parts of an answer, in the order of its text: thoughts, text and calls of functions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from itertools import groupby
 
 @dataclass(frozen=True, slots=True)
 class ThoughtPart:
-    """More of what the model thinks."""
+    """More of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """More of what the model says; `start` is its first character's place in the answer as the model wrote it."""
+    """More text for the user; `start` is the place of its first character in the answer as the model wrote it."""
 
     text: str
     start: int = 0
@@ -24,7 +24,7 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """More of call `index` of an answer: `name` comes with its first part, `arguments` are JSON in pieces."""
+    """More of call number `index`: only its first part has the `name`, `arguments` are pieces of JSON."""
 
     index: int
     name: str = ""
@@ -35,7 +35,7 @@ Part = ThoughtPart | TextPart | CallPart
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The parts in their order, neighbours of one kind, or of one call, made one."""
+    """The parts in their order, with neighbours of one kind, or of one call, joined."""
     return [_one(list(neighbours)) for _, neighbours in groupby(parts, key=_kind)]
 
 

@@ -1,4 +1,4 @@
-"""Renders a conversation into the text of a prompt, optionally with the last message left open."""
+"""Renders a conversation into the text of a prompt, optionally with an open last message."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from common.errors import InvalidRequest
 from common.model_files.template import ChatTemplate
 from router.text.conversation import template_messages
-from router.text.tools import Function, knows_tools, speaks_of_tools, told
+from router.text.tools import Function, describes_tools, tools_as_text, uses_tools
 
-OPEN_END = "\ue0f1OPEN-END\ue0f1"  # private use characters: in no template
+OPEN_END = "\ue0f1OPEN-END\ue0f1"  # no template contains private use characters
 
 
 def chat_prompt(
@@ -25,10 +25,10 @@ def chat_prompt(
     """The prompt, to be encoded without special tokens. Raises InvalidRequest when it cannot be rendered."""
     if not messages:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
-    plain = template_messages(messages, knows_developer="developer" in (template.source or ""))
+    plain = template_messages(messages, has_developer="developer" in (template.source or ""))
     tools = [function.as_tool() for function in functions] or None
-    if not knows_tools(template.source) and (functions or any(map(speaks_of_tools, plain))):
-        plain, tools = told(plain, functions), None
+    if not describes_tools(template.source) and (functions or any(map(uses_tools, plain))):
+        plain, tools = tools_as_text(plain, functions), None
     if not continue_final_message:
         return template.render(plain, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra)
     if add_generation_prompt:
@@ -45,7 +45,7 @@ def _open_ended(
     tools: Sequence[Mapping[str, Any]] | None,
     extra: Mapping[str, Any] | None,
 ) -> str:
-    """The method of transformers' `apply_chat_template`: mark where the last message ends and cut there."""
+    """Mark where the last message ends and cut the prompt there, as transformers' `apply_chat_template` does."""
     content = messages[-1]["content"]
     marked = [*messages[:-1], {**messages[-1], "content": content + OPEN_END}]
     text, mark, _ = template.render(marked, tools=tools, add_generation_prompt=False, extra=extra).rpartition(OPEN_END)

@@ -1,7 +1,7 @@
-"""JSON schemas whose objects have the members that they name and no others, unless they say otherwise.
+"""Closes the objects of JSON schemas: they get no members but those that they name, unless they say otherwise.
 
-JSON Schema allows whatever is not forbidden, and a weak model invents members where it may. So do as xgrammar does in
-its strict mode, the default of vLLM and SGLang, and as OpenAI wants schemas to be for `strict: true`.
+JSON Schema allows every member that it does not forbid, and weak models invent members. xgrammar's strict mode, the
+default of vLLM and SGLang, closes objects too, and OpenAI demands closed objects for `strict: true`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SINGLE = ("items", "additionalItems", "contains", "additionalProperties", "then", "else")
 ALTERNATIVES = ("anyOf", "oneOf", "$ref", "then", "else", "dependentSchemas")
-"""Each describes the same value as the schema that it is in, once."""
+"""Each of these describes the same value as the schema that contains it."""
 OF_OTHERS = ("additionalProperties", "minProperties", "propertyNames")
-"""What an object may say of members that it does not name."""
+"""With one of these a schema speaks about members that it does not name."""
 
 Schema = Mapping[str, Any]
 
 
 def closed(schema: Schema) -> Schema:
-    """The schema with `additionalProperties: false` where an object names members and says nothing of others.
+    """The schema with `additionalProperties: false` for objects that name members and say nothing about others.
 
-    What several schemas describe together (an `allOf` of two, a `$ref` beside `properties`) stays open: each of them
-    would forbid the members that the others name.
+    An object that several schemas describe together (an `allOf` of two, a `$ref` beside `properties`) stays open: each
+    schema would forbid the members that the others name.
     """
     try:
         shared = _shared(schema)
@@ -51,7 +51,7 @@ def _closed(schema: Any, shared: set[int]) -> Any:
 
 
 def _names_all(schema: Schema) -> bool:
-    """Whether the members that an object names may be all that it has."""
+    """Whether an object can have only members that the schema names."""
     named, patterns, required = (schema.get(key) for key in ("properties", "patternProperties", "required"))
     if not isinstance(named, Mapping) and not isinstance(patterns, Mapping):
         return False
@@ -62,9 +62,9 @@ def _names_all(schema: Schema) -> bool:
 
 
 def _shared(document: Schema) -> set[int]:
-    """Identities of the schemas in a document that describe a value together with others.
+    """Identities of the schemas in a document that describe a value together with other schemas.
 
-    Raises LookupError where one of them is referred to by something else than its place.
+    Raises LookupError for a `$ref` that `_target` cannot follow.
     """
     found: set[int] = set()
     left: list[Any] = [document]
@@ -78,13 +78,13 @@ def _shared(document: Schema) -> set[int]:
 
 
 def _num_descriptions(schema: Schema) -> int:
-    """How many schemas describe a value of this one: itself, and those that it applies to the same value."""
+    """How many schemas describe a value of this schema: itself, and those that it applies to the same value."""
     itself = any(key in schema for key in ("properties", "patternProperties", "required"))
     return itself + len(_list(schema, "allOf")) + sum(key in schema for key in ALTERNATIVES)
 
 
 def _share(schema: Schema, document: Schema, found: set[int]) -> None:
-    """Add a schema, and all that describe the same value."""
+    """Add a schema, and all others that describe the same value, to `found`."""
     left: list[Any] = [schema]
     while left:
         schema = left.pop()
@@ -108,7 +108,7 @@ def _children(schema: Schema) -> Iterable[Any]:
 
 
 def _target(reference: object, document: Schema) -> Any:
-    """What a reference of the form `#/$defs/name` names. Raises LookupError for another, or if there is none."""
+    """The schema at a reference of the form `#/$defs/name`. Raises LookupError if it has another form or names none."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise LookupError(reference)
     target: Any = document

@@ -1,4 +1,4 @@
-"""A conversation as chat templates expect it, from the forms that OpenAI's API allows."""
+"""Messages in the forms that OpenAI's API allows, made into those that chat templates expect."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from common.errors import InvalidRequest
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]], *, knows_developer: bool = False) -> list[dict[str, Any]]:
-    """Content as one string, tool calls with their arguments as objects.
+def template_messages(messages: Sequence[Mapping[str, Any]], *, has_developer: bool = False) -> list[dict[str, Any]]:
+    """Messages with content as one string and the arguments of tool calls as objects.
 
-    A "developer" message becomes a "system" message for a template that does not know the role. Raises InvalidRequest
-    for content that is not text.
+    A "developer" message becomes a "system" message for a template without that role. Raises InvalidRequest for
+    content that is not text.
     """
-    return [_message(message, index, knows_developer) for index, message in enumerate(messages)]
+    return [_message(message, index, has_developer) for index, message in enumerate(messages)]
 
 
-def _message(message: Mapping[str, Any], index: int, knows_developer: bool) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], index: int, has_developer: bool) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if value is not None}
     plain["content"] = content_text(message.get("content"), index)
-    if plain.get("role") == "developer" and not knows_developer:
+    if plain.get("role") == "developer" and not has_developer:
         plain["role"] = "system"
     if "tool_calls" in plain:
         plain["tool_calls"] = _tool_calls(plain["tool_calls"], index)
@@ -31,7 +31,7 @@ def _message(message: Mapping[str, Any], index: int, knows_developer: bool) -> d
 
 
 def content_text(content: Any, index: int) -> str:
-    """The text of a message's content: a string, null, or text parts, which are joined by line breaks."""
+    """The text of a message's content: a string, null, or text parts, joined by line breaks."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -67,7 +67,7 @@ def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Templates write arguments with `tojson`, so JSON text is parsed first; what is no JSON object stays text."""
+    """Templates write arguments with `tojson`, so parse their JSON text; anything but an object stays text."""
     function = dict(call["function"])
     arguments = function.get("arguments")
     if isinstance(arguments, str):

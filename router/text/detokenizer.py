@@ -1,4 +1,4 @@
-"""Token ids to text as they arrive. What has been given out is never taken back, and together it is the full decode."""
+"""Decodes token ids to text as they arrive. Text that was given out is final, and all of it is the full decode."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from router.text.token_table import Joining, TokenTable, token_table
 
 
 class Joiner(Protocol):
-    """Turns tokens, one after the other, into text that is final."""
+    """Turns tokens, one after the other, into final text."""
 
     @property
     def held_chars(self) -> int:
-        """Characters that are complete but not given out yet."""
+        """The number of complete characters that are not given out yet."""
         ...
 
     def push(self, token_id: int) -> str: ...
@@ -24,10 +24,10 @@ class Joiner(Protocol):
 
 
 class Detokenizer:
-    """One sequence's text. Holds back a character until it is complete; the time per token is constant.
+    """The text of one sequence, each character once it is complete; the time per token is constant.
 
-    The pieces from `push` and the one from `flush` together equal `tokenizer.decode` of all the ids. Control tokens
-    are left out unless `skip_special_tokens` is False. Ids without a token add nothing.
+    All pieces from `push` and `flush` together equal `tokenizer.decode` of all ids. Control tokens are left out unless
+    `skip_special_tokens` is False. Ids without a token add nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -47,12 +47,12 @@ class Detokenizer:
         return self._count("".join(pieces))
 
     def flush(self) -> str:
-        """What was held back at the end of the sequence: an incomplete character becomes U+FFFD."""
+        """The held text at the end of the sequence; an incomplete character becomes U+FFFD."""
         return self._count(self._joiner.flush())
 
     @property
     def position(self) -> int:
-        """Where the next token's text begins, in characters from the start; within a character, that one's start."""
+        """The character at which the next token's text begins; inside a character, where that character begins."""
         return self._given + self._joiner.held_chars
 
     def _count(self, text: str) -> str:

@@ -1,6 +1,6 @@
-"""What an answer must match, written as one grammar: workers hold the answer to it token by token.
+"""Writes the form of an answer as one grammar, to which workers hold the answer token by token.
 
-Grammars are text of the library llguidance, rules in Lark's form: `start` is the answer.
+Grammars are texts for the library llguidance: rules in Lark's form, of which `start` is the answer.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from common.wire.sampling_params import MAX_GRAMMAR_CHARS
 from router.text.closed_schema import closed
 
 WHITESPACE = r"\n[ \t]{0,32}| "
-"""Between the parts of a JSON text, if anything: a small model that may do more fills its answer with blanks."""
+"""White space allowed between the parts of a JSON text; with more, small models fill their answers with blanks."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 MAX_PROBLEM_CHARS = 400
-"""Of what the library's parser of GBNF says."""
+"""The most that a client sees of an error of the library's GBNF parser."""
 ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[ \t\n\r\f\v]"}
 PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))")
-"""Where in our rules a client's schema or expression is wrong, which tells the client nothing."""
+"""The place of an error in our rules, which means nothing to the client."""
 
 
 def json_grammar(schema: Mapping[str, Any] | bool) -> str:
-    """JSON text of a schema."""
+    """A grammar of JSON text that matches a schema."""
     return rule("start", json_expression(schema))
 
 
 def json_expression(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str:
-    """A rule's right side: JSON text of a schema, its objects `closed`.
+    """The right side of a rule for JSON text that matches a schema, whose objects are `closed`.
 
-    `lenient` leaves out what the library does not know of schemas.
+    `lenient` ignores keywords that the library does not support.
     """
     options = {"whitespace_pattern": WHITESPACE, **({"lenient": True} if lenient else {})}
     known = {**closed(schema), "x-guidance": options} if isinstance(schema, Mapping) else schema
@@ -43,21 +43,21 @@ def json_expression(schema: Mapping[str, Any] | bool, *, lenient: bool = False) 
 
 
 def regex_grammar(pattern: str) -> str:
-    r"""Text that a regular expression matches as a whole. `\d`, `\w` and `\s` are ASCII's."""
+    r"""A grammar of text that a regular expression matches as a whole; `\d`, `\w` and `\s` match ASCII only."""
     ascii_only = ESCAPE.sub(lambda found: ASCII_CLASSES.get(found[1], found[0]), pattern)
     return str(llguidance.LLMatcher.grammar_from_regex(ascii_only))
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """One of some texts."""
+    """A grammar of one of some texts."""
     return rule("start", " | ".join(map(literal, choices)))
 
 
 def free_grammar(text: str) -> str:
-    """Rules of the client's own, in Lark's or GBNF's form. Raises ValueError for GBNF that cannot be read."""
+    """A client's grammar, in Lark's or GBNF's form. Raises ValueError for GBNF that cannot be parsed."""
     try:
         return str(any_to_lark(text))
-    except Exception as error:  # of the library's own parser of GBNF, which raises what it comes upon
+    except Exception as error:  # the library's GBNF parser raises exceptions of many types
         raise ValueError(str(error)[:MAX_PROBLEM_CHARS]) from error
 
 
@@ -66,17 +66,17 @@ def rule(name: str, expression: str) -> str:
 
 
 def literal(text: str) -> str:
-    """Just this text, on a rule's right side."""
+    """The right side of a rule for exactly this text."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def bounded(grammar: str) -> str:
-    """The grammar. Raises ValueError for one that is longer than a message to a worker may hold."""
+    """The grammar, unchanged. Raises ValueError if it is too long for a message to a worker."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"a grammar of {len(grammar):,} characters, at most {MAX_GRAMMAR_CHARS:,} are taken")
     return grammar
 
 
-def told(problem: str) -> str:
-    """What a client is told of a problem that compiling its grammar has."""
+def without_place(problem: str) -> str:
+    """The message of a compile error without the place in our rules, for the client."""
     return PLACE.sub("", problem)

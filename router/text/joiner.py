@@ -1,4 +1,4 @@
-"""The three ways in which tokenizers join tokens to text, each done one token at a time."""
+"""The three ways in which tokenizers join tokens to text, one token at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class ByteJoiner:
-    """Byte-level BPE: all tokens together are one stream of UTF-8."""
+    """Byte-level BPE: the bytes of all tokens are one stream of UTF-8."""
 
     held_chars = 0
 
@@ -30,7 +30,7 @@ class ByteJoiner:
 
 
 class RunJoiner:
-    """SentencePiece with byte fallback. A run of byte tokens waits for its end: a byte that breaks it breaks it all."""
+    """SentencePiece with byte fallback. A run of byte tokens waits for its end, as one bad byte spoils all of it."""
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
@@ -68,9 +68,9 @@ class RunJoiner:
 
 
 class ContextJoiner:
-    """Any other decoder: a token's text is what it adds to the decode of the few tokens before it.
+    """Any other decoder: a token's text is the text that it adds to the decode of the few tokens before it.
 
-    The method of text-generation-inference: an end in U+FFFD is taken for an incomplete character and held.
+    As in text-generation-inference, text that ends in U+FFFD counts as an incomplete character and is held.
     """
 
     held_chars = 0

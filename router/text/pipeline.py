@@ -1,4 +1,4 @@
-"""Text to tokens and back for the whole router, in threads of its own: a long prompt never stalls the event loop."""
+"""Text to tokens and back for the whole router, in threads of its own, so that no prompt stalls the event loop."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from router.text.tools import Function
 Result = TypeVar("Result")
 
 RETRY_AFTER_S = 1.0
-SHORT_CHARS = 8192  # a few milliseconds of work: never queued behind megabytes
-SHORT_TOKENS = 8192
-BEGINNING = 8  # characters a token: in nearly every text more than there are
+SHORT_CHARS, SHORT_TOKENS = 8192, 8192
+"""Texts up to this size take a few milliseconds and never wait behind megabytes."""
+CHARS_PER_TOKEN = 8
+"""More than nearly every text has."""
 
 
 class TextPipeline:
     """A model's tokenizer and chat template behind a bounded pool of threads. One event loop owns it.
 
-    Short texts have a thread of their own (with two threads or more), so they do not wait for long ones. `vocab_size`
-    is the number of ids that the model takes (by default the tokenizer's). At most `max_pending` jobs wait or run; one
-    more raises Unavailable. `max_model_len` is 0 when unknown.
+    With two threads or more, short texts have a thread of their own and do not wait for long ones. `vocab_size` is the
+    number of ids that the model takes (by default the tokenizer's). At most `max_pending` jobs wait or run; one more
+    raises Unavailable. `max_model_len` is 0 when unknown. The pipeline closes `grammars`; without them it checks none.
     """
 
     def __init__(
@@ -49,7 +50,6 @@ class TextPipeline:
         floor: TokenFloor | None = None,
         grammars: GrammarChecks | None = None,
     ) -> None:
-        """Owns `grammars`, without which no grammar has a problem."""
         self.tokenizer, self.model_id = tokenizer, model_id
         self.max_model_len, self.vocab_size = max_model_len, vocab_size or tokenizer.vocab_size
         self.eos_token, self.eos_token_ids = eos_token, eos_token_ids
@@ -80,12 +80,12 @@ class TextPipeline:
 
     @property
     def chat_template(self) -> str | None:
-        """The template's source; None for a base model, which refuses every chat."""
+        """The template's source; None for a base model, for which every chat is refused."""
         return self._template.source
 
     @property
     def num_pending(self) -> int:
-        """Jobs that wait or run."""
+        """How many jobs wait or run."""
         return self._pending
 
     async def encode(
@@ -93,9 +93,9 @@ class TextPipeline:
     ) -> list[int]:
         """Token ids of a plain prompt.
 
-        A text that must have more than `limit` tokens (0: no limit), or has more than `max_bytes` of UTF-8 (0: no
-        limit), is refused before it is tokenised; a shorter one is not checked. Raises ContextLengthExceeded,
-        InvalidRequest for the latter and for text that is not Unicode, Unavailable.
+        A text that surely has more than `limit` tokens (0: no limit), or has more than `max_bytes` of UTF-8 (0: no
+        limit), is refused before it is tokenised; the number of tokens is not checked. Raises ContextLengthExceeded,
+        InvalidRequest for too many bytes or text that is not Unicode, Unavailable.
         """
         return await self._run(
             lambda: self._encode(text, add_special_tokens, limit, max_bytes, "prompt"), short=len(text) <= SHORT_CHARS
@@ -114,8 +114,8 @@ class TextPipeline:
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template.
 
-        `continue_final_message` leaves the last message open for the model to go on with; it excludes
-        `add_generation_prompt`. `extra` holds further template variables. The model is told of `functions`, by its
+        `continue_final_message` leaves the last message open for the model to continue; it excludes
+        `add_generation_prompt`. `extra` holds further template variables. The prompt describes `functions`, by the
         template or in words. Raises as `encode` does.
         """
 
@@ -142,21 +142,21 @@ class TextPipeline:
         return await self._run(job, short=len(token_ids) <= SHORT_TOKENS)
 
     async def grammar_problem(self, grammar: str) -> str:
-        """Why workers could not use a grammar, or "". Raises Unavailable when it cannot be found out."""
+        """Why workers could not use a grammar, or "". Raises Unavailable when it cannot be checked."""
         if self.grammars is None:
             return ""
-        # Shielded: others may wait for the same grammar when this request's client leaves.
+        # Shielded, because other requests may wait for the same grammar when this request's client leaves.
         verdict = await asyncio.shield(asyncio.wrap_future(self.grammars.submit(grammar)))
         return verdict.problem
 
     async def apart(self, job: Callable[[], Result]) -> Result:
-        """The result of other long work, done where long texts are tokenised. Raises Unavailable as they do."""
+        """The result of other long work, run in the threads for long texts. Raises Unavailable."""
         return await self._run(job, short=False)
 
     def exceeds(self, prompt: str | Sequence[int], num_tokens: int) -> bool:
-        """Whether a prompt surely has more than `num_tokens`; told at once, from the beginning of a text.
+        """Whether a prompt surely has more than `num_tokens`, found quickly from the beginning of a text.
 
-        False for one of which that is not known, as of most texts when `num_tokens` is above a thousand.
+        False when that is uncertain, as for most texts when `num_tokens` is above a thousand.
         """
         if not isinstance(prompt, str):
             return len(prompt) > num_tokens
@@ -164,35 +164,35 @@ class TextPipeline:
             return False
         if self._floor.of(prompt[:SHORT_CHARS]) > num_tokens:
             return True
-        num_chars = BEGINNING * (num_tokens + 1)
+        num_chars = CHARS_PER_TOKEN * (num_tokens + 1)
         if num_chars > SHORT_CHARS:
             return False
         whole_words, _, _ = prompt[:num_chars].rpartition(" ")
         return len(self.tokenizer.encode(whole_words.rstrip(), add_special_tokens=False)) > num_tokens
 
     def token_text(self, token_id: int) -> TokenText:
-        """One token by itself: its text and its raw bytes, as log-probabilities show them."""
+        """The text and the raw bytes of one token, for log-probabilities."""
         return self._table.text(token_id)
 
     def check_ids(self, token_ids: Sequence[int], *, param: str = "tokens") -> None:
         """Raises InvalidRequest when an id is not in the model's vocabulary."""
         if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):  # a million in milliseconds
             return
-        for bad in (token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size):
-            raise InvalidRequest(
-                f"token id {bad} is not in the vocabulary: ids go from 0 to {self.vocab_size - 1}", param=param
-            )
+        bad = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
+        raise InvalidRequest(
+            f"token id {bad} is not in the vocabulary: ids go from 0 to {self.vocab_size - 1}", param=param
+        )
 
     def close(self) -> None:
-        """Drop what waits and end the threads once their current jobs are done."""
+        """Drop waiting jobs; the threads end after their current ones."""
         for pool in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.grammars is not None:
             self.grammars.close()
 
     def _encode(self, text: str, add_special_tokens: bool, limit: int, max_bytes: int, param: str) -> list[int]:
-        if limit:
-            self._check_length(text, limit, param)
+        if limit and (floor := self._floor.of(text)) > limit:
+            raise ContextLengthExceeded(floor, limit, where=param, at_least=True)
         if max_bytes and (num_bytes := len(text.encode(errors="surrogatepass"))) > max_bytes:
             raise InvalidRequest(
                 f"{param}: a prompt of {num_bytes:,} bytes, at most {max_bytes:,} are tokenised here", param=param
@@ -201,11 +201,6 @@ class TextPipeline:
         if ids and max(ids) >= self.vocab_size:
             self.check_ids(ids, param=param)
         return ids
-
-    def _check_length(self, text: str, limit: int, param: str) -> None:
-        floor = self._floor.of(text)
-        if floor > limit:
-            raise ContextLengthExceeded(floor, limit, where=param, at_least=True)
 
     async def _run(self, job: Callable[[], Result], *, short: bool) -> Result:
         if self._pending >= self._max_pending:
@@ -219,7 +214,7 @@ class TextPipeline:
             raise Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S) from error
         with self._lock:
             self._pending += 1
-        future.add_done_callback(self._done)  # in the thread that ran the job: a job given up keeps its place till then
+        future.add_done_callback(self._done)  # runs in the job's thread, so an abandoned job counts until it ends
         return await asyncio.wrap_future(future)
 
     def _done(self, _: Future[Any]) -> None:

@@ -14,19 +14,19 @@ AUTOMATONS_KEPT = 32
 
 @dataclass(slots=True)
 class _Node:
-    """A prefix of a stop string: `depth` characters. `match` is the longest stop string that ends here."""
+    """A prefix of a stop string, of `depth` characters. `match` is the longest stop string that ends here."""
 
     depth: int
     children: dict[str, _Node]
-    fallback: _Node | None = None  # the longest proper suffix that is a prefix too; None at the root
+    fallback: _Node | None = None  # the longest proper suffix that is also a prefix; None at the root
     match: str = ""
 
 
 class StopScanner:
     """Cuts one text at the stop string that is complete first; of those that end together, at the longest.
 
-    Holds back exactly the characters that may still turn out to begin a stop string. `include_stop` leaves the string
-    itself in the text. Raises InvalidRequest for an empty string or for more than `MAX_STOP_CHARS` in all.
+    It holds back exactly the characters that may begin a stop string. `include_stop` leaves the string itself in the
+    text. Raises InvalidRequest for an empty stop string, or for more than `MAX_STOP_CHARS` in all.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
@@ -42,7 +42,7 @@ class StopScanner:
         return self._stop
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that is safe to show now, and whether a stop string ended it. After the end there is only ""."""
+        """The text that may be shown now, and whether a stop string ended it; after the end the text is ""."""
         if self._stop is not None:
             return "", True
         if self._node is self._root and self._root.children.keys().isdisjoint(text):
@@ -57,7 +57,7 @@ class StopScanner:
         return known[:safe], False
 
     def flush(self) -> str:
-        """What was held back, at the end of a text that no stop string cut."""
+        """The held text, at the end of a text that no stop string cut."""
         held, self._held, self._node = self._held, "", self._root
         return held
 
@@ -78,7 +78,7 @@ def _step(node: _Node, char: str) -> _Node:
 
 @lru_cache(maxsize=AUTOMATONS_KEPT)
 def _automaton(stops: tuple[str, ...]) -> _Node:
-    """The trie of all stop strings with its fallback links. It is never changed afterwards: requests share it."""
+    """The trie of all stop strings with its fallback links. Requests share it, so it never changes."""
     _check(stops)
     root = _Node(0, {})
     for stop in stops:

@@ -1,10 +1,10 @@
-"""What models think before they speak: the text between `<think>` and `</think>` at an answer's begin."""
+"""Splits an answer into the model's reasoning, between `<think>` and `</think>` at its beginning, and the rest."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-from router.text.tools import overlap
+from router.text.call_form import overlap
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -17,19 +17,19 @@ class _Place(Enum):
 
 
 def thinks(template: str | None) -> bool:
-    """Whether a model thinks in this form, by its chat template."""
+    """Whether the chat template is that of a model that reasons in this form."""
     return template is not None and CLOSE in template
 
 
 def begins_inside(prompt_end: str) -> bool:
-    """Whether the answer to a prompt that ends so begins amid a thought: some templates open it themselves."""
+    """Whether the prompt itself opens the thought, as some templates do."""
     return prompt_end.rstrip().endswith(OPEN)
 
 
 class ThinkingScanner:
-    """Takes an answer apart into a thought and what follows it, as it arrives. Blanks around a thought are left out.
+    """Splits an answer into a thought and the text behind it as it arrives, without white space around the thought.
 
-    An answer that does not begin with a thought, `inside` or with its mark, is given as it is.
+    `inside`: the prompt opened the thought. An answer that begins with no thought passes unchanged.
     """
 
     def __init__(self, *, inside: bool) -> None:
@@ -38,7 +38,7 @@ class ThinkingScanner:
         self._thought = False
 
     def push(self, text: str) -> tuple[str, str]:
-        """What this adds to the thought, and to the answer."""
+        """The text that this adds to the thought, and to the answer behind it."""
         self._held += text
         thought, said = "", ""
         if self._place is _Place.BEGIN:
@@ -53,7 +53,7 @@ class ThinkingScanner:
         return thought, said
 
     def flush(self, *, cut: bool) -> tuple[str, str]:
-        """What was held back, at the end. Where the answer was `cut` off, what may begin a mark is left out."""
+        """Held text at the end: (thought, answer). If the answer was `cut` off, a possible mark is dropped."""
         held, self._held = self._held, ""
         if self._place is _Place.THOUGHT:
             return held[: len(held) - (overlap(held, CLOSE) if cut else 0)].rstrip(), ""
@@ -67,7 +67,7 @@ class ThinkingScanner:
             self._place = _Place.ANSWER
 
     def _take_thought(self) -> str:
-        """All but the blanks at both ends, and what may be the closing mark."""
+        """The thought so far, without white space at both ends and without a possible part of the closing mark."""
         before, found, after = self._held.partition(CLOSE)
         if found:
             self._place, self._held = _Place.GAP, after

@@ -1,4 +1,4 @@
-"""The fewest tokens that a text can have, from its length alone: what refuses a huge prompt before it is tokenised."""
+"""A lower bound of a text's tokens by its length, so that huge prompts are refused before they are tokenised."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import msgspec
 
 from common.model_files.tokenizer import Tokenizer
 
-NFC_SHRINKS = 4  # composing never makes UTF-8 more than three times shorter (three jamo to one syllable)
+NFC_SHRINKS = 4  # composing shortens UTF-8 at most threefold (three jamo to one syllable)
 LOSSLESS_SPLITS = frozenset(("ByteLevel", "Digits", "Metaspace"))
 UTF8_BYTES = frozenset((*range(0xC0), *range(0xC2, 0xF5)))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFloor:
-    """At most `bytes_per_token` bytes of text make a token; 0 when nothing can be proven of the tokenizer.
+    """At most `bytes_per_token` bytes of text make a token; 0 when the tokenizer has no proven bound.
 
-    `dropped` are bytes that the vocabulary lacks: they are not counted, as encoding leaves them out.
+    `dropped` are bytes that the vocabulary lacks; they do not count, because encoding leaves them out.
     """
 
     bytes_per_token: int = 0
     dropped: bytes = b""
 
     def of(self, text: str) -> int:
-        """A number of tokens that encoding `text` reaches for sure."""
+        """The fewest tokens that `text` can have."""
         if not self.bytes_per_token:
             return 0
         return -(-len(text.encode(errors="surrogatepass").translate(None, self.dropped)) // self.bytes_per_token)
@@ -42,7 +42,7 @@ class _Model(msgspec.Struct):
 
 
 class _Document(msgspec.Struct):
-    """The parts of tokenizer.json that say whether encoding may lose text; the vocabulary is skipped."""
+    """The parts of tokenizer.json that decide whether encoding may lose text, without the vocabulary."""
 
     model: _Model
     added_tokens: list[_AddedToken] = []
@@ -55,7 +55,7 @@ def token_floor(path: Path, tokenizer: Tokenizer) -> TokenFloor:
     """The bound for the tokenizer.json at `path`, whose `tokenizer` is loaded."""
     try:
         document = msgspec.json.decode(path.read_bytes(), type=_Document)
-    except msgspec.MsgspecError:  # of a form that is not known here: nothing is proven
+    except msgspec.MsgspecError:  # an unknown form proves nothing
         return TokenFloor()
     shrinks = _shrinks(document.normalizer)
     stripped = any(token.lstrip or token.rstrip for token in document.added_tokens)
@@ -69,7 +69,7 @@ def token_floor(path: Path, tokenizer: Tokenizer) -> TokenFloor:
 
 
 def _shrinks(normalizer: dict[str, Any] | None) -> int:
-    """How many times shorter normalizing may make a text; 0 when unknown."""
+    """By what factor normalizing may shorten a text; 0 when unknown."""
     if normalizer is None:
         return 1
     kind = normalizer.get("type")

@@ -1,4 +1,4 @@
-"""What each token adds to a text, and how a tokenizer joins tokens: found once, shared by all requests."""
+"""The bytes of each token and the way a tokenizer joins tokens, found once and shared by all requests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Joining(Enum):
     """How decoding turns tokens into text.
 
     BYTES     byte-level BPE: the tokens' bytes, concatenated, are the UTF-8 text
-    RUNS      SentencePiece with byte fallback: tokens are text, except byte tokens, of which each unbroken run is
-              decoded as a whole and, if it is not UTF-8, gives one U+FFFD per byte
+    RUNS      SentencePiece with byte fallback: tokens are text, except byte tokens; each unbroken run of those is
+              decoded as a whole, to one U+FFFD per byte if it is not UTF-8
     CONTEXT   anything else: a token's text may depend on the tokens before it
     """
 
@@ -27,16 +27,16 @@ class Joining(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """One token by itself, as log-probabilities show it: `token` has U+FFFD where `raw` is part of a character."""
+    """One token alone, for log-probabilities: `token` has U+FFFD where `raw` is only part of a character."""
 
     token: str
     raw: bytes
 
 
 class TokenTable:
-    """The bytes of each token, filled as they are asked for. Safe to share between threads.
+    """The bytes of each token, filled on first use. Threads may share it.
 
-    `strips_leading_space` says that decoding drops the one space that the tokenizer put before every text.
+    `strips_leading_space`: decoding drops the one space that the tokenizer puts before every text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -46,7 +46,7 @@ class TokenTable:
         self.strips_leading_space = self.joining is Joining.RUNS and _decodes(tokenizer, ["▁"], "")
 
     def raw(self, token_id: int) -> bytes:
-        """The bytes of a token; of a control token its name; b"" for an id without a token."""
+        """The bytes of a token (a control token's are its name); b"" for an id without a token."""
         if not 0 <= token_id < len(self._raw):
             return b""
         found = self._raw[token_id]
@@ -70,7 +70,7 @@ def token_table(tokenizer: Tokenizer) -> TokenTable:
 
 
 def _joining(tokenizer: Tokenizer) -> Joining:
-    """Found by what decoding does to the two bytes of "é", which no other scheme joins."""
+    """Recognised by the decode of the two bytes of "é", which no other scheme joins."""
     if _decodes(tokenizer, ["Ã", "©"], "é"):
         return Joining.BYTES
     if _decodes(tokenizer, ["<0xC3>", "<0xA9>"], "é"):

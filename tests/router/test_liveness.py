@@ -1,4 +1,4 @@
-"""Processes that live but hang: when they are ended, and when they are left alone."""
+"""When the supervisor ends a process that hangs, and when it does not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AWAY = None
     ("rounds", "is_over"),
     [
         ((GOOD, STUCK, SILENT, STUCK), True),
-        ((STUCK, STUCK, STUCK), True),  # it hung before it was first asked
+        ((STUCK, STUCK, STUCK), True),  # it hung before the first probe
         ((GOOD, STUCK, SILENT), False),
         ((GOOD, STUCK, STUCK, GOOD, STUCK, STUCK), False),
         ((GOOD, STUCK, STUCK, AWAY, STUCK, STUCK), False),
@@ -132,7 +132,7 @@ class Probed(Child):
         return ("127.0.0.1", int(port.read_text())) if port.exists() else None
 
     async def was_heard(self) -> None:
-        """An answer has been counted: the next question has come."""
+        """Wait until the supervisor has counted an answer: it has asked again."""
         record = self.folder / "asked"
         await until(lambda: record.exists() and len(record.read_text()) >= 2)
 
@@ -149,15 +149,15 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def watched(child: Child, limit: int, period_s: float, start_s: float = 60.0) -> AsyncIterator[None]:
-    await child.start()
+    child.start()
     watching = asyncio.create_task(watch(child, limit, period_s, grace_s=0.3, start_s=start_s))
     try:
         yield
         assert not watching.done()
     finally:
         watching.cancel()
-        child.send(signal.SIGKILL)
-        await asyncio.gather(watching, child.wait(), return_exceptions=True)
+        child.send_signal(signal.SIGKILL)
+        await asyncio.gather(watching, child.ended(), return_exceptions=True)
 
 
 @contextmanager
@@ -175,7 +175,7 @@ async def test_a_process_that_says_that_it_is_stuck_is_asked_to_end(
         async with watched(child, 4, 0.25), asyncio.timeout(30):
             await child.was_heard()
             child.become("stuck")
-            assert await child.wait() == -signal.SIGTERM
+            assert await child.ended() == -signal.SIGTERM
     (record,) = (vars(record) for record in said)
     assert (record["child"], record["why"]) == ("decode-0", "it answers 503: stuck")
     assert (record["for_s"], record["probes"]) == (1.0, 4)
@@ -188,7 +188,7 @@ async def test_a_frozen_process_is_killed_and_one_frozen_while_it_starts_is_not(
         await starting.was_heard()
         starting.freeze()
         child.freeze()
-        assert await child.wait() == -signal.SIGKILL
+        assert await child.ended() == -signal.SIGKILL
         assert starting.alive
 
 
@@ -203,12 +203,12 @@ async def test_a_process_that_does_not_start_is_ended(
         if hangs == "while it loads":
             await child.was_heard()
         child.freeze()
-        assert await child.wait() == -signal.SIGKILL
+        assert await child.ended() == -signal.SIGKILL
     (record,) = (vars(each) for each in caplog.records if each.getMessage() == "a process does not start, ending it")
     assert record["child"] == "decode-1" and record["for_s"] > 1.0
 
 
-async def test_nobody_is_ended_while_the_supervisor_itself_does_not_run(
+async def test_no_process_is_ended_while_the_supervisor_itself_does_not_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     child = Probed(tmp_path / "decode-0", "ready")
@@ -221,15 +221,15 @@ async def test_nobody_is_ended_while_the_supervisor_itself_does_not_run(
                     time.sleep(0.2)  # noqa: ASYNC251 (as if this process were stopped, too)
                 await asyncio.sleep(0)
         assert not said
-        assert await child.wait() == -signal.SIGKILL  # both run again, and it still hangs
+        assert await child.ended() == -signal.SIGKILL  # both run again, and it still hangs
 
 
 async def test_ending_a_process_leaves_the_next_one_alone(tmp_path: Path) -> None:
     child = Probed(tmp_path / "decode-0", "ready")
-    await child.start()
+    child.start()
     ending = asyncio.create_task(child.end(grace_s=0.0))
-    assert await child.wait() < 0
-    await child.start()
+    assert await child.ended() < 0
+    child.start()
     await ending
     assert child.alive
     await child.end(grace_s=30)

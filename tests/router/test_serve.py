@@ -83,7 +83,7 @@ def test_settings_travel_as_flags_and_secrets_as_variables(monkeypatch: pytest.M
     assert "hush" not in " ".join(to_argv(plan.router))
 
 
-def test_the_summary_knows_of_tls_and_keys() -> None:
+def test_the_summary_shows_tls_and_keys() -> None:
     text = summary(plan_of("--tls-cert", "a.crt", "--tls-key", "a.key", "--api-key-file", "keys.toml"), "tiny", 3.21)
     assert "https://127.0.0.1:8000/v1" in text and "$DIPTYCH_API_KEY" in text
 
@@ -153,7 +153,7 @@ http.server.HTTPServer(("127.0.0.1", int(flags["port"])), Ready).serve_forever()
 
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the pretended processes note that they ran; their modules are put on the children's path."""
+    """The folder of the fake processes' records; their modules are on the children's path."""
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "pretended_worker.py").write_text(WORKER)
@@ -202,7 +202,7 @@ async def test_a_worker_that_dies_comes_back_on_its_address(records: Path) -> No
     supervisor = pretended(records, "--prefill", "0")
     await supervisor.start()
     running = asyncio.create_task(supervisor.run())
-    supervisor.decode[0].send(signal.SIGKILL)
+    supervisor.decode[0].send_signal(signal.SIGKILL)
     await until(lambda: (records / "decode-0").read_text().count("\n") == 2)
     supervisor.stop()
     await running
@@ -216,21 +216,21 @@ async def test_a_worker_that_dies_comes_back_on_its_address(records: Path) -> No
 async def test_a_child_that_cannot_be_spawned_now_is_spawned_later(
     records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine without memory or processes to spare for one worker must not cost the others."""
+    """A machine without memory or processes for one worker must not end the others."""
     supervisor = pretended(records, "--prefill", "0")
     await supervisor.start()
     running = asyncio.create_task(supervisor.run())
     decode, failures = supervisor.decode[0], [errno.EAGAIN, errno.ENOMEM]
     start = decode.start
 
-    async def start_or_fail() -> None:
+    def start_or_fail() -> None:
         if failures:
             code = failures.pop()
             raise OSError(code, os.strerror(code))
-        await start()
+        start()
 
     monkeypatch.setattr(decode, "start", start_or_fail)
-    decode.send(signal.SIGKILL)
+    decode.send_signal(signal.SIGKILL)
     await until(lambda: running.done() or (records / "decode-0").read_text().count("\n") == 2)
     assert supervisor.router.alive
     supervisor.stop()
@@ -244,7 +244,7 @@ async def test_a_router_that_hangs_is_replaced(records: Path, monkeypatch: pytes
     frozen = supervisor.router.pid
     running = asyncio.create_task(supervisor.run())
     await until(lambda: (records / "asked").read_text().count("/health") >= 2)
-    supervisor.router.send(signal.SIGSTOP)
+    supervisor.router.send_signal(signal.SIGSTOP)
     await until(lambda: supervisor.router.alive and supervisor.router.pid != frozen)
     supervisor.stop()
     await running
@@ -290,9 +290,9 @@ async def test_a_signal_that_comes_twice_at_once_is_one(records: Path) -> None:
     supervisor = pretended(records)
     await supervisor.start()
     supervisor.stop()
-    supervisor.stop()  # `make serve` told to end with its process group tells its child again
+    supervisor.stop()  # `make serve` passes on to its child a signal that its whole group got
     await supervisor.run()
-    assert [await child.wait() for child in supervisor.children] == [-signal.SIGTERM] * 3
+    assert [await child.ended() for child in supervisor.children] == [-signal.SIGTERM] * 3
 
 
 async def test_a_second_signal_does_not_wait(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,7 @@ async def test_a_second_signal_does_not_wait(records: Path, monkeypatch: pytest.
     supervisor.stop()
     supervisor.stop()
     await supervisor.run()
-    assert await supervisor.decode[0].wait() == -signal.SIGKILL
+    assert await supervisor.decode[0].ended() == -signal.SIGKILL
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parent-death signals are Linux's")
@@ -313,7 +313,7 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
         "from common.config import RouterConfig\n"
         "async def main():\n"
         "    child = Child('idle', 'idle', RouterConfig())\n"
-        "    await child.start()\n"
+        "    child.start()\n"
         "    print(child.pid, flush=True)\n"
         "    time.sleep(600)\n"
         "asyncio.run(main())\n"
@@ -337,6 +337,6 @@ def test_exits_are_described() -> None:
     assert describe_exit(-9) == "killed by signal 9 (Killed)"
 
 
-def test_a_child_is_told_to_keep_the_working_folder_off_its_path() -> None:
+def test_a_child_keeps_the_working_folder_off_its_path() -> None:
     command = Child("router", "router", RouterConfig(port=0)).command()
     assert command == [sys.executable, "-P", "-m", "router", "--port=0"]

@@ -37,7 +37,7 @@ WORKER = WorkerLoad("tcp://127.0.0.1:1", "decode", "decode-0", "ready", 0, 0, 90
 
 @dataclass
 class Engine:
-    """A `GenerationClient` that says what a test tells it: `text`, over and over, `per_event` tokens at a time.
+    """A `GenerationClient` that repeats the given `text`, `per_event` tokens at a time.
 
     `error` is raised after `error_after` tokens; `hold_after` tokens wait for `go`. While `full`, prompts of at most
     `most_when_full` tokens find room.
@@ -120,7 +120,7 @@ class Engine:
 
 @dataclass
 class Running:
-    """The application while it listens."""
+    """A listening application."""
 
     app: FastAPI
     engine: Engine
@@ -169,7 +169,7 @@ Start = Callable[..., Awaitable[Running]]
 
 @pytest.fixture
 async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
-    """Starts the application with settings of a test's own."""
+    """Starts the application with the settings of a test."""
     started: list[tuple[Server, httpx.AsyncClient, Tracing | None]] = []
 
     async def run(engine: Engine | None = None, headers: dict[str, str] | None = None, **settings: Any) -> Running:
@@ -205,7 +205,7 @@ async def listening(app: FastAPI, listener: socket.socket) -> Server:
 async def until(condition: Callable[[], object]) -> None:
     """Wait for a condition; fail the test when it never comes true."""
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 (what it asks about tells nobody when it changes)
+        while not condition():  # noqa: ASYNC110 (no event tells of a change)
             await asyncio.sleep(0.001)
 
 

@@ -105,7 +105,7 @@ async def test_requests_per_minute(start: Any, keys: Path) -> None:
 
 async def test_tokens_per_minute(start: Any, tools: Any, keys: Path) -> None:
     running = await limited(start, keys, "tokens_per_minute = 60")
-    answer = await running.completion(prompt="x" * 50, max_tokens=30)  # overdraws, and is not cut
+    answer = await running.completion(prompt="x" * 50, max_tokens=30)  # it overdraws, but is not cut off
     assert answer.json()["usage"]["total_tokens"] == 80
     assert answer.headers["x-ratelimit-limit-tokens"] == "60"
     refused = await running.completion(prompt="x", max_tokens=1)
@@ -132,7 +132,7 @@ async def test_a_prompt_that_was_not_computed_is_not_charged(start: Any, tools: 
 
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_requests_at_once(start: Any, tools: Any, keys: Path, leaves: bool) -> None:
-    """Those that run count, and are out the moment they end or their client leaves."""
+    """Running requests count until they end or their client leaves."""
     running = await limited(start, keys, "concurrent_requests = 2")
     running.engine.hold_after = 1
     asked = [asyncio.create_task(running.completion(max_tokens=2, stream=bool(i))) for i in range(2)]
@@ -170,7 +170,7 @@ def audit_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-async def test_the_audit_log_tells_who_did_what(start: Any, tools: Any, keys: Path, tmp_path: Path) -> None:
+async def test_the_audit_log_has_each_request_with_its_key(start: Any, tools: Any, keys: Path, tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
     running = await limited(start, keys, "requests_per_minute = 5", audit_log=str(path))
     await running.completion(prompt="my prompt", max_tokens=3)
@@ -248,7 +248,7 @@ async def test_a_changed_key_file_holds_within_two_seconds(start: Any, tools: An
         assert (await running.http.get("/v1/models", headers=bearer("alices-other-key-2"))).status_code == 200
         assert await running.metric('diptych_reloads_total{engine="router",model_name="tiny-random",result="ok"') == 1
         write(keys, entry("bob", BOB))
-        gate.reload()  # what SIGHUP calls
+        gate.reload()  # SIGHUP calls it
         await until_status(running.http, bearer(BOB), 200)
     finally:
         watching.cancel()
@@ -256,7 +256,7 @@ async def test_a_changed_key_file_holds_within_two_seconds(start: Any, tools: An
 
 
 def replace(path: Path, text: str) -> None:
-    """The way Kubernetes does it: another file takes the name."""
+    """Kubernetes replaces a file by another with the same name."""
     fresh = path.with_suffix(".new")
     fresh.write_text(text)
     fresh.rename(path)

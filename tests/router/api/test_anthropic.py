@@ -38,7 +38,7 @@ async def post(running: Any, path: str = "/v1/messages", **fields: Any) -> Any:
 
 
 def chat_of(**fields: Any) -> list[dict[str, Any]]:
-    """The messages of our own API that a request means."""
+    """The chat messages that a request means."""
     request = MessagesRequest.model_validate({"max_tokens": 1, **fields}, strict=True)
     return [message.as_dict() for message in request.as_chat().messages]
 
@@ -259,7 +259,7 @@ async def test_what_is_wrong_is_said(running: Any, fields: dict[str, Any], said:
     assert running.engine.requests == []
 
 
-async def test_errors_are_those_that_its_client_knows(start: Any, tools: Any) -> None:
+async def test_errors_have_the_types_of_its_client(start: Any, tools: Any) -> None:
     running = await start(api_key="sesame")
     async with client_of(running) as sdk:
         asked: Any = {"model": "tiny-random", "max_tokens": 9, "messages": HI}

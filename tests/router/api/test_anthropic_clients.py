@@ -1,4 +1,4 @@
-"""What Anthropic's official client does beside plain messages: tool runners, forms of answers, models, overflows."""
+"""Features of Anthropic's official client beside plain messages: tool runners, forms of answers, models, overflows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def sdk(running: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
 
 
 def prompts(running: Any, text: Any) -> list[str]:
-    """What the model was asked, request by request."""
+    """The prompts of all requests."""
     decode = text.tokenizer.decode
     return [decode(request.prompt_token_ids, skip_special_tokens=False) for request in running.engine.requests]
 

@@ -33,7 +33,7 @@ async def test_more_choices_than_ever_fit_are_the_requests_fault(start: Any) -> 
     running = await start(max_inflight=4)
     for ask in (running.chat, running.completion):
         assert (await ask(n=4, max_tokens=1)).status_code == 200
-        reply = await ask(n=5)  # a 503 would have its client try again for ever
+        reply = await ask(n=5)  # after a 503 its client would retry for ever
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
 
 

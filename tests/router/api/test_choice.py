@@ -19,7 +19,7 @@ cuts = st.lists(st.integers(1, 4), min_size=1, max_size=12)
 def run(
     text: Any, ids: list[int], sizes: list[int], stops: list[str], with_logprobs: bool, **options: Any
 ) -> dict[str, Any]:
-    """What comes out of a choice when `ids` arrive in events of these sizes (the last one repeats)."""
+    """The output of a choice for `ids` in events of these sizes (the last one repeats)."""
     params = SamplingParams(max_tokens=len(ids), min_tokens=options.pop("min_tokens", 0))
     scanner = StopScanner(stops, include_stop=options.get("include_stop", False)) if stops else None
     request = GenerationRequest("request", [1], params)

@@ -17,7 +17,7 @@ async def test_a_completion(running: Any) -> None:
     assert body["usage"] == usage
 
 
-async def test_sixteen_tokens_unless_told_otherwise(running: Any) -> None:
+async def test_the_default_is_sixteen_tokens(running: Any) -> None:
     assert (await running.completion()).json()["usage"]["completion_tokens"] == 16
 
 
@@ -116,7 +116,7 @@ async def test_token_ids(start: Any, tools: Any) -> None:
     assert choice["prompt_token_ids"] == [104, 105]
 
 
-async def test_an_end_token_is_shown_to_those_who_want_it(start: Any, tools: Any) -> None:
+async def test_an_end_token_is_shown_on_request(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(eos_after=3))
     fields = {"include_stop_str_in_output": True, "skip_special_tokens": False}
     assert (await running.completion(**fields)).json()["choices"][0]["text"] == "The<|im_end|>"

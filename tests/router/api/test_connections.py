@@ -1,4 +1,4 @@
-"""Connections that send too slowly, too much or no HTTP: each ends, and the others are served meanwhile."""
+"""Connections that send too slowly, too much or no HTTP end, and the server serves the others meanwhile."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Connect = Callable[[Any], Awaitable[Pipe]]
 
 
 async def all_of(reader: asyncio.StreamReader) -> bytes:
-    """Everything until the server closes, which it must."""
+    """All bytes until the server closes the connection."""
     async with asyncio.timeout(60):
         try:
             return await reader.read()
-        except ConnectionError:  # it closed with bytes of ours unread
+        except ConnectionError:  # the server closed before it read all bytes
             return b""
 
 
@@ -58,7 +58,7 @@ async def rejected(running: Any, reason: str) -> float:
 
 
 async def closed(running: Any) -> None:
-    """The server's clock ticks until it has closed every connection."""
+    """Let the server's clock tick until it has closed every connection."""
     async with asyncio.timeout(60):
         while running.server.server_state.connections:
             running.server.check_connections()
@@ -112,7 +112,7 @@ async def test_a_head_that_does_not_end(start: Any, tools: Any, connect: Connect
 @pytest.mark.parametrize("sent", [b"", b"\r\n\r\n"])
 @pytest.mark.parametrize("used", [False, True])
 async def test_a_connection_that_asks_nothing(start: Any, connect: Connect, used: bool, sent: bytes) -> None:
-    """Empty lines begin no request, and must not stop the clock that runs while a connection is idle."""
+    """Empty lines begin no request, and do not stop the timer of an idle connection."""
     running = await start(header_timeout_s=0.1)
     reader, writer = await connect(running)
     if used:
@@ -121,7 +121,7 @@ async def test_a_connection_that_asks_nothing(start: Any, connect: Connect, used
     writer.write(sent)
     if used and not sent:
         (connection,) = running.server.server_state.connections
-        assert connection.timeout_keep_alive_task is not None  # it may rest as long as any other
+        assert connection.timeout_keep_alive_task is not None  # it may stay idle as long as any other
         return
     await asyncio.sleep(0.05)
     await closed(running)
@@ -169,9 +169,7 @@ async def test_an_idle_connection_that_was_used_stays(start: Any, connect: Conne
         await asyncio.sleep(0)
 
 
-async def test_an_answer_that_nobody_reads_holds_no_connection(
-    start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unread_answer_holds_no_connection(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "CLOSE_S", 0.1)
     running = await start()
     running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by accept
@@ -191,7 +189,7 @@ async def test_an_answer_that_nobody_reads_holds_no_connection(
 @pytest.mark.parametrize(
     "request_data", [GET, POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY], ids=["any", "a generation"]
 )
-async def test_a_request_behind_an_answer_that_nobody_reads_holds_no_connection(
+async def test_a_request_behind_an_unread_answer_holds_no_connection(
     start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch, request_data: bytes
 ) -> None:
     monkeypatch.setattr(connection_module, "CLOSE_S", 0.1)
@@ -249,7 +247,7 @@ async def test_a_new_connection_takes_the_place_of_an_idle_one(start: Any, conne
 
 
 async def test_the_longest_idle_makes_room(start: Any, tools: Any, connect: Connect) -> None:
-    """Whoever has just connected and is about to ask stays, and so does who asked last."""
+    """A new connection stays, and so does the one that sent the last request."""
     running = await start(max_connections=3)
     first, second = await connect(running), await connect(running)
     await tools.until(lambda: len(running.server.server_state.connections) == 2)
@@ -265,7 +263,7 @@ async def test_the_longest_idle_makes_room(start: Any, tools: Any, connect: Conn
 async def test_peers_that_never_end_tls_hold_no_more_places_than_there_are(
     start: Any, tools: Any, tmp_path: Path
 ) -> None:
-    """They leave the goodbye of TLS unanswered, which asyncio waits half a minute for."""
+    """The clients do not answer the close of TLS, for which asyncio waits half a minute."""
     running = await start(max_connections=3, **certificate(tmp_path))
     clients = [await shaken_hands(running) for _ in range(4)]
     clients += [
@@ -307,7 +305,7 @@ def certificate(folder: Path) -> dict[str, str]:
 
 
 async def shaken_hands(running: Any, data: bytes = b"") -> socket.socket:
-    """A TLS connection whose client sends `data`, and reads nothing any more."""
+    """A TLS connection whose client sends `data` and reads nothing more."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -326,7 +324,7 @@ async def shaken_hands(running: Any, data: bytes = b"") -> socket.socket:
     if data:
         tls.write(data)
         await loop.sock_sendall(client, outgoing.read())
-    await loop.sock_recv(client, 65536)  # tickets: the server is done as well
+    await loop.sock_recv(client, 65536)  # the session tickets: the server has completed the handshake
     return client
 
 
@@ -381,8 +379,8 @@ async def test_what_is_no_http_ends_the_connection(running: Any, connect: Connec
     assert (await running.http.get("/health")).status_code == 200
 
 
-async def test_random_bytes_harm_nobody(running: Any, connect: Connect) -> None:
-    """Valid requests with bytes changed, lost and repeated, sent in pieces."""
+async def test_random_bytes_do_no_harm(running: Any, connect: Connect) -> None:
+    """Valid requests with changed, lost and repeated bytes, sent in pieces."""
     rng = random.Random(7)
     whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + GET
     for _ in range(150):
@@ -452,7 +450,7 @@ async def test_an_upgrade_is_ignored(running: Any, connect: Connect) -> None:
 async def test_a_body_behind_a_declined_upgrade_is_read(
     running: Any, connect: Connect, rest: bytes, piece: int
 ) -> None:
-    """Java's HTTP client asks for HTTP/2 in the clear with its first request, whatever that is."""
+    """Java's HTTP client asks for an upgrade to HTTP/2 with each first request."""
     ask = POST + UPGRADE + rest
     last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     reader, writer = await connect(running)
@@ -471,12 +469,12 @@ async def test_a_body_behind_a_declined_upgrade_is_read(
 async def test_large_bodies_share_a_budget(start: Any, tools: Any, connect: Connect) -> None:
     running = await start(max_body_bytes=200_000)
     service = running.app.state.service
-    service.bodies.num_bytes = service.bodies.max_bytes - 100_000  # as if others were being read
+    service.bodies.num_bytes = service.bodies.max_bytes - 100_000  # as if the server were reading others
     body = b'{"prompt": "%s", "max_tokens": 1}' % (b"x" * 150_000)
     refused = await running.http.post("/v1/completions", content=body)
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
-    assert (await running.completion(max_tokens=1)).status_code == 200  # a small one always finds room
-    assert service.bodies.num_bytes == service.bodies.max_bytes - 100_000  # whatever was taken is given back
+    assert (await running.completion(max_tokens=1)).status_code == 200  # a small body always has room
+    assert service.bodies.num_bytes == service.bodies.max_bytes - 100_000  # all memory is given back
 
 
 def test_a_lease_is_given_back_whatever_happens() -> None:

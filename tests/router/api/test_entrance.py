@@ -1,4 +1,4 @@
-"""A service without room says so before it reads a body, and what it did not read harms nobody."""
+"""A service without room refuses before it reads a body, and the unread bytes do no harm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.server import http_connection as connection_module
 KEY = "alices-secret-key-1"
 PATHS = sorted(GENERATING)
 NO_JSON = b"x" * 300_000
-"""Whoever reads it answers 400."""
+"""A server that reads it answers 400."""
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[Any], Awaitable[Pipe]]
@@ -67,7 +67,7 @@ async def test_a_body_that_was_not_read_is_not_the_next_request(full: Any, conne
     for _ in range(3):
         writer.write(post(len(GET) * 1000))
         assert (await answer(reader))[0] == 429
-        writer.write(GET * 1000)  # were it taken for requests, a thousand answers would follow
+        writer.write(GET * 1000)  # a thousand answers would follow if these were taken for requests
         writer.write(GET)
         assert (await answer(reader))[2] == {"status": "ok"}
     with pytest.raises(TimeoutError):
@@ -127,7 +127,7 @@ async def test_who_waits_to_be_asked_for_the_body_is_not_asked(full: Any, connec
 
 @pytest.mark.parametrize("version", [b"HTTP/1.1", b"HTTP/1.0"])
 async def test_who_wants_no_other_answer_gets_this_one_whole(full: Any, connect: Connect, version: bytes) -> None:
-    """It writes before it reads: a connection closed under its body would be reset, and the answer with it."""
+    """The client writes before it reads: an early close would reset the connection and lose the answer."""
     reader, writer = await connect(full)
     head = post(len(NO_JSON), *((b"Connection: close",) if version == b"HTTP/1.1" else ()))
     for part in (head.replace(b"HTTP/1.1", version), NO_JSON[:1000], NO_JSON[1000:]):
@@ -137,7 +137,7 @@ async def test_who_wants_no_other_answer_gets_this_one_whole(full: Any, connect:
     assert await asyncio.wait_for(reader.read(), 60) == b""
 
 
-async def test_clients_that_write_before_they_read_are_told(full: Any) -> None:
+async def test_clients_that_write_before_they_read_get_the_refusal(full: Any) -> None:
     for num_bytes in (10, 300_000, 3_000_000):
         for _ in range(3):
             reply = await full.completion(prompt="x" * num_bytes)

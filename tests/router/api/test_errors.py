@@ -12,7 +12,7 @@ JSON = {"content-type": "application/json"}
 
 
 def check(reply: Any, status: int, param: str | None = None, code: str | None = None) -> str:
-    """The answer has the one shape of errors. Returns the message."""
+    """Check the shape of an error, and return its message."""
     assert reply.status_code == status, reply.text
     error = reply.json()["error"]
     assert reply.json().keys() == {"error"}

@@ -1,4 +1,4 @@
-"""A router makes room for the descriptors of its clients and of all workers that it may meet."""
+"""A router raises its file limit for its clients and for all workers that it may find."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_workers_that_may_be_discovered_count() -> None:
 
 @pytest.mark.parametrize(("files", "connections"), [(100_000, 4096), (4000, 4000 - 256 - 8), (256, 128)])
 def test_no_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch, files: int, connections: int) -> None:
-    """Whoever finds no descriptor is cut off without a word; whoever finds no place hears 503."""
+    """A client without a descriptor gets no answer; one without a place gets 503."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     assert connections_possible(RouterConfig(decode=(NOBODY,))) == connections
     with_tls = RouterConfig(decode=(NOBODY,), tls_cert="a.crt", tls_key="a.key")  # handshakes have descriptors too

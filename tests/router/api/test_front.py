@@ -44,7 +44,7 @@ async def test_the_chat_page_learns_that_it_needs_a_key(start: Any, repository: 
     assert page == (repository / "router/static/index.html").read_text(encoding="utf-8")
     paths = set(re.findall(r'\bask\("([^"]+)"', page))
     assert paths == {"/v1/models", "/v1/chat/completions"}
-    for path in paths:  # what the page shows its form for, whatever it asks first
+    for path in paths:  # the paths for which the page shows its form
         method, body = ("GET", None) if path == "/v1/models" else ("POST", {"messages": []})
         reply = await running.http.request(method, path, json=body)
         assert reply.status_code == 401 and set(reply.json()["error"]) == {"message", "type", "param", "code"}

@@ -82,7 +82,7 @@ async def test_tokens_that_do_not_exist(running: Any) -> None:
     assert (await running.http.post("/detokenize", json={"tokens": [999]})).json()["error"]["param"] == "tokens"
 
 
-@pytest.mark.parametrize("most", [2_000, 500_000])  # a body of either size is looked at by other code
+@pytest.mark.parametrize("most", [2_000, 500_000])  # different code reads bodies of each size
 async def test_a_text_that_is_too_long_to_be_tokenised(start: Any, most: int) -> None:
     http = (await start(max_tokenize_bytes=most)).http
     ok, long = "é" * (most // 2), "é" * (most // 2) + "e"

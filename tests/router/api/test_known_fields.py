@@ -32,7 +32,7 @@ from .known.responses import RESPONSES
 from .known.sdk import paths
 
 WRONG = [[5.5]]
-"""A value that no field may have."""
+"""A value that no field accepts."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ async def test_what_is_served_and_what_has_no_effect_is_no_error(running: Any, a
 
 @each_api
 async def test_what_is_served_is_read(running: Any, api: Api) -> None:
-    """A field that takes every value is one that the server does not look at."""
+    """The server ignores a field that takes every value."""
     wrong = []
     for path, outcome in known(api, "served"):
         name = re.split(r"[.\[]", path)[-1]
@@ -185,7 +185,7 @@ async def test_a_tool_that_is_not_there_is_named_as_the_api_calls_it(
 
 
 def replaced(value: Any, name: str) -> Any:
-    """`value` with something wrong wherever a member has the name."""
+    """`value` with a wrong value for each member of the name."""
     if isinstance(value, list):
         return [replaced(item, name) for item in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Large bodies mean what small ones mean, and nobody waits for them but who sent them."""
+"""Large bodies are read like small ones, and delay no other request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chat(content: Any, **more: Any) -> dict[str, Any]:
 
 
 def outcome(parsed: Any) -> Any:
-    """The model, or what its sender is told."""
+    """The parsed model, or the error message."""
     try:
         return parsed()
     except InvalidRequest as error:

@@ -1,4 +1,4 @@
-"""What a request leaves behind: counters and one line in the log."""
+"""The counters and the log line of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request for many choices: others have their turn while it starts and while its answer is written."""
+"""A request for many choices delays no other while it starts and while its answer is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .conftest import Engine
 
 
 class Turns(Engine):
-    """Notes in which turn of the event loop each choice began."""
+    """Records in which turn of the event loop each choice began."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the prompt: behind an echo as OpenAI had them, and `prompt_logprobs` as vLLM has them."""
+"""Log-probabilities of the prompt: with an echo as in OpenAI's API, and `prompt_logprobs` as in vLLM's."""
 
 from __future__ import annotations
 

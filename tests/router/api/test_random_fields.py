@@ -1,4 +1,4 @@
-"""Random combinations of fields, right and wrong: never a server error, always the API's own shape, the field named."""
+"""Random valid and invalid fields: no server error, errors in the API's own shape that name the field."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def mutated(value: Any, rng: random.Random) -> Any:
 
 
 def body_of(api: Api, rng: random.Random) -> dict[str, Any]:
-    """A request that is fine with up to four outcomes' fields, some of them damaged."""
+    """A valid request with up to four outcomes' fields, some of them damaged."""
     outcomes = [outcome for _, outcome in known(api, "served", "no effect", "refused")]
     body: dict[str, Any] = dict(api.base)
     for _ in range(rng.randrange(5)):
@@ -69,7 +69,7 @@ def is_error(api: Api, body: Any) -> bool:
 
 
 def names_a_field(api: Api, error: Any) -> bool:
-    """Anthropic's errors name one in their text, but for those in Anthropic's own words."""
+    """Anthropic's errors name the field in their text, except those in Anthropic's own words."""
     overflow = error["message"].startswith(
         ("prompt is too long: ", "input length and `max_tokens` exceed", "there is no")
     )

@@ -1,4 +1,4 @@
-"""Models that think before they answer: the thought is told apart, in every API's own way."""
+"""Models that think before they answer: every API shows the thought in its own way."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_streamed(start: Any, tools: Any, per_event: int) -> None:
         ("/v1/messages", {"messages": HI, "max_tokens": 9, "output_config": {"effort": "high"}}),
     ],
 )
-async def test_the_template_is_told_how_much_to_think(
+async def test_the_template_gets_the_effort(
     thinking: Any, text: TextPipeline, path: str, fields: dict[str, Any]
 ) -> None:
     assert (await thinking.http.post(path, json=fields)).status_code == 200
@@ -132,7 +132,7 @@ async def test_calls_follow_a_thought(start: Any, tools: Any) -> None:
 async def test_an_answer_that_is_held_to_a_form_cannot_begin_with_a_thought(
     start: Any, tools: Any, held: dict[str, Any]
 ) -> None:
-    """Where the template opens one, all of it would else be taken for the thought."""
+    """With a template that opens a thought, the whole answer would otherwise be the thought."""
     text = CALL if "tools" in held else '{"a": 1}'
     running = await answering(start, tools, text)
     reply = await running.chat(max_tokens=900, chat_template_kwargs={"opened": True}, **held)
@@ -167,7 +167,7 @@ async def test_anthropics_clients_get_blocks_of_thinking_if_they_want_them(think
         if shows:
             assert message.content[0].thinking == THOUGHT  # type: ignore[union-attr]
     prompt = bytes(token for token in thinking.engine.requests[0].prompt_token_ids if token < 256).decode()
-    assert prompt.endswith("<think>\n\n</think>\n\n") is not shows  # the template is told
+    assert prompt.endswith("<think>\n\n</think>\n\n") is not shows  # the template gets the setting
 
 
 async def test_a_thought_alone_has_an_empty_text_behind_it(thinking: Any) -> None:

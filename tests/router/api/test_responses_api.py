@@ -37,7 +37,7 @@ async def post(running: Any, **fields: Any) -> Any:
 
 
 async def events_of(running: Any, **fields: Any) -> list[dict[str, Any]]:
-    """The events of a stream, each with the name that it also bears outside of its data."""
+    """The events of a stream; the name of each is also in its data."""
     reply = await post(running, stream=True, **fields)
     assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
     events = []
@@ -50,7 +50,7 @@ async def events_of(running: Any, **fields: Any) -> list[dict[str, Any]]:
 
 
 def chat_of(**fields: Any) -> list[dict[str, Any]]:
-    """The messages of our own API that a request means."""
+    """The chat messages that a request means."""
     request = ResponsesRequest.model_validate({"max_output_tokens": 1, **fields}, strict=True)
     return [message.as_dict() for message in request.as_chat().messages]
 
@@ -299,7 +299,7 @@ async def test_errors_are_openais(sdk: openai.AsyncOpenAI) -> None:
         await sdk.responses.create(model="gpt", input="hi")
 
 
-async def test_a_long_input_is_taken_and_a_longer_one_told_its_length(running: Any) -> None:
+async def test_a_long_input_is_taken_and_a_longer_one_refused_with_its_length(running: Any) -> None:
     assert (await post(running, input="x" * 500)).status_code == 200
     reply = await post(running, input="x" * 2_000_000)
     assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"

@@ -21,7 +21,7 @@ from router.server.server import listen, serve, stop_on_signals
 
 
 class Served:
-    """`serve` in the test's own loop, told to stop by a real signal."""
+    """`serve` in the test's own loop, stopped by a real signal."""
 
     def __init__(self, engine: Any, files: Any, text: Any) -> None:
         config = RouterConfig(model="tiny-random")

@@ -1,4 +1,4 @@
-"""Streams of answers with calls: put together again they are the answer that is not streamed, in all three APIs."""
+"""Streamed answers with calls, when assembled, equal the answers that are not streamed, in all three APIs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MODEL = "tiny-random"
 APIS = ("chat", "responses", "messages")
 
 Item = str | tuple[str, str]
-"""What an answer has: a text, or a call's name and arguments."""
+"""A part of an answer: a text, or a call's name and arguments."""
 
 
 @dataclass
 class Answer:
-    """What a client has of an answer. `items` are in its order, where its API has one."""
+    """An answer as the client gets it. `items` are in the order of the answer, if its API has one."""
 
     items: list[Item]
     reason: str | None
@@ -38,7 +38,7 @@ class Answer:
 
 
 class Client:
-    """Asks for one answer, whole or streamed and put together by the official SDK."""
+    """Request one answer, whole, or streamed and assembled by the official SDK."""
 
     def __init__(self, url: str) -> None:
         self.with_logprobs = True
@@ -119,12 +119,12 @@ class Client:
 
 @pytest.fixture
 def engine(tools: Any) -> Any:
-    """Says one text in events of the sizes that a test sets, the last of them over and over."""
+    """Generates one text in events of the given sizes, the last of which repeats."""
 
     class Divided(tools.Engine):  # type: ignore[misc, name-defined]
         sizes: Sequence[int] = (1,)
 
-        def __repr__(self) -> str:  # which hypothesis shows
+        def __repr__(self) -> str:  # hypothesis shows it
             return "an engine"
 
         def say(self, text: str, sizes: Sequence[int] = (1,)) -> None:
@@ -153,7 +153,7 @@ async def asking(start: Any, engine: Any) -> AsyncIterator[Client]:
 
 @pytest.fixture
 async def chunks_of(start: Any, engine: Any) -> Any:
-    """The choices of a chat answer's chunks, and the stream as it came; no comment is in it but for silences."""
+    """The choices of a chat answer's chunks, and the raw stream."""
     running = await start(engine)
 
     async def ask(text: str, sizes: Sequence[int], **fields: Any) -> list[Any]:
@@ -189,7 +189,7 @@ async def test_text_behind_a_call_comes_behind_it(
 
 
 async def test_the_end_of_a_call_and_text_behind_it_in_one_piece(chunks_of: Any) -> None:
-    """The rest of the call comes before the text, and each in a chunk of its own."""
+    """The rest of the call comes before the text, each in its own chunk."""
     text = f"{CALL}\nDone."
     *_, rest, said = await chunks_of(text, (CALL.index(' "Paris"'), len(text)))
     assert rest["delta"] == {"tool_calls": [{"index": 0, "function": {"arguments": ARGUMENTS[8:]}}]}
@@ -252,7 +252,7 @@ async def test_no_part_of_a_mark_is_text_wherever_an_answer_is_cut_off(
         assert said == "" if required else said in ("H", "Hm", "Hm ")
         calls = [item for item in streamed.items if isinstance(item, tuple)]
         assert [name for name, _ in calls] == ["get_weather", "now"][: len(calls)]
-        if api != "messages":  # whose client makes what it can of arguments that are cut off
+        if api != "messages":  # its client repairs arguments that are cut off
             assert whole.items == streamed.items
 
 

@@ -98,7 +98,7 @@ async def test_a_stop_string_ends_the_generation(running: Any) -> None:
     assert running.engine.aborted == [running.engine.requests[0].request_id]
 
 
-async def test_the_stop_string_is_shown_to_those_who_want_it(running: Any) -> None:
+async def test_the_stop_string_is_shown_on_request(running: Any) -> None:
     reply = await running.completion(stop="quick", include_stop_str_in_output=True)
     assert reply.json()["choices"][0]["text"] == "The quick"
 
@@ -168,7 +168,7 @@ async def test_silence_is_filled_with_comments(start: Any, tools: Any) -> None:
 
 
 async def test_text_that_is_held_back_is_silence(start: Any, tools: Any) -> None:
-    """A comment tells that the answer goes on where that is due, and not for each token."""
+    """The stream has a keep-alive comment when one is due, and not for each token."""
     body = {"prompt": "a", "stream": True, "stop": "The quick brown fox!", "max_tokens": 12}
     running = await start(tools.Engine(hold_after=6), keepalive_s=0.02)
     async with running.http.stream("POST", "/v1/completions", json=body) as reply:

@@ -1,4 +1,4 @@
-"""What a request may say of its answer's form: the grammar that workers get, and what is refused before any does."""
+"""Requests for a form of the answer: the grammar that workers get, and the requests that are refused."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ async def test_every_choice_has_calls_of_its_own(start: Any, tools: Any) -> None
     assert len(ids) == 3
 
 
-async def test_the_model_is_told_of_the_functions_it_may_call(running: Any, text: Any) -> None:
+async def test_the_prompt_describes_the_functions(running: Any, text: Any) -> None:
     named = {"type": "function", "function": {"name": "now"}}
     for choice, told in (("auto", ("now", "get_weather")), (named, ("now",)), ("none", ())):
         await running.chat(tools=TOOLS, tool_choice=choice, max_tokens=1)

@@ -1,4 +1,4 @@
-"""A client that reads slower than tokens come: what waits for it is small, and bounded over all clients."""
+"""The unread answers of clients that read slower than tokens come are small, and bounded over all clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCORES = [
 
 
 class Fast:
-    """Gives one token after the other, `count` for each choice, whether anybody reads them or not."""
+    """Generates `count` tokens for each choice, even if no client reads them."""
 
     def __init__(self, count: int, alternatives: int = 20) -> None:
         self.count, self.alternatives = count, alternatives
@@ -49,10 +49,10 @@ def requests(count: int) -> list[GenerationRequest]:
 
 
 async def started(client: Any, budget: UnreadBudget, count: int = 1) -> Generations:
-    """Generations that nobody reads until they have ended."""
+    """Generations whose client reads only after their end."""
     generations = Generations(client, budget)
     await generations.start(requests(count))
-    while client.num_ended < count:  # noqa: ASYNC110 - it tells nobody
+    while client.num_ended < count:  # noqa: ASYNC110 (no event tells of a change)
         await asyncio.sleep(0.001)
     return generations
 
@@ -117,7 +117,7 @@ async def test_a_client_that_leaves_leaves_nothing(how: str) -> None:
 
 
 class Flood(Engine):
-    """Forty thousand tokens as fast as they are asked for."""
+    """Generates forty thousand tokens as fast as the router takes them."""
 
     async def _events(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
         top = tuple((65 + i, -1.0 - i) for i in range(20))
@@ -126,7 +126,7 @@ class Flood(Engine):
             await asyncio.sleep(0)
 
 
-async def test_a_stream_that_nobody_reads_ends_with_an_error(start: Any, connect: Any) -> None:
+async def test_an_unread_stream_ends_with_an_error(start: Any, connect: Any) -> None:
     engine = Flood()
     running = await start(engine)
     budget = running.app.state.service.unread = UnreadBudget(most=1_000_000)

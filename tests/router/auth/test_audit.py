@@ -47,7 +47,7 @@ def test_standard_output_will_do(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == '{"n":1}\n{"n":2}\nstill open\n'
 
 
-def test_nobody_else_may_read_a_new_file(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_a_new_file(tmp_path: Path) -> None:
     AuditLog(str(tmp_path / "audit.log"), lambda num: None).close()
     assert stat.S_IMODE(os.stat(tmp_path / "audit.log").st_mode) == 0o600
 
@@ -64,7 +64,7 @@ def test_a_file_that_was_moved_is_followed_by_a_new_one(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_loses_lines_and_counts_them(tmp_path: Path) -> None:
-    """A pipe that nobody reads stands still; the writer gives up on it, and the queue is bounded meanwhile."""
+    """The writer gives up on a pipe without a reader, and the queue is bounded meanwhile."""
     pipe, dropped = tmp_path / "pipe", list[int]()
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -89,7 +89,7 @@ def test_a_pipe_without_a_reader_is_no_trap(tmp_path: Path) -> None:
 def test_a_slow_reader_is_waited_for_however_many_descriptors_are_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A log that is opened anew while a thousand clients are connected gets a number that `select` cannot take."""
+    """A log that is reopened with a thousand clients connected gets a descriptor too high for `select`."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -51,7 +51,7 @@ def test_a_secret_finds_its_key(path: Path) -> None:
         assert ring.find(wrong.encode("latin-1")) is None
 
 
-def test_without_file_and_flag_nobody_is_asked() -> None:
+def test_without_file_and_flag_no_key_is_needed() -> None:
     assert ring_of("", "") is None
 
 
@@ -64,7 +64,7 @@ def test_the_last_of_two_equal_secrets_counts() -> None:
 
 @pytest.mark.parametrize("given", [b"3", b"none of them"])
 def test_a_look_takes_as_many_steps_whatever_the_number_of_keys(given: bytes) -> None:
-    """Ten thousand keys of eight secrets took 6 ms of the event loop, for a wrong one too."""
+    """A scan of ten thousand keys of eight secrets would take 6 ms of the event loop."""
     steps = []
     for num_keys in (10, 1000):
         ring = KeyRing([ApiKey(f"k{i}", (digest_of(b"%d" % i),)) for i in range(num_keys)])

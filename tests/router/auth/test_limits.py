@@ -34,7 +34,7 @@ def test_a_clock_that_stands_still_or_goes_back_gives_nothing() -> None:
     assert bucket.level(5.0) == bucket.level(10.0) == 0.0
 
 
-def test_nobody_gets_more_than_a_minute_and_its_refill() -> None:
+def test_no_key_gets_more_than_a_minute_and_its_refill() -> None:
     rng, now, taken = random.Random(5), 0.0, 0
     bucket = TokenBucket(600, now)
     while now < 300:
@@ -81,7 +81,7 @@ def test_tokens_are_counted_as_they_come() -> None:
     assert quota.take_prompt(350, 0.0) is None
 
 
-def test_without_limits_nothing_is_refused_and_nothing_is_told() -> None:
+def test_without_limits_there_are_no_refusals_and_no_headers() -> None:
     quota = Quota(Limits(), 0.0)
     quota.spend(10**9, 0.0)
     assert quota.enter(0.0) is None and quota.take_prompt(10**9, 0.0) is None and quota.headers(0.0) == {}

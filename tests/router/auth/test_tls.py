@@ -95,7 +95,7 @@ async def test_a_renewed_certificate_is_shown(pair: tuple[Path, Path], tmp_path:
 async def test_files_that_are_replaced_while_they_are_read_spoil_nothing(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is served is one of the two pairs, never half of each; and no error but ConfigError comes of it."""
+    """The server has one of the two pairs, never half of each, and raises no error but ConfigError."""
     certificate, cert = Certificate(*map(str, pair)), pair[0].read_text()
     other = write(tmp_path, "other")[1].read_bytes()
 
@@ -110,7 +110,7 @@ async def test_files_that_are_replaced_while_they_are_read_spoil_nothing(
 
 
 def shown(certificate: Certificate, host: str | None = "localhost") -> str:
-    """What a client gets to see, in PEM."""
+    """The certificate that a client gets, in PEM."""
     context = ssl.create_default_context()
     CA.configure_trust(context)
     context.check_hostname = bool(host)

@@ -1,4 +1,4 @@
-"""Which objects of a schema have no members but those that it names, and that none becomes impossible by it."""
+"""Which objects of a schema are closed, and that none becomes impossible by it."""
 
 from __future__ import annotations
 

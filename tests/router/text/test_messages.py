@@ -45,10 +45,10 @@ def test_null_fields_are_left_out() -> None:
     ]
 
 
-def test_developer_is_system_unless_the_template_knows_it() -> None:
+def test_developer_is_system_unless_the_template_has_it() -> None:
     message = {"role": "developer", "content": "x"}
     assert template_messages([message])[0]["role"] == "system"
-    assert template_messages([message], knows_developer=True)[0]["role"] == "developer"
+    assert template_messages([message], has_developer=True)[0]["role"] == "developer"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ PROMPT = "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 class Gate(Tokenizer):
-    """A tokenizer whose long texts wait until they are let through."""
+    """A tokenizer whose long texts wait until the test lets them pass."""
 
     opened: threading.Event
 
@@ -40,7 +40,7 @@ async def test_text_to_tokens_and_back(text: TextPipeline) -> None:
     assert ids == list("Hé!".encode()) and await text.decode(ids) == "Hé!"
 
 
-async def test_what_it_knows_of_the_model(text: TextPipeline, tiny_files: ModelFiles) -> None:
+async def test_it_has_the_settings_of_the_model(text: TextPipeline, tiny_files: ModelFiles) -> None:
     assert (text.vocab_size, text.max_model_len) == (261, 4096)
     assert (text.eos_token, text.eos_token_ids) == (tiny_files.eos_token, tiny_files.eos_token_ids)
     assert text.chat_template == tiny_files.chat_template and text.model_id == tiny_files.model_id
@@ -153,18 +153,18 @@ async def test_one_token_by_itself(text: TextPipeline) -> None:
         ("漢字" * 100, True),
     ],
 )
-def test_a_long_prompt_is_told_from_its_beginning(text: TextPipeline, prompt: str | list[int], exceeds: bool) -> None:
+def test_a_long_prompt_is_seen_by_its_beginning(text: TextPipeline, prompt: str | list[int], exceeds: bool) -> None:
     assert text.exceeds(prompt, 10) == exceeds
 
 
 def test_a_prompt_of_no_more_tokens_never_exceeds(text: TextPipeline) -> None:
-    """Whatever the tokenizer: what is asked for is a proof."""
+    """For every tokenizer the answer is a proof."""
     for prompt in ("a", "a b c", "aaaa bbbb", "é" * 20, " " * 50, "x" * 30 + " " + "y" * 30):
         num_tokens = len(text.tokenizer.encode(prompt))
         assert not text.exceeds(prompt, num_tokens)
         assert not text.exceeds(prompt, num_tokens + 1)
 
 
-def test_nobody_tokenises_a_long_beginning_to_know(text: TextPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_beginning_is_not_tokenised(text: TextPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(text.tokenizer), "encode", lambda *_, **__: pytest.fail("on the event loop"))
     assert not text.exceeds("some words " * 5000, 20_000)

@@ -1,4 +1,4 @@
-"""Thoughts and answers, however their text is cut into pieces."""
+"""Thoughts and answers from text that arrives in any pieces."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def test_some_templates_open_the_thought(end: str, inside: bool) -> None:
     assert begins_inside(end) is inside
 
 
-def test_a_template_that_knows_the_marks_is_of_a_model_that_thinks() -> None:
+def test_a_template_with_the_marks_is_of_a_model_that_thinks() -> None:
     assert thinks("{{ m.content.split('</think>')[-1] }}") and not thinks("{{ m.content }}") and not thinks(None)

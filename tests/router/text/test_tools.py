@@ -1,4 +1,4 @@
-"""Calls of functions: the grammar that makes them, how a model is told, and how an answer is taken apart."""
+"""Calls of functions: their grammar, their description in prompts, and the parts of an answer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from common.model_files.template import ChatTemplate
 from router.text.answer_part import CallPart, Part, TextPart, joined
+from router.text.call_scanner import CallScanner
 from router.text.chat_prompt import chat_prompt
-from router.text.tools import CallScanner, Function, call_grammar, knows_tools
+from router.text.tools import Function, call_grammar, describes_tools
 
 from ..answers import checked, is_answer
 
@@ -66,14 +67,14 @@ def test_what_an_answer_may_be(form: str, text: str, accepted: str) -> None:
 
 
 def test_what_schemas_have_that_is_not_known_is_left_out() -> None:
-    """A client's tools come from elsewhere: better called with arguments that nobody checked than not at all."""
+    """Clients often get their tools from other programs, so unchecked arguments are better than no call."""
     odd = Function("now", None, {"properties": {}, "if": {}, "not": {"required": ["a"]}})
     assert accepts(call_grammar([odd], required=True, several=False), OTHER)
 
 
 @pytest.mark.parametrize("parameters", [{"type": "string"}, {"type": ["object", "null"]}, {}, {"properties": {}}])
 def test_arguments_are_an_object_whatever_a_client_calls_them(parameters: dict[str, Any]) -> None:
-    """By its braces the scanner knows where they end."""
+    """The scanner finds the end of arguments by their braces."""
     grammar = call_grammar([Function("now", None, parameters)], required=True, several=False)
     assert accepts(grammar, OTHER)
     assert not any(accepts(grammar, OTHER.replace("{}", other)) for other in ('""', "null", "[]"))
@@ -83,7 +84,7 @@ def test_arguments_are_an_object_whatever_a_client_calls_them(parameters: dict[s
 
 
 def parts_of(pieces: list[str], *, cut: bool = False, **options: Any) -> list[Part]:
-    """All parts of a text that comes in these pieces, each whole."""
+    """All parts, joined, of a text in these pieces."""
     scanner = CallScanner(**options)
     parts = [part for piece in pieces for part in scanner.push(piece)] + scanner.flush(cut=cut)
     begun = 0
@@ -96,7 +97,7 @@ def parts_of(pieces: list[str], *, cut: bool = False, **options: Any) -> list[Pa
 
 
 def taken_apart(text: str, size: int, **options: Any) -> list[str | tuple[str, str]]:
-    """What is said, and name and arguments of each call, in order, of a text that comes in pieces of a size."""
+    """The texts, and the name and arguments of each call, in order, of a text in pieces of a size."""
     parts = parts_of([text[i : i + size] for i in range(0, len(text), size)], **options)
     assert all(text[part.start :].startswith(part.text) for part in parts if isinstance(part, TextPart))
     return [
@@ -154,7 +155,7 @@ def test_json_that_may_be_there_in_place_of_calls_has_none(text: str, expected: 
 
 @pytest.mark.parametrize("end", range(len(CALL) + 1))
 def test_an_answer_that_is_cut_off(end: int) -> None:
-    """Whatever has come is told, and nothing twice; of a mark, and of a name, nothing is told until all of it is."""
+    """Each part is given out at once and only once, but a mark or a name only when it is complete."""
     said, *calls = taken_apart(f"Hm {CALL[:end]}", 1, cut=True)
     assert said == "Hm " and [name for name, _ in calls] == ["get_weather"] * (end >= CALL.index('{"city'))
     assert not calls or '{"city": "Paris"}'.startswith(calls[0][1])
@@ -237,7 +238,7 @@ NATIVE = (
 )
 
 
-def test_a_template_without_tools_is_told_in_words() -> None:
+def test_a_template_without_tools_gets_them_in_words() -> None:
     conversation = [
         {"role": "system", "content": "Be kind."},
         USER,
@@ -257,20 +258,20 @@ def test_a_template_without_tools_is_told_in_words() -> None:
     assert results == f"user]{responses}\nSo?\n"
 
 
-def test_a_conversation_with_calls_is_told_even_when_nothing_may_be_called_any_more() -> None:
+def test_calls_are_written_as_text_even_without_functions() -> None:
     shown = chat_prompt(ChatTemplate(PLAIN), [USER, CALLS, *RESULTS])
     assert "You can call" not in shown and CALL in shown and "[tool]" not in shown
 
 
 def test_two_users_who_speak_one_after_the_other_stay_two() -> None:
-    """Only what tools say is put together with what comes next to it: the rest is the client's business."""
+    """Only results of tools are joined with their neighbours; other messages stay as the client sent them."""
     template = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     shown = chat_prompt(template, [USER, USER], functions=BOTH)
     assert shown.count("[user]") == 2
 
 
-def test_a_template_that_knows_tools_gets_them() -> None:
-    assert knows_tools(NATIVE) and not knows_tools(PLAIN) and not knows_tools(None)
+def test_a_template_with_tools_gets_them() -> None:
+    assert describes_tools(NATIVE) and not describes_tools(PLAIN) and not describes_tools(None)
     shown = chat_prompt(ChatTemplate(NATIVE), [USER, CALLS, *RESULTS], functions=BOTH)
     assert json.loads(shown.partition("[user]")[0]) == [function.as_tool() for function in BOTH]
     assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>' in shown

@@ -115,7 +115,9 @@ FORMS: Table = {
     "response_format[json_schema].json_schema.schema": served(**json_schema()),
     "response_format[json_schema].json_schema.name": no_effect(**json_schema(name="y")),
     "response_format[json_schema].json_schema.description": no_effect(**json_schema(description="y")),
-    "response_format[json_schema].json_schema.strict": no_effect(**json_schema(strict=False)),  # always held to it
+    "response_format[json_schema].json_schema.strict": no_effect(
+        **json_schema(strict=False)
+    ),  # the answer always follows the schema
 }
 
 TOOLS: Table = {

@@ -1,4 +1,4 @@
-"""Every field of Anthropic's `POST /v1/messages` and `/v1/messages/count_tokens`, those of its betas included."""
+"""Every field of Anthropic's `POST /v1/messages` and `/v1/messages/count_tokens`, with its betas."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ FOREIGN_BLOCKS = (
 
 
 def blocks(role: str) -> Table:
-    """The types have the same blocks for both roles; calls are the assistant's, their results the user's."""
+    """The SDK's types allow all blocks for both roles; but calls are the assistant's, and results the user's."""
     place, own = f"messages[{role}].content", "tool_use" if role == "assistant" else "tool_result"
     other = {"assistant": "tool_result", "user": "tool_use"}[role]
     return {
@@ -132,7 +132,7 @@ TOOLS: Table = {
     "tools[custom].name": served(**tool(name="then")),
     "tools[custom].description": served(**tool(description="x")),
     "tools[custom].input_schema": served(**tool(input_schema=SCHEMA)),
-    "tools[custom].strict": no_effect(**tool(strict=False)),  # always held to it
+    "tools[custom].strict": no_effect(**tool(strict=False)),  # calls always follow the schema
     "tools[custom].cache_control": no_effect(**tool(**CACHE)),
     "tools[custom].eager_input_streaming": no_effect(**tool(eager_input_streaming=False)),
     "tools[custom].input_examples": refused(**tool(input_examples=[{"a": 1}])),
@@ -211,7 +211,7 @@ ANTHROPIC: Table = {
     "container": refused(container={"skills": []}),
     "diagnostics": no_effect(diagnostics={"previous_message_id": None}),
     "fallback_credit_token": no_effect(fallback_credit_token="a"),
-    "fallbacks": no_effect(fallbacks=[{"model": "x"}]),  # where a model refuses to answer: none does
+    "fallbacks": no_effect(fallbacks=[{"model": "x"}]),  # only for models that refuse to answer
     "inference_geo": no_effect(inference_geo="us"),
     "metadata": no_effect(metadata={"user_id": "me"}),
     "service_tier": no_effect(service_tier="auto"),

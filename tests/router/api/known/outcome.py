@@ -1,4 +1,4 @@
-"""What becomes of a field: served, without effect on the answer, or refused; each with a request that shows it."""
+"""The outcome of a field: served, without effect on the answer, or refused; each with a request that shows it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`fields` are added to a request that is fine."""
+    """`fields` are added to a valid request."""
 
     kind: Literal["served", "no effect", "refused"]
     fields: Fields
@@ -25,7 +25,7 @@ def served(**fields: Any) -> Outcome:
 
 
 def no_effect(**fields: Any) -> Outcome:
-    """The answer is the same without the field: it is for accounts, bills, caches, or for what this server has not."""
+    """The answer is the same without the field, which is for accounts, bills, caches, or features of other servers."""
     return Outcome("no effect", fields)
 
 
@@ -35,5 +35,5 @@ def refused(**fields: Any) -> Outcome:
 
 
 def each(names: Iterable[str], place: str, outcome: Callable[[str], Outcome]) -> Table:
-    """The same outcome for many values or variants: `place` has braces where the name goes."""
+    """The same outcome for many values or variants: their names replace the braces in `place`."""
     return {place.format(name): outcome(name) for name in names}

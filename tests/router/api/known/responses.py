@@ -125,7 +125,7 @@ TOOLS: Table = {
         lambda kind: refused(tools=[TOOL], tool_choice={"type": kind, "name": "now"}),
     ),
     "parallel_tool_calls": served(tools=[TOOL], parallel_tool_calls=False),
-    "max_tool_calls": no_effect(max_tool_calls=1),  # of the server's own tools, of which there are none
+    "max_tool_calls": no_effect(max_tool_calls=1),  # only for tools of the server, which has none
 }
 
 TEXTS: Table = {

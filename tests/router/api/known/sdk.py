@@ -12,13 +12,13 @@ DISCRIMINATORS = ("type", "role")
 
 
 def paths(root: Any, is_served: Callable[[str], bool], path: str = "") -> Iterator[str]:
-    """What may be sent as `root`: `a.b` for a field, `a[kind]` for a variant of it, `a=value` for a value.
+    """The possible contents of `root`: `a.b` for a field, `a[kind]` for a variant of it, `a=value` for a value.
 
     What is inside of a path is asked for only where `is_served`.
     """
     members = [*_members(root)]
     if any(get_origin(member) is dict for member in members):
-        return  # a schema, or whatever else the client likes
+        return  # a schema, or another free object
     variants = [member for member in members if is_typeddict(member)]
     for variant in variants:
         for kind in _kinds(variant) if path and len(variants) > 1 else [""]:
@@ -59,7 +59,7 @@ def _members(hint: Any) -> Iterator[Any]:
 
 
 def _kinds(variant: Any) -> list[str]:
-    """How a variant is told from the others: by its type, by its role, or by the names of its fields."""
+    """The name of a variant: its type, its role, or the names of its fields."""
     hints = get_type_hints(variant)
     for name in DISCRIMINATORS:
         if values := _values(hints.get(name)):

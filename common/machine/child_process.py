@@ -1,0 +1,112 @@
+"""A child process: started, watched, asked to end, and killed when it does not end in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+STOP_TIMEOUT_S = 5.0
+POLL_INTERVAL_S = 0.05
+NUM_LOG_LINES = 30
+
+
+class ChildProcess:
+    """One program, which may be started again after it ended.
+
+    Its output is appended to `log`; without one it goes where the parent's goes. With `group` the program runs in a
+    session of its own, and signals reach everything that it started.
+    """
+
+    spawn: ClassVar[Callable[..., Any]] = staticmethod(subprocess.Popen)
+
+    def __init__(self, name: str, log: Path | None = None, *, group: bool = False) -> None:
+        self.name, self.log, self.group = name, log, group
+        self.started_at = 0.0
+        self.forced = False  # the last `wait` had to use SIGKILL
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def launch(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> None:
+        """Start the program; `options` are those of `subprocess.Popen`. Raises OSError."""
+        options = {"start_new_session": self.group, "stdin": subprocess.DEVNULL, "env": env, **options}
+        if self.log is None:
+            self._process = self.spawn(command, **options)
+        else:
+            with self.log.open("ab") as output:
+                self._process = self.spawn(command, stdout=output, stderr=subprocess.STDOUT, **options)
+        self.started_at = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, f"{self.name} was never started"
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, negative for a signal; None before the end."""
+        return None if self._process is None else self._process.poll()
+
+    def log_tail(self) -> str:
+        """The last lines of the log."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log and self.log.exists() else []
+        return "\n".join(lines[-NUM_LOG_LINES:])
+
+    def describe_end(self) -> str:
+        """The exit status and the last lines of the log."""
+        return f"{self.name} ended with status {self.returncode}\n{self.log_tail()}"
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal the process if it runs; a group also when only the processes that it started are left."""
+        if self._process is None:
+            return
+        if self.group:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+        else:
+            self._process.send_signal(number)
+
+    def terminate(self) -> None:
+        """Ask for an orderly end, of a paused process too."""
+        self.send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until the process is gone."""
+        self.send_signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+
+    def wait(self, deadline: float) -> None:
+        """Wait for the end until `deadline` (monotonic seconds), then force it and remember that in `forced`."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+            self.forced = False
+        except subprocess.TimeoutExpired:
+            self.forced = True
+        if self.forced or self.group:  # the processes that it started may outlive it
+            self.kill()
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Ask for an orderly end, and force it after `timeout_s`."""
+        self.terminate()
+        self.wait(time.monotonic() + timeout_s)
+
+    async def ended(self) -> int:
+        """The exit status, once the process that runs now has ended."""
+        process = self._process
+        assert process is not None, f"{self.name} was never started"
+        while (status := process.poll()) is None:  # noqa: ASYNC110 (no event without a thread)
+            await asyncio.sleep(POLL_INTERVAL_S)
+        return status
