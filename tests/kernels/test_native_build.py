@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels import native_build
+from kernels.cpu import build as native_build
 
 pytestmark = pytest.mark.timeout(400)  # of compilers, on any machine
 
@@ -89,7 +89,7 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     compiler.write_text(f'#!/bin/sh\necho $PPID >> {calls}\nexec {shutil.which("c++")} "$@"\n')
     compiler.chmod(0o755)
     env = {**os.environ, "CXX": str(compiler), "DIPTYCH_CACHE": str(tmp_path)}
-    program = "from kernels.native_build import load_native; assert load_native() is not None"
+    program = "from kernels.cpu.build import load_native; assert load_native() is not None"
     started = [subprocess.Popen([sys.executable, "-P", "-c", program], env=env) for _ in range(2)]
     assert [process.wait(350) for process in started] == [0, 0]
     assert len(set(calls.read_text().split())) == 1, "both of them compiled"

@@ -16,6 +16,8 @@ from torch import Tensor
 SCALE_BYTES = 4
 LARGEST_FP8 = 448.0
 LARGEST_INT8 = 127.0
+LEAST_SCALE = 2.0**-100
+"""Of a transfer buffer's numbers: see `kernels.blocks`."""
 
 
 def row_width(head_dim: int, dtype: torch.dtype) -> int:
