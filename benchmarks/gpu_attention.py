@@ -30,7 +30,7 @@ SOFTCAPS = (0.0, 20.0)
 
 
 class PagedInputs:
-    """Sequences in a cache of `num_layers` layers, one a call; slots and blocks of nobody are NaN.
+    """Sequences in a cache of `num_layers` layers, one a call; unused slots and blocks are NaN.
 
     kv [blocks, num_layers, kv heads, block size, 2, D]; q [num_layers, T, heads, D].
     """
@@ -41,7 +41,7 @@ class PagedInputs:
         block = shape.block_size
         needed = [-(-(count + start) // block) for count, start in sizes]
         total = sum(needed) + 1
-        free = (torch.randperm(total - 1) + 1).tolist()  # block 0 is nobody's
+        free = (torch.randperm(total - 1) + 1).tolist()  # no sequence owns block 0
         self.layout = shape.layout(total, num_layers)
         self.kv = torch.randn(total, num_layers, shape.num_kv_heads, block, 2, shape.head_dim, device=device).to(
             shape.dtype

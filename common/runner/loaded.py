@@ -44,7 +44,7 @@ class LoadedModel:
     @property
     def precision(self) -> str:
         """Types of activations, weights and KV, in words."""
-        kept = {"auto": "the file's own codes", "int8": "weights of 8 bits", "int4": "weights of 4 bits"}
+        kept = {"auto": "the file's own quantised weights", "int8": "weights of 8 bits", "int4": "weights of 4 bits"}
         used = [kept[self.quantization]] if self.quantization in kept else []
         used += [f"KV in {self.kv_dtype}"] if self.kv_dtype != self.dtype else []
         return " ".join((self.dtype, "with", " and ".join(used))) if used else self.dtype

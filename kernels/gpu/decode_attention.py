@@ -126,7 +126,7 @@ def reduce_splits(
     spans, counts, sinks, partial, lse, out, v_scale, max_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One program a (span, head). Chunks of partial results have one size whatever the plan's width, so the order of
+    """One program a (span, head). Chunks of partial results have one size for all plans, so the order of
     the sums is the sequence's own."""
     i_span, i_head = tl.program_id(0), tl.program_id(1)
     count = tl.load(counts + i_span)

@@ -4,7 +4,7 @@
     plan.fill(spans)               before every replay
     plan.prepare()                 first in the captured region: the device lays out its own work
 
-Kernels read spans, block tables and work lists from the device. The host knows only what never changes between replays.
+Kernels read spans, block tables and work lists from the device. The host keeps only what never changes between replays.
 """
 
 from __future__ import annotations

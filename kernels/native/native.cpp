@@ -1,7 +1,7 @@
 // The CPU's kernels: attention that reads blocks in place, matrix products, the element-wise steps between them, and
 // whole forward passes of these. README.md says how they fit together; kernels/cpu/backend.py calls them.
 //
-// Every output row is computed by the same sequence of floating-point operations whatever else is in the batch,
+// Every output row is computed by the same sequence of floating-point operations in every batch,
 // however a prompt is cut into chunks and however many threads there are: keys are visited in tiles of 64 aligned to
 // absolute positions. Element types: 0 float32, 1 bf16, and of a cache also 2, e4m3, or 3, int8; arithmetic is
 // float32. Head sizes and widths are multiples of 16.

@@ -1,7 +1,7 @@
 // Vectors as wide as the machine's registers, which a header of an instruction set defines LANES for before it
 // includes this.
 //
-// Wider vectors are no option: a compiler keeps their parts in memory, whatever is done with them.
+// Wider vectors are no option: a compiler keeps their parts in memory.
 #pragma once
 
 #include "numbers.h"

@@ -251,8 +251,8 @@ def rotate_and_write(
 def _write(new: Tensor, kv: Tensor, blocks: Tensor, slots: Tensor) -> None:
     """float32 [T, heads, 2, head_dim] into one layer of a cache."""
     if kv.dtype == torch.int8:
-        codes, scales = quantised(new)
-        numbers_of(kv).transpose(1, 2)[blocks, slots] = codes
+        numbers, scales = quantised(new)
+        numbers_of(kv).transpose(1, 2)[blocks, slots] = numbers
         scales_of(kv).permute(0, 3, 1, 2)[blocks, slots] = scales
     elif kv.dtype == torch.float8_e4m3fn:  # torch does not scatter it
         kv.view(torch.uint8).transpose(1, 2)[blocks, slots] = saturated(new).view(torch.uint8)
