@@ -24,8 +24,8 @@ from common.model.load import load_model
 from common.model_files.resolve import resolve_model
 from common.runner.runner import ModelRunner
 from kernels import Linear, quantise
-from kernels.large_pages import Arena
-from kernels.native_backend import NativeBackend, native_backend
+from kernels.cpu.backend import NativeBackend, native_backend
+from kernels.cpu.large_pages import Arena
 
 PROGRAM: Final = "python -m benchmarks.cpu"
 BLOCK_SIZE: Final = 16
@@ -78,8 +78,8 @@ def measure_rates(native: NativeBackend, quantization: str, dtype: torch.dtype) 
     memory = Arena().take(2**28).fill_(1)  # beyond any cache, in pages as the weights are
     reading = min(seconds_of(lambda: native.read(memory), 8))
     plain = multiplication_rate(native, "none", dtype)
-    coded = plain if quantization == "none" else multiplication_rate(native, quantization, dtype)
-    return Rates(memory.numel() / reading, coded, plain)
+    quantised = plain if quantization == "none" else multiplication_rate(native, quantization, dtype)
+    return Rates(memory.numel() / reading, quantised, plain)
 
 
 def multiplication_rate(native: NativeBackend, quantization: str, dtype: torch.dtype) -> float:
@@ -91,7 +91,7 @@ def multiplication_rate(native: NativeBackend, quantization: str, dtype: torch.d
     assert packed is not None  # the native backend is there
     x = torch.randn(CACHED_ROWS, CACHED_IN).to(dtype)
     seconds = min(seconds_of(lambda: native.linear(x, packed, "", False), 100))
-    if packed.coded:
+    if packed.quantised:
         seconds -= min(seconds_of(lambda: native.quantise(x, packed), 100))
     return 2 * CACHED_ROWS * CACHED_OUT * CACHED_IN / seconds
 

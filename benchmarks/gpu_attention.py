@@ -16,7 +16,9 @@ from benchmarks.gpu_case import KernelCase
 from benchmarks.gpu_gate import difference
 from benchmarks.gpu_shape import GPUShape
 from benchmarks.gpu_timer import Call
-from kernels import KVLayout, QuerySpan, reference, torch_backend
+from kernels import AttentionRule, KVLayout, QuerySpan
+from kernels.plain import backend as torch_backend
+from kernels.plain import reference
 
 LEAST_COPIES, MAX_COPIES = 4, 32
 AWKWARD = ((1, 1328), (5, 18), (129, 463), (1, 0), (1, 63), (1, 64), (2, 511))
@@ -28,7 +30,7 @@ SOFTCAPS = (0.0, 20.0)
 
 
 class PagedInputs:
-    """Sequences in a cache of `num_layers` layers, one a call; unowned slots and blocks are NaN.
+    """Sequences in a cache of `num_layers` layers, one a call; unused slots and blocks are NaN.
 
     kv [blocks, num_layers, kv heads, block size, 2, D]; q [num_layers, T, heads, D].
     """
@@ -39,7 +41,7 @@ class PagedInputs:
         block = shape.block_size
         needed = [-(-(count + start) // block) for count, start in sizes]
         total = sum(needed) + 1
-        free = (torch.randperm(total - 1) + 1).tolist()  # block 0 has no owner
+        free = (torch.randperm(total - 1) + 1).tolist()  # no sequence owns block 0
         self.layout = shape.layout(total, num_layers)
         self.kv = torch.randn(total, num_layers, shape.num_kv_heads, block, 2, shape.head_dim, device=device).to(
             shape.dtype
@@ -113,7 +115,7 @@ def awkward_problem(backend: Any, shape: GPUShape, device: torch.device, *, shor
     inputs = PagedInputs(shape, sizes, 1, device)
     plan = backend.plan_attention(inputs.spans, inputs.layout, inputs.num_heads, device)
     for window, softcap in zip(windows, SOFTCAPS, strict=True):
-        found = backend.paged_attention(inputs.q[0], inputs.kv, 0, plan, inputs.scale, window, softcap)
+        found = backend.paged_attention(inputs.q[0], inputs.kv, 0, plan, AttentionRule(inputs.scale, window, softcap))
         expected = reference.paged_attention(
             inputs.q[0].double(), inputs.kv, 0, inputs.spans, scale=inputs.scale, window=window, softcap=softcap
         )
@@ -126,7 +128,9 @@ def awkward_problem(backend: Any, shape: GPUShape, device: torch.device, *, shor
 def _paged_calls(backend: Any, inputs: PagedInputs) -> list[Call]:
     plan = backend.plan_attention(inputs.spans, inputs.layout, inputs.num_heads, inputs.device)
     return [
-        lambda layer=layer: backend.paged_attention(inputs.q[layer], inputs.kv, layer, plan, inputs.scale, 0, 0.0)  # type: ignore[misc]
+        lambda layer=layer: backend.paged_attention(
+            inputs.q[layer], inputs.kv, layer, plan, AttentionRule(inputs.scale)
+        )  # type: ignore[misc]
         for layer in range(inputs.layout.num_layers)
     ]
 
@@ -135,12 +139,12 @@ def _matches_torch(backend: Any, inputs: PagedInputs, dtype: torch.dtype) -> str
     """Check the last layer against plain torch in float32; "" or the error."""
     layer, heads, device = inputs.layout.num_layers - 1, inputs.num_heads, inputs.device
     plan = backend.plan_attention(inputs.spans, inputs.layout, heads, device)
-    found = backend.paged_attention(inputs.q[layer], inputs.kv, layer, plan, inputs.scale, 0, 0.0)
+    found = backend.paged_attention(inputs.q[layer], inputs.kv, layer, plan, AttentionRule(inputs.scale))
     layout = KVLayout(inputs.layout.num_blocks, 1, *inputs.layout[2:])
     plain = torch_backend.plan_attention(inputs.spans, layout, heads, device)
     kv = inputs.kv[:, layer : layer + 1].float().contiguous()
     return difference(
-        found, torch_backend.paged_attention(inputs.q[layer].float(), kv, 0, plain, inputs.scale, 0, 0.0), dtype
+        found, torch_backend.paged_attention(inputs.q[layer].float(), kv, 0, plain, AttentionRule(inputs.scale)), dtype
     )
 
 

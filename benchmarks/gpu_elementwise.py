@@ -14,9 +14,10 @@ from benchmarks.gpu_case import KernelCase, MakeCase
 from benchmarks.gpu_gate import difference, first_problem
 from benchmarks.gpu_shape import GPUShape
 from benchmarks.gpu_timer import Call
-from kernels import reference
+from kernels import Draw, SamplingTensors
 from kernels.blocks import gather_by_torch, scatter_by_torch, wire_bytes
-from kernels.sampling import Draw, SamplingTensors, sample_by_sorting
+from kernels.plain import reference
+from kernels.sampling import sample_by_sorting
 
 MAX_DIFFERENT_DRAWS = 1
 """Rounding may move the border between two tokens, with the noise beside it."""
@@ -51,7 +52,7 @@ def rotate_case(backend: Any, shape: GPUShape, tokens: int, device: torch.device
         mine, plain = kv[:, :1].clone(), kv[:, :1].double()
         padded = slots.clone()
         padded[-1] = -1  # a padding row of a graph: its keys and values go nowhere
-        found = backend.rotate_and_write(qkv[0], cos, sin, mine, 0, padded, None, None, EPS)
+        found = backend.rotate_and_write(qkv[0], cos, sin, mine, 0, padded, None)
         few = slice(0, tokens - 1)
         expected = reference.rotate_and_write(
             qkv[0, few].double(), cos[few].double(), sin[few].double(), plain, 0, slots[few]
@@ -62,7 +63,7 @@ def rotate_case(backend: Any, shape: GPUShape, tokens: int, device: torch.device
         return first_problem(written, shape.dtype)
 
     calls: list[Call] = [
-        lambda i=i: backend.rotate_and_write(qkv[i], cos, sin, kv, i, slots, None, None, EPS)  # type: ignore[misc]
+        lambda i=i: backend.rotate_and_write(qkv[i], cos, sin, kv, i, slots, None)  # type: ignore[misc]
         for i in range(count)
     ]
     return KernelCase("rotate and write", f"{tokens:,} tokens", num_bytes, 0, calls, check)

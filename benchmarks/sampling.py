@@ -21,8 +21,8 @@ from common.model_files.resolve import resolve_model
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
 from kernels import Draw, SamplingTensors
-from kernels.large_pages import Arena
-from kernels.native_backend import native_backend
+from kernels.cpu.backend import native_backend
+from kernels.cpu.large_pages import Arena
 from kernels.sampling import sample_by_sorting
 
 PROGRAM: Final = "python -m benchmarks.sampling"

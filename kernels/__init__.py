@@ -6,28 +6,29 @@
     sample                                  from logits to tokens, without leaving the device
     gather_blocks, scatter_blocks           KV blocks to and from a transfer buffer, in 8 bits if wanted
     rms_norm, add_rms_norm, gated           the element-wise steps between the matrix products
-    Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8- or 4-bit codes
+    Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8 or 4 bits
     Embedding                               rows of a table, which the head of a tied model may hold
     record, Recorder, Program               a whole forward pass as one native call
     share_cores                             how many threads that call may use while others compute too
 
 KV caches are `[num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head_dim]`, contiguous.
 
-    native_backend   the CPU's: C++ that reads blocks in place, compiled at first use
-    gpu.backend      the CUDA device's: Triton kernels
-    torch_backend    everywhere else, and where there is no compiler
-    reference        slow and obvious, for tests
+    interface   the operations with their shapes, and the data that they take
+    plain       every device: torch, where there is nothing faster; `reference`, slow and obvious, for tests
+    cpu         C++ that reads blocks in place, compiled at first use from `native`
+    gpu         Triton kernels for CUDA devices
 
-A backend for another device implements `Backend` and is named in `dispatch.backend`.
+A backend for another device implements `interface.kernels.Kernels` and is named in `dispatch.backend`.
 """
 
 from __future__ import annotations
 
-from kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.blocks import gather_blocks, scatter_blocks, wire_bytes
+from kernels.cpu.backend import NativePlan, share_cores
+from kernels.cpu.program import Program
+from kernels.cpu.recorder import Recorder, record
 from kernels.device import on_device
 from kernels.dispatch import (
-    Backend,
     add_rms_norm,
     backend,
     gated,
@@ -37,19 +38,22 @@ from kernels.dispatch import (
     rotate_and_write,
 )
 from kernels.embedding import Embedding
+from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface.draws import Draw, SamplingTensors
+from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels
+from kernels.interface.quantised import QuantisedWeight, quantise, stack
 from kernels.linear import GatedLinear, Linear, Weight
-from kernels.native_backend import NativePlan, record, share_cores
-from kernels.program import Program, Recorder
-from kernels.quantised import QuantisedWeight, quantise, stack
-from kernels.sampling import Draw, SamplingTensors, bits_allowed, sample
+from kernels.sampling import bits_allowed, sample
 
 __all__ = [
     "AttentionPlan",
-    "Backend",
+    "AttentionRule",
     "Draw",
     "Embedding",
     "GatedLinear",
+    "HeadNorms",
     "KVLayout",
+    "Kernels",
     "Linear",
     "NativePlan",
     "Program",

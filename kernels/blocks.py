@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from kernels.device import triton_backend
+from kernels.interface.kv_region import LARGEST_FP8, LEAST_SCALE
 
-LARGEST = 448.0  # of e4m3
-LEAST_SCALE = 2.0**-100
 ALIGNMENT = 16
 PIECE = 32_767
 """Numbers at a time, one less than torch would divide among threads: those are for the steps that run meanwhile."""
@@ -84,7 +83,7 @@ def gather_by_torch(kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bo
         for piece in pieces:
             most[piece[0]] = torch.maximum(most[piece[0]], block[piece].float().abs().amax((1, 3)))
         # A tensor of them: by a number torch divides on a GPU with its inverse, which may miss the last bit.
-        scales = (most / torch.full_like(most, LARGEST)).clamp(min=LEAST_SCALE)
+        scales = (most / torch.full_like(most, LARGEST_FP8)).clamp(min=LEAST_SCALE)
         inverse = (1.0 / scales)[:, None, :, None]
         for piece in pieces:
             small[piece] = block[piece].float() * inverse[piece[0]]

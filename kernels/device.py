@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import os
 import shutil
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 
 import torch
+
+from kernels.interface.kernels import DeviceKernels
 
 logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def triton_backend(kind: str) -> ModuleType | None:
-    """`kernels.gpu.backend` for device type "cuda", or None where Triton is not installed or cannot launch."""
+def triton_backend(kind: str) -> DeviceKernels | None:
+    """`kernels.gpu.backend` for device type "cuda"; None where Triton is not installed or cannot launch."""
     if kind != "cuda":
         return None
     missing = missing_to_launch()
     try:
-        found = importlib.import_module("kernels.gpu.backend")
+        import kernels.gpu.backend as found
     except ImportError as error:
         missing = f"Triton ({error})"
     if missing:
@@ -33,7 +33,7 @@ def triton_backend(kind: str) -> ModuleType | None:
 
 
 def missing_to_launch() -> str:
-    """What Triton builds its launchers with and this machine lacks, or "": it would say so in the first step only."""
+    """What this machine lacks for Triton to build its launchers, or "": Triton itself fails only in the first step."""
     has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return "" if has_compiler else "a C compiler (gcc, clang, or what CC names)"
 

@@ -1,4 +1,4 @@
-"""The rows of a table for token ids: of a plain one, or of the copy that the head of a tied model multiplies by."""
+"""The rows of a table for token ids; a tied model's head may hold the table in an order of its own."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.cpu.backend import native_backend
+from kernels.cpu.packed import PackedWeight
+from kernels.cpu.recorder import Recorder
 from kernels.linear import Linear
-from kernels.native_backend import native_backend
-from kernels.packed import PackedWeight
-from kernels.program import Recorder
 
 
 class Embedding:
@@ -21,9 +21,9 @@ class Embedding:
 
     @classmethod
     def tied(cls, table: Tensor, head: Linear) -> Embedding:
-        """`head` multiplies by `table`: where it holds all of it in an order of its own, that copy serves both."""
+        """For a `head` that multiplies by `table`: uses the head's packed copy where that holds every bit."""
         made = cls(table)
-        if head.native is not None and not head.native.coded and not head.native.gated:
+        if head.native is not None and not head.native.quantised and not head.native.gated:
             made._table = head.native
         return made
 

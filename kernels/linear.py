@@ -8,31 +8,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.dispatch import gated
-from kernels.native_backend import native_backend
-from kernels.packed import (
+from kernels.cpu.backend import native_backend
+from kernels.cpu.packed import (
     FORMATS,
     PackedWeight,
     in_order,
+    pack_12bit,
     pack_dense,
     pack_quantised,
-    pack_short,
     pack_widened,
     unpack,
 )
-from kernels.program import Slot
-from kernels.quantised import QuantisedWeight
+from kernels.cpu.recorder import Slot
+from kernels.dispatch import gated
+from kernels.interface.quantised import QuantisedWeight
 
 PACKED_FOR_ROWS = 32  # any number serves all batch sizes; this one picks oneDNN's blocked layout
 Weight = Tensor | QuantisedWeight
 
 
 class Linear:
-    """y = x W^T + b for W [out, in] in the model's dtype, or in groups of 8- or 4-bit codes.
+    """y = x W^T + b for W [out, in] in the model's dtype, or quantised to 8 or 4 bits.
 
-    On a CPU the weights are packed for our own kernels, or for oneDNN where those cannot be built: a row's result is
-    the same in every batch. The packed copy is all that is kept; `weight` unpacks it. Where quantised weights cannot
-    be multiplied they are made dense, in `dtype`.
+    On a CPU it packs the weights for our own kernels, or for oneDNN where those cannot be built: a row's result is the
+    same in every batch. It keeps only the packed copy, which `weight` unpacks. Where no kernel multiplies quantised
+    weights it dequantises them to `dtype`.
     """
 
     def __init__(self, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> None:
@@ -43,7 +43,7 @@ class Linear:
         if isinstance(weight, Tensor):
             self.dtype = weight.dtype
         elif dtype is None:
-            raise ValueError("quantised weights need the dtype of what they multiply")
+            raise ValueError("quantised weights need the dtype of their inputs")
         else:
             self.dtype = dtype
         self.native = _native(weight, bias, self.dtype, alternate)
@@ -59,14 +59,14 @@ class Linear:
 
     @property
     def packed(self) -> bool:
-        """Whether a row's result is the same in every batch."""
+        """Whether the weights are packed, so that a row's result is the same in every batch."""
         return self._dense is None
 
     @property
     def weight(self) -> Tensor:
         """W in the model's dtype; a copy when packed. For references, not for speed."""
         if self.native is not None and (native := native_backend()) is not None:
-            if self.native.coded:
+            if self.native.quantised:
                 return unpack(self.native, self.dtype)
             return in_order(native.unpack_rows(self.native, torch.arange(self.out_features), self.dtype), self.native)
         if self._dense is not None:
@@ -111,22 +111,18 @@ class GatedLinear(Linear):
 
 
 def _native(weight: Weight, bias: Tensor | None, dtype: torch.dtype, alternate: bool) -> PackedWeight | None:
-    place = weight.codes.device if isinstance(weight, QuantisedWeight) else weight.device
-    if (
-        place.type != "cpu" or dtype not in FORMATS
-    ):  # a worker on a GPU has no use for the CPU's kernels: none are built
-        return None
-    if (native := native_backend()) is None:
+    place = weight.numbers.device if isinstance(weight, QuantisedWeight) else weight.device
+    if place.type != "cpu" or dtype not in FORMATS or (native := native_backend()) is None:
         return None
     if isinstance(weight, QuantisedWeight):
         return pack_quantised(weight, bias, gated=alternate)
     if weight.dtype == torch.bfloat16:
-        if not native.multiplies_bfloat16:
+        if not native.multiplies_bf16:
             return None
-        if (short := pack_short(weight, bias, native.shorten, gated=alternate)) is not None:
-            return short
-    elif (narrow := pack_widened(weight, bias, gated=alternate, halves=native.widens_float16)) is not None:
-        return narrow
+        if (packed := pack_12bit(weight, bias, native.pack_12bit, gated=alternate)) is not None:
+            return packed
+    elif (packed := pack_widened(weight, bias, gated=alternate, fp16=native.widens_fp16)) is not None:
+        return packed
     return pack_dense(weight, bias, gated=alternate)
 
 

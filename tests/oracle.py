@@ -20,7 +20,7 @@ from common.model_files.config import ModelConfig
 from common.sampling.finish import banned_tokens, finish_reason
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
-from kernels.kv_region import packed, unpacked
+from kernels.interface.kv_region import packed, unpacked
 
 
 def generate(

@@ -25,6 +25,7 @@ EXCEPTIONS: dict[str, set[str]] = {
 }
 # The rooms of a package, from the lowest to the highest: each imports only those before it.
 ROOMS = {
+    "kernels": ("interface", "plain", "cpu", "gpu"),
     "common": (
         "wire", "cluster", "observe", "config", "machine", "gguf_format", "model_files", "kv", "transfer", "grammar",
         "model", "sampling", "runner", "worker", "requests",

@@ -159,16 +159,16 @@ def tensors(config: ModelConfig, read: Callable[[str], Tensor], *, int8: bool) -
             name = f"model.layers.{index}.{part}.weight"
             weight = read(name)
             if int8:
-                codes, scales = quantise_rows(weight)
-                yield name, codes
+                numbers, scales = quantise_rows(weight)
+                yield name, numbers
                 yield f"{name}_scale", scales
             else:
                 yield name, weight.to(torch.bfloat16).contiguous()
 
 
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes [rows, columns] and bfloat16 scales [rows, 1] of a float matrix, symmetric, a scale a row."""
+    """int8 [rows, columns] and bfloat16 scales [rows, 1] of a float matrix, symmetric, a scale a row."""
     largest = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-8)
     scales = (largest / 127).to(torch.bfloat16)
-    codes = (weight.float() / scales.float()).round().clamp(-127, 127).to(torch.int8)
-    return codes.contiguous(), scales
+    numbers = (weight.float() / scales.float()).round().clamp(-127, 127).to(torch.int8)
+    return numbers.contiguous(), scales

@@ -116,7 +116,7 @@ def _tensor(cursor: _Cursor) -> GGUFTensor:
 
 
 def _check_size(path: Path, tensors: tuple[GGUFTensor, ...], size: int) -> None:
-    """A file cut short is found here, before a worker maps it."""
+    """Finds a file cut short before a worker maps it."""
     last = max(tensors, key=lambda tensor: tensor.offset, default=None)
     if last is not None and last.offset >= size:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Reads and dequantises the tensors of a GGUF file. No torch; tensor data stay mapped until asked for."""
+"""Reads and dequantises the tensors of a GGUF file. No torch; tensor data stay mapped until they are read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from common.errors import ModelError
-from common.gguf_format.codes import Codes, read_codes
 from common.gguf_format.metadata import GGUFTensor, read_gguf_head
+from common.gguf_format.quantised import QuantisedBlocks, unpack_blocks
 
 VALUES_AT_ONCE: Final = 1 << 20  # dequantised at a time, so that temporaries stay small
 
@@ -55,10 +55,10 @@ class GGUFFile:
             ) from error
         return out.reshape(tensor.shape[::-1])
 
-    def codes(self, name: str) -> Codes | None:
-        """A matrix as it is stored, where it is stored in a format of which kernels can use the codes."""
+    def quantised(self, name: str) -> QuantisedBlocks | None:
+        """A matrix in the integers that the file stores; None where kernels cannot multiply its format."""
         tensor = self._tensor(name)
-        return read_codes(self._raw(name), GGMLQuantizationType(tensor.type)) if len(tensor.shape) == 2 else None
+        return unpack_blocks(self._raw(name), GGMLQuantizationType(tensor.type)) if len(tensor.shape) == 2 else None
 
     def is_quantised(self, name: str) -> bool:
         """Whether a tensor has fewer than 16 bits a weight."""
@@ -67,7 +67,7 @@ class GGUFFile:
 
     @property
     def has_quantised(self) -> bool:
-        """Whether any tensor has."""
+        """Whether any tensor has fewer than 16 bits a weight."""
         return any(map(self.is_quantised, self._tensors))
 
     def _raw(self, name: str) -> npt.NDArray[np.uint8]:

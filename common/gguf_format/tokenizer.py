@@ -4,7 +4,7 @@ A GGUF file names its pre-tokenizer instead of carrying it, and an SPM (Sentence
 of merges. Both are rebuilt here to match the tokenizer the model was trained with:
 
 - Byte-level BPE ("gpt2"): the split patterns are those of the models' own `tokenizer.json` and of llama.cpp's
-  `llm_tokenizer_bpe`. A name that is not known is refused: a wrong split is silent and costs quality.
+  `llm_tokenizer_bpe`. An unknown name is refused: a wrong split is silent and costs quality.
 - SPM ("llama"): merges are every split of a piece into two pieces, ranked by score. User-defined pieces (Gemma's runs
   of spaces, tabs and newlines, its HTML tags) are matched whole before merging, longest first, as SentencePiece does.
   The `transformers` converter merges runs of spaces instead, and so differs from SentencePiece beyond 31 of them.
@@ -125,7 +125,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokeni
 def _merges_by_score(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[tuple[str, str]]:
     """Every way to make a normal piece of two others, best score first; ties go to the earlier token.
 
-    Source: SentencePiece's bpe_model.cc, which merges whichever adjacent pair forms the best-scored piece.
+    Source: SentencePiece's bpe_model.cc, which merges the adjacent pair that forms the best-scored piece.
     """
     scores = metadata.get("tokenizer.ggml.scores")
     types = metadata.get("tokenizer.ggml.token_type")

@@ -1,9 +1,9 @@
-"""Whether a grammar can be compiled within its bounds, found out in a process that can be killed.
+"""Finds out whether a grammar compiles within its bounds, in a process that can be killed.
 
     submit ──> quick lane: a tenth of a second of processor time ──> verdict
                                     └── not enough ──> slow lane: a second, from the beginning ──> verdict
 
-What is slow waits for what is slow, and never for long: everyday grammars take milliseconds.
+Only slow grammars wait for slow ones; everyday grammars take milliseconds.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ log = logging.getLogger(__name__)
 QUICK_CPU_S, SLOW_CPU_S = 0.1, 1.0
 """A schema of two thousand optional members takes 0.4 s of a core of 2024."""
 LANES = 2
-"""Of either kind."""
+"""Threads of either kind."""
 QUICK_NICENESS, SLOW_NICENESS = 0, 10
 MAX_PENDING = 256
 """Grammars that wait or are being compiled."""
 VERDICTS_KEPT = 4096
-"""Of at most half a kilobyte each."""
+"""Each takes half a kilobyte at most."""
 ANSWER_S = 60.0
-"""Longer than the process takes to start and to build the largest vocabulary, and any grammar."""
+"""Longer than the process takes to start, to build the largest vocabulary and to compile any grammar."""
 RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a grammar cannot be used, or ""; and what compiling it took."""
+    """Why a grammar cannot be used, or "", and the memory and processor time of compiling it."""
 
     problem: str
     num_bytes: int
@@ -54,7 +54,7 @@ class Verdict:
 
 
 class GrammarChecks:
-    """Owns the process that compiles grammars on trial (`compiler.py`), and starts it again when it has died.
+    """Owns the process that compiles grammars on trial (`compiler.py`), and restarts it after its death.
 
     Verdicts depend on the grammar, the model and the bounds alone, and are kept.
     """
@@ -79,11 +79,11 @@ class GrammarChecks:
         self._closed = False
 
     def start(self) -> None:
-        """Start the process ahead of the first grammar. Raises Unavailable."""
+        """Starts the process ahead of the first grammar. Raises Unavailable."""
         self._running()
 
     def submit(self, grammar: str) -> Future[Verdict]:
-        """What becomes of a grammar: a verdict, or Unavailable where nothing could be found out. Cannot be cancelled.
+        """A future verdict, or Unavailable where the check failed. It cannot be cancelled.
 
         Raises ValueError for text that is not Unicode, Unavailable when too many wait.
         """
@@ -103,7 +103,7 @@ class GrammarChecks:
         return future
 
     def close(self) -> None:
-        """End the process and what waits for it."""
+        """Ends the process; the futures that wait for it fail."""
         with self._lock:
             self._closed = True
             compiler, waiting = self._compiler, list(self._pending.values())
@@ -133,10 +133,10 @@ class GrammarChecks:
             self._settle(key, report, self._slow_cpu_s)
 
     def _report(self, key: bytes, grammar: str, cpu_s: float, niceness: int) -> Report | None:
-        """What the process says; None, and the grammar's future has failed, if it says nothing."""
+        """The process's report. Without one it fails the grammar's future and returns None."""
         try:
             report = self._running().ask(grammar, cpu_s, niceness, self._answer_s)
-        except Exception as error:  # of any kind: a request waits for this grammar
+        except Exception as error:  # of any kind, because a request waits for this grammar
             log.warning("a grammar could not be checked: %s", error)
         else:
             if report.outcome != "late":
@@ -168,7 +168,7 @@ class GrammarChecks:
 
 
 class _Compiler:
-    """One life of the process."""
+    """One run of the process."""
 
     def __init__(self, model: Model) -> None:
         """Starts it. Raises OSError."""
@@ -182,7 +182,7 @@ class _Compiler:
         self._write(model)
 
     def ask(self, grammar: str, cpu_s: float, niceness: int, answer_s: float) -> Report:
-        """Have it compile. Raises Unavailable when it dies meanwhile; it is killed if it says nothing."""
+        """Has it compile. Kills it if it does not answer in time; raises Unavailable when it dies."""
         answer: Future[Report] = Future()
         with self._lock:
             if self.ended:
@@ -201,7 +201,7 @@ class _Compiler:
         self._process.kill()
 
     def join(self) -> None:
-        """Wait until it has ended, once it was killed."""
+        """Waits for its end, after `kill`."""
         self._reader.join()
 
     def _write(self, message: msgspec.Struct) -> None:
@@ -210,7 +210,7 @@ class _Compiler:
             try:
                 send(self._process.stdin, message)  # type: ignore[arg-type]
             except OSError:
-                self.kill()  # and those who wait hear of it when its reports end
+                self.kill()  # `_read` then fails all that wait
 
     def _read(self) -> None:
         assert self._process.stdout is not None and self._process.stdin is not None
@@ -226,7 +226,7 @@ class _Compiler:
             asked, self._asked = self._asked, {}
         self._process.kill()
         self._process.wait()
-        with contextlib.suppress(OSError):  # what was written to it and never read
+        with contextlib.suppress(OSError):  # orders that it never read
             self._process.stdin.close()
         for answer in asked.values():
             answer.set_exception(_died())
@@ -247,7 +247,7 @@ def _problem(report: Report, cpu_s: float) -> str:
 
 
 def _unfinished() -> Future[Verdict]:
-    """Several wait for it, so that none of them may cancel it."""
+    """A future that no caller can cancel, because several may wait for it."""
     future: Future[Verdict] = Future()
     future.set_running_or_notify_cancel()
     return future

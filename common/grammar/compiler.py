@@ -1,10 +1,10 @@
-"""Compiles grammars where that can be killed: one process without threads, which forks a child for each grammar.
+"""The process that compiles grammars on trial. It has no threads, and forks a child for each grammar.
 
     Order ──stdin──> this process, which holds the vocabulary ──fork──> a child: bounded memory, bounded time
-    Report <──stdout──┘ <── what the child found, through a pipe, or what it died of ──┘
+    Report <──stdout──┘ <── the child's report, through a pipe, or the signal that killed it ──┘
 
-A child costs milliseconds, and killing it costs nothing: no vocabulary has to be built again. `GrammarChecks` starts
-this process and speaks with it. It ends when its standard input does.
+A child costs milliseconds, and after its death this process still holds the vocabulary. `GrammarChecks` starts this
+process and sends it orders. It ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from common.grammar.vocabulary import build_vocabulary, compile_grammar
 MAX_BYTES = 128 * 2**20
 """Memory that compiling one grammar may take. A schema of two thousand members takes 20 MiB."""
 WALL_S = 15.0
-"""A child that had so little of the machine that it took longer says nothing about its grammar."""
+"""A child that takes longer had too little of the machine to judge its grammar."""
 POLL_S = 0.5
+"""Between two looks for children that take too long."""
 LENGTH_BYTES = 4
 
 
 class Model(msgspec.Struct, frozen=True):
-    """The first thing that this process is told."""
+    """The first message to this process: the tokenizer's file, the end tokens, and the size of the logits."""
 
     tokenizer: str
     ends: tuple[int, ...]
@@ -43,7 +44,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Compile `grammar` in at most `cpu_s` seconds of processor time, and give way to others by `niceness`."""
+    """Asks to compile `grammar` in at most `cpu_s` seconds of processor time, at `niceness`."""
 
     number: int
     grammar: str
@@ -52,10 +53,10 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What came of an order.
+    """The result of an order.
 
-    `outcome` is one of good, bad (`problem` says why), slow, large (it ran out of memory, or of stack) and late
-    (nothing is known). It took `num_bytes` of memory and `cpu_s` of processor time.
+    `outcome` is one of good, bad (`problem` says why), slow, large (out of memory or of stack) and late (the child was
+    killed before it could tell). It took `num_bytes` of memory and `cpu_s` of processor time.
     """
 
     number: int
@@ -97,7 +98,7 @@ def _read(stream: BinaryIO, num_bytes: int) -> bytes:
 
 
 class _Compiler:
-    """Serves orders from `orders` and reports to `reports` until there are no more."""
+    """Reads `orders` until they end, and writes a report of each to `reports`."""
 
     def __init__(self, vocabulary: llguidance.LLTokenizer, orders: BinaryIO, reports: BinaryIO) -> None:
         self._vocabulary, self._orders, self._reports = vocabulary, orders, reports
@@ -115,7 +116,7 @@ class _Compiler:
             for child in [self._children[pipe] for pipe in ready if pipe != orders]:
                 self._end(child)
             for child in [child for child in self._children.values() if child.until < time.monotonic()]:
-                os.kill(child.pid, signal.SIGKILL)  # its pipe ends, and says so
+                os.kill(child.pid, signal.SIGKILL)  # its pipe ends then, and `_end` reports it
         for child in self._children.values():
             os.kill(child.pid, signal.SIGKILL)
 
@@ -129,7 +130,7 @@ class _Compiler:
         self._children[pipe] = _Child(order, pid, pipe, time.monotonic() + WALL_S)
 
     def _end(self, child: _Child) -> None:
-        """A child has said something, all of which fits into a pipe, or ended."""
+        """Reports on a child that has written its report, which fits into a pipe, or died."""
         body = os.read(child.pipe, 65_536)
         os.close(child.pipe)
         del self._children[child.pipe]
@@ -144,7 +145,7 @@ class _Compiler:
 
 
 def _compile(vocabulary: llguidance.LLTokenizer, order: Order, pipe: int) -> None:
-    """In the child: compile, report, and end."""
+    """Compiles and reports, in the child, and ends it."""
     try:
         _bound(order)
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -159,9 +160,9 @@ def _compile(vocabulary: llguidance.LLTokenizer, order: Order, pipe: int) -> Non
 
 
 def _bound(order: Order) -> None:
-    """This process ends by SIGPROF after so much processor time, and by SIGABRT or SIGSEGV where memory is over."""
+    """Lets SIGPROF end this process when its processor time is used up, and SIGABRT or SIGSEGV when its memory is."""
     signal.setitimer(signal.ITIMER_PROF, order.cpu_s)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where the library tells of memory that it did not get
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library prints there when it gets no memory
     os.nice(order.niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):  # without /proc the library's own limits bound memory
@@ -173,15 +174,15 @@ def _bound(order: Order) -> None:
 
 
 def main() -> None:
-    """Serve standard input until its end."""
+    """Serves standard input until its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which closes the input
     orders, reports = os.fdopen(0, "rb", buffering=0, closefd=False), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not be taken for a report
+    os.dup2(2, 1)  # so that no library prints into the reports
     body = receive(orders)
     if body:
         model = msgspec.msgpack.decode(body, type=Model)
         vocabulary = build_vocabulary(Path(model.tokenizer), model.ends, model.vocab_size)
-        gc.freeze()  # children share what is here now
+        gc.freeze()  # so that children share the vocabulary's pages
         with contextlib.suppress(BrokenPipeError):
             _Compiler(vocabulary, orders, reports).run()
 

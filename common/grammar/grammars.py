@@ -1,4 +1,4 @@
-"""The compiled grammars of a worker: made outside of its engine, which only asks for them and is told."""
+"""The compiled grammars of a worker. Threads compile them; the engine asks for one and gets an event."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from common.model_files.files import ModelFiles
 
 KEPT_BYTES = 256 * 2**20
 KEPT = 64
-"""Grammars grow as answers use them, each to what `MAX_LEXER_STATES` says."""
+"""Grammars, which grow as answers use them, each up to `MAX_LEXER_STATES`."""
 GRAMMAR_TIMEOUT_S = 20.0
-"""How long a request waits for its grammar, which takes seconds only where many slow ones come at once."""
+"""How long a request waits for its grammar. It takes seconds only when many slow ones come at once."""
 
 
 @dataclass(slots=True, eq=False)
 class CompiledGrammar:
-    """What became of a grammar: a matcher, or the `problem` it has, `is_final` where it would have it on any worker.
+    """A grammar's matcher, or its `problem`, which `is_final` where every worker would find it.
 
-    Answers share what the library computed for one of them, and with it the error of one for which it ran out of its
-    bounds: such a grammar `is_spoilt`, and compiled anew for the next request.
+    Answers share the library's automaton, and with it the error of an answer that exceeded the library's bounds: such a
+    grammar `is_spoilt`, and the next request compiles it anew.
     """
 
     grammar: str
@@ -40,7 +40,7 @@ class CompiledGrammar:
     is_spoilt: bool = False
 
     def constraint(self) -> Constraint:
-        """The beginning of an answer."""
+        """A constraint at the beginning of an answer."""
         matcher = self.matcher and self.matcher.deep_copy()
         return Constraint(matcher, self.vocab_size, self.problem, self._spoil)
 
@@ -50,7 +50,7 @@ class CompiledGrammar:
 
 @dataclass(frozen=True, slots=True)
 class GrammarReady:
-    """The event by which an engine hears of a grammar that it asked for."""
+    """The event that brings an engine the grammar that it asked for."""
 
     compiled: CompiledGrammar
 
@@ -60,21 +60,21 @@ OnReady = Callable[[CompiledGrammar], None]
 
 @dataclass(slots=True)
 class _Lanes:
-    """Threads for grammars that are known to take milliseconds, and for those that take up to a second."""
+    """A thread for grammars that take milliseconds, and one for those that take up to a second."""
 
     quick: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="grammar"))
     slow: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="grammar-large"))
 
 
 class Grammars:
-    """Compiles grammars for a model, and keeps those of late within `KEPT_BYTES`. Belongs to one engine.
+    """Compiles grammars for a model, and keeps the latest within `KEPT_BYTES`. Belongs to one engine.
 
-    `checks` compile each first where that can be killed; what passes is compiled again here, which then takes no more
-    than it took there. `vocab_size` is that of the logits, which may have more rows than the tokenizer has tokens.
+    `checks` first compile each grammar in a process that can be killed; this one compiles those that pass, at the same
+    cost. `vocab_size` is the width of the logits, which may exceed the tokenizer's number of tokens.
     """
 
     def __init__(self, files: ModelFiles, vocab_size: int, checks: GrammarChecks | None = None) -> None:
-        """Builds the vocabulary, which holds the GIL: before the worker is ready. Owns `checks`."""
+        """Builds the vocabulary, which holds the GIL, so before the worker is ready. Owns `checks`."""
         self._vocab_size = vocab_size
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._problem = ""
@@ -84,16 +84,16 @@ class Grammars:
         self._waiting: dict[str, list[OnReady]] = {}
         try:
             self._vocabulary = build_vocabulary(files.tokenizer, files.eos_token_ids, vocab_size)
-        except Exception as error:  # of any kind of damage: requests without grammars are served
+        except Exception as error:  # a damaged tokenizer: requests without grammars still work
             self._problem = f"the grammar cannot be used: {brief(str(error))}"
 
     def start(self) -> None:
-        """Start what compiles before the first grammar comes."""
+        """Starts the checking process before the first grammar comes."""
         if not self._problem:
             self._checks.start()
 
     def get(self, grammar: str, on_ready: OnReady) -> CompiledGrammar | None:
-        """A grammar that is compiled already, or has a problem; else None, and a thread calls `on_ready` later."""
+        """The grammar, if it is compiled or has a problem; else None, and a thread calls `on_ready` later."""
         if self._problem:
             return CompiledGrammar(grammar, self._vocab_size, problem=self._problem)
         with self._lock:
@@ -112,13 +112,13 @@ class Grammars:
         return None
 
     def constraint(self, grammar: str) -> Constraint:
-        """The beginning of an answer in `grammar`, waiting for it: for measurements and references, not for engines."""
+        """Waits for `grammar`, and begins an answer in it: for measurements and references, not for engines."""
         found: Future[CompiledGrammar] = Future()
         known = self.get(grammar, found.set_result)
         return (known or found.result(GRAMMAR_TIMEOUT_S)).constraint()
 
     def close(self) -> None:
-        """End what compiles; requests that wait for a grammar hear that there is none."""
+        """Stops compiling; requests that wait for a grammar get a problem instead."""
         self._checks.close()
         self._lanes.quick.shutdown(wait=False, cancel_futures=True)
         self._lanes.slow.shutdown(wait=False, cancel_futures=True)
@@ -133,7 +133,7 @@ class Grammars:
             else:
                 lane = self._lanes.quick if verdict.is_quick else self._lanes.slow
                 lane.submit(self._compile, grammar, verdict.num_bytes)
-        except Exception as error:  # nothing was found out, or the worker ends
+        except Exception as error:  # the check failed, or the worker ends
             self._settle(self._failed(grammar, error))
 
     def _compile(self, grammar: str, num_bytes: int) -> None:
@@ -160,7 +160,7 @@ class Grammars:
             on_ready(found)
 
     def _forget_oldest(self) -> None:
-        """Running answers keep what they use."""
+        """Drops the least recently used grammars; running answers keep theirs alive."""
         num_bytes = sum(each.num_bytes + len(each.grammar) for each in self._compiled.values())
         while len(self._compiled) > 1 and (num_bytes > KEPT_BYTES or len(self._compiled) > KEPT):
             _, oldest = self._compiled.popitem(last=False)

@@ -1,4 +1,4 @@
-"""What compiling a grammar needs of a model, and how much of the library's work one grammar may cost.
+"""The vocabulary that grammars are compiled for, and the bounds of the library's work on one grammar.
 
 Loads no torch: the router compiles grammars too, to refuse those that workers could not use.
 """
@@ -22,11 +22,11 @@ MAX_LEXER_STATES = 32_768
 """For all answers of one grammar together: at about 2 KB a state, 64 MiB. A bounded string needs one a character."""
 MAX_PROBLEM_CHARS = 400
 APPENDED = re.compile(r"\n( +\d+ \||<state>)")
-"""Where the library goes on to show the grammar, or the state of its parser."""
+"""Where the library's error begins to quote the grammar, or the state of its parser."""
 
 
 def limits() -> llguidance.LLParserLimits:
-    """The bounds that every process puts on every grammar, so that all of them find the same ones too large."""
+    """The bounds of every grammar in every process, so that all of them refuse the same ones."""
     return llguidance.LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW,
         step_lexer_fuel=STEP_LEXER_FUEL,
@@ -47,13 +47,13 @@ def build_vocabulary(tokenizer: Path, ends: Sequence[int], vocab_size: int) -> l
 
 
 def compile_grammar(vocabulary: llguidance.LLTokenizer, grammar: str) -> tuple[llguidance.LLMatcher, str]:
-    """The beginning of an answer, and why there can be none, or "".
+    """A matcher at the beginning of an answer, and the grammar's problem, or "".
 
-    Finds the answer's first tokens as well: for some grammars they cost more than all that comes before.
+    Computes the answer's first tokens as well: for some grammars they cost more than compiling.
     """
     matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits())
     if not matcher.is_error():
-        first = matcher.deep_copy()  # which shares what the library has computed, but not its place or its error
+        first = matcher.deep_copy()  # shares the automaton, but neither place nor error
         first.compute_bitmask()
         if not first.is_error():
             first.compute_ff_tokens()
@@ -62,12 +62,12 @@ def compile_grammar(vocabulary: llguidance.LLTokenizer, grammar: str) -> tuple[l
 
 
 def brief(message: str) -> str:
-    """What is wrong, in one line, without what the library appends."""
+    """The library's error in one line, without the grammar that it quotes."""
     return " ".join(APPENDED.split(message.strip(), 1)[0].split())[:MAX_PROBLEM_CHARS]
 
 
 class _Words:
-    """A tokenizer as the library wants it: each token's bytes, and which tokens are no text."""
+    """A tokenizer as the library wants it: each token's bytes, and the tokens that are no text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

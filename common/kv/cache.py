@@ -12,8 +12,8 @@ from torch import Tensor
 
 from common.errors import BlockError, ModelError
 from common.kv.shared_memory import NotShared, SharedMemory
-from kernels.kv_region import numbers_of, row_width, scales_of
-from kernels.large_pages import prefer_large_pages
+from kernels.cpu.large_pages import prefer_large_pages
+from kernels.interface.kv_region import numbers_of, row_width, scales_of
 
 if TYPE_CHECKING:
     from common.model_files.config import ModelConfig
@@ -46,7 +46,7 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype | str) 
 class KVCache:
     """`.tensor` is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), width], contiguous, zero at first.
 
-    Its width is head_dim; in int8 there is room for scales besides: see `kernels.kv_region`.
+    Its width is head_dim; in int8 there is room for scales besides: see `kernels.interface.kv_region`.
 
     The system maps host memory as it is touched: blocks that were never written cost nothing. `.shared` is the memory
     that other processes may read, None unless `share` asks for it and the system has it.

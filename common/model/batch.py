@@ -1,4 +1,4 @@
-"""One step's work as tensors: everything that all layers share is computed here, once."""
+"""One step's work as tensors: everything that all layers share, computed once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels import AttentionPlan, KVLayout, QuerySpan, plan_attention
 
 @dataclass(frozen=True, slots=True)
 class SequenceChunk:
-    """Run `token_ids`, the tokens after the `start` that are in the KV cache already.
+    """Asks to run `token_ids`, which follow the `start` tokens whose KV the cache holds.
 
     `block_table` names the sequence's blocks in order, and may be longer than needed. With `sample`, the runner
     returns the logits that follow the chunk's last token, with `all_logits` those that follow each of its tokens.
@@ -37,7 +37,7 @@ class ForwardBatch:
     token_ids, positions   int64 [T]
     slots                  int64 [T], block * block_size + slot within the block: where each token's KV goes
     sampled                int64 [n], rows of [T] whose logits are wanted, or None when those are all T rows
-    plan                   what the layers' attention shares
+    plan                   of attention, shared by all layers
     """
 
     num_tokens: int
@@ -49,7 +49,7 @@ class ForwardBatch:
 
     @classmethod
     def build(cls, chunks: Sequence[SequenceChunk], config: ModelConfig, kv: KVCache) -> ForwardBatch:
-        """Flatten `chunks`. Raises BlockError, InvalidRequest or ContextLengthExceeded; touches no KV."""
+        """Flattens `chunks`. Raises BlockError, InvalidRequest or ContextLengthExceeded; touches no KV."""
         if not chunks:
             raise BlockError("a step has no chunks")
         spans: list[QuerySpan] = []
@@ -80,7 +80,7 @@ class ForwardBatch:
 
 
 def check_chunk(chunk: SequenceChunk, config: ModelConfig, kv: KVCache) -> None:
-    """Raises BlockError or ContextLengthExceeded for a chunk whose KV has no place to go."""
+    """Raises BlockError or ContextLengthExceeded for a chunk whose KV has no room."""
     length = chunk.start + len(chunk.token_ids)
     needed = -(-length // kv.block_size)
     if not chunk.token_ids or chunk.start < 0:

@@ -1,4 +1,4 @@
-"""What all decoder families share: embedding, attention over the paged cache, gated MLP, final norm and head."""
+"""The parts that all decoder families share: embedding, paged attention, gated MLP, final norm and head."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Decoder(ABC):
         self._program: Program | Literal[False] | None = None
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """Write the KV of the batch's tokens into their slots; logits float32 [num sampled, vocab_size]."""
+        """Writes the KV of the batch's tokens into their slots; returns logits float32 [num sampled, vocab_size]."""
         if self._program is None and isinstance(batch.plan, NativePlan):
             self._program = record(self.dtype, lambda recorder: self._record(recorder, kv.tensor)) or False
         if self._program and isinstance(batch.plan, NativePlan):
@@ -57,20 +57,20 @@ class Decoder(ABC):
 
     @property
     def quantization(self) -> str:
-        """What the weights were made with."""
+        """One of `Quantization`."""
         return self.weights.quantization.value
 
     @property
     def program(self) -> Program | None:
-        """What steps run as, once the first has been run; None where they run operation by operation."""
+        """The program of a step, recorded in the first one; None where steps run operation by operation."""
         return self._program or None
 
     def run_by_operation(self) -> None:
-        """Run steps operation by operation from now on, as on devices without programs."""
+        """Makes later steps run operation by operation, as on devices without programs."""
         self._program = False
 
     def _record(self, recorder: Recorder, kv: Tensor) -> Tensor:
-        """What `forward` does, with slots for tensors: the logits' slot."""
+        """Runs the layers on a recorder's slots; returns the logits' slot."""
         ropes = {rope: recorder.rope(table.cos, table.sin) for rope, table in self._ropes.items()}
         step = Step(recorder.open, recorder.open, AttentionPlan(), kv, ropes)
         hidden = self.weights.embedding.record(recorder, float(self._embedding_scale))
@@ -109,7 +109,7 @@ class Decoder(ABC):
         return weights.down(weights.gate_up.activated(normed, self.config.activation))
 
     def wanted(self, index: int, rows: Tensor, step: Step) -> Tensor:
-        """After the last layer's attention only the sampled rows matter."""
+        """The rows that are computed further: after the last layer's attention only the sampled ones."""
         if index + 1 < self.config.num_layers or step.sampled is None:
             return rows
         return rows.index_select(0, step.sampled)

@@ -1,11 +1,11 @@
-"""GGUF tensors under Hugging Face's names, dequantised, with llama.cpp's changes to the weights undone."""
+"""Tensors of a GGUF file under Hugging Face's names; undoes llama.cpp's changes to the weights."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from common.gguf_format.codes import GROUP
+from common.gguf_format.quantised import GROUP
 from common.gguf_format.tensors import GGUFFile
 from common.model_files.config import ModelConfig
 from kernels import QuantisedWeight
@@ -54,13 +54,12 @@ class GGUFWeights:
         return tensor[_from_interleaved(tensor.shape[0], heads)] if heads else tensor
 
     def read_quantised(self, name: str) -> QuantisedWeight | None:
-        codes = self.file.codes(self._stored(name))
-        if codes is None:
+        blocks = self.file.quantised(self._stored(name))
+        if blocks is None:
             return None
-        offset = None if codes.offset is None else torch.from_numpy(codes.offset)
-        weight = QuantisedWeight(
-            codes.bits, GROUP, torch.from_numpy(codes.codes), torch.from_numpy(codes.scale), offset
-        )
+        offset = None if blocks.offset is None else torch.from_numpy(blocks.offset)
+        numbers, scale = torch.from_numpy(blocks.numbers), torch.from_numpy(blocks.scale)
+        weight = QuantisedWeight(blocks.bits, GROUP, numbers, scale, offset)
         heads = self._interleaved_heads(name)
         return weight.rows(_from_interleaved(weight.shape[0], heads)) if heads else weight
 

@@ -1,4 +1,4 @@
-"""From files to a model that runs."""
+"""Loads a model from its files."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "gemma3": Gemma3}
 def load_model(
     files: ModelFiles, *, dtype: str = "float32", device: str = "cpu", quantization: str = "none"
 ) -> Decoder:
-    """Load a model in `dtype` ("float32" or "bfloat16"; files of another dtype are converted) on `device`.
+    """Loads a model in `dtype`, "float32" or "bfloat16", on `device`; converts files of another dtype.
 
-    `quantization` is one of `Quantization`.
-
-    ModelError, with what to do, when a file is missing, damaged or truncated, a tensor is missing or has a wrong shape,
-    or architecture or dtype are not supported.
+    `quantization` is one of `Quantization`. ModelError, with the remedy, when a file is missing, damaged or truncated,
+    a tensor is missing or has a wrong shape, or architecture or dtype are not supported.
     """
     kind, place = torch_dtype(dtype), torch_device(device)
     config, source = open_model(files)
@@ -59,7 +57,7 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:
 
 
 def torch_device(name: str) -> torch.device:
-    """ModelError when this torch cannot use the device."""
+    """The device of that name. ModelError when this torch cannot use it."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

@@ -11,7 +11,7 @@ from common.model_files.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: Tensor | None = None) -> Tensor:
-    """float32 [head_dim / 2]. `factors`, where a file brings its own (llama.cpp's rope_freqs), divide them."""
+    """Angles per position, float32 [head_dim / 2]. `factors` of the file (llama.cpp's rope_freqs) divide them."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if factors is not None:
@@ -24,7 +24,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: Tensor | None 
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1: slows long waves by `factor`, keeps short ones, interpolates between them."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_len / rope.low_freq_factor
     shortest = rope.original_max_len / rope.high_freq_factor

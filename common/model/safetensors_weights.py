@@ -33,7 +33,7 @@ class SafetensorsWeights:
 
     @staticmethod
     def _plain(name: str) -> str:
-        """Multimodal checkpoints put the language model below a prefix."""
+        """The name without the prefix that multimodal checkpoints put the language model below."""
         for prefix in ("language_model.", "model.language_model."):
             if name.startswith(prefix):
                 rest = name.removeprefix(prefix)
@@ -44,7 +44,7 @@ class SafetensorsWeights:
         return name in self._files
 
     def read_quantised(self, name: str) -> QuantisedWeight | None:
-        return None  # the formats taken here hold floats
+        return None  # safetensors files hold floats here
 
     def is_quantised(self, name: str) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""A decoder's weights as the forward pass wants them: q, k, v in one matrix, gate and up in one matrix."""
+"""A decoder's weights, assembled for the forward pass: q, k, v in one matrix, gate and up in one matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ L = TypeVar("L", bound=Linear)
 
 
 class WeightSource(Protocol):
-    """A file or folder of named tensors. Names are Hugging Face's, whatever the file calls them."""
+    """A file or folder of tensors, by Hugging Face's names."""
 
     def read(self, name: str) -> Tensor:
         """The tensor, of any float dtype. ModelError when it is missing."""
@@ -26,27 +26,27 @@ class WeightSource(Protocol):
     def has(self, name: str) -> bool: ...
 
     def read_quantised(self, name: str) -> QuantisedWeight | None:
-        """The tensor's own 8- or 4-bit codes, where the file holds such."""
+        """The tensor in the 8- or 4-bit integers that the file stores; None where it stores others."""
 
     def is_quantised(self, name: str) -> bool:
         """Whether the file holds the tensor in fewer bits than 16."""
 
     @property
     def has_quantised(self) -> bool:
-        """Whether the file holds any tensor so."""
+        """Whether the file holds any such tensor."""
 
     @property
     def label(self) -> str:
-        """What to call the source in an error."""
+        """The source's name in errors."""
 
     @property
     def norm_offset(self) -> float:
-        """What to add to Gemma's norm weights: 1.0 where the file stores them as offsets from one."""
+        """Added to Gemma's norm weights: 1.0 where the file stores them as offsets from one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Norm weights are float32. What a family does not have is None.
+    """The weights of one layer. Norm weights are float32; weights that a family lacks are None.
 
     qkv: hidden to (num_heads + 2 * num_kv_heads) * head_dim; gate_up: hidden to 2 * intermediate, gate first.
     """
@@ -67,7 +67,7 @@ class LayerWeights:
 class ModelWeights:
     """embedding [vocab, hidden]; lm_head multiplies by the same when they are tied. rope_factors: see `rope`.
 
-    quantization: what the matrices were made with.
+    quantization: of the matrices.
     """
 
     embedding: Embedding
@@ -129,7 +129,7 @@ class Assembler:
         )
 
     def linear(self, kind: type[L], prefix: str, parts: Mapping[str, int], columns: int, biased: bool) -> L:
-        """One product of matrices stacked by rows."""
+        """One matrix product with `parts` stacked by rows."""
         names = {f"{prefix}{part}.weight": rows for part, rows in parts.items()}
         bias = self.bias({f"{prefix}{part}.bias": rows for part, rows in parts.items()}) if biased else None
         return kind(self.weight(names, columns, self.quantization), bias, dtype=self.dtype)
@@ -159,7 +159,7 @@ class Assembler:
         return (weight + (self.source.norm_offset if self.config.family == "gemma3" else 0.0)).to(self.device)
 
     def _dense_dtype(self, quantization: Quantization) -> torch.dtype:
-        """Codes are made from the file's own values, not from rounded ones."""
+        """The type that matrices are quantised from: wide enough for the file's own values."""
         return self.dtype if quantization is Quantization.NONE else torch.float32
 
     def _held(self, name: str, rows: int, columns: int) -> QuantisedWeight | None:
@@ -167,7 +167,7 @@ class Assembler:
         return held if held is not None and held.shape == (rows, columns) else None
 
     def _stack(self, out: Tensor, parts: Mapping[str, int]) -> Tensor:
-        """Converted one by one into their place."""
+        """Copies the tensors into `out`, one below the other."""
         at = 0
         for name, count in parts.items():
             out[at : at + count] = self._checked(name, (count, *out.shape[1:]))

@@ -1,4 +1,4 @@
-"""The models that Diptych knows by name, and where they come from."""
+"""The built-in models, and where they come from."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ TINY_MODELS = {"tiny-random": "llama", "tiny-random-gemma3": "gemma3"}
 
 
 def builtin_model(name: str) -> BuiltinModel:
-    """Look a fetchable model up by name; raises ModelError naming those there are."""
+    """Looks a built-in model up by name; raises ModelError with all names."""
     if name not in BUILTIN_MODELS:
         raise ModelError(f"{name!r} is not a built-in model; these are: {', '.join([*BUILTIN_MODELS, *TINY_MODELS])}")
     return BUILTIN_MODELS[name]

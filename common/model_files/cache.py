@@ -1,4 +1,4 @@
-"""Where models and conversions are kept, and how files get there whole: a lock, a temporary name, a rename."""
+"""The folders of models and conversions. Files appear there whole: a lock, a temporary name, a rename."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cache_folder() -> Path:
 
 
 def make_folder(folder: Path) -> Path:
-    """Create `folder`; raises ModelError when the cache cannot be written."""
+    """Creates `folder`; raises ModelError when the cache cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -31,7 +31,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Readers of `path` see the old content or the new one, never a part."""
+    """Replaces `path` at once: readers see the old content or the new one, never a part."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -45,7 +45,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def locked(path: Path, *, waiting: str = "") -> Iterator[None]:
-    """Hold an exclusive lock on the file `path` among processes. The lock goes with the process, so a crash frees it.
+    """Holds an exclusive lock on the file `path` among processes. The lock goes with the process, so a crash frees it.
 
     `waiting` is written to stderr when another process holds it. Raises ModelError when the file cannot be made.
     """

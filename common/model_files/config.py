@@ -1,4 +1,4 @@
-"""What a model is made of, read from GGUF metadata or from Hugging Face's config.json. No torch."""
+"""A model's architecture, read from GGUF metadata or from Hugging Face's config.json. No torch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ModelConfig:
 
 
 def from_hf(path: Path) -> ModelConfig:
-    """Read a config.json. ModelError when it is missing, damaged, or describes a model that is not supported."""
+    """Reads a config.json. ModelError when it is missing, damaged, or describes an unsupported model."""
     try:
         raw = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -82,8 +82,10 @@ def from_hf(path: Path) -> ModelConfig:
 
 
 def from_gguf(metadata: Mapping[str, Any], vocab_size: int, tied: bool, path: Path) -> ModelConfig:
-    """Read GGUF metadata. What it lacks comes from the tensors: `vocab_size` (rows of the token embedding) and `tied`
-    (there is no output matrix). ModelError as `from_hf`."""
+    """Reads GGUF metadata. ModelError as `from_hf`.
+
+    The tensors tell the rest: `vocab_size`, rows of the token embedding, and `tied`, without an output matrix.
+    """
     return GGUFReader(metadata, path).read(vocab_size, tied)
 
 

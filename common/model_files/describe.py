@@ -1,4 +1,4 @@
-"""Draws a ModelFiles description from a GGUF file or a Hugging Face folder. Slow: files.py keeps the result."""
+"""Makes a ModelFiles description of a GGUF file or a Hugging Face folder. Slow: resolve.py keeps the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.model_files.cache import make_folder, write_atomically
 from common.model_files.files import ModelFiles
 from common.model_files.stamp import hash_weights
 
-# Control tokens that end a turn in some chat format. GGUF files name only one end token, so the others are known by
+# Control tokens that end a turn in some chat format. GGUF files name only one end token, so the others are found by
 # their text, as in llama.cpp.
 END_TOKENS = frozenset(
     ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "</s>")
@@ -23,7 +23,7 @@ END_TOKENS = frozenset(
 
 
 def describe_gguf(path: Path, model_id: str, folder: Path, *, progress: bool) -> ModelFiles:
-    """Describe a .gguf file and convert its vocabulary to `folder`/tokenizer.json.
+    """Describes a .gguf file and convert its vocabulary to `folder`/tokenizer.json.
 
     Raises ModelError when the file is damaged or its tokenizer is not supported.
     """
@@ -57,7 +57,7 @@ def _gguf_eos_token_ids(head: GGUFHead, tokens: list[str]) -> tuple[int, ...]:
 
 
 def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: bool = True) -> ModelFiles:
-    """Describe a folder with config.json, tokenizer.json and .safetensors weights (unless `weights` is False).
+    """Describes a folder with config.json, tokenizer.json and .safetensors weights (unless `weights` is False).
 
     Raises ModelError when one of them is missing, cut short or not readable.
     """
@@ -133,7 +133,7 @@ def _safetensors(folder: Path) -> tuple[Path, ...]:
 
 
 def _check_safetensors(path: Path) -> None:
-    """A file cut short is found here, before a worker maps it. Format: 8 bytes of length, JSON, then the data."""
+    """Finds a file cut short before a worker maps it. Format: 8 bytes of length, JSON, then the data."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:

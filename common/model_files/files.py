@@ -1,4 +1,4 @@
-"""A model on disk, as the router and the workers see it. `resolve.py` finds one by its name."""
+"""The description of a model on disk. `resolve.py` finds one by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two workers must agree on before KV blocks may travel between them. No torch."""
+"""Fingerprints: two workers exchange KV blocks only if theirs are equal. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 
 
 def weights_fingerprint(model_id: str, weights_hash: str, quantization: str) -> str:
-    """16 hex digits over what makes two workers the same model, however each lays out its KV and rounds."""
+    """16 hex digits over model and weights, without the layout and the type of the KV cache."""
     fields = json.dumps([model_id, weights_hash, quantization])
     return hashlib.blake2b(fields.encode(), digest_size=8).hexdigest()
 
@@ -25,7 +25,7 @@ def layout_fingerprint(
     block_size: int,
     protocol_version: int,
 ) -> str:
-    """32 hex digits over everything that must be equal: equal fingerprints mean that blocks mean the same bytes."""
+    """32 hex digits over everything that gives the bytes of a KV block their meaning."""
     fields = {
         "model_id": model_id,
         "weights_hash": weights_hash,
@@ -38,6 +38,6 @@ def layout_fingerprint(
         "protocol_version": protocol_version,
         "order": "block,layer,kv_head,slot,kv,dim",
     }
-    if kv_dtype != dtype:  # else it is that of earlier versions
+    if kv_dtype != dtype:  # else the fingerprint stays that of earlier versions
         fields["kv_dtype"] = kv_dtype
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -44,7 +44,7 @@ def hub_folder(model_id: str, *, download: bool = True, weights: bool = True) ->
 
 
 def _is_whole(folder: Path, *, weights: bool) -> bool:
-    """Whether nothing is left to fetch: a snapshot shows each file as soon as that one is there."""
+    """Whether the snapshot is complete: it shows each file as soon as that one is there."""
     if not (folder / "config.json").exists() or not (folder / "tokenizer.json").exists():
         return False
     shards = [path.name for path in folder.glob(WEIGHTS)]

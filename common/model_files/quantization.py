@@ -1,4 +1,4 @@
-"""What `--quantization` means: how many bits each matrix of a model gets."""
+"""The choices of `--quantization`: how many bits each matrix of a model gets."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class Quantization(StrEnum):
     AUTO = "auto"
 
     def effective(self, *, on_cpu: bool, quantised_file: bool) -> Quantization:
-        """What it comes to for a device and a file."""
+        """The choice that this one means on a device and for a file."""
         return Quantization.NONE if self is Quantization.AUTO and not (on_cpu and quantised_file) else self
 
     @property
     def head(self) -> Quantization:
-        """What applies to the output head."""
+        """The choice for the output head."""
         return Quantization.INT8 if self is Quantization.INT4 else self
 
     @property
     def keeps_held(self) -> bool:
-        """Whether a file's own codes are looked at."""
+        """Whether the integers of a quantised file may be kept."""
         return self is not Quantization.NONE
 
     def takes(self, bits: int) -> bool:
-        """Whether codes of so many bits are used as they are."""
+        """Whether a file's integers of so many bits are kept."""
         return {Quantization.INT8: bits == 8, Quantization.INT4: bits == 4}.get(self, True)
 
     def bits(self, quantised_in_file: bool) -> int:
-        """For a matrix whose own codes are not used; 0 for none."""
+        """Bits that another matrix is quantised to; 0 for none."""
         if self is Quantization.AUTO:
             return 8 if quantised_in_file else 0
         return {Quantization.INT8: 8, Quantization.INT4: 4}.get(self, 0)

@@ -1,4 +1,4 @@
-"""Finds a model's files by name and says what the router and the workers need to know of them, without torch.
+"""Finds a model's files by name, and describes them for the router and the workers, without torch.
 
 The answer is kept as JSON beside the converted tokenizer, with a stamp of every file it was drawn from, so the next
 start takes milliseconds: no vocabulary is parsed and no weights are hashed again.
@@ -25,7 +25,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class _Description(msgspec.Struct, frozen=True, kw_only=True):
-    """What the JSON sidecar holds: `stamps` of the files it was drawn from, `tokenizer` of the converted tokenizer."""
+    """The content of the JSON sidecar: `stamps` of the described files, `tokenizer` of the converted tokenizer."""
 
     version: int
     stamps: tuple[FileStamp, ...]
@@ -34,7 +34,7 @@ class _Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_model(name: str, *, download: bool = True, progress: bool = True, weights: bool = True) -> ModelFiles:
-    """Find a model: a built-in name, a folder, a .gguf file or a Hugging Face id ("org/name"), tried in this order.
+    """Finds a model: a built-in name, a folder, a .gguf file or a Hugging Face id ("org/name"), tried in this order.
 
     A built-in model that is not in the cache is fetched, with a progress bar on stderr, unless `download` is False.
     Without `weights` those of a folder or of Hugging Face are neither fetched nor read: what a router needs is beside
@@ -71,7 +71,7 @@ def _unknown(name: str) -> str:
 
 
 def _resolve_tiny(name: str, *, weights: bool) -> ModelFiles:
-    """Build the tiny model on first use. The folder carries a hash of the recipe: a changed one is a new model."""
+    """Builds the tiny model on first use. The folder's name has a hash of the recipe: a changed one is a new model."""
     recipe = xxhash.xxh3_64(Path(__file__).with_name("tiny.py").read_bytes()).hexdigest()[:8]
     folder = cache_folder() / "models" / f"{name}-{recipe}"
     if not (folder / ".complete").exists():
@@ -133,7 +133,7 @@ def _resolve_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
 
 
 def _local_folder(path: Path) -> Path:
-    """Where conversions of a file or folder outside the cache are kept."""
+    """The folder for conversions of a file or folder outside the cache."""
     return cache_folder() / "local" / f"{path.stem}-{xxhash.xxh3_64(str(path).encode()).hexdigest()}"
 
 

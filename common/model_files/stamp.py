@@ -1,4 +1,4 @@
-"""Notices that a file has changed or been damaged, without reading all of it, and hashes it whole when it must be."""
+"""Notices a changed or damaged file without reading all of it, and hashes whole files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOW_BYTES = 1 << 31
 
 
 class FileStamp(msgspec.Struct, frozen=True):
-    """What a file looked like: cheap to take (64 KiB read), enough to notice replacement, truncation and most damage.
+    """The marks of a file: cheap to take (64 KiB read), enough to notice replacement, truncation and most damage.
 
     `sample` is a hash over 16 pieces of 4 KiB spread over the file, its first and last bytes included.
     """
@@ -30,12 +30,12 @@ class FileStamp(msgspec.Struct, frozen=True):
 
 
 def stamp_files(paths: Sequence[Path]) -> tuple[FileStamp, ...]:
-    """Stamp each file. Raises ModelError when one cannot be read."""
+    """Stamps each file. Raises ModelError when one cannot be read."""
     return tuple(stamp_file(path) for path in paths)
 
 
 def stamp_file(path: Path) -> FileStamp:
-    """Stamp one file. Raises ModelError when it cannot be read."""
+    """Stamps one file. Raises ModelError when it cannot be read."""
     try:
         with path.open("rb") as file:
             about = os.fstat(file.fileno())
@@ -50,7 +50,7 @@ def stamp_file(path: Path) -> FileStamp:
 
 
 def hash_weights(paths: Sequence[Path], *, progress: bool) -> str:
-    """Hash the whole content of the files, in the given order, into 16 hex digits: the same on every machine."""
+    """Hashes the whole content of the files, in the given order, into 16 hex digits: the same on every machine."""
     total = sum(path.stat().st_size for path in paths)
     digest = xxhash.xxh3_64()
     hidden = not progress or total < SLOW_BYTES

@@ -26,7 +26,7 @@ RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt",
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's text for training; here its body is rendered as it is."""
+    """Renders the body of `{% generation %}`, which marks the assistant's text for training, as it is."""
 
     tags = {"generation"}
 
@@ -112,6 +112,6 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except Exception as error:  # the template is a program over the client's data: anything may go wrong in it
+        except Exception as error:  # the template is a program over the client's data, so it may raise anything
             reason = str(error)[:MAX_REASON_CHARS] or type(error).__name__
             raise InvalidRequest(f"the chat template refuses these messages: {reason}", param="messages") from error

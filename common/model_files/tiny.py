@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_model(folder: Path, *, seed: int = 0, architecture: Literal["llama", "gemma3"] = "llama") -> Path:
-    """Write a loadable model (config, weights, tokenizer, chat template) into `folder`, which is created; returns it.
+    """Writes a loadable model (config, weights, tokenizer, chat template) into `folder`, which is created; returns it.
 
     The same seed gives the same weights. Token ids 0 to 255 are the bytes; 256 to 260 are `SPECIAL_TOKENS`.
     """

@@ -11,7 +11,7 @@ import tokenizers
 
 from common.errors import InvalidRequest, ModelError
 
-# A batch is of one text, so threads of the library's own would add nothing but their number.
+# Each batch has one text, so the library's own threads would be of no use.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 LONG_CHARS = 4096
@@ -48,7 +48,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: Path) -> Tokenizer:
-        """Load a tokenizer.json (`ModelFiles.tokenizer`). Raises ModelError when it cannot be read."""
+        """Loads a tokenizer.json (`ModelFiles.tokenizer`). Raises ModelError when it cannot be read."""
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises plain Exception for every kind of damage

@@ -1,4 +1,4 @@
-"""Batch sizes that decode steps are recorded for: a step is padded to the next one."""
+"""Batch sizes of recorded decode steps: a step is padded to the next one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def bucket_for(sizes: Sequence[int], count: int) -> int | None:
-    """The smallest of `sizes` (rising) that holds `count` rows, or None when none does, or there is nothing to hold."""
+    """The smallest of `sizes` (rising) that holds `count` rows, or None when none does or `count` is 0."""
     index = bisect_left(sizes, count)
     return sizes[index] if count > 0 and index < len(sizes) else None

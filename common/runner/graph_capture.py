@@ -1,4 +1,4 @@
-"""Records a piece of GPU work once and replays it with one launch: the only place that speaks CUDA's graph API.
+"""Records a piece of GPU work once and replays it with one launch. No other file uses CUDA's graph API.
 
 Launching the few hundred kernels of a decode step one by one takes longer than small batches compute.
 """
@@ -17,20 +17,20 @@ WARMUPS = 2
 
 
 class Recorder(Protocol):
-    """Turns work into something that can be replayed."""
+    """Records work that can be replayed."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Replaying does what `run` did, on the same memory, with what that memory holds then.
+        """A function that replays `run` on the same memory, with the values that it then holds.
 
-        `run` is called a few times meanwhile; it must not look at values on the host.
+        Calls `run` a few times; it must not read values on the host.
         """
 
 
 class GraphRecorder:
     """CUDA graphs that share one memory pool, so `record` the largest first: the others then fit into its memory.
 
-    Replays must follow each other on one stream. A tensor made inside of `run` is nobody's once another graph runs:
-    results must be copied out to memory from outside.
+    Replays must follow each other on one stream. Another graph overwrites the tensors that `run` made, so `run` must
+    copy its results to memory from outside.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class PlainRecorder:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """No garbage is looked for: to free somebody's graph or pinned memory spoils the recording that is under way."""
+    """Pauses garbage collection: freeing a graph or pinned memory would spoil a recording."""
     was_on = gc.isenabled()
     gc.disable()
     try:

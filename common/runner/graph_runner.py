@@ -1,8 +1,8 @@
 """Runs decode steps as recorded graphs, one for each of a few batch sizes; everything else as `ModelRunner` does.
 
-A step's inputs are written to memory that the graph reads; rows that pad it to its size have slot -1 (no KV is written)
-and no span (attention skips them), so whatever they compute, nobody sees. A row may take its token from the step before
-without the host knowing it: `launch` need not wait for the tokens that are still being sampled.
+A step's inputs go to memory that the graph reads. Rows that pad it to its size have slot -1, so no KV is written, and
+no span, so attention skips them; their logits are dropped. A row may take its token from the step before on the device,
+so `launch` does not wait for tokens that are still being sampled.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 TOKEN, POSITION, SLOT, SOURCE = range(4)  # rows of a step's inputs
 NUM_INPUTS = 4
 FROM_HOST = -1
-"""The source of a row whose token the host knows; else it is a row of the step before."""
+"""The source of a row whose token comes from the host; others name a row of the step before."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A decode step of `size` rows. `inputs` int64 [NUM_INPUTS, size] and `plan` are what a replay reads."""
+    """A decode step of `size` rows. A replay reads `inputs` int64 [NUM_INPUTS, size] and `plan`."""
 
     size: int
     inputs: Tensor
@@ -73,7 +73,7 @@ class GraphRunner(ModelRunner):
         return self.launch(chunks, [FROM_HOST] * len(chunks))
 
     def replays(self, chunks: Sequence[SequenceChunk]) -> bool:
-        """Whether a step of `chunks` is one that was recorded."""
+        """Whether a recorded step can run `chunks`."""
         fits = bucket_for(self._sizes, len(chunks)) is not None
         return fits and all(
             chunk.sample
@@ -116,7 +116,7 @@ class GraphRunner(ModelRunner):
         plan = GPUPlan.empty(size, self._max_blocks, layout, config.num_heads, kv.device)
 
         def run() -> None:
-            # An id that is no token is the mark of logits that are not numbers: its request ends once the host sees it.
+            # An id that is no token marks logits that are not finite: the host ends its request later.
             before = self.sampled.index_select(0, inputs[SOURCE].clamp_min(0)).clamp(0, config.vocab_size - 1)
             token_ids = torch.where(inputs[SOURCE] < 0, inputs[TOKEN], before)
             plan.prepare()

@@ -43,31 +43,31 @@ class LoadedModel:
 
     @property
     def precision(self) -> str:
-        """What it computes in and multiplies by, for people."""
-        kept = {"auto": "the file's own codes", "int8": "weights of 8 bits", "int4": "weights of 4 bits"}
+        """Types of activations, weights and KV, in words."""
+        kept = {"auto": "the file's own quantised weights", "int8": "weights of 8 bits", "int4": "weights of 4 bits"}
         used = [kept[self.quantization]] if self.quantization in kept else []
         used += [f"KV in {self.kv_dtype}"] if self.kv_dtype != self.dtype else []
         return " ".join((self.dtype, "with", " and ".join(used))) if used else self.dtype
 
     @property
     def token_s(self) -> float:
-        """Seconds a token took in the last step that was run; right after loading, of the last to warm up."""
+        """Seconds a token took in the last step; right after loading, in the last one of the warm-up."""
         profile = self.runner.profile
         return profile.forward_s / max(1, profile.num_tokens)
 
     @staticmethod
     def set_num_threads(num_threads: int) -> None:
-        """How many threads the calling thread's steps are computed by from now on."""
+        """Sets how many threads compute the calling thread's steps."""
         torch.set_num_threads(num_threads)
 
     @staticmethod
     def share_cores(cores: CoreShare) -> None:
-        """Long steps look at `cores` while they run: to be called before the first one."""
+        """Makes long steps read `cores` while they run. Call it before the first step."""
         share_cores(cores.address, cores.num_cores)
 
     @classmethod
     def load(cls, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
-        """Load weights and allocate the cache. Raises ModelError or ConfigError."""
+        """Loads weights and allocates the cache. Raises ModelError or ConfigError."""
         dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
         return cls.of(
             lambda: load_model(files, dtype=dtype, device=config.device, quantization=config.quantization),
@@ -77,7 +77,7 @@ class LoadedModel:
 
     @classmethod
     def of(cls, load: Callable[[], Model], files: ModelFiles, config: WorkerConfig) -> LoadedModel:
-        """Around the model that `load` makes, whose tokenizer and name are those of `files`. Raises as `load`."""
+        """Loads with `load`, which makes a model for the tokenizer and the name of `files`. Raises as `load`."""
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
         torch.set_float32_matmul_precision("highest")  # some images ask for TF32 by their environment
@@ -121,7 +121,7 @@ class LoadedModel:
 
 
 def decode_graphs(model: Model, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:
-    """A runner of recorded decode steps, where there are a CUDA device, Triton and somebody who decodes."""
+    """A runner of recorded decode steps for a decode worker with a CUDA device and Triton, else None."""
     if not isinstance(config, DecodeWorkerConfig) or not config.cuda_graphs or kv.device.type != "cuda":
         return None
     if triton_backend(kv.device.type) is None:

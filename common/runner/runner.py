@@ -18,13 +18,13 @@ from kernels import on_device
 
 
 class Model(Protocol):
-    """What the runner needs of a model."""
+    """What the runner uses of a model."""
 
     config: ModelConfig
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """The type of weights and activations."""
 
     @property
     def device(self) -> torch.device:
@@ -32,7 +32,7 @@ class Model(Protocol):
 
     @property
     def quantization(self) -> str:
-        """What the weights were made with, one of `Quantization`."""
+        """One of `Quantization`."""
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Write the batch's KV into `kv` and return logits float32 [num sampled rows, vocab_size]."""
@@ -40,7 +40,7 @@ class Model(Protocol):
 
 @dataclass(slots=True)
 class StepProfile:
-    """Of the last `forward`: how much was run, and for how long."""
+    """The size and duration of the last `forward`."""
 
     num_tokens: int = 0
     num_sequences: int = 0
@@ -58,11 +58,11 @@ class ModelRunner:
         self.profile = StepProfile()
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
-        """Run every chunk: logits float32 [rows, vocab_size], one of each chunk with `sample`, all with `all_logits`.
+        """Runs every chunk: logits float32 [rows, vocab_size], one of each chunk with `sample`, all with `all_logits`.
 
-        A chunk's KV is in its blocks when this returned and, on a GPU, `wait` did. BlockError when a block table is too
-        short or names a block out of range, InvalidRequest when a token id or position is out of range; before anything
-        is written.
+        A chunk's KV is in its blocks once this and, on a GPU, `wait` have returned. Before it writes anything it raises
+        BlockError when a block table is too short or names a block out of range, InvalidRequest when a token id or
+        position is out of range.
         """
         began = time.perf_counter()
         batch = self.prepare(chunks)
@@ -78,11 +78,11 @@ class ModelRunner:
             return ForwardBatch.build(chunks, self.model.config, self.kv)
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """The second half. One at a time."""
+        """The second half of `forward`, one at a time."""
         with on_device(self.kv.device), torch.inference_mode():
             return self.model.forward(batch, self.kv)
 
     def wait(self) -> None:
-        """Until all that was launched here has run: from then on others may read and write the blocks of its chunks."""
+        """Waits for all launched work: afterwards others may read and write the blocks of its chunks."""
         if self.kv.device.type == "cuda":
             torch.cuda.current_stream(self.kv.device).synchronize()

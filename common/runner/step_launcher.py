@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class SampledIds:
-    """Token ids on their way to the host. Made by the thread that launched the step, right after it."""
+    """Token ids on their way to the host. The thread that launches the step makes it right after."""
 
     def __init__(self, ids: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -29,7 +29,7 @@ class SampledIds:
             self._event.record()
 
     def read(self) -> list[int]:
-        """Wait until the step has ended. Raises RuntimeError when it failed on the device."""
+        """Waits until the step has ended. Raises RuntimeError when it failed on the device."""
         if self._event is not None:
             self._event.synchronize()
         return [int(token_id) for token_id in self._host.tolist()]
@@ -48,7 +48,7 @@ class StepLauncher:
     def launch(
         self, chunks: Sequence[SequenceChunk], sources: Sequence[int], rows: Sequence[SamplingRow]
     ) -> SampledIds:
-        """Start a step. Chunk i runs the token that row `sources[i]` of the step before sampled, or its own for -1."""
+        """Starts a step. Chunk i runs the token that row `sources[i]` of the step before sampled, or its own for -1."""
         logits = self._runner.launch(chunks, sources)
         with on_device(logits.device), torch.inference_mode():
             ids = self._runner.sampled[: len(chunks)]
@@ -56,8 +56,8 @@ class StepLauncher:
             return SampledIds(ids)
 
     def close(self) -> None:
-        """Wait for the steps that were launched. A device that has failed has nothing more to wait for."""
+        """Waits for the launched steps, unless the device has failed."""
         try:
             self._runner.wait()
-        except RuntimeError as error:  # raised on, it would leave the KV threads running, and the process with them
+        except RuntimeError as error:  # raised, it would keep the KV threads and so the process alive
             log.warning("the device failed: %s", str(error).splitlines()[0])

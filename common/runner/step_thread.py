@@ -1,10 +1,10 @@
-"""Runs decode steps of a CPU on a thread of their own, one after the other, each fed with the tokens of the one before.
+"""Runs decode steps of a CPU on a thread of their own, each with the tokens of the one before.
 
     engine   launch N+1 │ tokens of N, messages, commands │ launch N+2 │ ...
     steps    ... step N │ step N+1                                     │ step N+2
 
-A step's tensors are made when it is launched; only its token ids are filled in when it begins. So nothing but that
-lies between two steps, and what the engine has to do in between happens beside the next one.
+`launch` makes a step's tensors; only its token ids are filled in when it begins. So the engine works on messages while
+the next step already runs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from common.sampling.sampler import Sampler, SamplingRow
 
 
 class SampledTokens:
-    """What a launched step samples."""
+    """The tokens of a launched step."""
 
     def __init__(self, future: Future[list[int]]) -> None:
         self._future = future
 
     def read(self) -> list[int]:
-        """Wait for the step: one token id for each of its rows. Raises what the step raised, or the one before it."""
+        """Waits for the step: one token id for each row. Raises the error of the step, or of the one before it."""
         return self._future.result()
 
 
 class StepThread:
-    """Implements the decode worker's `Launcher`. Steps of one engine: nobody else may run the model meanwhile."""
+    """Implements the decode worker's `Launcher`. No other thread may run the model meanwhile."""
 
     def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
         self._runner, self._sampler = runner, sampler
@@ -46,9 +46,9 @@ class StepThread:
     def launch(
         self, chunks: Sequence[SequenceChunk], sources: Sequence[int], rows: Sequence[SamplingRow]
     ) -> SampledTokens:
-        """Start a step. Chunk i runs the token that row `sources[i]` of the step before sampled, or its own for -1.
+        """Starts a step. Chunk i runs the token that row `sources[i]` of the step before sampled, or its own for -1.
 
-        As many threads compute it as the calling one may use now. Errors as `ModelRunner.prepare`.
+        It uses as many threads as torch has at the time of the call. Errors as `ModelRunner.prepare`.
         """
         batch = self._runner.prepare(chunks)
         before = self._last if max(sources) >= 0 else None
@@ -58,7 +58,7 @@ class StepThread:
         return self._last
 
     def close(self) -> None:
-        """Let the steps that were launched end. From then on nothing writes to their blocks."""
+        """Waits for the launched steps. Afterwards nothing writes to their blocks."""
         self._steps.shutdown()
 
     def _run(
@@ -75,7 +75,7 @@ class StepThread:
             token_ids, fed = batch.token_ids.numpy(), before.read()
             for row, source in enumerate(sources):
                 if source >= 0:
-                    # An id that is no token marks logits that are not numbers: the engine will end its request.
+                    # An id that is no token marks logits that are not finite: the engine ends its request later.
                     token_ids[row] = fed[source] if fed[source] < self._sampler.vocab_size else 0
         logits = self._runner.run(batch)
         return [sampled.token_id for sampled in self._sampler.sample(logits, rows)]

@@ -17,20 +17,20 @@ from common.wire.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from kernels import on_device
 
 TIMED_TOKENS = 16
-"""Of the step that shows how slow the machine is: enough for computing to count beside the reading of the weights."""
+"""Of the timed step: enough for computation to count beside the reading of the weights."""
 SAMPLED = (
     SamplingParams(max_tokens=1, temperature=0.0),
     SamplingParams(max_tokens=1, temperature=1.0),
     SamplingParams(max_tokens=1, temperature=1.0, top_p=0.5),
 )
-"""One of each kind that sampling is compiled for."""
+"""One of each kind that sampling is compiled for: greedy, plain, and with a search."""
 
 
 def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig) -> ModelRunner:
-    """The runner that `make` makes, after steps on blocks that nobody owns yet. On a CPU its profile is that of a small
-    step, for which the weights were in memory already.
+    """Makes a runner and runs its first steps, on blocks that no sequence owns yet.
 
-    ConfigError naming the size of the cache when a device has no memory for the largest step beside it.
+    On a CPU the runner's profile is then that of a small step with the weights in memory. Raises ConfigError with the
+    size of the cache when the device has no memory left for the largest step.
     """
     num_tokens = step_tokens(config)
     try:
@@ -48,14 +48,14 @@ def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig) -> ModelRun
 
 
 def step_tokens(config: WorkerConfig) -> int:
-    """Tokens of the largest step that a worker computes."""
+    """The most tokens that a worker computes in one step."""
     if isinstance(config, DecodeWorkerConfig):
         return config.max_num_seqs + config.local_prefill_chunk
     return int(getattr(config, "max_num_batched_tokens", 0))
 
 
 def run_every_kind(runner: ModelRunner, num_tokens: int) -> None:
-    """The largest step, one with all logits of a prompt, a row at the longest sequence's end, each way of sampling."""
+    """Runs the largest step, one with a prompt's logits, a row at the longest sequence's end, each kind of draw."""
     longest = min(runner.model.config.max_model_len, runner.kv.num_blocks * runner.kv.block_size)
     table = range(-(-longest // runner.kv.block_size))
     runner.forward(largest_step(num_tokens, longest, runner.kv))

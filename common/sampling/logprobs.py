@@ -11,7 +11,9 @@ from common.model.batch import SequenceChunk
 from common.wire.sampling_params import TokenLogprobs
 
 LOGPROB_FLOOR = -9999.0
+"""Stands for minus infinity and NaN, which JSON lacks."""
 LOGPROB_BYTES = 64 * 2**20
+"""Of float32 logits that one step of prompt logprobs may take, within these bounds on its tokens."""
 LOGPROB_TOKENS = range(16, 1025)
 
 
@@ -23,7 +25,7 @@ def max_prompt_logprobs(vocab_size: int) -> int:
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
     """Row by row of `logits`, float32 [n, vocab_size]: log-softmax at `token_ids[row]`, and the `count` best tokens.
 
-    Ties go by lowest id. What is not a number counts as LOGPROB_FLOOR. A row's result depends on that row alone.
+    Ties go by lowest id. NaN counts as LOGPROB_FLOOR. A row's result depends on that row alone.
     """
     logprobs = torch.log_softmax(logits, dim=-1).nan_to_num_(nan=LOGPROB_FLOOR).clamp_(min=LOGPROB_FLOOR)
     own = logprobs.gather(1, torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None])[:, 0].tolist()
@@ -33,7 +35,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list
     values, indices = torch.topk(logprobs, min(count + 1, logprobs.shape[1]), dim=-1)
     best = [list(zip(*row, strict=True)) for row in zip(indices.tolist(), values.tolist(), strict=True)]
     for i, row in enumerate(best):
-        if row[-1][1] == row[count - 1][1]:  # several tie for the last place: all of them, to choose by id
+        if row[-1][1] == row[count - 1][1]:  # several tie for the last place: the lowest ids win
             index = torch.nonzero(logprobs[i] >= row[-1][1]).flatten()
             best[i] = list(zip(index.tolist(), logprobs[i][index].tolist(), strict=True))
     top = [tuple(sorted(row, key=lambda item: (-item[1], item[0]))[:count]) for row in best]
@@ -41,10 +43,10 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list
 
 
 def separate(logits: Tensor, chunks: Sequence[SequenceChunk]) -> tuple[Tensor, list[Tensor | None]]:
-    """Takes a step's logits apart, float32 [rows, vocab_size].
+    """Splits a step's logits, float32 [rows, vocab_size].
 
-    The rows to sample from, one for each chunk with `sample`; and for each chunk, None or with `all_logits` the rows
-    that follow its tokens. Both are views; the first is a copy where some chunk has `all_logits`.
+    Returns the rows to sample from, one for each chunk with `sample`, and for each chunk the rows that follow its
+    tokens, or None without `all_logits`. Both are views; the first is a copy where some chunk has `all_logits`.
     """
     if not any(chunk.all_logits for chunk in chunks):
         return logits, [None] * len(chunks)

@@ -1,7 +1,7 @@
-"""Logit bias, penalties and bans, for the rows of a batch at once; and what penalties have to know of a sequence.
+"""Logit bias, penalties and bans for the rows of a batch at once, and the token counts that penalties need.
 
-A sequence's counts live with it and grow by its new tokens, so a token costs the same at the end of a long prompt as at
-the end of a short one, but for the look at each different token that there is.
+A sequence keeps its counts and adds its new tokens to them, so a step does not count a long prompt again: it only reads
+the distinct tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BANNED = -1e30
 
 
 class GrowingTensor:
-    """int64 numbers to which more are appended from time to time. They lie on the device that asked last."""
+    """int64 numbers that grow at the end. They lie on the device that read them last."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.int64)
@@ -38,14 +38,14 @@ class GrowingTensor:
         self._memory[index] = values
 
     def on(self, device: torch.device) -> Tensor:
-        """All of them, to be read before they change."""
+        """A view of all numbers, valid until they change."""
         if self._memory.device != device:
             self._memory = self._memory.to(device)
         return self._memory[: self._size]
 
 
 class TokenCounts:
-    """Which tokens a sequence has, and how often its output has each. Tensors are made of what is asked for only."""
+    """The distinct tokens of a sequence, and how often each is in its output. It makes tensors on first use."""
 
     def __init__(self, prompt: Iterable[int] = (), output: Sequence[int] = ()) -> None:
         self._seen = set(prompt)
@@ -58,7 +58,7 @@ class TokenCounts:
         self.push(output)
 
     def push(self, output: Sequence[int]) -> None:
-        """More output tokens have come."""
+        """Adds new output tokens."""
         self.num_output_tokens += len(output)
         for token_id in output:
             if token_id not in self._seen:
@@ -68,7 +68,7 @@ class TokenCounts:
             self._changed.add(token_id)
 
     def seen(self, device: torch.device, draft: Sequence[int] = ()) -> Tensor:
-        """The tokens of the sequence with a draft behind it, each once: int64."""
+        """The distinct tokens of the sequence and a draft: int64."""
         if self._new_seen:
             self._seen_ids.append(self._new_seen)
             self._new_seen = []
@@ -77,7 +77,7 @@ class TokenCounts:
         return torch.cat((ids, torch.tensor(more, device=device))) if more else ids
 
     def output(self, device: torch.device, draft: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """The tokens of the output with a draft behind it, each once, and how often each is there: int64 both."""
+        """The distinct tokens of the output and a draft, and how often each occurs: int64 both."""
         if self._changed:
             self._write_counts()
         ids, counts = self._output_ids.on(device), self._output_counts.on(device)
@@ -103,7 +103,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """How one row is adjusted: by these parameters, the tokens counted and those of a draft behind them."""
+    """What adjusts one row: its parameters, its counted tokens, its draft tokens behind those, and its bans."""
 
     params: SamplingParams
     counts: TokenCounts
@@ -112,12 +112,12 @@ class Adjustment:
 
 
 def needs_counts(params: SamplingParams) -> bool:
-    """Whether a row's logits depend on which tokens there were."""
+    """Whether a row's logits depend on the sequence's tokens."""
     return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
 def adjust(logits: Tensor, rows: Sequence[Adjustment]) -> None:
-    """Changes logits float32 [n, vocab], contiguous, of n rows: bias, then penalties, then bans."""
+    """Changes logits float32 [n, vocab], contiguous, in place: bias, then penalties, then bans."""
     flat, starts = logits.view(-1), range(0, logits.numel(), logits.shape[1])
     _bias(flat, rows, starts, logits.shape[1])
     _penalise_repetition(flat, rows, starts)
@@ -168,5 +168,5 @@ def _penalise_output(flat: Tensor, rows: Sequence[Adjustment], starts: Sequence[
 
 
 def _spread(values: Sequence[float], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """float32 [sum(sizes)]: each value as often as its size says."""
+    """float32 [sum(sizes)]: values[i] repeated sizes[i] times."""
     return torch.cat([torch.full((size,), value, device=device) for value, size in zip(values, sizes, strict=True)])

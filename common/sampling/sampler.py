@@ -1,7 +1,7 @@
 """From logits to tokens. A row's token depends on its own logits, parameters, seed and position, and on nothing else.
 
-Order of operations on a row (vLLM's): logit bias; repetition, frequency and presence penalties; banned tokens; what a
-grammar forbids; temperature; then the filters min_p, top_k, top_p, each a threshold on probability, so that tokens of
+Order of operations on a row (vLLM's): logit bias; repetition, frequency and presence penalties; banned tokens; the
+grammar; temperature; then the filters min_p, top_k, top_p, each a threshold on probability, so that tokens of
 equal probability stay or go together and no sort order matters. The token is then the inverse of the cumulative
 distribution in token id order at one uniform number, which is a counter-based function of (seed, position).
 """
@@ -67,7 +67,7 @@ class Sampler:
         return all(row.params.logprobs < 0 and row.constraint is None and not _adjusts(row) for row in rows)
 
     def launch(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """The same tokens as `sample` gives, int64 [n] on the logits' device, without waiting for them.
+        """The tokens that `sample` would give, int64 [n] on the logits' device, without waiting for them.
 
         Only for rows that it `can_launch`.
         """
@@ -78,13 +78,13 @@ class Sampler:
             return self._draw(logits, rows)
 
     def _draw(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """All rows at once: those that are adjusted are copies."""
+        """Draws all rows at once, from copies of those that it adjusts."""
         whole = _adjusted(logits, rows)
         allowed = [None if row.constraint is None else row.constraint.allowed(row.output_token_ids) for row in rows]
         return sample(whole, SamplingTensors.pack([_draw_of(row) for row in rows], logits.device), allowed)
 
     def _finish(self, logits: Tensor, row: SamplingRow, token_id: int) -> SampledToken:
-        if row.params.logprobs < 0 or token_id >= self.vocab_size:  # logits that are not numbers have no such
+        if row.params.logprobs < 0 or token_id >= self.vocab_size:  # a row without finite logits has none
             return SampledToken(token_id)
         return SampledToken(token_id, token_logprobs(logits[None], [token_id], row.params.logprobs)[0])
 
@@ -105,7 +105,7 @@ def _adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor | list[Tens
     if not chosen:
         return logits
     if logits.device.type == "cpu":
-        copies = torch.from_numpy(logits.numpy()[chosen])  # one thread does
+        copies = torch.from_numpy(logits.numpy()[chosen])  # numpy copies with one thread, which is enough
     else:
         copies = logits[torch.tensor(chosen, device=logits.device)]
     adjust(copies, [_adjustment(rows[i]) for i in chosen])

@@ -29,7 +29,7 @@ def gate_rows(gate_up, out, width, stride_row, GELU: tl.constexpr, BLOCK: tl.con
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """As `kernels.gated`; rounded once, at the end. ValueError for an unknown activation."""
+    """As `Kernels.gated`; rounded once, at the end. ValueError for an unknown activation."""
     if activation not in ("silu", "gelu_tanh"):
         raise ValueError(f"activation {activation!r} is not one of silu, gelu_tanh")
     if gate_up.stride(1) != 1:

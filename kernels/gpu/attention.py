@@ -7,37 +7,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.gpu.decode_attention import decode_attention
 from kernels.gpu.device_plan import GPUPlan
 from kernels.gpu.prefill_attention import prefill_attention
 from kernels.gpu.scores import Scores
+from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface.kernels import AttentionRule
 
 
 def plan_attention(spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device) -> GPUPlan:
-    """As `kernels.plan_attention`: a plan just large enough for these spans."""
+    """As `Kernels.plan_attention`: a plan just large enough for these spans."""
     return GPUPlan.sized_for(spans, layout, num_heads, device)
 
 
-def paged_attention(
-    q: Tensor,
-    kv: Tensor,
-    layer: int,
-    plan: AttentionPlan,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> Tensor:
-    """As `kernels.paged_attention`. q may be a slice whose last dimension is contiguous."""
+def paged_attention(q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
+    """As `Kernels.paged_attention`. q may be a slice whose last dimension is contiguous."""
     if not isinstance(plan, GPUPlan):
         raise TypeError(f"a {type(plan).__name__} was made by another backend")
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    scores = Scores.of(kv, scale, window, softcap, sinks, k_scale, v_scale)
+    scores = Scores.of(kv, rule)
     if plan.single and plan.num_spans:
         decode_attention(q, kv, layer, plan, scores, out)
     if plan.wide:

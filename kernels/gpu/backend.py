@@ -1,4 +1,4 @@
-"""The CUDA device's backend: Triton kernels. Implements `dispatch.Backend`, and sampling and block copies besides."""
+"""The CUDA device's backend: Triton kernels. Implements `interface.kernels.DeviceKernels`."""
 
 from __future__ import annotations
 

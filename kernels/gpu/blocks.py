@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.blocks import LARGEST, LEAST_SCALE
 from kernels.gpu.key_tile import dequantised
 from kernels.gpu.rounding import e4m3_bits, rounded
+from kernels.interface.kv_region import LARGEST_FP8, LEAST_SCALE
 
 WORDS = 2048  # of 4 bytes, that a program copies
 TILE = 4096  # numbers that a program holds while it quantises
@@ -111,7 +111,7 @@ def _move(kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool, to_buf
     options = {"BLOCK_SLOTS": slots, "BLOCK_D": width, "num_warps": 4, "enable_fp_fusion": False}
     grid = (count, layers * heads, 2)
     if to_buffer:
-        quantise_heads[grid](*arguments, LARGEST, LEAST_SCALE, **sizes, **options)
+        quantise_heads[grid](*arguments, LARGEST_FP8, LEAST_SCALE, **sizes, **options)
     else:
         dequantise_heads[grid](*arguments, **sizes, **options)
 

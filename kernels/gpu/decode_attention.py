@@ -2,7 +2,7 @@
 
 Flash-decoding's split of the keys (Dao et al. 2023) with the online softmax of FlashAttention-2 (arXiv 2307.08691) in
 base 2. The query heads of a group are rows of one matrix product. A sequence of one split needs no reduction and writes
-its output at once; which it is, where it is cut and the order of its sums depend on its own length alone.
+its output at once. Its splits and the order of its sums depend on its own length alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernels.gpu.rounding import rounded
 from kernels.gpu.scores import Scores, capability
 
 MIN_ROWS = 16  # of a matrix product on tensor cores
-REDUCE_CHUNK = 8  # partial results that are summed up in one go
+REDUCE_CHUNK = 8  # partial results that a program sums in one go
 
 
 class DecodeConfig(NamedTuple):
@@ -35,13 +35,13 @@ class DecodeConfig(NamedTuple):
 def decode_config(
     head_dim: int, dtype: torch.dtype, element_bytes: int, chip: tuple[int, int], masked: bool = False
 ) -> DecodeConfig:
-    """For queries of `dtype`, a cache of so many bytes a number, and a chip of that compute capability.
+    """The configuration for queries of `dtype`, a cache of `element_bytes` a number, and a compute capability.
 
     masked: a window cuts tiles, or heads are padded, which takes registers: 190 with Triton 3.6, 168 with 3.9.
 
-    By the registers and the shared memory that the compiler reports: nothing spills, and `programs` of them fit on one
-    multiprocessor, with 64 KB or more of keys and values under way, which is what its share of the memory bandwidth
-    takes. A tile is a block of 64 tokens, so one entry of the block table is read a tile.
+    Chosen by the registers and the shared memory that the compiler reports: nothing spills, and `programs` of them fit
+    on one multiprocessor, with 64 KB or more of keys and values in flight, as its share of the memory bandwidth needs.
+    A tile is a block of 64 tokens, so a program reads one entry of the block table a tile.
     """
     if dtype == torch.float32:  # exact products, on the ordinary cores with all operands in registers: for tests
         return DecodeConfig(tile=16, warps=8, stages=2, programs=1)
@@ -52,6 +52,16 @@ def decode_config(
     if head_dim <= 64:
         return DecodeConfig(tile=64, warps=4, stages=5, programs=4)
     return DecodeConfig(tile=64, warps=4, stages=5, programs=3 if chip >= (9, 0) and not masked else 2)
+
+
+@triton.jit
+def store_output(p_out, b_m, b_l, b_acc, m_q, sinks, o_head, m_g, v_scale, SINKS: tl.constexpr):
+    """The output of a sequence of one split, [BLOCK_G, BLOCK_D]."""
+    if SINKS:
+        b_sink = tl.load(sinks + o_head, mask=m_g, other=float("-inf"))
+        b_l, b_acc = with_sink(b_m, b_l, b_acc, b_sink)
+    b_out = b_acc / b_l[:, None] * v_scale
+    tl.store(p_out, rounded(b_out, p_out.dtype.element_ty), mask=m_q)
 
 
 @triton.jit(do_not_specialize=["layer", "table_width"])
@@ -107,12 +117,8 @@ def attend_splits(
             tl.store(partial + o_place[:, None] * HEAD_DIM + o_d[None, :], b_acc / b_l[:, None], mask=m_q)
             tl.store(lse + o_place, b_m + tl.log2(b_l), mask=m_g)
         else:
-            if SINKS:
-                b_sink = tl.load(sinks + o_head, mask=m_g, other=float("-inf"))
-                b_l, b_acc = with_sink(b_m, b_l, b_acc, b_sink)
-            b_out = b_acc / b_l[:, None] * v_scale
             p_out = out + (i_row * (NUM_KV_HEADS * GROUP) + o_head)[:, None] * HEAD_DIM + o_d[None, :]
-            tl.store(p_out, rounded(b_out, out.dtype.element_ty), mask=m_q)
+            store_output(p_out, b_m, b_l, b_acc, m_q, sinks, o_head, m_g, v_scale, SINKS)
 
 
 @triton.jit(do_not_specialize=["max_splits"])
@@ -120,7 +126,7 @@ def reduce_splits(
     spans, counts, sinks, partial, lse, out, v_scale, max_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One program a (span, head). Chunks of partial results have one size whatever the plan's width, so the order of
+    """One program a (span, head). Chunks of partial results have one size for all plans, so the order of
     the sums is the sequence's own."""
     i_span, i_head = tl.program_id(0), tl.program_id(1)
     count = tl.load(counts + i_span)
@@ -166,54 +172,16 @@ def decode_attention(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: S
     lse = torch.empty((places, heads), dtype=torch.float32, device=q.device)
     grid = min(plan.num_multiprocessors * config.programs, plan.num_spans * plan.max_splits * kv_heads)
     attend_splits[(grid,)](
-        q,
-        scores.storage(kv),
-        plan.block_tables,
-        plan.spans,
-        work.items,
-        work.total,
-        scores.sinks,
-        partial,
-        lse,
-        out,
-        layer,
-        plan.width,
-        scores.scale,
-        scores.softcap,
-        scores.v_scale,
-        q.stride(0),
-        q.stride(1),
-        NUM_LAYERS=num_layers,
-        NUM_KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=dim,
-        BLOCK_D=padded,
-        BLOCK_G=max(MIN_ROWS, triton.next_power_of_2(heads // kv_heads)),
-        BLOCK_N=config.tile,
-        STAGES=config.stages,
-        WINDOW=scores.window > 0,
-        SOFTCAP=scores.softcap > 0,
-        SINKS=scores.sinks is not None,
-        FP8_BITS=scores.fp8_bits,
-        num_warps=config.warps,
-        enable_fp_fusion=False,
-    )
+        q, scores.storage(kv), plan.block_tables, plan.spans, work.items, work.total, scores.sinks, partial, lse, out,
+        layer, plan.width, scores.scale, scores.softcap, scores.v_scale, q.stride(0), q.stride(1),
+        NUM_LAYERS=num_layers, NUM_KV_HEADS=kv_heads, GROUP=heads // kv_heads, BLOCK_SIZE=block_size, HEAD_DIM=dim,
+        BLOCK_D=padded, BLOCK_G=max(MIN_ROWS, triton.next_power_of_2(heads // kv_heads)), BLOCK_N=config.tile,
+        STAGES=config.stages, WINDOW=scores.window > 0, SOFTCAP=scores.softcap > 0, SINKS=scores.sinks is not None,
+        FP8_BITS=scores.fp8_bits, num_warps=config.warps, enable_fp_fusion=False,
+    )  # fmt: skip
     if places:
         reduce_splits[(plan.num_spans, heads)](
-            plan.spans,
-            work.counts,
-            scores.sinks,
-            partial,
-            lse,
-            out,
-            scores.v_scale,
-            plan.max_splits,
-            NUM_HEADS=heads,
-            HEAD_DIM=dim,
-            BLOCK_D=padded,
-            CHUNK=REDUCE_CHUNK,
-            SINKS=scores.sinks is not None,
-            num_warps=2,
-            enable_fp_fusion=False,
-        )
+            plan.spans, work.counts, scores.sinks, partial, lse, out, scores.v_scale, plan.max_splits,
+            NUM_HEADS=heads, HEAD_DIM=dim, BLOCK_D=padded, CHUNK=REDUCE_CHUNK, SINKS=scores.sinks is not None,
+            num_warps=2, enable_fp_fusion=False,
+        )  # fmt: skip

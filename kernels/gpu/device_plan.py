@@ -4,7 +4,7 @@
     plan.fill(spans)               before every replay
     plan.prepare()                 first in the captured region: the device lays out its own work
 
-Kernels read spans, block tables and work lists from the device. The host knows only what never changes between replays.
+Kernels read spans, block tables and work lists from the device. The host keeps only what never changes between replays.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.gpu.work_list import DecodeWork, max_splits
+from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 
 SPAN_FIELDS = 3  # row, num_rows, start
 ALIGNMENT = 4  # numbers in 16 bytes: kernels are compiled anew for pointers that are less aligned

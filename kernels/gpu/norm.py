@@ -34,14 +34,14 @@ def norm_rows(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `kernels.rms_norm`. A row's result depends on nothing but the row."""
+    """As `Kernels.rms_norm`. A row's result depends on nothing but the row."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(_rows(x), None, None, weight, out, eps)
     return out
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `kernels.add_rms_norm`: the sum is rounded to x's dtype, and what is normalised is the rounded sum."""
+    """As `Kernels.add_rms_norm`: the sum is rounded to x's dtype, and what is normalised is the rounded sum."""
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     _launch(_rows(x), _rows(delta), total, weight, out, eps)
     return total, out

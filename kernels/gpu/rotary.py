@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.rounding import e4m3_bits, rounded
+from kernels.interface.kernels import HeadNorms
 
-TILE = 1024  # numbers of a token that a program turns: heads are grouped to fill it
+TILE = 1024  # numbers of a token that a program rotates: heads are grouped to fill it
 
 
 @triton.jit
-def turned(
+def rotated(
     p_x, o_head, m_head, b_cos, b_sin, norm, eps,
     HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +63,7 @@ def rotate_tokens(
         if i_group < QUERY_GROUPS:
             o_head = i_group * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
             m_head = o_head < NUM_HEADS
-            b_first, b_second = turned(p_x, o_head, m_head, b_cos, b_sin, q_norm, eps, HEAD_DIM, BLOCK_HALF, NORM)
+            b_first, b_second = rotated(p_x, o_head, m_head, b_cos, b_sin, q_norm, eps, HEAD_DIM, BLOCK_HALF, NORM)
             m = m_head[:, None] & m_d[None, :]
             p_out = q + (i_token * NUM_HEADS + o_head)[:, None] * HEAD_DIM + o_d[None, :]
             tl.store(p_out, rounded(b_first, q.dtype.element_ty), mask=m)
@@ -71,7 +72,7 @@ def rotate_tokens(
             o_head = (i_group - QUERY_GROUPS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
             m_head = o_head < NUM_KV_HEADS
             p_x += NUM_HEADS * HEAD_DIM
-            b_first, b_second = turned(p_x, o_head, m_head, b_cos, b_sin, k_norm, eps, HEAD_DIM, BLOCK_HALF, NORM)
+            b_first, b_second = rotated(p_x, o_head, m_head, b_cos, b_sin, k_norm, eps, HEAD_DIM, BLOCK_HALF, NORM)
             m = m_head[:, None] & m_d[None, :]
             i_block = b_slot // BLOCK_SIZE * num_layers + layer  # int64, as slots are
             o_row = ((i_block * NUM_KV_HEADS + o_head) * BLOCK_SIZE + b_slot % BLOCK_SIZE)[:, None]
@@ -92,13 +93,11 @@ def rotate_and_write(
     kv: Tensor,
     layer: int,
     slots: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    norms: HeadNorms | None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """As `kernels.rotate_and_write`. A token whose slot is negative is padding: nothing of it is written, q included.
+    """As `Kernels.rotate_and_write`. A token whose slot is negative is padding: nothing of it is written, q included.
 
     A cache of float8_e4m3fn holds key / k_scale and value / v_scale, to the nearest, at most 448.
     """
@@ -109,13 +108,14 @@ def rotate_and_write(
     if not tokens:
         return q
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
     half, block_heads, warps = rotary_tile(heads, dim)
     grid = (tokens, triton.cdiv(heads, block_heads) + triton.cdiv(kv_heads, block_heads))
     rotate_tokens[grid](
         qkv, cos.contiguous(), sin.contiguous(), q, kv.view(torch.uint8) if fp8 else kv, slots, q_norm, k_norm,
         layer, num_layers, qkv.stride(0), eps, k_scale, v_scale,
         NUM_HEADS=heads, NUM_KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_SIZE=block_size, BLOCK_HALF=half,
-        BLOCK_HEADS=block_heads, NORM=q_norm is not None, FP8=fp8, num_warps=warps, enable_fp_fusion=False,
+        BLOCK_HEADS=block_heads, NORM=norms is not None, FP8=fp8, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return q
 

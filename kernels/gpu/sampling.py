@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sampling import SamplingTensors
+from kernels.interface.draws import SamplingTensors
 
 WARPS = 16
 MIN_BLOCK, MAX_BLOCK = WARPS * 32, 4096  # every thread has a token of its own

@@ -1,4 +1,4 @@
-"""How scores become weights, as the kernels want it: base 2, with the scales of a quantised cache folded in."""
+"""How attention scores become weights, as the kernels want it: base 2, with a quantised cache's scales folded in."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.interface.kernels import AttentionRule
+
 LOG2_E = math.log2(math.e)
 CONVERTS_FP8 = (8, 9)  # the first compute capability with instructions for e4m3
 
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability; where tensors are the CPU's, that of the chip which the interpreter stands for."""
+    """Compute capability; for a CPU, that of the chip which Triton's interpreter stands for."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
@@ -34,15 +36,13 @@ class Scores(NamedTuple):
     fp8_bits: bool
 
     @classmethod
-    def of(
-        cls, kv: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None, k_scale: float, v_scale: float
-    ) -> Scores:
-        scale *= k_scale * LOG2_E
-        if softcap:
-            scale *= 2 / softcap
+    def of(cls, kv: Tensor, rule: AttentionRule) -> Scores:
+        scale = rule.scale * (rule.k_scale * LOG2_E)
+        if rule.softcap:
+            scale *= 2 / rule.softcap
         old = kv.dtype == torch.float8_e4m3fn and capability(kv.device) < CONVERTS_FP8
-        return cls(scale, softcap * LOG2_E, window, sinks, v_scale, old)
+        return cls(scale, rule.softcap * LOG2_E, rule.window, rule.sinks, rule.v_scale, old)
 
     def storage(self, kv: Tensor) -> Tensor:
-        """The cache as kernels are to see it."""
+        """The cache as the kernels read it."""
         return kv.view(torch.uint8) if self.fp8_bits else kv

@@ -1,7 +1,7 @@
-"""What the programs of decode attention share out among themselves: splits of sequences, listed by the device.
+"""The work list of decode attention: splits of sequences, which the device lists and its programs share out.
 
 A sequence is cut at multiples of its split length, which depends on nothing but the number of keys that it sees. So the
-order in which its parts are summed up is its own, whatever else is in the batch.
+order in which its parts are summed up is the same in every batch.
 """
 
 from __future__ import annotations

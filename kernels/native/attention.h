@@ -1,8 +1,7 @@
 // Attention that reads the blocks of the cache in place.
 #pragma once
 
-#include "bytes.h"
-#include "simd.h"
+#include "vectors.h"
 
 #include <algorithm>
 #include <type_traits>
@@ -10,18 +9,20 @@
 
 namespace diptych {
 
-constexpr int TILE = 64;              // keys per tile
-constexpr int VECTORS = TILE / LANES; // accumulators per row of a score tile
-constexpr int ABREAST = REGISTERS / 8; // of those, and of a row's sums, that are multiplied together: see GROUP
-constexpr int GROUP = 4;              // query rows that go through a tile together: scores, weights, sums
-constexpr float SLACK = 8.f;          // a maximum that is exceeded by less is kept: weights are then at most 2^8, and as exact
+constexpr int TILE = 64;               // keys per tile
+constexpr int VECTORS = TILE / LANES;  // accumulators per row of a score tile
+constexpr int GROUP = 4;               // query rows that go through a tile together: scores, weights, sums
+constexpr int ABREAST = REGISTERS / 8; // vectors of each of them that are multiplied together
+constexpr float SLACK = 8.f;           // by which scores may exceed a row's maximum: weights stay exact up to 2^8
 constexpr float LOG2_E = 1.44269504088896341f;
 
 struct Shape {
     int64_t num_layers, num_kv_heads, block_size, head_dim, num_heads;
 
-    // Where the n-th keys and values of one block, layer and head begin in a cache of type C, and their scales, if they have any.
+    // Where the n-th keys and values of one block, layer and head begin in a cache of type C.
     template <typename C> int64_t region(int64_t n) const { return n * block_size * 2 * (head_dim + SCALE<C>); }
+
+    // The scales of such a region, if it has any.
     template <typename C> auto *scales(C *region) const {
         typedef std::conditional_t<std::is_const_v<C>, const float, float> Float;
         return reinterpret_cast<Float *>(region + block_size * 2 * head_dim);
@@ -33,9 +34,14 @@ struct Unit {
     int32_t span, head, first, count;
 };
 
-struct Span { // of the plan: see native_backend.py
+// One sequence of a step: its first query row, how many, the position of the first, and where its block table begins.
+struct Span {
     int64_t row, count, start, table;
 };
+
+// Python passes them as arrays: kernels/cpu/backend.py.
+static_assert(sizeof(Shape) == 5 * sizeof(int64_t) && sizeof(Span) == 4 * sizeof(int64_t));
+static_assert(sizeof(Unit) == 4 * sizeof(int32_t));
 
 alignas(64) const float NOTHING[2048] = {};
 
@@ -44,13 +50,13 @@ struct Scales {
     alignas(64) float keys[TILE] = {}, values[TILE] = {};
 };
 
-// Where up to 64 keys lie, each with its value behind it. Those that the unit does not see are zeros, so that slots which
-// belong to nobody are never read. C is the type of the cache's numbers; `scales` multiply them where that is int8.
+// Where up to 64 keys lie, each with its value behind it. Keys that the unit does not see are zeros, so that unused
+// slots are never read. C is the type of the cache's numbers; `scales` multiply them where that is int8.
 template <typename C> struct Tile {
     const C *rows[TILE];
     Scales scales;
     int64_t base;
-    int count; // a multiple of LANES: of a sequence's last tile only what is there, as the others would add nothing
+    int count; // a multiple of LANES; fewer than TILE at the end of a sequence
 };
 
 // What a unit's rows have summed so far.
@@ -64,11 +70,12 @@ struct Sums {
     }
 };
 
-// One row's scores of a tile, times log2(e), to weights relative to a running maximum, or what was one lately; rescales what the row
-// has summed so far where that changes.
+// Online softmax (Milakov and Gimelshein 2018) of one row and tile: turns scores, times log2(e), of keys [from, to)
+// into weights relative to the row's maximum `top` so far. Where the maximum grows by more than SLACK it rescales
+// what the row has summed.
 template <typename W>
-void soften(const float *scores, W *weights, const Scales *scales, int64_t base, int64_t from, int64_t to, float softcap, float *sums,
-            int dim, float &top, float *total) {
+void online_softmax(const float *scores, W *weights, const Scales *scales, int64_t base, int64_t from, int64_t to,
+                    float softcap, float *sums, int dim, float &top, float *total) {
     f32s s[VECTORS];
     for (int v = 0; v < VECTORS; v++) s[v] = load(scores + v * LANES);
     if (scales)
@@ -93,7 +100,7 @@ void soften(const float *scores, W *weights, const Scales *scales, int64_t base,
         store(total, load(total) * shrink);
         top = next;
     }
-    if (top == NEG_INF) { // nothing was seen yet
+    if (top == NEG_INF) { // the row has seen no key yet
         for (int v = 0; v < VECTORS; v++) store(weights + v * LANES, f32s{});
         return;
     }
@@ -130,14 +137,20 @@ template <typename T, typename C> struct Attention {
     int64_t layer, window;
     float scale, softcap;
 
-    int64_t first(const Unit &unit) const { return spans[unit.span].start + unit.first; } // position of its first query
+    // The position of a unit's first query, and the keys [begin, end) that the unit sees.
+    int64_t first(const Unit &unit) const { return spans[unit.span].start + unit.first; }
     int64_t end(const Unit &unit) const { return first(unit) + unit.count; }
-    int64_t begin(const Unit &unit) const { return window && first(unit) + 1 > window ? first(unit) + 1 - window : 0; }
+    int64_t begin(const Unit &unit) const { return first_seen(first(unit)); }
 
-    // The key at a position of the unit, its scale, and how many keys, with their values, follow each other from there on.
+    // The first key that the query at a position sees.
+    int64_t first_seen(int64_t position) const { return window && position + 1 > window ? position + 1 - window : 0; }
+
+    // The key at a position of the unit, its scale, and how many keys lie side by side from there on.
     const C *row(const Unit &unit, int64_t at, const float *&scale, int64_t &count) const {
-        const uint32_t size = uint32_t(shape.block_size), block = uint32_t(at) / size, slot = uint32_t(at) - block * size;
-        const int64_t place = (tables[spans[unit.span].table + block] * shape.num_layers + layer) * shape.num_kv_heads + unit.head;
+        const uint32_t size = uint32_t(shape.block_size), block = uint32_t(at) / size;
+        const uint32_t slot = uint32_t(at) - block * size;
+        const int32_t id = tables[spans[unit.span].table + block];
+        const int64_t place = (id * shape.num_layers + layer) * shape.num_kv_heads + unit.head;
         count = size - slot;
         const C *region = kv + shape.region<C>(place);
         scale = shape.scales(region) + slot;
@@ -146,12 +159,15 @@ template <typename T, typename C> struct Attention {
 
     template <typename Work> void run(const Unit &unit, Work &work, RowStream<T, C> &stream) const {
         const Span &span = spans[unit.span];
-        const int dim = int(shape.head_dim), group = int(shape.num_heads / shape.num_kv_heads), rows = unit.count * group;
+        const int dim = int(shape.head_dim), group = int(shape.num_heads / shape.num_kv_heads);
+        const int rows = unit.count * group;
         work.begin(rows, dim);
         Sums &so_far = work.so_far;
         so_far.begin(rows, dim);
-        for (int i = 0; i < rows; i++)
-            work.take(i, q + (span.row + unit.first + i / group) * q_stride + (unit.head * group + i % group) * dim, dim, scale * LOG2_E);
+        for (int i = 0; i < rows; i++) {
+            const int64_t token = span.row + unit.first + i / group, head = unit.head * group + i % group;
+            work.take(i, q + token * q_stride + head * dim, dim, scale * LOG2_E);
+        }
         Tile<C> tile;
         for (int64_t base = begin(unit) / TILE * TILE; base < end(unit); base += TILE) {
             stream.take(base, tile);
@@ -161,24 +177,24 @@ template <typename T, typename C> struct Attention {
                 work.score(tile, row, rows, dim, scale * LOG2_E, stream);
                 for (int i = row; i < std::min(rows, row + GROUP); i++) {
                     const int64_t at = first(unit) + i / group; // position of this query
-                    const int64_t from = window && at + 1 > window ? at + 1 - window : 0;
-                    soften(&work.scores[(i - row) * TILE], &work.weights[(i - row) * TILE],
-                           Work::SCALES_LATER ? &tile.scales : nullptr, base, from, at + 1, softcap, &so_far.sums[i * dim], dim,
-                           so_far.top[i], &so_far.total[i * LANES]);
+                    online_softmax(&work.scores[(i - row) * TILE], &work.weights[(i - row) * TILE],
+                                   Work::SCALES_LATER ? &tile.scales : nullptr, base, first_seen(at), at + 1, softcap,
+                                   &so_far.sums[i * dim], dim, so_far.top[i], &so_far.total[i * LANES]);
                 }
                 work.add(tile, row, rows, dim, stream);
             }
         }
         for (int i = 0; i < rows; i++) {
-            T *to = out + ((span.row + unit.first + i / group) * shape.num_heads + unit.head * group + i % group) * dim;
+            const int64_t token = span.row + unit.first + i / group, head = unit.head * group + i % group;
+            T *to = out + (token * shape.num_heads + head) * dim;
             const float inverse = 1.f / sum(load(&so_far.total[i * LANES]));
             for (int d = 0; d < dim; d += LANES) store(to + d, load(&so_far.sums[i * dim + d]) * inverse);
         }
     }
 };
 
-// The rows that a thread reads, unit after unit. Those of the next tile are fetched at the pace at which this one is read: asked
-// for more lines than it can wait for, a core forgets some.
+// The rows that a thread reads, unit after unit. It fetches those of the next tile at the pace at which it reads this
+// one, since a core forgets requests beyond the few that it can wait for.
 template <typename T, typename C> class RowStream {
 public:
     void clear() { current = nullptr; }
@@ -227,13 +243,14 @@ private:
     static constexpr int SIZE = 16 * TILE;
     const C *rows[SIZE];
     const float *scales[SCALE<C> ? SIZE : 1];
-    int filled = 0, fetched = 0, taken = 0; // so many rows are known, asked for, read
-    int lines = 0; // of a row
+    int filled = 0, fetched = 0, taken = 0; // rows that are listed, fetched, read
+    int lines = 0;                          // of a row
     const Attention<T, C> *attention = nullptr;
-    const Unit *current = nullptr, *next = nullptr; // the unit in whose rows `position` is, and the one after it
+    const Unit *current = nullptr, *next = nullptr; // the unit that `position` is in, and the one after it
     int64_t position = 0, first = 0, end = 0;
 
-    // Up to 64 rows more; false at the end of what is known. Kept out of the loops that fetch: they need the registers.
+    // Lists up to 64 rows more; false at the end of the units. Kept out of the loops that fetch: they need the
+    // registers.
     __attribute__((noinline)) bool fill() {
         if (position >= attention->end(*current)) {
             if (!next) return false;
@@ -304,7 +321,7 @@ template <int R> void add_all_values(const float *weights, const float *values, 
 // In float32, on any machine: tiles are converted first, keys [dim][TILE], values [TILE][dim].
 template <typename T, typename C> struct PlainWork {
     alignas(64) float scores[GROUP * TILE];
-    float *const weights = scores; // in place
+    float *const weights = scores;              // in place
     static constexpr bool SCALES_LATER = false; // tiles are multiplied by their scales when they are converted
     std::vector<float> queries, keys, values;
     Sums so_far;
@@ -342,7 +359,8 @@ template <typename T, typename C> struct PlainWork {
                 for (int j = 0; j < LANES; j++) store(&keys[(d + j) * TILE + i], part[j]);
             }
         for (int i = 0; i < TILE; i++)
-            for (int d = 0; d < dim; d += LANES) store(&values[i * dim + d], wide(tile.rows[i] + dim + d, tile.scales.values[i]));
+            for (int d = 0; d < dim; d += LANES)
+                store(&values[i * dim + d], wide(tile.rows[i] + dim + d, tile.scales.values[i]));
     }
 
     static f32s wide(const C *numbers, float scale) { return SCALE<C> ? load(numbers) * scale : load(numbers); }
@@ -360,7 +378,8 @@ void attend_unit(const Attention<T, C> &attention, const Unit &unit, const Unit 
     attention.run(unit, work, stream);
 }
 
-template <typename T, typename C> void attend(const Attention<T, C> &attention, const Unit *units, int64_t num_units, int threads) {
+template <typename T, typename C>
+void attend(const Attention<T, C> &attention, const Unit *units, int64_t num_units, int threads) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && num_units > 1)
     for (int64_t i = 0; i < num_units; i++) {
         RowStream<T, C> stream;

@@ -9,7 +9,8 @@ namespace diptych {
 
 // gate * sigmoid(gate) or gelu_tanh(gate), times up.
 inline f32s gate_lanes(f32s x, f32s up, bool gelu) {
-    const f32s y = gelu ? 1.5957691216057308f * (x + 0.044715f * (x * x * x)) : x; // 0.5 * (1 + tanh(y)) = 1 / (1 + e^-2y)
+    // 0.5 * (1 + tanh(y)) = 1 / (1 + e^-2y)
+    const f32s y = gelu ? 1.5957691216057308f * (x + 0.044715f * (x * x * x)) : x;
     return x / (1.f + exponential(-y)) * up;
 }
 
@@ -23,8 +24,8 @@ template <typename T> float inverse_norm(const T *x, int64_t width, float eps) {
 }
 
 template <typename T>
-void normalise(const T *x, const T *delta, T *total, const float *weight, T *out, int64_t rows, int64_t width, float eps,
-               int threads) {
+void normalise(const T *x, const T *delta, T *total, const float *weight, T *out, int64_t rows, int64_t width,
+               float eps, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > 65536)
     for (int64_t row = 0; row < rows; row++) {
         const T *from = x + row * width;
@@ -34,43 +35,48 @@ void normalise(const T *x, const T *delta, T *total, const float *weight, T *out
             from = total + row * width;
         }
         const float scale = inverse_norm(from, width, eps);
-        for (int64_t i = 0; i < width; i += LANES) store(out + row * width + i, load(from + i) * scale * load(weight + i));
+        for (int64_t i = 0; i < width; i += LANES)
+            store(out + row * width + i, load(from + i) * scale * load(weight + i));
     }
 }
 
 // One head: optional norm, then rotation of element i with element i + dim / 2. float32 in between.
 template <typename T, typename C>
-void turn(const T *x, C *out, float *scale_out, const float *weight, float eps, const float *cosine, const float *sine, int64_t dim) {
+void rotate_head(const T *x, C *out, float *scale_out, const float *weight, float eps, const float *cosine,
+                 const float *sine, int64_t dim) {
     const int64_t half = dim / 2;
     const float scale = weight ? inverse_norm(x, dim, eps) : 1.f;
-    float lane[1024], turned[1024];
-    for (int64_t i = 0; i < dim; i += LANES) store(lane + i, weight ? load(x + i) * scale * load(weight + i) : load(x + i));
+    float lane[1024], rotated[1024];
+    for (int64_t i = 0; i < dim; i += LANES)
+        store(lane + i, weight ? load(x + i) * scale * load(weight + i) : load(x + i));
     if (half % LANES == 0) {
         for (int64_t i = 0; i < half; i += LANES) {
             const f32s a = load(lane + i), b = load(lane + i + half), c = load(cosine + i), s = load(sine + i);
-            store(turned + i, a * c - b * s);
-            store(turned + i + half, b * c + a * s);
+            store(rotated + i, a * c - b * s);
+            store(rotated + i + half, b * c + a * s);
         }
     } else {
         for (int64_t i = 0; i < half; i++) {
             const float a = lane[i], b = lane[i + half], c = cosine[i], s = sine[i];
-            turned[i] = a * c - b * s;
-            turned[i + half] = b * c + a * s;
+            rotated[i] = a * c - b * s;
+            rotated[i + half] = b * c + a * s;
         }
     }
-    put_row(out, scale_out, turned, dim);
+    put_row(out, scale_out, rotated, dim);
 }
 
 // One token: q rotated to `q`, k and v to their slot of the cache.
 template <typename T, typename C>
-void rotate_token(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, int64_t at, const float *cosine, const float *sine,
-                  const float *q_norm, const float *k_norm, float eps) {
+void rotate_token(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, int64_t at, const float *cosine,
+                  const float *sine, const float *q_norm, const float *k_norm, float eps) {
     const int64_t dim = s.head_dim, block = at / s.block_size, slot = at % s.block_size;
-    for (int64_t h = 0; h < s.num_heads; h++) turn(qkv + h * dim, q + h * dim, nullptr, q_norm, eps, cosine, sine, dim);
+    for (int64_t h = 0; h < s.num_heads; h++)
+        rotate_head(qkv + h * dim, q + h * dim, nullptr, q_norm, eps, cosine, sine, dim);
     for (int64_t h = 0; h < s.num_kv_heads; h++) {
-        C *region = kv + s.region<C>((block * s.num_layers + layer) * s.num_kv_heads + h), *to = region + slot * 2 * dim;
+        C *region = kv + s.region<C>((block * s.num_layers + layer) * s.num_kv_heads + h);
+        C *to = region + slot * 2 * dim;
         float *scale = s.scales(region) + slot;
-        turn(qkv + (s.num_heads + h) * dim, to, scale, k_norm, eps, cosine, sine, dim);
+        rotate_head(qkv + (s.num_heads + h) * dim, to, scale, k_norm, eps, cosine, sine, dim);
         const T *value = qkv + (s.num_heads + s.num_kv_heads + h) * dim;
         if constexpr (std::is_same_v<T, C>) {
             std::memcpy(to + dim, value, dim * sizeof(T));
@@ -83,46 +89,14 @@ void rotate_token(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, int6
 }
 
 template <typename T, typename C>
-void rotate_and_write(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, const int64_t *slots, const float *cosine,
-                      const float *sine, const float *q_norm, const float *k_norm, float eps, int64_t tokens, int threads) {
+void rotate_and_write(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, const int64_t *slots,
+                      const float *cosine, const float *sine, const float *q_norm, const float *k_norm, float eps,
+                      int64_t tokens, int threads) {
     const int64_t half = s.head_dim / 2, stride = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && tokens * stride > 32768)
     for (int64_t t = 0; t < tokens; t++)
-        rotate_token(qkv + t * stride, q + t * s.num_heads * s.head_dim, kv, s, layer, slots[t], cosine + t * half, sine + t * half,
-                     q_norm, k_norm, eps);
-}
-
-// The first of the largest; the first NaN where there is one, as torch has it.
-inline int64_t largest_index(const float *x, int64_t width) {
-    f32s best = splat(NEG_INF);
-    i32s where = iota(), odd = {};
-    const int64_t whole = width / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) {
-        const f32s v = load(x + i);
-        const i32s more = v > best;
-        odd |= v != v;
-        best = more ? v : best;
-        where = more ? iota() + int32_t(i) : where;
-    }
-    float tops[LANES];
-    int32_t places[LANES], strange[LANES];
-    std::memcpy(tops, &best, sizeof tops);
-    std::memcpy(places, &where, sizeof places);
-    std::memcpy(strange, &odd, sizeof strange);
-    bool nan = false;
-    float top = NEG_INF;
-    int64_t at = 0;
-    for (int lane = 0; lane < LANES; lane++) {
-        nan |= strange[lane] != 0;
-        if (whole && (tops[lane] > top || (tops[lane] == top && places[lane] < at))) top = tops[lane], at = places[lane];
-    }
-    for (int64_t i = whole; i < width; i++) {
-        nan |= x[i] != x[i];
-        if (x[i] > top) top = x[i], at = i;
-    }
-    for (int64_t i = 0; nan && i < width; i++)
-        if (x[i] != x[i]) return i;
-    return at;
+        rotate_token(qkv + t * stride, q + t * s.num_heads * s.head_dim, kv, s, layer, slots[t], cosine + t * half,
+                     sine + t * half, q_norm, k_norm, eps);
 }
 
 template <typename T> void gate(const T *gate_up, T *out, int64_t rows, int64_t width, bool gelu, int threads) {

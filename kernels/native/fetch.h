@@ -1,23 +1,23 @@
 // Memory that is needed soon, fetched into the cache while something else is computed.
 #pragma once
 
-#include "simd.h"
+#include "vectors.h"
 
 namespace diptych {
 
-// A core waits for so many lines at once and no more, so they are asked for a few at a time between the steps of what runs.
+// A core can wait for few lines at once, so it asks for some between any two steps of what it computes.
 class Fetcher {
 public:
     void clear() { size = next = 0, at = end = nullptr; }
 
-    // What does not fit into the list is not fetched: it is a hint, no more.
+    // Ranges that do not fit into the list are not fetched: they are only a hint.
     void add(const void *memory, int64_t bytes) {
         if (size == MOST || bytes <= 0) return;
         const char *from = static_cast<const char *>(memory);
         ranges[size++] = {from, from + bytes};
     }
 
-    // So many calls of `step` are to come: they fetch all that was added.
+    // Spreads all that was added over so many calls of `step`.
     void spread(int64_t steps) { pace = steps > 0 ? int((lines() + steps - 1) / steps) : 0; }
 
     void step() { fetch(pace); }
@@ -45,7 +45,7 @@ private:
         const char *at, *end;
     };
     Range ranges[MOST];
-    int pace = 0, size = 0, next = 0; // lines a step; ranges that are known; the first that is not begun
+    int pace = 0, size = 0, next = 0; // lines a step; ranges; the first that is not begun
     const char *at = nullptr, *end = nullptr;
 };
 

@@ -3,124 +3,68 @@
 // An output is one chain of additions over k, the same in every tile, so a row's result depends on that row alone.
 #pragma once
 
+#include "bf16_12bit.h"
 #include "elementwise.h"
-#include "short_weights.h"
 
 #include <cmath>
 
 namespace diptych {
 
-constexpr int ROWS_AT_ONCE = 96;    // rows that share one pass over a panel while it is in the cache
+constexpr int ROWS_AT_ONCE = 96;     // rows that share one pass over a panel while it is in the cache
 constexpr int PREFETCH_BYTES = 2048; // ahead of a panel that streams from memory
 constexpr int STREAMED_ROWS = 4;     // as many rows wait for memory all the time, more of them now and then
 
-// Rows as the product wants them: float32 or bf16 [rows][k]; for INT8 uint8 codes, x = scale * (code - 128), for INT4 int8 codes,
-// x = scale * code, a scale for each group of k, and for INT4 the sum of the group's values.
+// Rows as the product wants them: float32 or bf16 [rows][k]; for Q8 uint8, x = scale * (data - 128), for Q4 int8,
+// x = scale * data, with a scale for each group of k, and for Q4 the sum of the group's values.
 struct Inputs {
-    const void *codes;
+    const void *data;
     const float *scale, *sum; // [rows][k / group]
 };
 
-// Products of bytes that are added by fours: of the vectors that are in use.
-#if defined(__AVX512F__)
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define DIPTYCH_BYTES 1
-#endif
-#elif defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
-#define DIPTYCH_BYTES 1
-#endif
-
-inline f32s load_half(const uint16_t *p) { return load(reinterpret_cast<const half *>(p)); }
-
-// acc[i] += sum over 4 of u[i * 4 + j] * s[i * 4 + j], u unsigned and s signed bytes.
-inline i32s dot_bytes(i32s acc, i32s u, i32s s) {
-#if defined(DIPTYCH_BYTES) && defined(__AVX512F__)
-    return (i32s)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
-#elif defined(DIPTYCH_BYTES) && defined(__AVX2__)
-    return (i32s)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)u, (__m256i)s);
-#elif defined(DIPTYCH_BYTES) && defined(__ARM_FEATURE_MATMUL_INT8)
-    return (i32s)vusdotq_s32((int32x4_t)acc, (uint8x16_t)u, (int8x16_t)s);
-#elif defined(DIPTYCH_BYTES)
-    // Signed bytes only: u - 128, and what that takes away is 128 times the sum of s.
-    const int32x4_t sums = vdotq_s32(vdupq_n_s32(0), (int8x16_t)s, vdupq_n_s8(1));
-    const int8x16_t less = (int8x16_t)veorq_u8((uint8x16_t)u, vdupq_n_u8(128));
-    return (i32s)vaddq_s32(vdotq_s32((int32x4_t)acc, less, (int8x16_t)s), vshlq_n_s32(sums, 7));
-#elif defined(__AVX512BW__)
-    // By way of 16 bits, since the sum of two products of bytes is wider: even bytes and odd ones.
-    const __m512i low = _mm512_set1_epi16(255), a = (__m512i)u, b = (__m512i)s;
-    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(a, low), _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
-    const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
-    return acc + (i32s)_mm512_add_epi32(even, odd);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    const __m256i low = _mm256_set1_epi16(255), a = (__m256i)u, b = (__m256i)s;
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, low), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
-    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
-    return acc + (i32s)_mm256_add_epi32(even, odd);
-#else
-#pragma GCC unroll 4
-    for (int shift = 0; shift < 32; shift += 8) acc += ((u >> shift) & 255) * (s << (24 - shift) >> 24);
-    return acc;
-#endif
+// Writes one row of dense weights to `to` as it was before it was packed. Python unpacks quantised ones.
+template <typename F> inline void unpack_row(F, const Weights &w, int64_t row, void *to) {
+    if constexpr (!F::QUANTISED) {
+        typedef typename F::Number Number;
+        typedef typename F::Input Input;
+        const Number *from = reinterpret_cast<const Number *>(w.panel_of<F>(row / PANEL)) + row % PANEL * F::INPUTS;
+        for (int64_t i = 0; i < w.k; i++) {
+            const Number value = from[i / F::INPUTS * PANEL * F::INPUTS + i % F::INPUTS];
+            if constexpr (std::is_same_v<Number, Input>)
+                static_cast<Input *>(to)[i] = value;
+            else
+                static_cast<Input *>(to)[i] = widened(value);
+        }
+    }
 }
 
-// The same of nibbles, u <= 15, twice: sums of four products fit 16 bits.
-inline i32s dot_nibbles(i32s acc, i32s u, i32s s, i32s u2, i32s s2) {
-#if !defined(DIPTYCH_BYTES) && defined(__AVX512BW__)
-    const __m512i first = _mm512_maddubs_epi16((__m512i)u, (__m512i)s), second = _mm512_maddubs_epi16((__m512i)u2, (__m512i)s2);
-    return acc + (i32s)_mm512_madd_epi16(_mm512_add_epi16(first, second), _mm512_set1_epi16(1));
-#elif !defined(DIPTYCH_BYTES) && defined(__AVX2__) && !defined(__AVX512F__)
-    const __m256i first = _mm256_maddubs_epi16((__m256i)u, (__m256i)s), second = _mm256_maddubs_epi16((__m256i)u2, (__m256i)s2);
-    return acc + (i32s)_mm256_madd_epi16(_mm256_add_epi16(first, second), _mm256_set1_epi16(1));
-#else
-    return dot_bytes(dot_bytes(acc, u, s), u2, s2);
-#endif
+inline void unpack_row(const Weights &w, int64_t row, void *to) {
+    by_format(w.format, [&](auto format) { unpack_row(format, w, row, to); });
 }
 
-inline i32s splat_word(const void *p) { // four bytes into every lane
-    int32_t w;
-    std::memcpy(&w, p, 4);
-    return w - i32s{};
-}
-
-#if defined(DIPTYCH_BF16)
-inline f32s dot_pairs(f32s acc, i32s x, i32s w) {
-    return (f32s)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)w);
-}
-#else
-inline f32s dot_pairs(f32s acc, i32s x, i32s w) {
-    u32s a, b;
-    std::memcpy(&a, &x, VECTOR);
-    std::memcpy(&b, &w, VECTOR);
-    f32s a0, a1, b0, b1;
-    const u32s alow = a << 16, ahigh = a & 0xffff0000u, blow = b << 16, bhigh = b & 0xffff0000u;
-    std::memcpy(&a0, &alow, VECTOR);
-    std::memcpy(&a1, &ahigh, VECTOR);
-    std::memcpy(&b0, &blow, VECTOR);
-    std::memcpy(&b1, &bhigh, VECTOR);
-    return acc + a0 * b0 + a1 * b1;
-}
-#endif
-
-// The first or the second of as many pairs of bfloat16 as there are lanes.
+// The first or the second numbers of as many bf16 pairs as there are lanes.
 inline f32s one_of_pairs(const void *pairs, int odd) {
-    u32s both;
-    std::memcpy(&both, pairs, sizeof both);
-    const u32s bits = odd ? both & 0xffff0000u : both << 16;
-    f32s v;
-    std::memcpy(&v, &bits, sizeof v);
-    return v;
+    const u32s both = (u32s)load_bytes(pairs);
+    return as_floats(odd ? both & 0xffff0000u : both << 16);
 }
 
 template <int R, int BYTES = 2 * LINE> inline void fetch_ahead(const void *weights) {
     if (R > STREAMED_ROWS) return;
-    for (int at = 0; at < BYTES; at += LINE) __builtin_prefetch(static_cast<const char *>(weights) + PREFETCH_BYTES + at);
+    const char *from = static_cast<const char *>(weights) + PREFETCH_BYTES;
+    for (int at = 0; at < BYTES; at += LINE) __builtin_prefetch(from + at);
 }
 
-// R rows in float32 by one panel of weights, as wide or widened on their way, to out[R][2].
-template <int R, typename T>
-inline void multiply_float32(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32s (&out)[R][2]) {
-    const T *weights = static_cast<const T *>(w.codes) + panel * w.k * PANEL;
-    const float *rows = static_cast<const float *>(x.codes) + row * w.k;
+template <int R> inline void copy_tile(const f32s (&from)[R][2], f32s (&to)[R][2]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) to[r][0] = from[r][0], to[r][1] = from[r][1];
+}
+
+// multiply_tile: R rows by one panel of weights, to out[R][2]. This one is of float32 rows and weights with INPUTS = 1.
+template <int R, typename F>
+inline void multiply_single(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher,
+                            f32s (&out)[R][2]) {
+    typedef typename F::Number T;
+    const T *weights = reinterpret_cast<const T *>(w.panel_of<F>(panel));
+    const float *rows = static_cast<const float *>(x.data) + row * w.k;
     f32s acc[R][2] = {};
     for (int64_t i = 0; i < w.k; i++, weights += PANEL, rows++) {
         if (i % STRIDE == 0) fetcher.step();
@@ -133,15 +77,26 @@ inline void multiply_float32(const Weights &w, int64_t panel, const Inputs &x, i
             acc[r][1] = a * high + acc[r][1];
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
+    copy_tile(acc, out);
 }
 
-// The same of pairs of bfloat16.
 template <int R>
-inline void multiply_brain(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32s (&out)[R][2]) {
-    const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL * 2;
-    const float *rows = static_cast<const float *>(x.codes) + row * w.k;
+inline void multiply_tile(Float32, const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher,
+                          f32s (&out)[R][2]) {
+    multiply_single<R, Float32>(w, panel, x, row, fetcher, out);
+}
+
+template <int R>
+inline void multiply_tile(WidenedFp16, const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher,
+                          f32s (&out)[R][2]) {
+    multiply_single<R, WidenedFp16>(w, panel, x, row, fetcher, out);
+}
+
+template <int R>
+inline void multiply_tile(WidenedBf16, const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher,
+                          f32s (&out)[R][2]) {
+    const char *weights = w.panel_of<WidenedBf16>(panel);
+    const float *rows = static_cast<const float *>(x.data) + row * w.k;
     f32s acc[R][2] = {};
     for (int64_t pair = 0; pair < w.k / 2; pair++, weights += 2 * VECTOR) {
         if (pair % (STRIDE / 2) == 0) fetcher.step();
@@ -157,14 +112,14 @@ inline void multiply_brain(const Weights &w, int64_t panel, const Inputs &x, int
             }
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
+    copy_tile(acc, out);
 }
 
 template <int R>
-inline void multiply_bfloat16(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32s (&out)[R][2]) {
-    const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL * 2;
-    const char *rows = static_cast<const char *>(x.codes) + row * w.k * 2;
+inline void multiply_tile(Bf16, const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher,
+                          f32s (&out)[R][2]) {
+    const char *weights = w.panel_of<Bf16>(panel);
+    const char *rows = static_cast<const char *>(x.data) + row * w.k * 2;
     const int64_t stride = w.k * 2;
     f32s acc[R][2] = {};
     for (int64_t pair = 0; pair < w.k / 2; pair++, weights += 2 * VECTOR, rows += 4) {
@@ -178,18 +133,18 @@ inline void multiply_bfloat16(const Weights &w, int64_t panel, const Inputs &x, 
             acc[r][1] = dot_pairs(acc[r][1], a, high);
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
+    copy_tile(acc, out);
 }
 
 #if defined(DIPTYCH_BF16)
-// The same, of short weights: those that have no code are added at the end.
+// Outliers are added at the end.
 template <int R>
-inline void multiply_short(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32s (&out)[R][2]) {
-    const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL * 3 / 2;
-    const char *rows = static_cast<const char *>(x.codes) + row * w.k * 2;
+inline void multiply_tile(Bf16In12Bits, const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher,
+                          f32s (&out)[R][2]) {
+    const char *weights = w.panel_of<Bf16In12Bits>(panel);
+    const char *rows = static_cast<const char *>(x.data) + row * w.k * 2;
     const int64_t stride = w.k * 2;
-    const Exponents exponents(w, panel);
+    const ExponentRegisters exponents(exponent_table(w, panel));
     f32s acc[R][2] = {};
     for (int64_t quad = 0; quad < w.k / 4; quad++, weights += 192, rows += 8) {
         if (quad % (STRIDE / 4) == 0) fetcher.step();
@@ -208,22 +163,24 @@ inline void multiply_short(const Weights &w, int64_t panel, const Inputs &x, int
             }
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
-    const bf16 *inputs = static_cast<const bf16 *>(x.codes) + row * w.k;
-    for (const Odd *odd = odds(w, panel); odd < odds(w, panel + 1); odd++)
+    copy_tile(acc, out);
+    const bf16 *inputs = static_cast<const bf16 *>(x.data) + row * w.k;
+    for (const Outlier *o = outliers(w, panel); o < outliers(w, panel + 1); o++)
         for (int r = 0; r < R; r++)
-            out[r][odd->output / LANES][odd->output % LANES] += widened(inputs[r * w.k + odd->input]) * widened(odd->value);
+            out[r][o->output / LANES][o->output % LANES] += widened(inputs[r * w.k + o->input]) * widened(o->value);
 }
+#else
+template <int R, typename... Ts> inline void multiply_tile(Bf16In12Bits, Ts &&...) {} // nothing is packed so here
 #endif
 
 template <int R>
-inline void multiply_int8(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32s (&out)[R][2]) {
+inline void multiply_tile(Q8, const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher,
+                          f32s (&out)[R][2]) {
     const int64_t groups = w.k / w.group, quads = w.group / 4;
-    const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL;
-    const uint16_t *scale = static_cast<const uint16_t *>(w.scale) + panel * groups * PANEL;
+    const char *weights = w.panel_of<Q8>(panel);
+    const fp16 *scale = static_cast<const fp16 *>(w.scale) + panel * groups * PANEL;
     const int32_t *offset = static_cast<const int32_t *>(w.offset) + panel * groups * PANEL;
-    const char *rows = static_cast<const char *>(x.codes) + row * w.k;
+    const char *rows = static_cast<const char *>(x.data) + row * w.k;
     const float *factor = x.scale + row * groups;
     f32s total[R][2] = {};
     for (int64_t g = 0; g < groups; g++, scale += PANEL, offset += PANEL) {
@@ -241,7 +198,7 @@ inline void multiply_int8(const Weights &w, int64_t panel, const Inputs &x, int6
                 acc[r][1] = dot_bytes(acc[r][1], a, high);
             }
         }
-        const f32s slow = load_half(scale), shigh = load_half(scale + LANES);
+        const f32s slow = load_fp16(scale), shigh = load_fp16(scale + LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             const f32s f = splat(factor[r * groups + g]);
@@ -249,17 +206,17 @@ inline void multiply_int8(const Weights &w, int64_t panel, const Inputs &x, int6
             total[r][1] += __builtin_convertvector(acc[r][1], f32s) * f * shigh;
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) out[r][0] = total[r][0], out[r][1] = total[r][1];
+    copy_tile(total, out);
 }
 
 template <int R>
-inline void multiply_int4(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher, f32s (&out)[R][2]) {
+inline void multiply_tile(Q4, const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher,
+                          f32s (&out)[R][2]) {
     const int64_t groups = w.k / w.group, octets = w.group / 8;
-    const char *weights = static_cast<const char *>(w.codes) + panel * w.k * PANEL / 2;
-    const uint16_t *scale = static_cast<const uint16_t *>(w.scale) + panel * groups * PANEL;
-    const uint16_t *offset = static_cast<const uint16_t *>(w.offset) + panel * groups * PANEL;
-    const char *rows = static_cast<const char *>(x.codes) + row * w.k;
+    const char *weights = w.panel_of<Q4>(panel);
+    const fp16 *scale = static_cast<const fp16 *>(w.scale) + panel * groups * PANEL;
+    const fp16 *offset = static_cast<const fp16 *>(w.offset) + panel * groups * PANEL;
+    const char *rows = static_cast<const char *>(x.data) + row * w.k;
     const float *factor = x.scale + row * groups, *sum = x.sum + row * groups;
     const i32s low_half = splat_word("\x0f\x0f\x0f\x0f");
     f32s total[R][2] = {};
@@ -278,8 +235,8 @@ inline void multiply_int4(const Weights &w, int64_t panel, const Inputs &x, int6
                 acc[r][1] = dot_nibbles(acc[r][1], high, a, high2, b);
             }
         }
-        const f32s slow = load_half(scale), shigh = load_half(scale + LANES);
-        const f32s olow = load_half(offset), ohigh = load_half(offset + LANES);
+        const f32s slow = load_fp16(scale), shigh = load_fp16(scale + LANES);
+        const f32s olow = load_fp16(offset), ohigh = load_fp16(offset + LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             const f32s f = splat(factor[r * groups + g]), s = splat(sum[r * groups + g]);
@@ -290,14 +247,14 @@ inline void multiply_int4(const Weights &w, int64_t panel, const Inputs &x, int6
             total[r][1] += s * ohigh;
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) out[r][0] = total[r][0], out[r][1] = total[r][1];
+    copy_tile(total, out);
 }
 
-// Codes and scales of one row, for INT8 or INT4 weights: x to the nearest of 127 steps on either side of zero in each group.
+// Quantises one row for Q8 or Q4 weights: x to the nearest of 127 steps on either side of zero in each group. Q8's
+// products take unsigned bytes: `offset` adds 128 to them.
 template <typename T>
-void quantise_row(const T *x, int64_t k, int64_t group, bool offset, uint8_t *codes, float *scale, float *sum) {
-    for (int64_t g = 0; g < k / group; g++, x += group, codes += group) {
+void quantise_row(const T *x, int64_t k, int64_t group, bool offset, uint8_t *to, float *scale, float *sum) {
+    for (int64_t g = 0; g < k / group; g++, x += group, to += group) {
         f32s top = {};
         for (int64_t i = 0; i < group; i += LANES) {
             const f32s v = load(x + i), negative = -v;
@@ -307,13 +264,12 @@ void quantise_row(const T *x, int64_t k, int64_t group, bool offset, uint8_t *co
         const float peak = largest(top), step = peak / 127.f, inverse = peak > 0.f ? 127.f / peak : 0.f;
         i32s total = {};
         for (int64_t i = 0; i < group; i += LANES) {
-            const f32s magic = splat(12582912.f); // 1.5 * 2^23: adding it rounds to an integer, ties to even
+            const f32s magic = splat(ROUNDER);
             const f32s rounded = (load(x + i) * inverse + magic) - magic;
-            const i32s code = __builtin_convertvector(rounded, i32s);
-            total += code;
-            typedef int8_t i8s __attribute__((vector_size(LANES)));
-            const i8s bytes = __builtin_convertvector(offset ? code + 128 : code, i8s);
-            std::memcpy(codes + i, &bytes, sizeof bytes);
+            const i32s q = __builtin_convertvector(rounded, i32s);
+            total += q;
+            const i8s bytes = __builtin_convertvector(offset ? q + 128 : q, i8s);
+            std::memcpy(to + i, &bytes, sizeof bytes);
         }
         scale[g] = step;
         sum[g] = step * float(diptych::sum(total));
@@ -329,30 +285,19 @@ template <typename Out> inline void store_some(Out *to, f32s v, int64_t count) {
     for (int64_t i = 0; i < count; i++) to[i] = lanes[i];
 }
 
-// Rows [row, row + R) of one panel: product, bias, and the epilogue. With a gate, a panel is a vector of gates and their ups.
+// Rows [row, row + R) of one panel: product, bias, and epilogue. With a gate, a panel is a vector of gates and their
+// ups.
 template <int R, typename Out>
-void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Epilogue epilogue, Out *out, Fetcher &fetcher) {
+void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, Epilogue epilogue, Out *out,
+                 Fetcher &fetcher) {
     f32s y[R][2];
-    if (w.format == FLOAT32)
-        multiply_float32<R, float>(w, panel, x, row, fetcher, y);
-    else if (w.format == BRAIN)
-        multiply_brain<R>(w, panel, x, row, fetcher, y);
-    else if (w.format == HALF)
-        multiply_float32<R, half>(w, panel, x, row, fetcher, y);
-    else if (w.format == BFLOAT16)
-        multiply_bfloat16<R>(w, panel, x, row, fetcher, y);
-#if defined(DIPTYCH_BF16)
-    else if (w.format == SHORT)
-        multiply_short<R>(w, panel, x, row, fetcher, y);
-#endif
-    else if constexpr (R <= CODED_ROWS) {
-        if (w.format == INT8)
-            multiply_int8<R>(w, panel, x, row, fetcher, y);
-        else
-            multiply_int4<R>(w, panel, x, row, fetcher, y);
+    by_format(w.format, [&](auto format) {
+        if constexpr (R <= decltype(format)::ROWS) multiply_tile<R>(format, w, panel, x, row, fetcher, y);
+    });
+    if (w.bias) {
+        const float *bias = w.bias + panel * PANEL;
+        for (int r = 0; r < R; r++) y[r][0] += load(bias), y[r][1] += load(bias + LANES);
     }
-    if (w.bias)
-        for (int r = 0; r < R; r++) y[r][0] += load(w.bias + panel * PANEL), y[r][1] += load(w.bias + panel * PANEL + LANES);
     if (epilogue != Epilogue::PLAIN) {
         const int64_t width = w.n / 2, at = panel * LANES;
         for (int r = 0; r < R; r++) {
@@ -360,7 +305,8 @@ void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, 
             Out gate[LANES], up[LANES];
             store(gate, y[r][0]);
             store(up, y[r][1]);
-            store_some(out + (row + r) * width + at, gate_lanes(load(gate), load(up), epilogue == Epilogue::GELU), width - at);
+            const f32s gated = gate_lanes(load(gate), load(up), epilogue == Epilogue::GELU);
+            store_some(out + (row + r) * width + at, gated, width - at);
         }
         return;
     }
@@ -373,8 +319,8 @@ void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, 
 
 // The same for a number of rows, at most R.
 template <int R, typename Out>
-void finish_rows(const Weights &w, int64_t panel, const Inputs &x, int64_t row, int64_t rows, Epilogue epilogue, Out *out,
-                 Fetcher &fetcher) {
+void finish_rows(const Weights &w, int64_t panel, const Inputs &x, int64_t row, int64_t rows, Epilogue epilogue,
+                 Out *out, Fetcher &fetcher) {
     if (rows == R) return finish_tile<R>(w, panel, x, row, epilogue, out, fetcher);
     if constexpr (R > 1) finish_rows<R - 1>(w, panel, x, row, rows, epilogue, out, fetcher);
 }
@@ -383,7 +329,7 @@ void finish_rows(const Weights &w, int64_t panel, const Inputs &x, int64_t row, 
 template <typename Out>
 void multiply(const Weights &w, int64_t panel, const Inputs &x, int64_t row, int64_t end, Epilogue epilogue, Out *out,
               Fetcher &fetcher) {
-    const int64_t most = w.coded() ? CODED_ROWS : DENSE_ROWS;
+    const int64_t most = w.rows_of_tile();
     for (int64_t tiles = (end - row + most - 1) / most; tiles > 0; tiles--) {
         const int64_t rows = (end - row + tiles - 1) / tiles;
         finish_rows<DENSE_ROWS>(w, panel, x, row, rows, epilogue, out, fetcher);

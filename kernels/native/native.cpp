@@ -1,15 +1,18 @@
-// The CPU's kernels: attention that reads blocks in place, and the element-wise steps between the matrix products.
+// The CPU's kernels: attention that reads blocks in place, matrix products, the element-wise steps between them, and
+// whole forward passes of these. README.md says how they fit together; kernels/cpu/backend.py calls them.
 //
-// Every output row is computed by the same sequence of floating-point operations whatever else is in the batch, however a
-// prompt is cut into chunks and however many threads there are: keys are visited in tiles of 64 aligned to absolute positions.
-// Element types: 0 float32, 1 bfloat16, and of a cache also 2, e4m3, or 3, int8; arithmetic is float32. Head sizes and widths are
-// multiples of 16.
+// Every output row is computed by the same sequence of floating-point operations in every batch,
+// however a prompt is cut into chunks and however many threads there are: keys are visited in tiles of 64 aligned to
+// absolute positions. Element types: 0 float32, 1 bf16, and of a cache also 2, e4m3, or 3, int8; arithmetic is
+// float32. Head sizes and widths are multiples of 16.
 
-#include "attention_bf16.h"
+#include "attention_pairs.h"
 #include "elementwise.h"
 #include "linear.h"
 #include "program.h"
 #include "sampling.h"
+
+#include <cstddef>
 
 using namespace diptych;
 
@@ -25,11 +28,54 @@ template <typename F> void by_types(int type, int kv_type, F &&call) {
     return type == 0 ? call(Types<float, float>{}) : call(Types<bf16, bf16>{});
 }
 
+// A field of a struct that Python mirrors; of a list the first is the struct itself.
+struct Field {
+    const char *name;
+    int64_t offset, size;
+};
+
+#define FIELD(S, NAME) {#NAME, offsetof(S, NAME), sizeof(S::NAME)}
+constexpr Field OP_FIELDS[] = {
+    {"Op", 0, sizeof(Op)}, FIELD(Op, kind),    FIELD(Op, rows),  FIELD(Op, input), FIELD(Op, output),
+    FIELD(Op, extra),      FIELD(Op, extra2),  FIELD(Op, width), FIELD(Op, layer), FIELD(Op, window),
+    FIELD(Op, flags),      FIELD(Op, weights), FIELD(Op, scale), FIELD(Op, eps),
+};
+constexpr Field STEP_FIELDS[] = {
+    {"Step", 0, sizeof(Step)}, FIELD(Step, num_rows), FIELD(Step, num_sampled), FIELD(Step, token_ids),
+    FIELD(Step, positions),    FIELD(Step, slots),    FIELD(Step, sampled),     FIELD(Step, kv),
+    FIELD(Step, shape),        FIELD(Step, spans),    FIELD(Step, tables),      FIELD(Step, units),
+    FIELD(Step, num_units),    FIELD(Step, buffers),  FIELD(Step, times),       FIELD(Step, places),
+    FIELD(Step, cores),
+};
+constexpr Field WEIGHTS_FIELDS[] = {
+    {"Weights", 0, sizeof(Weights)},
+    FIELD(Weights, data),
+    FIELD(Weights, scale),
+    FIELD(Weights, offset),
+    FIELD(Weights, bias),
+    FIELD(Weights, n),
+    FIELD(Weights, k),
+    FIELD(Weights, group),
+    FIELD(Weights, format),
+};
+#undef FIELD
+
 extern "C" {
 
-void diptych_attend(int type, int kv_type, const void *q, int64_t q_stride, void *out, const void *kv, const int64_t *spans,
-                    const int32_t *tables, const int32_t *units, int64_t num_units, const int64_t *shape, int64_t layer,
-                    int64_t window, float scale, float softcap, int threads) {
+// The fields of struct "Op", "Step" or "Weights", and how many: Python compares its own structs with them.
+const Field *diptych_fields(const char *name, int64_t *count) {
+    const auto give = [count](const auto &fields) {
+        *count = sizeof fields / sizeof *fields;
+        return &fields[0];
+    };
+    if (!std::strcmp(name, "Op")) return give(OP_FIELDS);
+    if (!std::strcmp(name, "Step")) return give(STEP_FIELDS);
+    return give(WEIGHTS_FIELDS);
+}
+
+void diptych_attend(int type, int kv_type, const void *q, int64_t q_stride, void *out, const void *kv,
+                    const int64_t *spans, const int32_t *tables, const int32_t *units, int64_t num_units,
+                    const int64_t *shape, int64_t layer, int64_t window, float scale, float softcap, int threads) {
     Shape s;
     std::memcpy(&s, shape, sizeof s);
     const Span *span = reinterpret_cast<const Span *>(spans);
@@ -37,57 +83,47 @@ void diptych_attend(int type, int kv_type, const void *q, int64_t q_stride, void
     by_types(type, kv_type, [&](auto types) {
         typedef typename decltype(types)::Element T;
         typedef typename decltype(types)::Cached C;
-        attend(Attention<T, C>{(const T *)q, q_stride, (T *)out, (const C *)kv, span, tables, s, layer, window, scale, softcap},
-               unit, num_units, threads);
+        const Attention<T, C> attention{(const T *)q, q_stride, (T *)out, (const C *)kv, span, tables, s,
+                                        layer,        window,   scale,    softcap};
+        attend(attention, unit, num_units, threads);
     });
 }
 
-void diptych_rms_norm(int type, const void *x, const void *delta, void *total, const float *weight, void *out, int64_t rows,
-                      int64_t width, float eps, int threads) {
-    if (type == 0)
-        normalise((const float *)x, (const float *)delta, (float *)total, weight, (float *)out, rows, width, eps, threads);
-    else
-        normalise((const bf16 *)x, (const bf16 *)delta, (bf16 *)total, weight, (bf16 *)out, rows, width, eps, threads);
+void diptych_rms_norm(int type, const void *x, const void *delta, void *total, const float *weight, void *out,
+                      int64_t rows, int64_t width, float eps, int threads) {
+    by_types(type, type, [&](auto types) {
+        typedef typename decltype(types)::Element T;
+        normalise((const T *)x, (const T *)delta, (T *)total, weight, (T *)out, rows, width, eps, threads);
+    });
 }
 
-void diptych_rotate_and_write(int type, int kv_type, const void *qkv, void *q, void *kv, const int64_t *shape, int64_t layer,
-                              const int64_t *slots, const float *cosine, const float *sine, const float *q_norm,
-                              const float *k_norm, float eps, int64_t tokens, int threads) {
+void diptych_rotate_and_write(int type, int kv_type, const void *qkv, void *q, void *kv, const int64_t *shape,
+                              int64_t layer, const int64_t *slots, const float *cosine, const float *sine,
+                              const float *q_norm, const float *k_norm, float eps, int64_t tokens, int threads) {
     Shape s;
     std::memcpy(&s, shape, sizeof s);
     by_types(type, kv_type, [&](auto types) {
         typedef typename decltype(types)::Element T;
         typedef typename decltype(types)::Cached C;
-        rotate_and_write((const T *)qkv, (T *)q, (C *)kv, s, layer, slots, cosine, sine, q_norm, k_norm, eps, tokens, threads);
+        rotate_and_write((const T *)qkv, (T *)q, (C *)kv, s, layer, slots, cosine, sine, q_norm, k_norm, eps, tokens,
+                         threads);
     });
 }
 
 void diptych_gated(int type, const void *gate_up, void *out, int64_t rows, int64_t width, int gelu, int threads) {
-    if (type == 0)
-        gate((const float *)gate_up, (float *)out, rows, width, gelu != 0, threads);
-    else
-        gate((const bf16 *)gate_up, (bf16 *)out, rows, width, gelu != 0, threads);
+    by_types(type, type, [&](auto types) {
+        typedef typename decltype(types)::Element T;
+        gate((const T *)gate_up, (T *)out, rows, width, gelu != 0, threads);
+    });
 }
 
-// Which vector units the library was compiled for: 1 for int8 dot products, 2 for bfloat16 pairs.
-int diptych_features() {
-    int features = 0;
-#if defined(DIPTYCH_BYTES)
-    features |= 1;
-#endif
-#if defined(DIPTYCH_BF16)
-    features |= 2;
-#endif
-#if defined(DIPTYCH_HALVES)
-    features |= 4;
-#endif
-    return features;
-}
+// What the library was compiled for: 1 for dot products of int8, 2 for pairs of bf16, 4 for fp16 that vectors widen.
+int diptych_features() { return (DOTS_INT8 ? 1 : 0) | (DOTS_BF16 ? 2 : 0) | (WIDENS_FP16 ? 4 : 0); }
 
 // Outputs that lie side by side in packed weights.
 int diptych_panel() { return PANEL; }
 
-// Reads memory and does nothing with it: how fast that goes is the floor of what streams weights.
+// Sums up memory as int64 numbers: how fast that goes bounds every product that streams weights.
 int64_t diptych_read(const void *memory, int64_t bytes, int threads) {
     const int64_t *words = static_cast<const int64_t *>(memory), count = bytes / 512 * 64;
     int64_t total = 0;
@@ -101,10 +137,10 @@ int64_t diptych_read(const void *memory, int64_t bytes, int threads) {
     return total;
 }
 
-// Row i of logits float32 [count][width] is at rows[i], each with numbers of its own; allowed[i] is null where every token is.
+// Draws a token of each row of float32 logits [width]. allowed[i] is null where every token of row i is allowed.
 void diptych_sample(const float *const *rows, const uint32_t *const *allowed, int64_t count, int64_t width,
-                    const float *temperature, const float *min_p, const int32_t *top_k, const double *top_p, const int64_t *seed,
-                    const int64_t *position, int64_t *out, int threads) {
+                    const float *temperature, const float *min_p, const int32_t *top_k, const double *top_p,
+                    const int64_t *seed, const int64_t *position, int64_t *out, int threads) {
     const int64_t room = width + LANES;
 #pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
     {
@@ -120,21 +156,21 @@ void diptych_sample(const float *const *rows, const uint32_t *const *allowed, in
     }
 }
 
-void diptych_quantise(int type, const void *x, int64_t rows, int64_t k, int64_t group, int offset, void *codes, float *scale,
-                      float *sum) {
+void diptych_quantise(int type, const void *x, int64_t rows, int64_t k, int64_t group, int offset, void *out,
+                      float *scale, float *sum) {
     for (int64_t row = 0; row < rows; row++) {
-        uint8_t *to = static_cast<uint8_t *>(codes) + row * k;
+        uint8_t *to = static_cast<uint8_t *>(out) + row * k;
         const int64_t at = row * (k / group);
-        if (type == 0)
-            quantise_row((const float *)x + row * k, k, group, offset != 0, to, scale + at, sum + at);
-        else
-            quantise_row((const bf16 *)x + row * k, k, group, offset != 0, to, scale + at, sum + at);
+        by_types(type, type, [&](auto types) {
+            typedef typename decltype(types)::Element T;
+            quantise_row((const T *)x + row * k, k, group, offset != 0, to, scale + at, sum + at);
+        });
     }
 }
 
-// Columns of `weights` are shared out; out_type as type.
-void diptych_linear(const void *weights, const void *x, const float *scale, const float *sum, int64_t rows, int out_type, void *out,
-                    int epilogue, int threads) {
+// Threads share out the columns of `weights`. out_type as type.
+void diptych_linear(const void *weights, const void *x, const float *scale, const float *sum, int64_t rows,
+                    int out_type, void *out, int epilogue, int threads) {
     const Weights &w = *static_cast<const Weights *>(weights);
     const Inputs inputs{x, scale, sum};
     for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE) {
@@ -142,17 +178,18 @@ void diptych_linear(const void *weights, const void *x, const float *scale, cons
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
         for (int64_t panel = 0; panel < w.panels(); panel++) {
             Fetcher nothing;
-            if (out_type == 0)
-                multiply(w, panel, inputs, row, end, Epilogue(epilogue), (float *)out, nothing);
-            else
-                multiply(w, panel, inputs, row, end, Epilogue(epilogue), (bf16 *)out, nothing);
+            by_types(out_type, out_type, [&](auto types) {
+                typedef typename decltype(types)::Element T;
+                multiply(w, panel, inputs, row, end, Epilogue(epilogue), (T *)out, nothing);
+            });
         }
     }
 }
 
-// bfloat16 rows [panels * PANEL][k] in the panels' order. To tables [panels][2][16], and to begins [panels + 1] how many odd weights
-// the panels before have.
-void diptych_choose_exponents(const uint16_t *rows, int64_t panels, int64_t k, uint8_t *tables, int64_t *begins, int threads) {
+// bf16 rows [panels * PANEL][k] in the panels' order. To tables [panels][2][16], and to begins [panels + 1] how many
+// outliers the panels before have.
+void diptych_choose_exponents(const uint16_t *rows, int64_t panels, int64_t k, uint8_t *tables, int64_t *begins,
+                              int threads) {
     begins[0] = 0;
 #pragma omp parallel for num_threads(threads)
     for (int64_t panel = 0; panel < panels; panel++)
@@ -160,20 +197,22 @@ void diptych_choose_exponents(const uint16_t *rows, int64_t panels, int64_t k, u
     for (int64_t panel = 0; panel < panels; panel++) begins[panel + 1] += begins[panel];
 }
 
-// The same rows to `codes` by those tables; behind `begins` there is room for the odd ones.
-void diptych_shorten(const uint16_t *rows, int64_t panels, int64_t k, const uint8_t *tables, uint8_t *codes, int64_t *begins,
-                     int threads) {
-    Odd *odd = reinterpret_cast<Odd *>(begins + panels + 1);
+// The same rows to `data` by those tables; behind `begins` there is room for the outliers.
+void diptych_pack_12bit(const uint16_t *rows, int64_t panels, int64_t k, const uint8_t *tables, uint8_t *data,
+                        int64_t *begins, int threads) {
+    Outlier *outlier = reinterpret_cast<Outlier *>(begins + panels + 1);
 #pragma omp parallel for num_threads(threads)
     for (int64_t panel = 0; panel < panels; panel++) {
         uint8_t code[256];
-        codes_of(tables + panel * 2 * EXPONENTS, code);
-        shorten_panel(rows + panel * PANEL * k, k, code, codes + panel * k * PANEL * 3 / 2, odd + begins[panel]);
+        exponent_codes(tables + panel * 2 * EXPONENTS, code);
+        uint8_t *to = data + panel * k * PANEL * Bf16In12Bits::BITS / 8;
+        pack_12bit_panel(rows + panel * PANEL * k, k, code, to, outlier + begins[panel]);
     }
 }
 
 // Some rows of dense weights, as they were: `bytes` each.
-void diptych_unpack_rows(const void *weights, const int64_t *rows, int64_t count, int64_t bytes, char *to, int threads) {
+void diptych_unpack_rows(const void *weights, const int64_t *rows, int64_t count, int64_t bytes, char *to,
+                         int threads) {
     const Weights &w = *static_cast<const Weights *>(weights);
 #pragma omp parallel for num_threads(threads) if (count > 64)
     for (int64_t i = 0; i < count; i++) unpack_row(w, rows[i], to + i * bytes);

@@ -1,7 +1,7 @@
 // A model's forward pass as a list of operations, run by one team of threads: one call a step instead of hundreds.
 #pragma once
 
-#include "attention_bf16.h"
+#include "attention_pairs.h"
 #include "elementwise.h"
 #include "linear.h"
 #include "step.h"
@@ -87,7 +87,8 @@ private:
 
     static bool by_row(const Op &op) { return Kind(op.kind) != Kind::LINEAR && Kind(op.kind) != Kind::ATTEND; }
 
-    // Operations that follow each other row by row are one chain: a row goes through all of them, and nobody waits in between.
+    // Operations that follow each other row by row are one chain: a row goes through all of them, and no thread waits
+    // in between.
     int64_t end_of_chain(int64_t from) const {
         int64_t to = from + 1;
         while (to < num_ops && by_row(ops[from]) && by_row(ops[to]) && Kind(ops[to].kind) != Kind::SELECT &&
@@ -96,8 +97,8 @@ private:
         return to;
     }
 
-    // Parts until none is left; how many. A thread that has a long one to do knows the one after it too, and fetches what that
-    // will read.
+    // Runs parts until none is left; returns how many. A thread takes the part after a long one in advance, and
+    // fetches what that will read.
     uint32_t run_chain(int64_t from, int64_t to, int64_t parts, Chain &chain, Ahead &ahead, Clock &clock) const {
         const Op &op = ops[from];
         const Attention<T, C> attention = attention_of(op);
@@ -106,7 +107,8 @@ private:
         for (int64_t part = chain.take(); part < parts; mine++) {
             if (by_row(op)) {
                 for (int64_t i = from; i < to; i++) {
-                    run_rows(ops[i], part * rows_at_once(from, to), std::min(rows(op), (part + 1) * rows_at_once(from, to)));
+                    const int64_t height = rows_at_once(from, to);
+                    run_rows(ops[i], part * height, std::min(rows(op), (part + 1) * height));
                     clock.stop(i);
                 }
                 part = chain.take();
@@ -156,7 +158,7 @@ private:
     void embed(const Op &op, int64_t first, int64_t last) const {
         for (int64_t row = first; row < last; row++) {
             const int64_t id = step.token_ids[row];
-            T *to = buffer(op.out) + row * op.width;
+            T *to = buffer(op.output) + row * op.width;
             if (op.flags)
                 unpack_row(*static_cast<const Weights *>(op.weights[0]), id, to);
             else
@@ -170,18 +172,19 @@ private:
     void norm(const Op &op, int64_t first, int64_t last) const {
         const int64_t at = first * op.width;
         const bool sum = op.extra >= 0;
-        normalise(buffer<const T>(op.in) + at, sum ? buffer<const T>(op.extra) + at : nullptr,
-                  sum ? buffer(op.extra2) + at : nullptr, static_cast<const float *>(op.weights[0]), buffer(op.out) + at,
-                  last - first, op.width, float(op.eps), 1);
+        normalise(buffer<const T>(op.input) + at, sum ? buffer<const T>(op.extra) + at : nullptr,
+                  sum ? buffer(op.extra2) + at : nullptr, static_cast<const float *>(op.weights[0]),
+                  buffer(op.output) + at, last - first, op.width, float(op.eps), 1);
     }
 
-    // Codes to out, scales to extra, sums to extra2; weights[0] are those that will multiply them.
+    // Bytes to out, scales to extra, sums to extra2; weights[0] are those that will multiply them.
     void quantise(const Op &op, int64_t first, int64_t last) const {
         const Weights &w = *static_cast<const Weights *>(op.weights[0]);
         const int64_t groups = w.k / w.group;
         for (int64_t row = first; row < last; row++)
-            quantise_row(buffer<const T>(op.in) + row * w.k, w.k, w.group, w.format == INT8, buffer<uint8_t>(op.out) + row * w.k,
-                         buffer<float>(op.extra) + row * groups, buffer<float>(op.extra2) + row * groups);
+            quantise_row(buffer<const T>(op.input) + row * w.k, w.k, w.group, w.format == Format::Q8,
+                         buffer<uint8_t>(op.output) + row * w.k, buffer<float>(op.extra) + row * groups,
+                         buffer<float>(op.extra2) + row * groups);
     }
 
     // out = in times weights[0]; flags: the epilogue, + 16 for float32 out.
@@ -192,8 +195,8 @@ private:
         const int64_t first = part % columns * step_panels, last = std::min(w.panels(), first + step_panels);
         const int64_t row = part / columns * ROWS_AT_ONCE, end = std::min(rows(op), row + ROWS_AT_ONCE);
         const int64_t after = following < parts ? following % columns * step_panels : -1;
-        const bool coded = w.coded();
-        const Inputs x{buffer<char>(op.in), coded ? buffer<float>(op.extra) : nullptr, coded ? buffer<float>(op.extra2) : nullptr};
+        Inputs x{buffer<char>(op.input), nullptr, nullptr};
+        if (w.quantised()) x.scale = buffer<float>(op.extra), x.sum = buffer<float>(op.extra2);
         const Epilogue epilogue = Epilogue(op.flags & 15);
         for (int64_t panel = first; panel < last; panel++) {
             fetcher.clear();
@@ -203,19 +206,20 @@ private:
                 fetcher.spread(w.steps(end - row));
             }
             if (op.flags & 16)
-                multiply(w, panel, x, row, end, epilogue, buffer<float>(op.out), fetcher);
+                multiply(w, panel, x, row, end, epilogue, buffer<float>(op.output), fetcher);
             else
-                multiply(w, panel, x, row, end, epilogue, buffer(op.out), fetcher);
+                multiply(w, panel, x, row, end, epilogue, buffer(op.output), fetcher);
         }
     }
 
-    // in: q, k, v of a token; q rotated to out, k and v into the cache. weights: cosines, sines, and a pair of norms or null.
+    // in: q, k, v of a token; q rotated to out, k and v into the cache. weights: cosines, sines, and a pair of norms
+    // or null.
     void rotate(const Op &op, int64_t first, int64_t last) const {
         const float *const *norms = static_cast<const float *const *>(op.weights[2]);
         const int64_t dim = shape.head_dim, half = dim / 2, stride = (shape.num_heads + 2 * shape.num_kv_heads) * dim;
         for (int64_t row = first; row < last; row++) {
             const int64_t at = step.positions[row] * half;
-            rotate_token(buffer<const T>(op.in) + row * stride, buffer(op.out) + row * shape.num_heads * dim,
+            rotate_token(buffer<const T>(op.input) + row * stride, buffer(op.output) + row * shape.num_heads * dim,
                          static_cast<C *>(step.kv), shape, op.layer, step.slots[row],
                          static_cast<const float *>(op.weights[0]) + at, static_cast<const float *>(op.weights[1]) + at,
                          norms ? norms[0] : nullptr, norms ? norms[1] : nullptr, float(op.eps));
@@ -224,8 +228,16 @@ private:
 
     Attention<T, C> attention_of(const Op &op) const {
         if (Kind(op.kind) != Kind::ATTEND) return {};
-        return {buffer<const T>(op.in), shape.num_heads * shape.head_dim, buffer(op.out), static_cast<const C *>(step.kv),
-                reinterpret_cast<const Span *>(step.spans), step.tables, shape, op.layer, op.window, float(op.scale),
+        return {buffer<const T>(op.input),
+                shape.num_heads * shape.head_dim,
+                buffer(op.output),
+                static_cast<const C *>(step.kv),
+                reinterpret_cast<const Span *>(step.spans),
+                step.tables,
+                shape,
+                op.layer,
+                op.window,
+                float(op.scale),
                 float(op.eps)}; // eps: the softcap
     }
 
@@ -234,7 +246,8 @@ private:
     void select(const Op &op, int64_t first, int64_t last) const {
         for (int64_t row = first; row < last; row++) {
             const int64_t from = step.sampled ? step.sampled[row] : row;
-            std::memcpy(buffer(op.out) + row * op.width, buffer<const T>(op.in) + from * op.width, op.width * sizeof(T));
+            const T *source = buffer<const T>(op.input) + from * op.width;
+            std::memcpy(buffer(op.output) + row * op.width, source, op.width * sizeof(T));
         }
     }
 };

@@ -1,7 +1,8 @@
 // From logits to tokens, a row at a time: the steps and numbers of kernels/gpu/sampling.py, so that both draw the same.
 //
-// A token's weight is exp((logit - largest) / temperature), float32, 1 at most. The filters are thresholds on weights, found as
-// whole numbers: positive floats are ordered as their bits are. Masses are whole multiples of 2^-44, so sums are exact.
+// A token's weight is exp((logit - largest) / temperature), float32, 1 at most. The filters are thresholds on
+// weights, found as whole numbers: positive floats are ordered as their bits are. Masses are whole multiples of
+// 2^-44, so sums are exact.
 #pragma once
 
 #include "elementwise.h"
@@ -31,11 +32,46 @@ inline double noise_of(int64_t seed, int64_t position) {
     return double(mixed(key + (uint64_t(position) + 1) * golden) >> 11) * 0x1p-53;
 }
 
+// The first of the largest; the first NaN where there is one, as torch has it.
+inline int64_t largest_index(const float *x, int64_t width) {
+    f32s best = splat(NEG_INF);
+    i32s where = iota(), odd = {};
+    const int64_t whole = width / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        const f32s v = load(x + i);
+        const i32s more = v > best;
+        odd |= v != v;
+        best = more ? v : best;
+        where = more ? iota() + int32_t(i) : where;
+    }
+    float tops[LANES];
+    int32_t places[LANES], strange[LANES];
+    std::memcpy(tops, &best, sizeof tops);
+    std::memcpy(places, &where, sizeof places);
+    std::memcpy(strange, &odd, sizeof strange);
+    bool nan = false;
+    float top = NEG_INF;
+    int64_t at = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        nan |= strange[lane] != 0;
+        const bool better = tops[lane] > top || (tops[lane] == top && places[lane] < at);
+        if (whole && better) top = tops[lane], at = places[lane];
+    }
+    for (int64_t i = whole; i < width; i++) {
+        nan |= x[i] != x[i];
+        if (x[i] > top) top = x[i], at = i;
+    }
+    for (int64_t i = 0; nan && i < width; i++)
+        if (x[i] != x[i]) return i;
+    return at;
+}
+
 // A row's weights [width], and what lies in those whose bits are `floor` or more.
 class RowWeights {
 public:
     // `memory` has room for the next multiple of LANES.
-    RowWeights(const float *x, int64_t width, float largest, float temperature, float *memory) : weights(memory), width(width) {
+    RowWeights(const float *x, int64_t width, float largest, float temperature, float *memory)
+        : weights(memory), width(width) {
         const float top = largest / temperature;
         for (int64_t i = 0; i < width; i += LANES) {
             float last[LANES];
@@ -85,7 +121,8 @@ public:
         return floor;
     }
 
-    // The first token at which the mass of those from `floor` on exceeds `goal`, in the order of ids. Needs `mass(floor)`.
+    // The first token, by id, at which the mass of those from `floor` on exceeds `goal`. Needs a call of
+    // `mass(floor)` before.
     int64_t at(int64_t goal, uint32_t floor) const {
         size_t chunk = 0;
         while (chunk + 1 < chunks.size() && chunks[chunk] <= goal) goal -= chunks[chunk++];
@@ -95,8 +132,8 @@ public:
     }
 
 private:
-    static constexpr int64_t CHUNK = 256 * LANES; // of which 32 bits hold the sums of a lane's halves
-    static constexpr int BINS = 256, BIN_BITS = 20; // an eighth of an octave, the first one holding all the rest
+    static constexpr int64_t CHUNK = 256 * LANES;   // 32 bits hold a lane's sums of so many halves
+    static constexpr int BINS = 256, BIN_BITS = 20; // an eighth of an octave each; the first one holds all the rest
     static constexpr int32_t FIRST = (0x3F800000 >> BIN_BITS) - (BINS - 1);
 
     float *weights;
@@ -155,7 +192,8 @@ private:
     }
 };
 
-// A row's token; `width`, which is no token, where a logit is not a number or nothing is allowed. Memory as `RowWeights` wants it.
+// A row's token; `width`, which is no token, where a logit is NaN or nothing is allowed. `memory` as `RowWeights`
+// wants it.
 inline int64_t draw_token(const float *x, int64_t width, const Draw &draw, float *memory) {
     const int64_t best = largest_index(x, width);
     if (!(x[best] > NEG_INF)) return width;

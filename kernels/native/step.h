@@ -1,4 +1,5 @@
-// What a program runs, and on what: the Python side of both is kernels/program.py.
+// What a program runs, and on what. kernels/cpu/structs.py mirrors both structs, and compares them when it loads the
+// library.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +8,12 @@ namespace diptych {
 
 enum class Kind : int64_t { EMBED = 0, NORM = 1, QUANTISE = 2, LINEAR = 3, ROTATE = 4, ATTEND = 5, SELECT = 6 };
 
-// Buffers are named by number: see Step.buffers. -1 is none. What a field means for a kind is said where it runs.
+// input, output, extra and extra2 are numbers of Step.buffers, or -1 for none. program.h says what a field means for
+// each kind.
 struct Op {
     int64_t kind;
-    int64_t rows;            // 0: every token's row, 1: the sampled ones
-    int64_t in, out, extra, extra2;
+    int64_t rows; // 0: every token's row, 1: the sampled ones
+    int64_t input, output, extra, extra2;
     int64_t width, layer, window, flags;
     const void *weights[3];
     double scale, eps;
@@ -26,8 +28,8 @@ struct Step {
     const int64_t *spans;
     const int32_t *tables, *units;
     int64_t num_units;
-    char *const *buffers; // rows of each buffer, one behind the other
-    int64_t *times;       // nanoseconds of each operation are added here, unless null
+    char *const *buffers;  // rows of each buffer, one behind the other
+    int64_t *times;        // nanoseconds of each operation are added here, unless null
     const uint8_t *places; // of the workers that share `cores`, or null: see Gate
     int64_t cores;
 };

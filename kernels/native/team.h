@@ -1,7 +1,7 @@
-// Threads that compute one step together. How many of them may is asked again before each chain of operations, since workers of
-// one machine share its cores (common/machine/core_share.py).
+// Threads that compute one step together. They ask before each chain of operations how many of them may compute,
+// since workers of one machine share its cores (common/machine/core_share.py).
 //
-// A chain is over when its parts are done, whoever did them: nobody waits for a thread that has left, or that is only coming.
+// A chain is over when its parts are done: no thread waits for one that has left, or that has not come yet.
 #pragma once
 
 #include <atomic>
@@ -15,15 +15,15 @@
 
 namespace diptych {
 
-constexpr int SPINS = 2000;  // looks at a number before its thread sleeps: as long as OpenMP's are told to
-constexpr int PLACES = 64;   // of workers in the page that they share
+constexpr int SPINS = 2000; // looks at a number before its thread sleeps: about as long as OpenMP's threads spin
+constexpr int PLACES = 64;  // of workers in the page that they share
 
 // A number that threads wait for.
 class Signal {
 public:
     uint32_t load() const { return value.load(); }
 
-    // Adds and says what the sum is; wakes nobody.
+    // Adds, without waking a thread, and returns the sum.
     uint32_t add(uint32_t more) { return value.fetch_add(more) + more; }
 
     void set(uint32_t now) {
@@ -38,7 +38,7 @@ public:
 #endif
     }
 
-    // Until `ready(value)`; whoever makes it so must wake.
+    // Waits until `ready(value)`; the thread that makes it so must call `set` or `wake`.
     template <typename Ready> void wait(Ready &&ready) {
         for (int i = 0; i < SPINS; i++) {
             if (ready(value.load(std::memory_order_acquire))) return;
@@ -71,12 +71,12 @@ private:
     }
 };
 
-// The parts of one chain: which is taken next, and how many are done.
+// Counts the parts of one chain that are taken, and those that are done.
 class Chain {
 public:
     int64_t take() { return next.fetch_add(1, std::memory_order_relaxed); }
 
-    // Of a thread that found no more to take, and did `mine` of `parts`: returns when all are done.
+    // A thread that found no more to take, and did `mine` of `parts`, waits here until all are done.
     void finish(uint32_t mine, uint32_t parts) {
         if (mine && done.add(mine) == parts) return done.wake();
         done.wait([parts](uint32_t value) { return value == parts; });
@@ -87,10 +87,11 @@ private:
     Signal done;
 };
 
-// Lets as many threads of a team go on as may compute now. The first one leads, and always goes on.
+// Lets as many threads of a team go on as may compute now. The first one leads, and never waits.
 class Gate {
 public:
-    // `places`: a byte for each worker of the machine, 1 for those that compute, this one among them. Null: it is alone.
+    // `places`: a byte for each worker of the machine, 1 for those that compute, this one among them. Null: it is
+    // alone.
     Gate(const uint8_t *places, int cores) : places(places), cores(uint32_t(cores)) { open.set(share()); }
 
     void pass(int thread) {
@@ -99,7 +100,7 @@ public:
         if (now != open.load()) open.set(now);
     }
 
-    // The leader has no more to do.
+    // The leader lets all threads go when it has no more to do.
     void leave(int thread) {
         if (thread == 0) open.set(cores);
     }

@@ -1,48 +1,91 @@
-// The weights of one matrix, in the order in which its product reads them.
-//
-// A panel holds two vectors of outputs side by side, 32 with AVX-512, for every input (float32, and what is widened to it), 2 inputs
-// (bfloat16) or 4 (int8).
+// The weights of one matrix, in the order in which its product reads them: see README.md.
 #pragma once
 
 #include "fetch.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace diptych {
 
-constexpr int PANEL = 2 * LANES; // outputs of a panel
-constexpr int DENSE_ROWS = REGISTERS == 32 ? 12 : 6, CODED_ROWS = DENSE_ROWS / 2; // of a tile at most: what the registers hold
-constexpr int64_t STRIDE = 64; // inputs between two steps of fetching
+constexpr int PANEL = 2 * LANES; // outputs of a panel: two vectors, side by side
+constexpr int64_t STRIDE = 64;   // inputs between two steps of fetching
+constexpr int DENSE_ROWS = REGISTERS == 32 ? 12 : 6, QUANTISED_ROWS = DENSE_ROWS / 2; // of a tile: what registers hold
 
-enum Format : int32_t { FLOAT32 = 0, BRAIN = 1, HALF = 2, BFLOAT16 = 3, SHORT = 4, INT8 = 5, INT4 = 6 };
+// A format is a type. A weight takes BITS and is stored as a Number; INPUTS weights of an output lie together; its
+// product takes inputs of type Input. Panels lie one behind the other; the last one is padded with zeros.
+template <int64_t BITS_, int64_t INPUTS_, typename Number_, typename Input_> struct FormatTraits {
+    static constexpr int64_t BITS = BITS_, INPUTS = INPUTS_;
+    static constexpr bool QUANTISED = std::is_same_v<Input_, int8>;      // the inputs as well: see quantise_row
+    static constexpr int ROWS = QUANTISED ? QUANTISED_ROWS : DENSE_ROWS; // of a tile at most
+    typedef Number_ Number;
+    typedef Input_ Input;
+};
 
-// Panels lie one behind the other; the last one is padded with zeros.
-//   FLOAT32:  [panel][k][PANEL].
-//   BFLOAT16: [panel][k / 2][PANEL][2].
-//   BRAIN, HALF: weights that are no wider than bfloat16 or float16, for inputs in float32; as BFLOAT16, or as FLOAT32.
-//   SHORT: bfloat16 in 12 bits, see short_weights.h.
-//   INT8: [panel][k / 4][PANEL][4] int8 q; w = scale * q, scale float16 [panel][k / group][PANEL]; offset int32 of the same shape,
-//         -128 * sum(q), undoes what the inputs' codes are above their signed values.
-//   INT4: [panel][k / 8][PANEL][4] bytes, the first quad in the low halves; w = scale * q + offset, q 0 .. 15, offset float16.
+// [panel][k][PANEL]
+struct Float32 : FormatTraits<32, 1, float, float> {};
+
+// Weights of float32 models that 16 bits hold without loss. Laid out as Bf16, or as Float32.
+struct WidenedBf16 : FormatTraits<16, 2, bf16, float> {};
+struct WidenedFp16 : FormatTraits<16, 1, fp16, float> {};
+
+// [panel][k / 2][PANEL][2]
+struct Bf16 : FormatTraits<16, 2, bf16, bf16> {};
+
+// bf16 without loss: see bf16_12bit.h.
+struct Bf16In12Bits : FormatTraits<12, 4, void, bf16> {};
+
+// [panel][k / 4][PANEL][4] int8 q; w = scale * q, scale fp16 [panel][k / group][PANEL]. `offset` int32 of that shape is
+// -128 * sum(q), because the inputs' bytes are 128 above their values.
+struct Q8 : FormatTraits<8, 4, int8, int8> {};
+
+// [panel][k / 8][PANEL][4] bytes, the first four inputs in the low halves; w = scale * q + offset, q 0 .. 15, offset
+// fp16.
+struct Q4 : FormatTraits<4, 8, void, int8> {};
+
+// The numbers that Python names formats by: kernels/cpu/packed.py.
+enum class Format : int64_t { FLOAT32, WIDENED_BF16, WIDENED_FP16, BF16, BF16_12BIT, Q8, Q4 };
+
+// Calls back with an object of the format's type.
+template <typename F> inline auto by_format(Format format, F &&call) {
+    switch (format) {
+    case Format::FLOAT32: return call(Float32{});
+    case Format::WIDENED_BF16: return call(WidenedBf16{});
+    case Format::WIDENED_FP16: return call(WidenedFp16{});
+    case Format::BF16: return call(Bf16{});
+    case Format::BF16_12BIT: return call(Bf16In12Bits{});
+    case Format::Q8: return call(Q8{});
+    default: return call(Q4{});
+    }
+}
+
+// `scale` and `offset` are null where a format has none.
 struct Weights {
-    const void *codes, *scale, *offset;
+    const void *data, *scale, *offset;
     const float *bias; // [n] or null
-    int64_t n, k, group, format;
+    int64_t n, k, group;
+    Format format;
 
     int64_t panels() const { return (n + PANEL - 1) / PANEL; }
-    bool coded() const { return format >= INT8; }
+    bool quantised() const { return format >= Format::Q8; }
+    int64_t rows_of_tile() const { return quantised() ? QUANTISED_ROWS : DENSE_ROWS; }
+
+    // Where a panel's weights begin.
+    template <typename F> const char *panel_of(int64_t panel) const {
+        return static_cast<const char *>(data) + panel * k * PANEL * F::BITS / 8;
+    }
 
     // Calls of `Fetcher::step` while `rows` rows meet one panel.
     int64_t steps(int64_t rows) const {
-        const int64_t most = coded() ? CODED_ROWS : DENSE_ROWS;
-        return (rows + most - 1) / most * (coded() ? k / group : (k + STRIDE - 1) / STRIDE);
+        const int64_t most = rows_of_tile();
+        return (rows + most - 1) / most * (quantised() ? k / group : (k + STRIDE - 1) / STRIDE);
     }
 
     void fetch(int64_t panel, Fetcher &fetcher) const {
-        static const int64_t bits[] = {32, 16, 16, 16, 12, 8, 4}; // of a weight
-        const int64_t bytes = k * PANEL * bits[format] / 8, scales = coded() ? k / group * PANEL * 2 : 0;
-        const int64_t offsets = format == INT8 ? 2 * scales : scales;
-        fetcher.add(static_cast<const char *>(codes) + panel * bytes, bytes);
+        const int64_t bits = by_format(format, [](auto f) { return decltype(f)::BITS; });
+        const int64_t bytes = k * PANEL * bits / 8, scales = quantised() ? k / group * PANEL * 2 : 0;
+        const int64_t offsets = format == Format::Q8 ? 2 * scales : scales;
+        fetcher.add(static_cast<const char *>(data) + panel * bytes, bytes);
         fetcher.add(static_cast<const char *>(scale) + panel * scales, scales);
         fetcher.add(static_cast<const char *>(offset) + panel * offsets, offsets);
     }

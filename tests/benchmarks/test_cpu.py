@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import cpu
 from common.model_files.tiny import make_tiny_model
-from kernels.native_backend import native_backend
+from kernels.cpu.backend import native_backend
 
 
 @pytest.mark.parametrize(("quantization", "kv_dtype"), [("none", "auto"), ("int8", "int8"), ("none", "fp8")])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import sampling
-from kernels.native_backend import native_backend
+from kernels.cpu.backend import native_backend
 
 
 def test_every_kind_has_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

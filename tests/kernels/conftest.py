@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import KVLayout, QuerySpan, torch_backend
-from kernels.dispatch import Backend
-from kernels.native_backend import native_backend
+from kernels import AttentionRule, Kernels, KVLayout, QuerySpan
+from kernels.cpu.backend import native_backend
+from kernels.plain import backend as torch_backend
 
 
 @pytest.fixture(params=["torch", "native"])
@@ -22,7 +22,7 @@ def each_backend(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def native() -> Backend:
+def native() -> Kernels:
     return native_backend() or pytest.skip("no C++ compiler here")
 
 
@@ -66,7 +66,8 @@ class Case:
 
     def run(self, backend: Any, layer: int = 1, *, window: int = 0, softcap: float = 0.0) -> Tensor:
         plan = backend.plan_attention(self.spans, self.layout, self.heads, torch.device("cpu"))
-        out: Tensor = backend.paged_attention(self.q, self.kv, layer, plan, self.layout.head_dim**-0.5, window, softcap)
+        rule = AttentionRule(self.layout.head_dim**-0.5, window, softcap)
+        out: Tensor = backend.paged_attention(self.q, self.kv, layer, plan, rule)
         return out
 
 

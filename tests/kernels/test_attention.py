@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import KVLayout, QuerySpan, reference, torch_backend
+from kernels import AttentionRule, KVLayout, QuerySpan
+from kernels.plain import backend as torch_backend
+from kernels.plain import reference
 
 MIXED = [(1, 0), (1, 4), (13, 5), (1, 128), (334, 129), (1, 1327), (1, 63), (64, 64), (2, 62), (1, 1000)]
 
@@ -125,7 +127,7 @@ def test_addresses_beyond_two_to_the_31(each_backend: Any, dtype: torch.dtype) -
     kv[last, 7] = torch.randn(4, 16, 2, 64).to(dtype)
     spans, q = [QuerySpan(0, 1, 15, [last]), QuerySpan(1, 2, 14, [last])], torch.randn(3, 4, 64).to(dtype)
     plan = each_backend.plan_attention(spans, layout, 4, torch.device("cpu"))
-    out = each_backend.paged_attention(q, kv, 7, plan, 0.125, 0, 0.0)
+    out = each_backend.paged_attention(q, kv, 7, plan, AttentionRule(0.125))
     expected = reference.paged_attention(q.double(), kv, 7, spans, scale=0.125)
     assert float((out.double() - expected).abs().max()) < (0.02 if dtype == torch.bfloat16 else 3e-6)
 
@@ -134,4 +136,4 @@ def test_a_plan_of_another_backend_is_refused(native: Any, make_case: Any) -> No
     case = make_case([(1, 1)])
     plan = native.plan_attention(case.spans, case.layout, case.heads, torch.device("cpu"))
     with pytest.raises(TypeError, match="NativePlan"):
-        torch_backend.paged_attention(case.q, case.kv, 0, plan, 1.0, 0, 0.0)
+        torch_backend.paged_attention(case.q, case.kv, 0, plan, AttentionRule(1.0))

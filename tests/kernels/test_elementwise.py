@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import reference
+from kernels import HeadNorms
+from kernels.plain import reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -58,7 +59,8 @@ def test_rotate_and_write(each_backend: Any, dim: int, block: int, normed: bool,
     expected = reference.rotate_and_write(
         qkv.double(), angles.double().cos(), angles.double().sin(), expected_kv, layer, slots, eps=1e-6, **wide
     )
-    q = each_backend.rotate_and_write(qkv, angles.cos(), angles.sin(), kv, layer, slots, *weights.values(), 1e-6)
+    norms = HeadNorms(weights["q_norm"], weights["k_norm"], 1e-6) if normed else None
+    q = each_backend.rotate_and_write(qkv, angles.cos(), angles.sin(), kv, layer, slots, norms)
     if dtype == torch.float32:
         torch.testing.assert_close(q.double(), expected, rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(kv.double(), expected_kv, rtol=1e-5, atol=2e-5)

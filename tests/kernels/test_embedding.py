@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import Embedding, KVLayout, Linear, QuerySpan, plan_attention, quantise, record, rms_norm
-from kernels.native_backend import native_backend
+from kernels.cpu.backend import native_backend
 
 DTYPES = [torch.float32, torch.bfloat16]
 IDS = torch.tensor([0, 1, 31, 32, 95, 99, 7, 99])
@@ -30,7 +30,7 @@ def test_rows_that_the_head_holds(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_table_is_held_once(dtype: torch.dtype) -> None:
     native = native_backend()
-    if native is None or (dtype == torch.bfloat16 and not native.multiplies_bfloat16):
+    if native is None or (dtype == torch.bfloat16 and not native.multiplies_bf16):
         pytest.skip("the head is not packed here")
     table = torch.randn(100, 48).to(dtype)
     embedding = Embedding.tied(table, Linear(table))
@@ -52,7 +52,7 @@ def test_recorded(dtype: torch.dtype, scale: float) -> None:
     embedding, head = Embedding.tied(table.clone(), Linear(table)), Linear(table)
     if head.native is None:
         pytest.skip("the head is not packed here")
-    program = record(dtype, lambda step: head(step.rms_norm(embedding.record(step, scale), norm, 1e-6), wide=True))
+    program = record(dtype, lambda step: head(rms_norm(embedding.record(step, scale), norm, 1e-6), wide=True))
     assert program is not None
     plan = plan_attention([QuerySpan(0, 8, 0, [0])], KVLayout(1, 1, 1, 16, 16), 1, torch.device("cpu"))
     place = torch.arange(8)

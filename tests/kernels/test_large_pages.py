@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels import large_pages
-from kernels.large_pages import CHUNK, LARGE_PAGE, LINE, Arena
+from kernels.cpu import large_pages
+from kernels.cpu.large_pages import CHUNK, LARGE_PAGE, LINE, Arena
 
 MAPS = Path("/proc/self/maps")
 

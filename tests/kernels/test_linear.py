@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import Embedding, GatedLinear, Linear, QuantisedWeight, quantise, reference, stack
-from kernels.native_backend import NativeBackend, native_backend
-from kernels.packed import BFLOAT16, BRAIN, FLOAT32, HALF, SHORT
+from kernels import Embedding, GatedLinear, Linear, QuantisedWeight, quantise, stack
+from kernels.cpu.backend import NativeBackend, native_backend
+from kernels.cpu.packed import BF16, BF16_12BIT, FLOAT32, WIDENED_BF16, WIDENED_FP16
+from kernels.plain import reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 0.01, "atol": 0.1}}
@@ -88,7 +89,7 @@ def test_threads_do_not_matter(native: NativeBackend, threads: int, bits: int) -
 
 @pytest.fixture
 def pairs(native: NativeBackend) -> NativeBackend:
-    return native if native.multiplies_bfloat16 else pytest.skip("this CPU multiplies no pairs of bfloat16")
+    return native if native.multiplies_bf16 else pytest.skip("this CPU multiplies no pairs of bfloat16")
 
 
 def with_odd_weights(rows: int, columns: int) -> Tensor:
@@ -102,11 +103,11 @@ def with_odd_weights(rows: int, columns: int) -> Tensor:
 
 @pytest.mark.parametrize("cls", [Linear, GatedLinear])
 @pytest.mark.parametrize("columns", [4, 64, 1000])
-def test_short_weights_lose_nothing(pairs: NativeBackend, cls: type[Linear], columns: int) -> None:
+def test_weights_of_12_bits_lose_nothing(pairs: NativeBackend, cls: type[Linear], columns: int) -> None:
     weight = with_odd_weights(320, columns)
     linear = cls(weight.clone())
     assert linear.native is not None
-    assert linear.native.format == SHORT
+    assert linear.native.format == BF16_12BIT
     assert torch.equal(linear.weight.view(torch.int16), weight.view(torch.int16))
 
 
@@ -128,14 +129,14 @@ def test_weights_of_many_exponents_stay_as_they_are(pairs: NativeBackend) -> Non
     weight = torch.randint(-(2**15), 2**15, (64, 256), dtype=torch.int16).view(torch.bfloat16)
     linear = Linear(weight)
     assert linear.native is not None
-    assert linear.native.format == BFLOAT16
+    assert linear.native.format == BF16
     assert torch.equal(linear.weight.view(torch.int16), weight.view(torch.int16))
 
 
 def test_pairs_that_are_no_quads_stay_as_they_are(pairs: NativeBackend) -> None:
     linear = Linear(torch.randn(64, 62).bfloat16())
     assert linear.native is not None
-    assert linear.native.format == BFLOAT16
+    assert linear.native.format == BF16
 
 
 def narrow_weights(dtype: torch.dtype, rows: int, columns: int) -> Tensor:
@@ -148,12 +149,12 @@ def narrow_weights(dtype: torch.dtype, rows: int, columns: int) -> Tensor:
 
 
 @pytest.mark.parametrize("cls", [Linear, GatedLinear])
-@pytest.mark.parametrize("kind", [BRAIN, HALF])
+@pytest.mark.parametrize("kind", [WIDENED_BF16, WIDENED_FP16])
 @pytest.mark.parametrize("columns", [2, 62, 640])
 def test_narrow_weights_are_held_as_such(native: NativeBackend, cls: type[Linear], kind: int, columns: int) -> None:
-    if kind == HALF and not native.widens_float16:
+    if kind == WIDENED_FP16 and not native.widens_fp16:
         pytest.skip("this CPU does not widen float16")
-    weight = narrow_weights({BRAIN: torch.bfloat16, HALF: torch.float16}[kind], 320, columns)
+    weight = narrow_weights({WIDENED_BF16: torch.bfloat16, WIDENED_FP16: torch.float16}[kind], 320, columns)
     linear, rows = cls(weight), torch.tensor([0, 5, 33, 319, 5])
     assert linear.native is not None
     assert linear.native.format == kind

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels import native_build
+from kernels.cpu import build as native_build
 
 pytestmark = pytest.mark.timeout(400)  # of compilers, on any machine
 
@@ -99,7 +99,7 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, calls: Path) -> None:
 
 
 def test_processes_that_start_together_compile_once(calls: Path) -> None:
-    program = "from kernels.native_build import load_native; assert load_native() is not None"
+    program = "from kernels.cpu.build import load_native; assert load_native() is not None"
     started = [subprocess.Popen([sys.executable, "-P", "-c", program]) for _ in range(2)]
     assert [process.wait(350) for process in started] == [0, 0]
     assert len(set(calls.read_text().split())) == 1, "both of them compiled"

@@ -16,9 +16,9 @@ from common.model.load import load_model
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
 from common.runner.runner import ModelRunner
-from kernels import Linear, record
-from kernels.native_backend import native_backend
-from kernels.program import NotRecordable, Recorder
+from kernels import Linear, add_rms_norm, record, rms_norm
+from kernels.cpu.backend import native_backend
+from kernels.cpu.recorder import NotRecordable, Recorder
 
 KINDS = [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"), ("bfloat16", "int4")]
 
@@ -56,7 +56,7 @@ def test_bit_for_bit_as_the_operations_one_by_one(folder: Path, dtype: str, quan
     replayed = steps(model, kv_dtype or dtype)
     native = native_backend()
     assert native is not None  # else there is no folder
-    if model.program is None and dtype == "bfloat16" and not native.multiplies_bfloat16:
+    if model.program is None and dtype == "bfloat16" and not native.multiplies_bf16:
         pytest.skip("oneDNN multiplies dense bfloat16 here, which no program does")
     assert model.program is not None
     single = load_model(resolve_model(str(folder)), dtype=dtype, quantization=quantization)
@@ -117,7 +117,7 @@ def test_what_cannot_be_recorded_is_said(caplog: pytest.LogCaptureFixture) -> No
     norm = torch.ones(24)
 
     def forward(recorder: Recorder) -> Tensor:
-        return recorder.rms_norm(recorder.embed(torch.randn(8, 24), 1.0), norm, 1e-6)
+        return rms_norm(recorder.embed(torch.randn(8, 24), 1.0), norm, 1e-6)
 
     with caplog.at_level("WARNING"):
         assert record(torch.float32, forward) is None
@@ -132,7 +132,7 @@ def test_tensors_do_not_mix_with_slots() -> None:
     recorder = Recorder(native, torch.float32)
     hidden = recorder.embed(torch.randn(8, 32), 1.0)
     with pytest.raises(NotRecordable, match="not of this step"):
-        recorder.add_rms_norm(hidden, torch.randn(4, 32), torch.ones(32), 1e-6)
+        add_rms_norm(hidden, torch.randn(4, 32), torch.ones(32), 1e-6)
     with pytest.raises(NotRecordable, match="not packed"):
         recorder.linear(hidden, None, 32, "", False)
     assert Linear(torch.randn(32, 32))(torch.randn(2, 32)).shape == (2, 32)

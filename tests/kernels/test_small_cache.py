@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import KVLayout, QuerySpan, reference, torch_backend
-from kernels.kv_region import numbers_of, packed, scales_of, unpacked
-from kernels.native_backend import native_backend
+from kernels import AttentionRule, HeadNorms, KVLayout, QuerySpan
+from kernels.cpu.backend import native_backend
+from kernels.interface.kv_region import numbers_of, packed, scales_of, unpacked
+from kernels.plain import backend as torch_backend
+from kernels.plain import reference
 
 from .conftest import Case
 
@@ -77,7 +79,7 @@ def test_every_code_is_read_as_torch_reads_it(each_backend: Any, dtype: torch.dt
     kv.view(torch.uint8)[1, 0, :, 0, 1] = codes.view(2, 128)
     layout, span = KVLayout(2, 1, 2, 16, 128), QuerySpan(0, 1, 0, [1])
     plan = each_backend.plan_attention([span], layout, 2 * rows, torch.device("cpu"))
-    out = each_backend.paged_attention(torch.zeros(1, 2 * rows, 128, dtype=dtype), kv, 0, plan, 1.0, 0, 0.0)
+    out = each_backend.paged_attention(torch.zeros(1, 2 * rows, 128, dtype=dtype), kv, 0, plan, AttentionRule(1.0))
     expected = codes.view(FP8).to(dtype).view(1, 2, 1, 128).expand(1, 2, rows, 128).reshape(1, 2 * rows, 128)
     assert out.isnan().sum() == 2 * rows
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
@@ -96,7 +98,7 @@ def test_every_code_is_multiplied_as_what_it_is(each_backend: Any, dtype: torch.
         layout, span = KVLayout(1, 1, 1, 64, 64), [QuerySpan(i, 1, 1, [0]) for i in range(64)]
         plan = each_backend.plan_attention(span, layout, heads, torch.device("cpu"))
         q = torch.eye(64, dtype=dtype)[:, None].expand(64, heads, 64).contiguous()
-        out = each_backend.paged_attention(q, kv, 0, plan, 0.25, 0, 0.0)
+        out = each_backend.paged_attention(q, kv, 0, plan, AttentionRule(0.25))
         weight = torch.sigmoid(number * 0.25)[:, None, None].expand(64, heads, 64)
         tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-6
         torch.testing.assert_close(out.double(), weight, rtol=tolerance, atol=tolerance)
@@ -114,7 +116,7 @@ def test_what_is_stored_is_the_nearest_number(each_backend: Any) -> None:
     kv, tokens = torch.zeros(1, 1, 1, len(numbers), 2, 64, dtype=FP8), len(numbers)
     qkv, cos, sin = torch.cat((numbers,) * 3, 1), torch.ones(tokens, 32), torch.zeros(tokens, 32)
     qkv = torch.where(qkv.isinf(), torch.sign(qkv) * 3e38, qkv)  # times a sine of zero infinity would be none
-    each_backend.rotate_and_write(qkv, cos, sin, kv, 0, torch.arange(tokens), None, None, 1e-6)
+    each_backend.rotate_and_write(qkv, cos, sin, kv, 0, torch.arange(tokens), None)
     expected = numbers.clamp(-448, 448).to(FP8).float()
     assert torch.equal(kv[0, 0, 0, :, 1].float().nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
     assert torch.equal(kv[0, 0, 0, :, 0].float()[:-1], expected[:-1])
@@ -130,9 +132,9 @@ def test_backends_store_the_same(dim: int, normed: bool, dtype: torch.dtype, kv_
     caches = [packed(torch.zeros(9, 3, kv_heads, 16, 2, dim), kv_dtype) for _ in range(2)]
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
     angles, slots = torch.rand(tokens, dim // 2) * 100, torch.randperm(9 * 16)[:tokens]
-    norms = (torch.rand(dim), torch.rand(dim)) if normed else (None, None)
+    norms = HeadNorms(torch.rand(dim), torch.rand(dim), 1e-6) if normed else None
     for backend, kv in zip((torch_backend, native), caches, strict=True):
-        backend.rotate_and_write(qkv, angles.cos(), angles.sin(), kv, 1, slots, *norms, 1e-6)
+        backend.rotate_and_write(qkv, angles.cos(), angles.sin(), kv, 1, slots, norms)
     codes = [(numbers_of(kv) if kv_dtype == torch.int8 else kv.view(torch.uint8)).int() for kv in caches]
     # A norm of bfloat16 is rounded by torch before it is rotated.
     allowed = 0.2 if normed and dtype == torch.bfloat16 else 0.001
@@ -152,14 +154,14 @@ def test_every_whole_number_is_read_with_its_scale(each_backend: Any, dtype: tor
     layout = KVLayout(2, 1, 2, 16, 128)
     plan = each_backend.plan_attention([QuerySpan(0, 1, 0, [1])], layout, 2 * rows, torch.device("cpu"))
     q = torch.zeros(1, 2 * rows, 128, dtype=dtype)
-    out = each_backend.paged_attention(q, kv, 0, plan, 1.0, 0, 0.0)
+    out = each_backend.paged_attention(q, kv, 0, plan, AttentionRule(1.0))
     tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-6  # a weight of 0.25 is rounded with its scale
     expected = (numbers * 0.25).view(1, 2, 1, 128).expand(1, 2, rows, 128).reshape(1, 2 * rows, 128)
     torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=0)
     spans = [QuerySpan(i, 1, 1, [1]) for i in range(128)]
     plan = each_backend.plan_attention(spans, layout, 2 * rows, torch.device("cpu"))
     q = torch.eye(128, dtype=dtype)[:, None].expand(128, 2 * rows, 128).contiguous()
-    out = each_backend.paged_attention(q, kv, 0, plan, 1.0, 0, 0.0).float().view(128, 2, rows, 128)
+    out = each_backend.paged_attention(q, kv, 0, plan, AttentionRule(1.0)).float().view(128, 2, rows, 128)
     weight = 1 - torch.sigmoid(numbers.T * 2**-5)  # of the first token's value
     expected = weight[:, :, None, None] * (numbers * 0.25)[None, :, None]
     torch.testing.assert_close(out, expected.expand_as(out), rtol=3 * tolerance, atol=3 * tolerance)
@@ -175,7 +177,7 @@ def test_rows_of_whole_numbers(each_backend: Any) -> None:
     kv = packed(torch.full((1, 1, 2, 16, 2, 256), 7.0), torch.int8)
     qkv = torch.cat((x, x, x, x.flip(0), x.flip(0)), 1)  # one query head, two of keys, two of values
     cos, sin = torch.ones(10, 128), torch.zeros(10, 128)
-    each_backend.rotate_and_write(qkv, cos, sin, kv, 0, torch.arange(10), None, None, 1e-6)
+    each_backend.rotate_and_write(qkv, cos, sin, kv, 0, torch.arange(10), None)
     found = unpacked(kv)[0, 0]
     for head in range(2):
         for i in range(10):

@@ -11,7 +11,7 @@ from common.errors import BlockError, ModelError
 from common.kv.cache import KVCache, block_bytes, torch_dtype
 from common.kv.shared_memory import PeerMemory
 from common.model_files.config import ModelConfig, from_hf
-from kernels.kv_region import packed, unpacked
+from kernels.interface.kv_region import packed, unpacked
 
 
 @pytest.fixture

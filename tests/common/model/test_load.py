@@ -213,7 +213,7 @@ def test_auto_is_none_without_codes_to_keep(gguf_path: Path, expected: str) -> N
     model = load_model(gguf_files(gguf_path), quantization="auto")
     assert model.quantization == expected
     packed = model.weights.layers[0].down.native
-    assert packed is None or packed.coded == (expected == "auto")  # None: no compiler here
+    assert packed is None or packed.quantised == (expected == "auto")  # None: no compiler here
 
 
 def test_auto_is_none_for_a_folder_and_on_a_gpu(tiny_folder: Path) -> None:

@@ -11,7 +11,8 @@ from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
 from common.model_files.tiny import make_tiny_model
 from common.runner.runner import ModelRunner
-from kernels import dispatch, torch_backend
+from kernels import dispatch
+from kernels.plain import backend as torch_backend
 
 from ...oracle import Oracle
 from .generation import Pool, load, prompt
@@ -37,7 +38,7 @@ def test_a_mixed_batch_changes_nothing(model: Decoder, alone: list[list[int]], c
 @pytest.mark.parametrize("kv_dtype", [None, *SMALL_DTYPES.values()])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_the_same_bits_in_every_batch(tiny_folder: Path, dtype: str, kv_dtype: torch.dtype | None) -> None:
-    from kernels.native_build import load_native
+    from kernels.cpu.build import load_native
 
     if load_native() is None:
         pytest.skip("only the native kernels promise this")
@@ -55,7 +56,7 @@ def test_logits_are_the_same_bits_in_every_batch(tiny_folder: Path, dtype: str, 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_of_one_sequence_are_the_same_bits_together_and_one_after_the_other(tiny_folder: Path, dtype: str) -> None:
     """What a step that checks draft tokens relies on."""
-    from kernels.native_build import load_native
+    from kernels.cpu.build import load_native
 
     if load_native() is None:
         pytest.skip("only the native kernels promise this")

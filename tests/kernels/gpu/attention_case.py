@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import AttentionRule
 from kernels.gpu import attention
 from kernels.gpu.device_plan import GPUPlan
+from kernels.plain import reference
 
 
 def attend(
@@ -19,9 +20,9 @@ def attend(
     plan = plan or attention.plan_attention(case.spans, case.layout, case.heads, device)
     sinks = more.pop("sinks", None)
     q, kv = case.q.to(device), case.kv.to(device)
-    return attention.paged_attention(
-        q, kv, 1, plan, case.layout.head_dim**-0.5, window, softcap, None if sinks is None else sinks.to(device), **more
-    ).cpu()
+    sinks = None if sinks is None else sinks.to(device)
+    rule = AttentionRule(case.layout.head_dim**-0.5, window, softcap, sinks, **more)
+    return attention.paged_attention(q, kv, 1, plan, rule).cpu()
 
 
 def error(case: Any, out: Tensor, **options: Any) -> float:

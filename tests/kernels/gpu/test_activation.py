@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import reference
 from kernels.gpu.activation import BLOCK, gated
+from kernels.plain import reference
 
 pytestmark = pytest.mark.interpret
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import kernels
-from kernels import dispatch, reference, torch_backend
+from kernels import dispatch
+from kernels.plain import backend as torch_backend
+from kernels.plain import reference
 
 pytestmark = pytest.mark.cpu
 SPANS = [(1, 40), (13, 5), (1, 0), (20, 0), (1, 90), (1, 41)]

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import KVLayout, QuerySpan
+from kernels import AttentionRule, KVLayout, QuerySpan
 from kernels.gpu import attention, work_list
 from kernels.gpu.device_plan import GPUPlan
-from kernels.torch_backend import TorchPlan
+from kernels.plain.backend import TorchPlan
 
 pytestmark = pytest.mark.interpret
 LAYOUT = KVLayout(100, 2, 2, 16, 64)
@@ -94,10 +94,10 @@ def test_the_longest_query_tiles_come_first(device: torch.device) -> None:
 def test_no_spans(make_case: Any, device: torch.device) -> None:
     plan = attention.plan_attention([], LAYOUT, 4, device)
     q, kv = torch.empty(0, 4, 64, device=device), torch.empty(*LAYOUT[:4], 2, 64, device=device)
-    assert attention.paged_attention(q, kv, 0, plan, 1.0, 0, 0.0).shape == (0, 4, 64)
+    assert attention.paged_attention(q, kv, 0, plan, AttentionRule(1.0)).shape == (0, 4, 64)
 
 
 def test_a_plan_of_another_backend_is_refused(device: torch.device) -> None:
     q = torch.empty(1, 4, 64, device=device)
     with pytest.raises(TypeError, match="TorchPlan"):
-        attention.paged_attention(q, q, 0, TorchPlan([], LAYOUT, device), 1.0, 0, 0.0)
+        attention.paged_attention(q, q, 0, TorchPlan([], LAYOUT, device), AttentionRule(1.0))

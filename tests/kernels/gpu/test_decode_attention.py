@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import KVLayout, QuerySpan, reference
+from kernels import AttentionRule, KVLayout, QuerySpan
 from kernels.gpu import attention, work_list
 from kernels.gpu.device_plan import GPUPlan
+from kernels.plain import reference
 
 from .attention_case import attend, error
 
@@ -130,7 +131,7 @@ def test_a_captured_graph_follows_its_plan(make_case: Any, device: torch.device)
 
     def step() -> torch.Tensor:
         plan.prepare()
-        return attention.paged_attention(q, kv, 1, plan, 0.125, 0, 0.0)
+        return attention.paged_attention(q, kv, 1, plan, AttentionRule(0.125))
 
     plan.fill(spans[:1])
     step()
@@ -192,7 +193,7 @@ def test_addresses_beyond_two_to_the_31(device: torch.device) -> None:
     spans = [QuerySpan(0, 1, 15, [last]), QuerySpan(1, 2, 14, [last])]
     q = torch.randn(3, 4, 64).half().to(device)
     plan = attention.plan_attention(spans, layout, 4, device)
-    out = attention.paged_attention(q, kv, 7, plan, 0.125, 0, 0.0).cpu()
+    out = attention.paged_attention(q, kv, 7, plan, AttentionRule(0.125)).cpu()
     near = [span._replace(block_table=[0]) for span in spans]
     expected = reference.paged_attention(q.cpu().double(), kv[last:].cpu(), 7, near, scale=0.125)
     assert float((out.double() - expected).abs().max()) < 2e-3

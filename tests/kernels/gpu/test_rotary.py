@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import HeadNorms
 from kernels.gpu.rotary import rotate_and_write
+from kernels.plain import reference
 
 pytestmark = pytest.mark.interpret
 BLOCKS, LAYERS, LAYER, TOKENS = 9, 3, 1, 7
@@ -38,7 +39,7 @@ def test_queries_and_cache(
     on_device = [None if norm is None else norm.to(device) for norm in norms]
     q = rotate_and_write(
         qkv.to(device), angles.cos().to(device), angles.sin().to(device), there, LAYER, slots.to(device),
-        on_device[0], on_device[1], 1e-6,
+        HeadNorms(on_device[0], on_device[1], 1e-6) if normed else None,
     )  # fmt: skip
     tolerance = 2e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(q.cpu().double(), expected, rtol=tolerance, atol=tolerance)
@@ -51,7 +52,7 @@ def test_padding_rows_write_nothing(device: torch.device) -> None:
     slots = torch.randperm(BLOCKS * 16)[:TOKENS].to(device)
     slots[5:] = -1
     cos, sin = angles.cos().to(device), angles.sin().to(device)
-    q = rotate_and_write(qkv.to(device), cos, sin, kv, LAYER, slots, None, None, 1e-6)
+    q = rotate_and_write(qkv.to(device), cos, sin, kv, LAYER, slots, None)
     assert q[:5].isfinite().all() and q[5:].isnan().all()
     written = kv.abs().sum(-1).nonzero()  # block, layer, head, slot, K or V
     assert len(written) == 5 * 2 * 2 and set(written[:, 1].tolist()) == {LAYER}
@@ -66,7 +67,7 @@ def test_a_slice_of_a_wider_projection(device: torch.device) -> None:
     for projection in (qkv.to(device), wide.to(device)[:, : qkv.shape[1]]):
         kv = torch.zeros(BLOCKS, LAYERS, 2, 16, 2, 64, device=device)
         cos, sin = angles.cos().to(device), angles.sin().to(device)
-        results.append((rotate_and_write(projection, cos, sin, kv, LAYER, slots, None, None, 1e-6), kv))
+        results.append((rotate_and_write(projection, cos, sin, kv, LAYER, slots, None), kv))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
@@ -81,7 +82,7 @@ def test_a_cache_of_float8(device: torch.device, dtype: torch.dtype) -> None:
     reference.rotate_and_write(qkv.float(), cos, sin, plain, LAYER, slots)
     kv = torch.zeros(plain.shape, dtype=torch.float8_e4m3fn, device=device)
     there = (t.to(device) for t in (qkv, cos, sin))
-    rotate_and_write(*there, kv, LAYER, slots.to(device), None, None, 1e-6, 0.25, 0.5)
+    rotate_and_write(*there, kv, LAYER, slots.to(device), None, 0.25, 0.5)
     stored = plain / torch.tensor([0.25, 0.5]).view(2, 1)
     found = kv.cpu().float()
     assert (found.abs() == 448).sum() == 2
@@ -93,7 +94,7 @@ def test_nothing(device: torch.device) -> None:
     kv = torch.zeros(1, 1, 1, 16, 2, 32, device=device)
     empty = torch.empty(0, 16, device=device)
     slots = torch.empty(0, dtype=torch.int64, device=device)
-    q = rotate_and_write(torch.empty(0, 5 * 32, device=device), empty, empty, kv, 0, slots, None, None, 1e-6)
+    q = rotate_and_write(torch.empty(0, 5 * 32, device=device), empty, empty, kv, 0, slots, None)
     assert q.shape == (0, 3, 32) and not kv.any()
 
 
@@ -108,7 +109,7 @@ def test_rounding_to_e4m3(device: torch.device) -> None:
     kv = torch.zeros(1, 1, 1, tokens, 2, 64, dtype=torch.float8_e4m3fn, device=device)
     qkv = torch.cat((numbers, numbers, numbers), 1).to(device)  # one head, unrotated
     cos, sin = torch.ones(tokens, 32, device=device), torch.zeros(tokens, 32, device=device)
-    rotate_and_write(qkv, cos, sin, kv, 0, torch.arange(tokens, device=device), None, None, 1e-6)
+    rotate_and_write(qkv, cos, sin, kv, 0, torch.arange(tokens, device=device), None)
     expected = numbers.to(torch.float8_e4m3fn).float()
     assert torch.equal(kv.cpu()[0, 0, 0, :, 1].float(), expected)
     assert torch.equal(kv.cpu()[0, 0, 0, :, 0].float(), expected)

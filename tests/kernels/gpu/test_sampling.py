@@ -7,8 +7,8 @@ import torch
 
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
+from kernels import Draw, SamplingTensors
 from kernels.gpu.sampling import MAX_BLOCK, MAX_VOCAB, sample
-from kernels.sampling import Draw, SamplingTensors
 
 pytestmark = pytest.mark.interpret
 FILTERS: list[dict[str, Any]] = [

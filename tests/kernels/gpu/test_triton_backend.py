@@ -6,7 +6,7 @@ import logging
 import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -17,9 +17,9 @@ from common.model.batch import SequenceChunk
 from common.model_files.tiny import make_tiny_model
 from common.wire.sampling_params import SamplingParams
 from kernels import device as device_module
-from kernels import torch_backend
 from kernels.dispatch import backend
 from kernels.gpu import backend as triton_backend
+from kernels.plain import backend as torch_backend
 
 from ...common.model.generation import Pool, load, prompt
 from ...oracle import Oracle, generate
@@ -87,7 +87,7 @@ def test_without_triton_it_is_torch_and_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "kernels.gpu.backend", None)
     with caplog.at_level(logging.WARNING):
-        found: ModuleType | None = device_module.triton_backend.__wrapped__("cuda")
+        found = device_module.triton_backend.__wrapped__("cuda")
     assert found is None and "plain torch" in caplog.text
 
 
@@ -96,7 +96,7 @@ def test_without_a_c_compiler_too(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     with caplog.at_level(logging.WARNING):
-        found: ModuleType | None = device_module.triton_backend.__wrapped__("cuda")
+        found = device_module.triton_backend.__wrapped__("cuda")
     assert found is None and "for want of a C compiler" in caplog.text
     monkeypatch.setenv("CC", "cc-of-mine")
     assert device_module.triton_backend.__wrapped__("cuda") is triton_backend

@@ -1,5 +1,5 @@
-// The CPU's kernels against plain loops, without Python: where sanitizers see every byte that is read or written, and on kinds
-// of CPU that only an emulator has. Says what is wrong, and ends with 1.
+// Checks the CPU's kernels against plain loops, without Python: so sanitizers see every byte that is read or written, and it
+// runs in an emulator of another CPU. Prints what is wrong, and ends with 1.
 #include "native.cpp"
 
 #include <cstdio>
@@ -13,12 +13,13 @@ int failures = 0;
 double uniform(double from, double to) { return std::uniform_real_distribution<double>(from, to)(random_bits); }
 int whole(int from, int to) { return std::uniform_int_distribution<int>(from, to)(random_bits); }
 
-double half_value(uint16_t h) { // of a finite one
+double fp16_value(uint16_t h) { // of a finite one
     const int exponent = h >> 10 & 31, fraction = h & 0x3ff;
-    const double size = exponent ? std::ldexp(1.0 + fraction / 1024.0, exponent - 15) : std::ldexp(double(fraction), -24);
+    const double size =
+        exponent ? std::ldexp(1.0 + fraction / 1024.0, exponent - 15) : std::ldexp(double(fraction), -24);
     return h >> 15 ? -size : size;
 }
-uint16_t random_half() { return uint16_t(whole(8, 12) << 10 | whole(0, 1023)); }
+uint16_t random_fp16() { return uint16_t(whole(8, 12) << 10 | whole(0, 1023)); }
 
 bf16 rounded(double x) {
     const float f = float(x);
@@ -32,31 +33,34 @@ void expect(const char *what, double found, double expected, double size, double
     if (failures++ < 20) std::printf("%s: %.9g instead of %.9g\n", what, found, expected);
 }
 
+bool takes_bf16(Format format) { return format == Format::BF16 || format == Format::BF16_12BIT; }
+
 // A matrix in one of the formats, and what it stands for. Every buffer is as long as it must be, and no longer.
 struct Matrix {
-    std::vector<char> codes;
+    std::vector<char> data;
     std::vector<uint16_t> scale, offset16;
     std::vector<int32_t> offset32;
     std::vector<uint8_t> tables;
-    std::vector<int64_t> odd;
+    std::vector<int64_t> begins;
     std::vector<double> values; // [n][k]
     Weights weights;
 
     Matrix(Format format, int64_t n, int64_t k, int64_t group) : values(n * k) {
         const int64_t panels = (n + PANEL - 1) / PANEL, groups = k / group;
-        static const int64_t bits[] = {32, 16, 16, 16, 12, 8, 4};
-        codes.assign(panels * PANEL * k * bits[format] / 8, 0);
-        if (format >= INT8) scale.assign(panels * groups * PANEL, 0);
-        if (format == INT8) offset32.assign(panels * groups * PANEL, 0);
-        if (format == INT4) offset16.assign(panels * groups * PANEL, 0);
+        const int64_t bits = by_format(format, [](auto f) { return decltype(f)::BITS; });
+        data.assign(panels * PANEL * k * bits / 8, 0);
+        if (format >= Format::Q8) scale.assign(panels * groups * PANEL, 0);
+        if (format == Format::Q8) offset32.assign(panels * groups * PANEL, 0);
+        if (format == Format::Q4) offset16.assign(panels * groups * PANEL, 0);
         for (int64_t row = 0; row < n; row++)
             for (int64_t g = 0; g < groups; g++) fill_group(format, row, g, k, group);
-        if (format == SHORT) shorten(panels, k);
-        const void *scales = format == SHORT ? (const void *)tables.data() : scale.data();
-        const void *offsets = format == SHORT ? (const void *)odd.data()
-                              : format == INT8 ? (const void *)offset32.data() : offset16.data();
-        weights = {codes.data(), scales, offsets, nullptr, n, k, group, format};
-        if (format == FLOAT32 || format == BRAIN || format == HALF) unpack(n, k);
+        if (format == Format::BF16_12BIT) pack_12bit(panels, k);
+        const void *scales = format == Format::BF16_12BIT ? (const void *)tables.data() : scale.data();
+        const void *offsets = format == Format::BF16_12BIT ? (const void *)begins.data()
+                              : format == Format::Q8       ? (const void *)offset32.data()
+                                                           : offset16.data();
+        weights = {data.data(), scales, offsets, nullptr, n, k, group, format};
+        if (format == Format::FLOAT32 || format == Format::WIDENED_BF16 || format == Format::WIDENED_FP16) unpack(n, k);
     }
 
     void unpack(int64_t n, int64_t k) {
@@ -69,77 +73,78 @@ struct Matrix {
 
     void fill_group(Format format, int64_t row, int64_t g, int64_t k, int64_t group) {
         const int64_t panel = row / PANEL, output = row % PANEL, at = (panel * (k / group) + g) * PANEL + output;
-        const uint16_t factor = random_half(), shift = random_half();
-        if (format >= INT8) scale[at] = factor;
-        if (format == INT4) offset16[at] = shift;
+        const uint16_t factor = random_fp16(), shift = random_fp16();
+        if (format >= Format::Q8) scale[at] = factor;
+        if (format == Format::Q4) offset16[at] = shift;
         for (int64_t i = g * group; i < (g + 1) * group; i++) {
             double &value = values[row * k + i];
             value = uniform(-1, 1);
-            if (format == FLOAT32) {
+            if (format == Format::FLOAT32) {
                 const float f = float(value);
                 value = f;
-                std::memcpy(&codes[((panel * k + i) * PANEL + output) * 4], &f, 4);
-            } else if (format == BRAIN) {
+                std::memcpy(&data[((panel * k + i) * PANEL + output) * 4], &f, 4);
+            } else if (format == Format::WIDENED_BF16) {
                 const bf16 b = rounded(value);
                 value = widened(b);
-                std::memcpy(&codes[(((panel * k / 2 + i / 2) * PANEL + output) * 2 + i % 2) * 2], &b, 2);
-            } else if (format == HALF) {
-                const half h = {uint16_t(i % 5 ? random_half() : whole(0, 1) << 15 | whole(0, 1023))};
-                value = half_value(h.bits);
-                std::memcpy(&codes[((panel * k + i) * PANEL + output) * 2], &h, 2);
-            } else if (format == BFLOAT16) {
+                std::memcpy(&data[(((panel * k / 2 + i / 2) * PANEL + output) * 2 + i % 2) * 2], &b, 2);
+            } else if (format == Format::WIDENED_FP16) {
+                const fp16 h = {uint16_t(i % 5 ? random_fp16() : whole(0, 1) << 15 | whole(0, 1023))};
+                value = fp16_value(h.bits);
+                std::memcpy(&data[((panel * k + i) * PANEL + output) * 2], &h, 2);
+            } else if (format == Format::BF16) {
                 const bf16 b = rounded(value);
                 value = widened(b);
-                std::memcpy(&codes[(((panel * k / 2 + i / 2) * PANEL + output) * 2 + i % 2) * 2], &b, 2);
-            } else if (format == SHORT) {
+                std::memcpy(&data[(((panel * k / 2 + i / 2) * PANEL + output) * 2 + i % 2) * 2], &b, 2);
+            } else if (format == Format::BF16_12BIT) {
                 value = widened(rounded(i % 97 == 0 ? value * 1e20 : value));
-            } else if (format == INT8) {
-                const int code = whole(-128, 127);
-                value = code * half_value(factor);
-                codes[((panel * k / 4 + i / 4) * PANEL + output) * 4 + i % 4] = char(code);
-                offset32[at] -= 128 * code;
+            } else if (format == Format::Q8) {
+                const int q = whole(-128, 127);
+                value = q * fp16_value(factor);
+                data[((panel * k / 4 + i / 4) * PANEL + output) * 4 + i % 4] = char(q);
+                offset32[at] -= 128 * q;
             } else {
-                const int code = whole(0, 15);
-                value = code * half_value(factor) + half_value(shift);
-                codes[((panel * k / 8 + i / 8) * PANEL + output) * 4 + i % 4] |= char(i / 4 % 2 ? code << 4 : code);
+                const int q = whole(0, 15);
+                value = q * fp16_value(factor) + fp16_value(shift);
+                data[((panel * k / 8 + i / 8) * PANEL + output) * 4 + i % 4] |= char(i / 4 % 2 ? q << 4 : q);
             }
         }
     }
 
-    void shorten(int64_t panels, int64_t k) {
+    void pack_12bit(int64_t panels, int64_t k) {
         std::vector<uint16_t> rows(panels * PANEL * k);
         for (size_t i = 0; i < values.size(); i++) rows[i] = rounded(values[i]).bits;
         tables.resize(panels * 2 * EXPONENTS);
-        odd.resize(panels + 1);
-        diptych_choose_exponents(rows.data(), panels, k, tables.data(), odd.data(), 2);
-        odd.resize(panels + 1 + odd[panels]);
-        diptych_shorten(rows.data(), panels, k, tables.data(), (uint8_t *)codes.data(), odd.data(), 2);
-        weights = {codes.data(), tables.data(), odd.data(), nullptr, int64_t(values.size()) / k, k, k, SHORT};
+        begins.resize(panels + 1);
+        diptych_choose_exponents(rows.data(), panels, k, tables.data(), begins.data(), 2);
+        begins.resize(panels + 1 + begins[panels]);
+        diptych_pack_12bit(rows.data(), panels, k, tables.data(), (uint8_t *)data.data(), begins.data(), 2);
+        weights = {data.data(), tables.data(),     begins.data(), nullptr, int64_t(values.size()) / k, k,
+                   k,           Format::BF16_12BIT};
         for (int64_t row = 0; row < weights.n; row++) {
             std::vector<uint16_t> back(k);
             diptych_unpack_rows(&weights, &row, 1, k * 2, (char *)back.data(), 1);
-            for (int64_t i = 0; i < k; i++) expect("short weight", back[i], rows[row * k + i], 0, 0);
+            for (int64_t i = 0; i < k; i++) expect("12-bit weight", back[i], rows[row * k + i], 0, 0);
         }
     }
 };
 
 void check_product(Format format, int64_t n, int64_t k, int64_t rows) {
-    const int64_t group = format == INT8 ? 64 : format == INT4 ? 32 : k, groups = k / group;
+    const int64_t group = format == Format::Q8 ? 64 : format == Format::Q4 ? 32 : k, groups = k / group;
     const Matrix matrix(format, n, k, group);
-    const bool pairs = format == BFLOAT16 || format == SHORT;
+    const bool pairs = takes_bf16(format);
     std::vector<float> x(rows * k), scale(rows * groups), sum(rows * groups), out(rows * n);
     std::vector<bf16> narrow(rows * k);
-    std::vector<uint8_t> codes(rows * k);
+    std::vector<uint8_t> bytes(rows * k);
     for (int64_t i = 0; i < rows * k; i++) {
         narrow[i] = rounded(uniform(-2, 2));
         x[i] = widened(narrow[i]);
     }
     const void *inputs = pairs ? (const void *)narrow.data() : x.data();
-    if (format >= INT8) {
-        diptych_quantise(0, x.data(), rows, k, group, format == INT8, codes.data(), scale.data(), sum.data());
-        inputs = codes.data();
+    if (format >= Format::Q8) {
+        diptych_quantise(0, x.data(), rows, k, group, format == Format::Q8, bytes.data(), scale.data(), sum.data());
+        inputs = bytes.data();
         for (int64_t i = 0; i < rows * k; i++)
-            x[i] = scale[i / group] * (format == INT8 ? float(codes[i]) - 128.f : float(int8_t(codes[i])));
+            x[i] = scale[i / group] * (format == Format::Q8 ? float(bytes[i]) - 128.f : float(int8_t(bytes[i])));
     }
     diptych_linear(&matrix.weights, inputs, scale.data(), sum.data(), rows, 0, out.data(), 0, 2);
     for (int64_t row = 0; row < rows; row++)
@@ -150,8 +155,8 @@ void check_product(Format format, int64_t n, int64_t k, int64_t rows) {
                 expected += part, size += std::fabs(part);
             }
             char what[80];
-            std::snprintf(what, sizeof what, "format %d, %ldx%ld, row %ld of %ld, output %ld", int(format), long(n), long(k),
-                          long(row), long(rows), long(o));
+            std::snprintf(what, sizeof what, "format %d, %ldx%ld, row %ld of %ld, output %ld", int(format), long(n),
+                          long(k), long(row), long(rows), long(o));
             expect(what, out[row * n + o], expected, size + 1e-3, 2e-5);
         }
 }
@@ -170,7 +175,8 @@ void set(bf16 &x, double to) { x = rounded(to); }
 void set(e4m3 &x, double) { x.bits = uint8_t(whole(0, 1) << 7 | whole(0, 0x37)); } // below 1
 
 // Two sequences, one that decodes and one of whose prompt a chunk is computed, over blocks in disorder.
-template <typename T, typename C> void check_attention(int type, int kv_type, int64_t dim, int64_t window, float softcap, double tolerance) {
+template <typename T, typename C> void check_attention(int type, int kv_type, int64_t dim, int64_t window,
+                                                       float softcap, double tolerance) {
     const int64_t size = 16, heads = 6, kv_heads = 2, layers = 2, layer = 1;
     const int64_t spans[] = {0, 1, 69, 0, 1, 21, 40, 5}; // row, rows, start, first entry of the table
     const int32_t tables[] = {7, 2, 9, 4, 0, 5, 1, 8, 3};
@@ -179,7 +185,8 @@ template <typename T, typename C> void check_attention(int type, int kv_type, in
     std::vector<C> kv(10 * layers * kv_heads * region);
     std::vector<T> q(rows * heads * dim), out(rows * heads * dim);
     for (C &v : kv) set(v, uniform(-1, 1));
-    const auto scale_at = [&](const C *begin, int64_t place) -> float & { // of a region, of its keys and then its values
+    const auto scale_at = [&](const C *begin,
+                              int64_t place) -> float & { // of a region, of its keys and then its values
         static float one;
         one = 1;
         return SCALE<C> ? ((float *)(begin + size * 2 * dim))[place] : one;
@@ -193,8 +200,8 @@ template <typename T, typename C> void check_attention(int type, int kv_type, in
             for (int head = 0; head < kv_heads; head++)
                 units.insert(units.end(), {span, head, first, std::min(8, int(spans[span * 4 + 1]) - first)});
     const float scale = 1.f / std::sqrt(float(dim));
-    diptych_attend(type, kv_type, q.data(), heads * dim, out.data(), kv.data(), spans, tables, units.data(), units.size() / 4, shape,
-                   layer, window, scale, softcap, 2);
+    diptych_attend(type, kv_type, q.data(), heads * dim, out.data(), kv.data(), spans, tables, units.data(),
+                   units.size() / 4, shape, layer, window, scale, softcap, 2);
     for (int span = 0; span < 2; span++)
         for (int64_t i = 0; i < spans[span * 4 + 1]; i++)
             for (int64_t head = 0; head < heads; head++) {
@@ -204,16 +211,20 @@ template <typename T, typename C> void check_attention(int type, int kv_type, in
                 double total = 0;
                 for (int64_t j = from; j <= at; j++) {
                     const int64_t block = tables[spans[span * 4 + 3] + j / size];
-                    const C *begin = &kv[((block * layers + layer) * kv_heads + head / 3) * region], *key = begin + j % size * 2 * dim;
+                    const C *begin = &kv[((block * layers + layer) * kv_heads + head / 3) * region],
+                            *key = begin + j % size * 2 * dim;
                     double score = 0;
-                    for (int64_t d = 0; d < dim; d++) score += value(query[d]) * value(key[d]) * scale_at(begin, j % size) * scale;
+                    for (int64_t d = 0; d < dim; d++)
+                        score += value(query[d]) * value(key[d]) * scale_at(begin, j % size) * scale;
                     if (softcap > 0) score = softcap * std::tanh(score / softcap);
                     const double weight = std::exp(score);
                     total += weight;
-                    for (int64_t d = 0; d < dim; d++) sums[d] += weight * value(key[dim + d]) * scale_at(begin, size + j % size);
+                    for (int64_t d = 0; d < dim; d++)
+                        sums[d] += weight * value(key[dim + d]) * scale_at(begin, size + j % size);
                 }
                 for (int64_t d = 0; d < dim; d++)
-                    expect("attention", value(out[((spans[span * 4] + i) * heads + head) * dim + d]), sums[d] / total, 1, tolerance);
+                    expect("attention", value(out[((spans[span * 4] + i) * heads + head) * dim + d]), sums[d] / total,
+                           1, tolerance);
             }
 }
 
@@ -269,7 +280,8 @@ void check_sampling(int64_t width) {
     for (int64_t i = 0; i < rows; i++) {
         for (int64_t j = 0; j < width; j++) logits[i].push_back(float(uniform(-6, 6)));
         if (i % 3 == 2)
-            for (int64_t j = 0; j < (width + 31) / 32; j++) masks[i].push_back(j % 3 ? random_bits() & random_bits() : j ? 0 : ~0u);
+            for (int64_t j = 0; j < (width + 31) / 32; j++)
+                masks[i].push_back(j % 3 ? random_bits() & random_bits() : j ? 0 : ~0u);
         places.push_back(logits[i].data());
         allowed.push_back(masks[i].empty() ? nullptr : masks[i].data());
         temperature.push_back(float(uniform(0.3, 1.5)));
@@ -279,8 +291,8 @@ void check_sampling(int64_t width) {
         seed.push_back(whole(-1000, 1000));
         position.push_back(whole(0, 1 << 20));
     }
-    diptych_sample(places.data(), allowed.data(), rows, width, temperature.data(), min_p.data(), top_k.data(), top_p.data(),
-                   seed.data(), position.data(), out.data(), 2);
+    diptych_sample(places.data(), allowed.data(), rows, width, temperature.data(), min_p.data(), top_k.data(),
+                   top_p.data(), seed.data(), position.data(), out.data(), 2);
     for (int64_t i = 0; i < rows; i++) {
         const Draw draw{temperature[i], min_p[i], top_k[i], top_p[i], noise_of(seed[i], position[i])};
         const int64_t expected = plain_draw(logits[i], masks[i], draw);
@@ -291,11 +303,11 @@ void check_sampling(int64_t width) {
 } // namespace
 
 int main() {
-    const bool pairs = diptych_features() & 2;
-    for (const Format format : {FLOAT32, BRAIN, HALF, BFLOAT16, SHORT, INT8, INT4})
+    for (const Format format : {Format::FLOAT32, Format::WIDENED_BF16, Format::WIDENED_FP16, Format::BF16,
+                                Format::BF16_12BIT, Format::Q8, Format::Q4})
         for (const int64_t n : {int64_t(PANEL), int64_t(2 * PANEL + 3)})
             for (const int64_t rows : {1, 2, 3, 5, 7, 12, 13, 100})
-                if (pairs || (format != BFLOAT16 && format != SHORT)) check_product(format, n, 192, rows);
+                if (DOTS_BF16 || !takes_bf16(format)) check_product(format, n, 192, rows);
     for (const int64_t dim : {16, 64, 80})
         for (const int64_t window : {0, 24})
             for (const float softcap : {0.f, 2.f}) {

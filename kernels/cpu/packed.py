@@ -1,4 +1,4 @@
-"""Weights in the order in which the CPU's matrix product reads them: see `native/linear.h`."""
+"""Weights in the order in which the CPU's matrix products read them: see `native/weights.h`."""
 
 from __future__ import annotations
 
@@ -11,44 +11,31 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.large_pages import ARENA
-from kernels.native_build import load_native
-from kernels.quantised import QuantisedWeight
+from kernels.cpu.build import load_native
+from kernels.cpu.large_pages import ARENA
+from kernels.cpu.structs import WeightsStruct
+from kernels.interface.quantised import QuantisedWeight
 
-FLOAT32, BRAIN, HALF, BFLOAT16, SHORT, INT8, INT4 = range(7)
-FORMATS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-WIDENED: Final = {torch.bfloat16: BRAIN, torch.float16: HALF}
-"""Formats of weights that are multiplied in float32, and are no wider than this."""
-PAIR: Final = {BRAIN: 2, BFLOAT16: 2}
-PART_ROWS: Final = 4096  # that are looked at together
-SHORT_INPUTS: Final = 4  # that lie together
+FLOAT32, WIDENED_BF16, WIDENED_FP16, BF16, BF16_12BIT, Q8, Q4 = range(7)
+"""`enum class Format` of `native/weights.h`."""
+FORMATS: Final = {torch.float32: FLOAT32, torch.bfloat16: BF16}
+WIDENED: Final = {torch.bfloat16: WIDENED_BF16, torch.float16: WIDENED_FP16}
+"""Formats of float32 weights that 16 bits hold without loss."""
+PAIRED: Final = (WIDENED_BF16, BF16)
+INPUTS_12BIT: Final = 4  # of an output, that lie together
+PART_ROWS: Final = 4096  # of a matrix, that are compared in one go
 READ_AHEAD: Final = 4096  # bytes behind the last panel that a prefetch may name
-Shorten = Callable[[Tensor], tuple[Tensor, Tensor, Tensor] | None]
-"""Of bfloat16 rows in the panels' order: codes, exponents and odd weights (`native/short_weights.h`)."""
+Pack12Bit = Callable[[Tensor], tuple[Tensor, Tensor, Tensor] | None]
+"""Of bf16 rows in the panels' order: data, exponents and outliers (`native/bf16_12bit.h`)."""
 
 
 @functools.cache
 def panel_size() -> int:
-    """Outputs of a panel, as this machine's kernels have them; of a gated product half are gates, half their ups."""
+    """Outputs of a panel on this machine; in a gated product half are gates, half their ups."""
     library = load_native()
     if library is None:
         raise RuntimeError("weights are packed for the native kernels, which cannot be built here")
     return int(library.diptych_panel())
-
-
-class WeightsStruct(ctypes.Structure):
-    """`struct Weights`."""
-
-    _fields_ = (
-        ("codes", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("offset", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("format", ctypes.c_int64),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,51 +47,51 @@ class PackedWeight:
     in_features: int
     group: int
     gated: bool
-    codes: Tensor
+    data: Tensor
     scale: Tensor | None = None
     offset: Tensor | None = None
     bias: Tensor | None = None
     struct: WeightsStruct = field(init=False)
 
     def __post_init__(self) -> None:
-        pointers = (0 if t is None else t.data_ptr() for t in (self.codes, self.scale, self.offset, self.bias))
+        pointers = (0 if t is None else t.data_ptr() for t in (self.data, self.scale, self.offset, self.bias))
         sizes = (self.out_features, self.in_features, self.group, self.format)
         object.__setattr__(self, "struct", WeightsStruct(*pointers, *sizes))
 
     @property
-    def coded(self) -> bool:
+    def quantised(self) -> bool:
         """Whether the inputs must be quantised too."""
-        return self.format >= INT8
+        return self.format >= Q8
 
     @property
     def num_bytes(self) -> int:
-        """That a product reads: codes, scales and offsets."""
-        return sum(t.numel() * t.element_size() for t in (self.codes, self.scale, self.offset) if t is not None)
+        """Bytes that a product reads: data, scales and offsets."""
+        return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.offset) if t is not None)
 
     @property
     def address(self) -> int:
-        """Of `struct Weights`, for as long as this lives."""
+        """The address of `struct Weights`, valid for as long as this object lives."""
         return ctypes.addressof(self.struct)
 
 
 def pack_dense(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedWeight | None:
-    """W [out, in], float32 or bfloat16, and as such the input of its product; None where its sizes do not fit."""
+    """W [out, in] of float32 or bf16, for inputs of the same type; None where its sizes do not fit."""
     return _pack(weight, FORMATS[weight.dtype], bias, gated)
 
 
-def pack_widened(weight: Tensor, bias: Tensor | None, *, gated: bool, halves: bool) -> PackedWeight | None:
-    """W [out, in], float32, in 16 bits: the product widens them again. None where that would lose anything.
+def pack_widened(weight: Tensor, bias: Tensor | None, *, gated: bool, fp16: bool) -> PackedWeight | None:
+    """W [out, in] of float32 in 16 bits, which the product widens again; None where that would lose anything.
 
-    `halves`: whether this CPU widens float16.
+    `fp16`: whether this CPU widens float16.
     """
-    for dtype in (torch.bfloat16, torch.float16) if halves else (torch.bfloat16,):
+    for dtype in (torch.bfloat16, torch.float16) if fp16 else (torch.bfloat16,):
         if all(torch.equal(part.to(dtype).float(), part) for part in torch.split(weight, PART_ROWS)):
             return _pack(weight.to(dtype), WIDENED[dtype], bias, gated)
     return None
 
 
 def _pack(weight: Tensor, kind: int, bias: Tensor | None, gated: bool) -> PackedWeight | None:
-    pair = PAIR.get(kind, 1)
+    pair = 2 if kind in PAIRED else 1
     if weight.shape[1] % pair or (gated and weight.shape[0] % panel_size()):
         return None
     panels = _in_panels(weight, gated).view(-1, panel_size(), weight.shape[1] // pair, pair).permute(0, 2, 1, 3)
@@ -112,50 +99,50 @@ def _pack(weight: Tensor, kind: int, bias: Tensor | None, gated: bool) -> Packed
     return PackedWeight(kind, rows, columns, columns, gated, _flat(panels), bias=_bias(bias, gated))
 
 
-def pack_short(weight: Tensor, bias: Tensor | None, shorten: Shorten, *, gated: bool) -> PackedWeight | None:
-    """W [out, in], bfloat16, in 12 bits; None where its sizes do not fit, or too many exponents are rare."""
+def pack_12bit(weight: Tensor, bias: Tensor | None, pack: Pack12Bit, *, gated: bool) -> PackedWeight | None:
+    """W [out, in] of bf16 in 12 bits; None where its sizes do not fit, or there are too many outliers."""
     rows, columns = weight.shape
-    if columns % SHORT_INPUTS or (gated and rows % panel_size()):
+    if columns % INPUTS_12BIT or (gated and rows % panel_size()):
         return None
-    if (short := shorten(_in_panels(weight, gated))) is None:
+    if (packed := pack(_in_panels(weight, gated))) is None:
         return None
-    return PackedWeight(SHORT, rows, columns, columns, gated, *short, bias=_bias(bias, gated))
+    return PackedWeight(BF16_12BIT, rows, columns, columns, gated, *packed, bias=_bias(bias, gated))
 
 
 def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, *, gated: bool) -> PackedWeight | None:
-    """Of 8 or 4 bits; None where its sizes do not fit."""
+    """W of 8 or 4 bits; None where its sizes do not fit."""
     rows, columns = weight.shape
     if gated and rows % panel_size():
         return None
-    codes = _in_panels(weight.codes, gated)
+    numbers = _in_panels(weight.numbers, gated)
     groups = columns // weight.group
     scale = _by_group(_in_panels(weight.scale, gated), groups)
     if weight.bits == 8:
-        sums = codes.view(-1, groups, weight.group).sum(-1, dtype=torch.int32) * -128
+        sums = numbers.view(-1, groups, weight.group).sum(-1, dtype=torch.int32) * -128
         offset = _by_group(sums, groups)
-        panels = codes.view(-1, panel_size(), columns // 4, 4).permute(0, 2, 1, 3)
-        return PackedWeight(INT8, rows, columns, weight.group, gated, _flat(panels), scale, offset, _bias(bias, gated))
+        panels = numbers.view(-1, panel_size(), columns // 4, 4).permute(0, 2, 1, 3)
+        return PackedWeight(Q8, rows, columns, weight.group, gated, _flat(panels), scale, offset, _bias(bias, gated))
     if weight.offset is None:
         raise ValueError("4-bit weights have an offset for each group")
     offset = _by_group(_in_panels(weight.offset, gated), groups)
-    quads = codes.view(torch.uint8).view(-1, panel_size(), columns // 8, 2, 4)
+    quads = numbers.view(torch.uint8).view(-1, panel_size(), columns // 8, 2, 4)
     halves = (quads[..., 0, :] | (quads[..., 1, :] << 4)).permute(0, 2, 1, 3)
-    return PackedWeight(INT4, rows, columns, weight.group, gated, _flat(halves), scale, offset, _bias(bias, gated))
+    return PackedWeight(Q4, rows, columns, weight.group, gated, _flat(halves), scale, offset, _bias(bias, gated))
 
 
 def unpack(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """W [out, in] as the codes of quantised weights stand for."""
+    """W [out, in] of quantised weights, in `dtype`."""
     columns, groups = packed.in_features, packed.in_features // packed.group
     if packed.scale is None or packed.offset is None:
         raise ValueError("quantised weights have scales and offsets")
-    if packed.format == INT8:
-        quads = _values(packed.codes, torch.int8).view(-1, columns // 4, panel_size(), 4).permute(0, 2, 1, 3)
-        codes = quads.reshape(-1, groups, packed.group).float()
+    if packed.format == Q8:
+        quads = packed.data.view(torch.int8).view(-1, columns // 4, panel_size(), 4).permute(0, 2, 1, 3)
+        numbers = quads.reshape(-1, groups, packed.group).float()
     else:
-        octets = _values(packed.codes, torch.uint8).view(-1, columns // 8, panel_size(), 4).permute(0, 2, 1, 3)
-        codes = torch.stack((octets & 15, octets >> 4), dim=-2).reshape(-1, groups, packed.group).float()
-    weight = codes * packed.scale.view(-1, groups, panel_size()).transpose(1, 2).reshape(-1, groups, 1).float()
-    if packed.format == INT4:
+        octets = packed.data.view(torch.uint8).view(-1, columns // 8, panel_size(), 4).permute(0, 2, 1, 3)
+        numbers = torch.stack((octets & 15, octets >> 4), dim=-2).reshape(-1, groups, packed.group).float()
+    weight = numbers * packed.scale.view(-1, groups, panel_size()).transpose(1, 2).reshape(-1, groups, 1).float()
+    if packed.format == Q4:
         weight += packed.offset.view(-1, groups, panel_size()).transpose(1, 2).reshape(-1, groups, 1).float()
     return in_order(weight.reshape(-1, columns), packed).to(dtype)
 
@@ -197,7 +184,3 @@ def _flat(panels: Tensor) -> Tensor:
     place = room(panels.numel() * panels.element_size())
     place.view(panels.dtype).view(panels.shape).copy_(panels)
     return place
-
-
-def _values(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    return codes.view(dtype)

@@ -1,4 +1,4 @@
-"""What attention needs to know about a step, said once for all layers and backends."""
+"""What attention takes of a step: the same for all layers and backends."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ class KVLayout(NamedTuple):
 
 
 class AttentionPlan:
-    """Made by one backend for itself: opaque to everyone else."""
+    """A backend makes it for itself; it is opaque to others."""

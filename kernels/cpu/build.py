@@ -1,4 +1,4 @@
-"""Compiles `native/` for this machine, once, and loads it. Without a C++ compiler the torch path serves instead."""
+"""Compiles `native/` for this machine, once, and loads it. Without a C++ compiler plain torch serves instead."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ import torch  # loads the OpenMP runtime whose threads the library shares
 
 log = logging.getLogger("kernels")
 
-SOURCES = Path(__file__).with_name("native")
+SOURCES = Path(__file__).parents[1] / "native"
 FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fno-semantic-interposition"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),  # never -ffast-math: infinities are used
 )
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_TIMEOUT_S = 120.0
+"""Also how long a process waits for another one that compiles the same library."""
 
 
 @functools.cache
 def load_native() -> ctypes.CDLL | None:
-    """The library, compiled at the first call of a machine and kept in the cache; None, and a log line, without it."""
+    """The library, compiled at a machine's first call and kept in the cache; None, and a warning, without one."""
     try:
         library = _load(_cache_folder())
     except (OSError, subprocess.SubprocessError) as error:
@@ -60,7 +61,7 @@ def _load(folder: Path) -> ctypes.CDLL:
 
 
 def _built(target: Path) -> ctypes.CDLL | None:
-    """What was built before, if it is there and loads."""
+    """The library that was built before, if it is there and loads."""
     if not target.exists():
         return None
     try:
@@ -72,7 +73,7 @@ def _built(target: Path) -> ctypes.CDLL | None:
 
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
-    """One process at a time compiles: the workers of a machine start together, and want the same library."""
+    """Lets one process at a time compile: the workers of a machine start together, and want the same library."""
     until = time.monotonic() + COMPILE_TIMEOUT_S
     held = os.open(folder, os.O_RDONLY)
     try:
@@ -90,10 +91,8 @@ def _turn(folder: Path) -> Iterator[None]:
 
 
 def _attempts() -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-    """Flags to compile and to link with: threads come from the OpenMP runtime that torch has loaded; else from the
-    compiler's; else there is one.
-    """
-    if sys.platform == "darwin":  # whose compiler hides OpenMP, and whose linker wants to be told of what comes later
+    """Flags to compile and to link with, best first: torch's own OpenMP runtime, the compiler's, or a single thread."""
+    if sys.platform == "darwin":  # its compiler hides OpenMP, and its linker refuses undefined symbols unless asked
         yield ("-Xpreprocessor", "-fopenmp"), ("-undefined", "dynamic_lookup")
     yield ("-fopenmp",), ()
     yield ("-fopenmp",), ("-fopenmp",)
@@ -101,7 +100,7 @@ def _attempts() -> Iterator[tuple[Sequence[str], Sequence[str]]]:
 
 
 def _build(compiler: str, scratch: Path, target: Path) -> ctypes.CDLL:
-    failure: OSError | subprocess.SubprocessError = OSError("nothing was tried")
+    failure: OSError | subprocess.SubprocessError = OSError("no attempt was made")
     for compile_flags, link_flags in _attempts():
         objects, library = scratch / "kernels.o", scratch / "kernels.so"
         try:
@@ -122,16 +121,16 @@ def _run(*command: str) -> None:
 
 
 def _key(compiler: str) -> str:
-    """Changes with the source, the flags, the compiler and the CPU, as -march=native code runs on its own kind only."""
+    """Changes with the source, the flags, the compiler and the CPU: code of -march=native runs on its own kind only."""
     digest = hashlib.blake2b(digest_size=12)
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
         digest.update(source.read_bytes())
     digest.update("\0".join((_kind(), *FLAGS, compiler, platform.machine(), _cpu(), torch.__version__)).encode())
     return digest.hexdigest()
 
 
 def _kind() -> str:
-    """What to compile for: this machine, unless another kind is named, older than it."""
+    """The compiler's flag for this machine, or for an older kind that DIPTYCH_MARCH names."""
     named = os.environ.get("DIPTYCH_MARCH")
     if sys.platform == "darwin" and platform.machine() == "arm64" and not named:
         return "-mcpu=native"  # Apple's compiler knows no native -march there

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from kernels.kv_region import head_dim_of, numbers_of, quantised, saturated, scales_of, unpacked
+from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface.kernels import AttentionRule, HeadNorms
+from kernels.interface.kv_region import head_dim_of, numbers_of, quantised, saturated, scales_of, unpacked
 
 MAX_PADDING = 1.25  # a group's longest row may be this much longer than its shortest
 
@@ -26,7 +26,7 @@ class DecodeGroup:
     """Sequences of similar length with one query row each.
 
     rows [B] int64; gather [B * num_kv_heads * blocks] rows of the flat cache; mask bool [B, 1, 1, L] or None when no
-    row is padded; padding: (sequence, token) indices of the gathered slots that belong to nobody.
+    row is padded; padding: (sequence, token) indices of the gathered slots that hold no key of it.
     """
 
     rows: Tensor
@@ -147,20 +147,15 @@ def paged_attention(
     kv: Tensor,
     layer: int,
     plan: AttentionPlan,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    rule: AttentionRule,
 ) -> Tensor:
     if not isinstance(plan, TorchPlan):
         raise TypeError(f"a {type(plan).__name__} was made by another backend")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     num_blocks, num_layers, heads, size, _, width = kv.shape
     flat = kv.view(num_blocks * num_layers * heads, size, 2, width)[layer * heads :]
-    decodes, prefills = plan.window(window)
-    rule = SoftmaxRule(scale * k_scale, softcap, sinks, v_scale)
+    decodes, prefills = plan.window(rule.window)
+    rule = rule._replace(scale=rule.scale * rule.k_scale)
     for group in decodes:
         _decode(q, flat, group, rule, out)
     for span in prefills:
@@ -168,34 +163,25 @@ def paged_attention(
     return out
 
 
-class SoftmaxRule(NamedTuple):
-    """How products of queries and keys become weights of values, and what multiplies the values."""
-
-    scale: float
-    softcap: float
-    sinks: Tensor | None
-    v_scale: float
-
-
 def _gather(flat: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of the flat cache, as numbers that torch computes with: [rows, size, 2, head_dim]."""
+    """Rows of the flat cache as numbers that torch computes with: [rows, size, 2, head_dim]."""
     if flat.dtype.itemsize > 1:
         return flat.index_select(0, rows)
     return unpacked(flat.view(torch.uint8).index_select(0, rows).view(flat.dtype)).to(dtype)
 
 
-def _decode(q: Tensor, flat: Tensor, group: DecodeGroup, rule: SoftmaxRule, out: Tensor) -> None:
+def _decode(q: Tensor, flat: Tensor, group: DecodeGroup, rule: AttentionRule, out: Tensor) -> None:
     batch, heads, dim = group.rows.shape[0], group.num_kv_heads, q.shape[2]
     both = _gather(flat, group.gather, q.dtype).view(batch, heads, -1, 2, dim)  # [B, Hkv, L, 2, D]
     if group.padding is not None:
-        both.transpose(1, 2)[group.padding] = 0.0  # slots of nobody may hold anything, and 0 * NaN is NaN
+        both.transpose(1, 2)[group.padding] = 0.0  # unused slots may hold NaN, and 0 * NaN is NaN
     query = q.index_select(0, group.rows).view(batch, heads, -1, dim)  # [B, Hkv, G, D]
     sinks = None if rule.sinks is None else rule.sinks.view(heads, -1, 1)
     result = _attend(query, both[..., 0, :], both[..., 1, :], group.mask, False, rule, sinks)
     out.index_copy_(0, group.rows, result.reshape(batch, -1, dim))
 
 
-def _prefill(q: Tensor, flat: Tensor, span: PrefillSpan, rule: SoftmaxRule, out: Tensor) -> None:
+def _prefill(q: Tensor, flat: Tensor, span: PrefillSpan, rule: AttentionRule, out: Tensor) -> None:
     heads, dim = span.num_kv_heads, q.shape[2]
     group = q.shape[1] // heads
     both = _gather(flat, span.gather, q.dtype).view(heads, 1, -1, 2, dim)[:, :, span.skip : span.skip + span.length]
@@ -213,7 +199,7 @@ def _attend(
     value: Tensor,
     mask: Tensor | None,
     causal: bool,
-    rule: SoftmaxRule,
+    rule: AttentionRule,
     sinks: Tensor | None,
 ) -> Tensor:
     """sinks broadcast to one more column of the scores."""
@@ -244,16 +230,14 @@ def rotate_and_write(
     kv: Tensor,
     layer: int,
     slots: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    norms: HeadNorms | None,
 ) -> Tensor:
     kv_heads, size = kv.shape[2], kv.shape[3]
     heads = qkv.shape[1] // head_dim_of(kv) - 2 * kv_heads
     qkv = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)
-    if q_norm is not None and k_norm is not None:
-        q = rms_norm(qkv[:, :heads], q_norm, eps)
-        qk = torch.cat((q, rms_norm(qkv[:, heads:-kv_heads], k_norm, eps)), dim=1)
+    if norms is not None:
+        q = rms_norm(qkv[:, :heads], norms.query, norms.eps)
+        qk = torch.cat((q, rms_norm(qkv[:, heads:-kv_heads], norms.key, norms.eps)), dim=1)
     else:
         qk = qkv[:, :-kv_heads]
     first, second = qk.chunk(2, dim=-1)
@@ -267,10 +251,10 @@ def rotate_and_write(
 def _write(new: Tensor, kv: Tensor, blocks: Tensor, slots: Tensor) -> None:
     """float32 [T, heads, 2, head_dim] into one layer of a cache."""
     if kv.dtype == torch.int8:
-        codes, scales = quantised(new)
-        numbers_of(kv).transpose(1, 2)[blocks, slots] = codes
+        numbers, scales = quantised(new)
+        numbers_of(kv).transpose(1, 2)[blocks, slots] = numbers
         scales_of(kv).permute(0, 3, 1, 2)[blocks, slots] = scales
-    elif kv.dtype == torch.float8_e4m3fn:  # which torch does not scatter
+    elif kv.dtype == torch.float8_e4m3fn:  # torch does not scatter it
         kv.view(torch.uint8).transpose(1, 2)[blocks, slots] = saturated(new).view(torch.uint8)
     else:
         kv.transpose(1, 2)[blocks, slots] = new.to(kv.dtype)

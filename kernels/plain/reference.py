@@ -1,4 +1,4 @@
-"""Plain references, slow and obvious, in the dtype they are given (float64 for oracles), for tests to compare with."""
+"""References for tests: slow and obvious, in the dtype that they are given, float64 for oracles."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention_plan import QuerySpan
-from kernels.kv_region import unpacked
+from kernels.interface.attention_plan import QuerySpan
+from kernels.interface.kv_region import unpacked
 
 
 def gather_sequence(kv: Tensor, layer: int, block_table: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
@@ -93,10 +93,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, head_dim]: a complex product, of element i with element i + head_dim / 2."""
     half = x.shape[-1] // 2
     wide = x if x.dtype == torch.float64 else x.float()
-    turned = torch.complex(wide[..., :half].contiguous(), wide[..., half:].contiguous()) * torch.complex(
+    rotated = torch.complex(wide[..., :half].contiguous(), wide[..., half:].contiguous()) * torch.complex(
         cos.to(wide.dtype), sin.to(wide.dtype)
     ).unsqueeze(1)
-    return torch.cat((turned.real, turned.imag), dim=-1).to(x.dtype)
+    return torch.cat((rotated.real, rotated.imag), dim=-1).to(x.dtype)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 SCALE_BYTES = 4
 LARGEST_FP8 = 448.0
 LARGEST_INT8 = 127.0
+LEAST_SCALE = 2.0**-100
+"""Of a transfer buffer's numbers: see `kernels.blocks`."""
 
 
 def row_width(head_dim: int, dtype: torch.dtype) -> int:
@@ -45,8 +47,8 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [..., head_dim] as int8 of that shape, and their scales float32 [...]: NaN where not all are finite."""
     peak = x.abs().amax(-1)
     inverse = torch.where(peak > 0, LARGEST_INT8 / peak, torch.zeros_like(peak))
-    codes = torch.round(x * inverse[..., None]).nan_to_num(0.0).to(torch.int8)
-    return codes, peak / LARGEST_INT8 + (x - x).sum(-1)
+    numbers = torch.round(x * inverse[..., None]).nan_to_num(0.0).to(torch.int8)
+    return numbers, peak / LARGEST_INT8 + (x - x).sum(-1)
 
 
 def saturated(x: Tensor) -> Tensor:
@@ -59,8 +61,8 @@ def packed(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != torch.int8:
         return saturated(x) if dtype == torch.float8_e4m3fn else x.to(dtype)
     kv = torch.empty(*x.shape[:-1], row_width(x.shape[-1], dtype), dtype=dtype, device=x.device)
-    codes, scales = quantised(x)
-    numbers_of(kv).copy_(codes)
+    numbers, scales = quantised(x)
+    numbers_of(kv).copy_(numbers)
     scales_of(kv).copy_(scales.transpose(-1, -2))
     return kv
 

@@ -1,7 +1,7 @@
-"""Weights as small integers with a scale for every group of inputs, and how to get there from floats.
+"""Weights as small integers with a scale for every group of inputs, and their quantisation from floats.
 
-Rounding to nearest, a group at a time: int8 is symmetric, int4 spans a group's smallest to its largest weight, as
-GGUF's Q4_1 does. Files that hold such groups already are taken as they are.
+`quantise` rounds to nearest, a group at a time: int8 is symmetric, int4 spans a group's smallest to its largest weight,
+as GGUF's Q4_1 does. Files that hold such groups keep theirs.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ LEVELS: Final = {8: 127, 4: 15}
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
-    """W [out, in] = scale * codes + offset, group by group.
+    """W [out, in] = scale * numbers + offset, group by group.
 
-    codes int8 [out, in], -127 .. 127 for 8 bits and 0 .. 15 for 4; scale and, for 4 bits, offset float16
+    numbers int8 [out, in], -127 .. 127 for 8 bits and 0 .. 15 for 4; scale and, for 4 bits, offset float16
     [out, in / group].
     """
 
     bits: int
     group: int
-    codes: Tensor
+    numbers: Tensor
     scale: Tensor
     offset: Tensor | None
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
+        return self.numbers.shape[0], self.numbers.shape[1]
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """W in `dtype`, [out, in]."""
         rows, columns = self.shape
-        weight = self.codes.view(rows, -1, self.group).float() * self.scale.float().unsqueeze(-1)
+        weight = self.numbers.view(rows, -1, self.group).float() * self.scale.float().unsqueeze(-1)
         if self.offset is not None:
             weight += self.offset.float().unsqueeze(-1)
         return weight.view(rows, columns).to(dtype)
@@ -47,7 +47,7 @@ class QuantisedWeight:
     def rows(self, order: Tensor) -> QuantisedWeight:
         """The same with its rows in another order, int64 [out]."""
         offset = None if self.offset is None else self.offset[order]
-        return QuantisedWeight(self.bits, self.group, self.codes[order], self.scale[order], offset)
+        return QuantisedWeight(self.bits, self.group, self.numbers[order], self.scale[order], offset)
 
     def matches(self, other: QuantisedWeight) -> bool:
         """Whether both can be stacked."""
@@ -61,7 +61,7 @@ def stack(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
     return QuantisedWeight(
         first.bits,
         first.group,
-        torch.cat([part.codes for part in parts]),
+        torch.cat([part.numbers for part in parts]),
         torch.cat([part.scale for part in parts]),
         torch.cat(offsets) if offsets else None,
     )
@@ -76,13 +76,13 @@ def quantise(weight: Tensor, bits: int) -> QuantisedWeight | None:
     offset: Tensor | None = None
     if bits == 8:
         scale = _half(parts.abs().amax(-1) / LEVELS[8])
-        codes = parts / _divisor(scale)
+        numbers = parts / _divisor(scale)
     else:
         low, high = parts.amin(-1), parts.amax(-1)
         scale, offset = _half((high - low) / LEVELS[4]), _half(low)
-        codes = (parts - offset.float().unsqueeze(-1)) / _divisor(scale)
+        numbers = (parts - offset.float().unsqueeze(-1)) / _divisor(scale)
     limits = (-LEVELS[8], LEVELS[8]) if bits == 8 else (0, LEVELS[4])
-    rounded = codes.round_().clamp_(*limits).to(torch.int8).view(weight.shape)
+    rounded = numbers.round_().clamp_(*limits).to(torch.int8).view(weight.shape)
     return QuantisedWeight(bits, group, rounded, scale, offset)
 
 
@@ -91,6 +91,6 @@ def _half(values: Tensor) -> Tensor:
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """A group of equal weights has scale 0 and any code."""
+    """A group of equal weights has scale 0, and any number."""
     wide = scale.float().unsqueeze(-1)
     return torch.where(wide == 0, torch.ones_like(wide), wide)

@@ -1,0 +1,313 @@
+"""The CPU's backend: `native/` called through ctypes. Takes float32 and bfloat16; plain torch does what it cannot.
+
+A row's result does not depend on the rest of the batch, on chunking, or on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.cpu.build import load_native
+from kernels.cpu.packed import Q8, PackedWeight, panel_size, room
+from kernels.cpu.structs import EPILOGUES, OpStruct, StepStruct, check_layouts
+from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface.draws import SamplingTensors
+from kernels.interface.kernels import AttentionRule, HeadNorms
+from kernels.interface.kv_region import head_dim_of
+from kernels.plain import backend as plain
+
+log = logging.getLogger("kernels")
+
+INT8_DOTS, BF16_PAIRS, FP16_WIDENING = 1, 2, 4
+"""Bits of `diptych_features`."""
+TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
+"""Activations are of the first two; a KV cache is of the activations' type or of one of the last two."""
+WIDTH_MULTIPLE: Final = 16
+"""Of head sizes and widths that the kernels take: the lanes of the widest vectors."""
+MAX_HEAD_DIM: Final = 1024
+OUTLIER_SHARE: Final = 512
+"""At most one weight in so many may be an outlier of the 12-bit format: more would cost time."""
+ROWS_PER_UNIT: Final = 96
+"""Query rows (tokens x heads of a group) that share one pass over the keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan(AttentionPlan):
+    """The arrays that `native/attention.h` reads.
+
+    spans int64 [S, 4]: row, rows, start, first entry in tables; tables int32; units int32 [U, 4]: span, KV head, first
+    query, count; shape int64 [5]: layers, KV heads, block size, head_dim, heads.
+    """
+
+    spans: npt.NDArray[np.int64]
+    tables: npt.NDArray[np.int32]
+    units: npt.NDArray[np.int32]
+    shape: npt.NDArray[np.int64]
+
+
+POINTER, INTEGER, NUMBER, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+SIGNATURES: Final = {
+    "attend": (
+        *(NUMBER, NUMBER, POINTER, INTEGER, POINTER, POINTER, POINTER, POINTER, POINTER, INTEGER, POINTER),
+        *(INTEGER, INTEGER, FLOAT, FLOAT, NUMBER),
+    ),
+    "rms_norm": (NUMBER, *(POINTER,) * 5, INTEGER, INTEGER, FLOAT, NUMBER),
+    "rotate_and_write": (NUMBER, NUMBER, *(POINTER,) * 4, INTEGER, *(POINTER,) * 5, FLOAT, INTEGER, NUMBER),
+    "gated": (NUMBER, POINTER, POINTER, INTEGER, INTEGER, NUMBER, NUMBER),
+    "quantise": (NUMBER, POINTER, INTEGER, INTEGER, INTEGER, NUMBER, POINTER, POINTER, POINTER),
+    "linear": (*(POINTER,) * 4, INTEGER, NUMBER, POINTER, NUMBER, NUMBER),
+    "choose_exponents": (POINTER, INTEGER, INTEGER, POINTER, POINTER, NUMBER),
+    "pack_12bit": (POINTER, INTEGER, INTEGER, POINTER, POINTER, POINTER, NUMBER),
+    "unpack_rows": (POINTER, POINTER, INTEGER, INTEGER, POINTER, NUMBER),
+    "sample": (POINTER, POINTER, INTEGER, INTEGER, *(POINTER,) * 7, NUMBER),
+    "run": (NUMBER, NUMBER, POINTER, INTEGER, POINTER, NUMBER),
+    "read": (POINTER, INTEGER, NUMBER),
+}
+"""Arguments of the functions that `native/native.cpp` exports as diptych_NAME."""
+
+
+class NativeBackend:
+    """Implements `interface.kernels.Kernels`, and the products with packed weights besides."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        check_layouts(library)
+        for name, arguments in SIGNATURES.items():
+            function = getattr(library, f"diptych_{name}")
+            function.argtypes, function.restype = arguments, INTEGER if name == "read" else None
+        self._library = library
+        self.shared_cores = (0, 0)
+        """The address of `CoreShare`'s bytes, 0 for none, and how many cores those share; for all later steps."""
+        features = int(library.diptych_features())
+        self.multiplies_bf16, self.multiplies_int8 = bool(features & BF16_PAIRS), bool(features & INT8_DOTS)
+        self.widens_fp16 = bool(features & FP16_WIDENING)
+
+    def sample(
+        self, logits: Tensor | Sequence[Tensor], draws: SamplingTensors, allowed: Sequence[Tensor | None]
+    ) -> Tensor:
+        """As `kernels.sample`, with one entry of `allowed` for each row."""
+        count, width = len(allowed), logits[0].shape[0] if len(logits) else 0
+        if isinstance(logits, Tensor):
+            logits = logits.contiguous()
+            addresses = range(logits.data_ptr(), logits.data_ptr() + 4 * width * count, 4 * width)
+            places = (ctypes.c_void_p * count)(*addresses)
+        else:
+            logits = [row.contiguous() for row in logits]
+            places = (ctypes.c_void_p * count)(*(row.data_ptr() for row in logits))
+        out = torch.empty(count, dtype=torch.int64)
+        masks = (ctypes.c_void_p * count)(*(None if mask is None else mask.data_ptr() for mask in allowed))
+        columns = (draws.temperature, draws.min_p, draws.top_k, draws.top_p, draws.seed, draws.position)
+        self._library.diptych_sample(
+            *(ctypes.addressof(places), ctypes.addressof(masks), count, width),
+            *(*(column.data_ptr() for column in columns), out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def read(self, memory: Tensor) -> int:
+        """Sums up a contiguous tensor as int64 numbers: to measure the bandwidth of memory."""
+        return int(
+            self._library.diptych_read(
+                memory.data_ptr(), memory.numel() * memory.element_size(), torch.get_num_threads()
+            )
+        )
+
+    def run(self, dtype: torch.dtype, kv_dtype: torch.dtype, ops: ctypes.Array[OpStruct], step: StepStruct) -> None:
+        """Runs one step of a recorded program."""
+        place = ctypes.addressof(step)
+        self._library.diptych_run(
+            TYPES[dtype], TYPES[kv_dtype], ctypes.addressof(ops), len(ops), place, torch.get_num_threads()
+        )
+
+    def quantise(self, x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, in] as uint8 [T, in], with scales and sums float32 [T, groups], for weights of 8 or 4 bits."""
+        rows, groups = x.shape[0], weight.in_features // weight.group
+        numbers = torch.empty(x.shape, dtype=torch.uint8)
+        scale, total = torch.empty(rows, groups), torch.empty(rows, groups)
+        self._library.diptych_quantise(
+            *(TYPES[x.dtype], x.data_ptr(), rows, weight.in_features, weight.group, weight.format == Q8),
+            *(numbers.data_ptr(), scale.data_ptr(), total.data_ptr()),
+        )
+        return numbers, scale, total
+
+    def linear(self, x: Tensor, weight: PackedWeight, activation: str, wide: bool) -> Tensor:
+        """x [T, in] times packed weights: [T, out], or [T, out / 2] of gated ones; float32 when `wide`."""
+        x = x.contiguous()
+        rows, width = x.shape[0], weight.out_features // 2 if activation else weight.out_features
+        out = torch.empty((rows, width), dtype=torch.float32 if wide else x.dtype)
+        inputs, scale, total = self.quantise(x, weight) if weight.quantised else (x, None, None)
+        self._library.diptych_linear(
+            *(weight.address, inputs.data_ptr(), _address(scale), _address(total)),
+            *(rows, TYPES[out.dtype], out.data_ptr(), EPILOGUES[activation], torch.get_num_threads()),
+        )
+        return out
+
+    def pack_12bit(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """bf16 [whole panels, k] in 12 bits: data, exponents, outliers; None where there are too many outliers."""
+        panels, columns, threads = rows.shape[0] // panel_size(), rows.shape[1], torch.get_num_threads()
+        exponents, begins = room(panels * 32), torch.empty(panels + 1, dtype=torch.int64)
+        self._library.diptych_choose_exponents(
+            rows.data_ptr(), panels, columns, exponents.data_ptr(), begins.data_ptr(), threads
+        )
+        num_outliers = int(begins[-1])
+        if num_outliers * OUTLIER_SHARE > rows.numel():
+            return None
+        data, outliers = room(rows.numel() * 3 // 2), torch.cat((begins, begins.new_zeros(num_outliers)))
+        places = (exponents.data_ptr(), data.data_ptr(), outliers.data_ptr())
+        self._library.diptych_pack_12bit(rows.data_ptr(), panels, columns, *places, threads)
+        return data, exponents, outliers
+
+    def unpack_rows(self, weight: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of dense weights, named by their places in the panels, int64 [T]: [T, in] in `dtype`."""
+        rows = rows.contiguous()
+        out = torch.empty((rows.numel(), weight.in_features), dtype=dtype)
+        size, threads = weight.in_features * dtype.itemsize, torch.get_num_threads()
+        self._library.diptych_unpack_rows(weight.address, rows.data_ptr(), rows.numel(), size, out.data_ptr(), threads)
+        return out
+
+    def plan_attention(
+        self, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
+    ) -> AttentionPlan:
+        if layout.head_dim % WIDTH_MULTIPLE or layout.head_dim > MAX_HEAD_DIM:
+            return plain.plan_attention(spans, layout, num_heads, device)
+        tokens = max(1, ROWS_PER_UNIT * layout.num_kv_heads // num_heads)
+        table: list[int] = []
+        rows = np.empty((len(spans), 4), dtype=np.int64)
+        tiles: list[tuple[int, int, int, int]] = []  # work, span, first query, count
+        for i, span in enumerate(spans):
+            rows[i] = (span.row, span.num_rows, span.start, len(table))
+            table.extend(span.block_table[: -(-span.length // layout.block_size)])
+            for first in range(0, span.num_rows, tokens):
+                count = min(tokens, span.num_rows - first)
+                tiles.append((-(span.start + first + count) * count, i, first, count))
+        tiles.sort()  # the longest first, so that threads end together
+        heads = layout.num_kv_heads
+        units = np.empty((len(tiles), heads, 4), dtype=np.int32)
+        part = np.array(tiles, dtype=np.int64)
+        units[:, :, 0], units[:, :, 2], units[:, :, 3] = part[:, 1:2], part[:, 2:3], part[:, 3:4]
+        units[:, :, 1] = np.arange(heads, dtype=np.int32)
+        shape = np.array((layout.num_layers, heads, layout.block_size, layout.head_dim, num_heads), dtype=np.int64)
+        return NativePlan(rows, np.array(table, dtype=np.int32), units.reshape(-1, 4), shape)
+
+    def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
+        if not isinstance(plan, NativePlan):
+            return plain.paged_attention(q, kv, layer, plan, rule)
+        if rule.sinks is not None or not rule.k_scale == rule.v_scale == 1.0:
+            return plain.paged_attention(q, kv, layer, _plain_plan(plan, kv), rule)
+        if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+            q = q.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype)
+        self._library.diptych_attend(
+            *(TYPES[q.dtype], TYPES[kv.dtype], q.data_ptr(), q.stride(0), out.data_ptr(), kv.data_ptr()),
+            *(plan.spans.ctypes.data, plan.tables.ctypes.data, plan.units.ctypes.data, plan.units.shape[0]),
+            *(plan.shape.ctypes.data, layer, rule.window, rule.scale, rule.softcap, torch.get_num_threads()),
+        )
+        return out
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        layer: int,
+        slots: Tensor,
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        _, num_layers, kv_heads, block_size, _, _ = kv.shape
+        dim = head_dim_of(kv)
+        if dim % WIDTH_MULTIPLE or dim > MAX_HEAD_DIM:
+            return plain.rotate_and_write(qkv, cos, sin, kv, layer, slots, norms)
+        tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
+        qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+        q = torch.empty((tokens, heads, dim), dtype=qkv.dtype)
+        shape = (ctypes.c_int64 * 5)(num_layers, kv_heads, block_size, dim, heads)
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
+        self._library.diptych_rotate_and_write(
+            *(TYPES[qkv.dtype], TYPES[kv.dtype], qkv.data_ptr(), q.data_ptr(), kv.data_ptr()),
+            *(ctypes.addressof(shape), layer, slots.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+            *(_address(q_norm), _address(k_norm), eps, tokens, torch.get_num_threads()),
+        )
+        return q
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        width = x.shape[-1]
+        if width % WIDTH_MULTIPLE:
+            return plain.rms_norm(x, weight, eps)
+        x = x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._library.diptych_rms_norm(
+            *(TYPES[x.dtype], x.data_ptr(), None, None, weight.data_ptr(), out.data_ptr()),
+            *(x.numel() // width, width, eps, torch.get_num_threads()),
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        width = x.shape[-1]
+        if width % WIDTH_MULTIPLE:
+            return plain.add_rms_norm(x, delta, weight, eps)
+        x, delta = x.contiguous(), delta.contiguous()
+        total, out = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+        self._library.diptych_rms_norm(
+            *(TYPES[x.dtype], x.data_ptr(), delta.data_ptr(), total.data_ptr(), weight.data_ptr(), out.data_ptr()),
+            *(x.numel() // width, width, eps, torch.get_num_threads()),
+        )
+        return total, out
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        if width % WIDTH_MULTIPLE:
+            return plain.gated(gate_up, activation)
+        gate_up = gate_up.contiguous()
+        out = torch.empty((rows, width), dtype=gate_up.dtype)
+        self._library.diptych_gated(
+            *(TYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, width),
+            *(activation == "gelu_tanh", torch.get_num_threads()),
+        )
+        return out
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _plain_plan(plan: NativePlan, kv: Tensor) -> AttentionPlan:
+    """The same plan for plain torch, which has the features of attention that the native kernels lack."""
+    tables = plan.tables.tolist()
+    spans = [QuerySpan(row, rows, start, tables[first:]) for row, rows, start, first in plan.spans.tolist()]
+    num_blocks, num_layers, kv_heads, block_size = kv.shape[:4]
+    layout = KVLayout(num_blocks, num_layers, kv_heads, block_size, head_dim_of(kv))
+    return plain.plan_attention(spans, layout, int(plan.shape[4]), kv.device)
+
+
+@functools.cache
+def native_backend() -> NativeBackend | None:
+    """The CPU's backend; None where the library cannot be built."""
+    library = load_native()
+    if library is None:
+        return None
+    native = NativeBackend(library)
+    log.info(
+        "this CPU multiplies %s and %s",
+        "pairs of bfloat16" if native.multiplies_bf16 else "no bfloat16 (oneDNN's products, float32 attention)",
+        "int8 by fours" if native.multiplies_int8 else "int8 by way of wider numbers, which is slower",
+    )
+    return native
+
+
+def share_cores(address: int, num_cores: int) -> None:
+    """Makes long steps ask, while they run, how many of `num_cores` threads they may use.
+
+    `address`: that of `CoreShare`'s bytes, which must stay mapped; 0 to share with no other worker.
+    """
+    native = native_backend()
+    if native is not None:
+        native.shared_cores = (address, num_cores)

@@ -1,0 +1,98 @@
+"""A model's forward pass as one native call: on a CPU what a graph of kernels is on a GPU. `recorder` makes it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.backend import NativeBackend, NativePlan
+from kernels.cpu.structs import LINEAR, OP_NAMES, OpStruct, StepStruct, WeightsStruct
+
+
+class Program:
+    """Recorded operations, and the buffers between them, which grow with the longest step."""
+
+    def __init__(
+        self,
+        native: NativeBackend,
+        dtype: torch.dtype,
+        ops: ctypes.Array[OpStruct],
+        row_bytes: tuple[int, ...],
+        result: int,
+        width: int,
+        kept: list[object],
+    ) -> None:
+        """`result` names the buffer that the logits [rows, width] go to; `kept` keeps alive what `ops` point at."""
+        self._native, self._dtype, self._ops, self._row_bytes = native, dtype, ops, row_bytes
+        self._result, self._width, self._kept = result, width, kept
+        self._lock = threading.Lock()  # two engines of one process may share a model, and so these buffers
+        self._times: ctypes.Array[ctypes.c_int64] | None = None
+        self._capacity = 0
+        self._memory: list[Tensor] = []
+        self._buffers = (ctypes.c_void_p * len(row_bytes))()
+        self.num_ops, self.num_buffers = len(ops), len(row_bytes)
+
+    def run(
+        self, token_ids: Tensor, positions: Tensor, slots: Tensor, sampled: Tensor | None, kv: Tensor, plan: NativePlan
+    ) -> Tensor:
+        """Runs one step: writes the tokens' KV, returns float32 [num sampled rows, width]. Index tensors are int64.
+
+        The cache is of the program's type or of 8 bits, which may differ from run to run.
+        """
+        num_rows = token_ids.shape[0]
+        num_sampled = num_rows if sampled is None else sampled.shape[0]
+        out = torch.empty((num_sampled, self._width), dtype=torch.float32)
+        with self._lock:
+            self._reserve(num_rows)
+            self._buffers[self._result] = out.data_ptr()
+            step = self._step(num_sampled, token_ids, positions, slots, sampled, kv, plan)
+            self._native.run(self._dtype, kv.dtype, self._ops, step)
+        return out
+
+    def time_operations(self) -> None:
+        """Starts to add up the time of each operation, from zero."""
+        self._times = (ctypes.c_int64 * self.num_ops)()
+
+    def timings(self) -> dict[str, float]:
+        """Seconds since `time_operations`, by operation; matrix products by shape as well, [out]x[in]."""
+        seconds: dict[str, float] = {}
+        for op, nanoseconds in zip(self._ops, self._times or (), strict=False):
+            name = OP_NAMES[op.kind]
+            if op.kind == LINEAR:
+                weight = WeightsStruct.from_address(op.weights[0])
+                name = f"{name} {weight.n}x{weight.k}"
+            seconds[name] = seconds.get(name, 0.0) + nanoseconds * 1e-9
+        return seconds
+
+    def _step(
+        self,
+        num_sampled: int,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        sampled: Tensor | None,
+        kv: Tensor,
+        plan: NativePlan,
+    ) -> StepStruct:
+        return StepStruct(
+            *(token_ids.shape[0], num_sampled, token_ids.data_ptr(), positions.data_ptr(), slots.data_ptr()),
+            *(0 if sampled is None else sampled.data_ptr(), kv.data_ptr(), plan.shape.ctypes.data),
+            *(plan.spans.ctypes.data, plan.tables.ctypes.data, plan.units.ctypes.data, plan.units.shape[0]),
+            ctypes.addressof(self._buffers),
+            0 if self._times is None else ctypes.addressof(self._times),
+            *self._native.shared_cores,
+        )
+
+    def _reserve(self, num_rows: int) -> None:
+        if num_rows <= self._capacity:
+            return
+        self._capacity = max(num_rows, 2 * self._capacity if self._capacity else 1)
+        self._memory = [
+            torch.empty(0 if i == self._result else self._capacity * size + 64, dtype=torch.uint8)
+            for i, size in enumerate(self._row_bytes)
+        ]
+        for i, memory in enumerate(self._memory):
+            self._buffers[i] = memory.data_ptr()

@@ -1,0 +1,261 @@
+"""Records a model's forward pass, once, as a program that replays it natively.
+
+A step of a small model is hundreds of short operations; calling each from Python costs as much as some of them take.
+So the model's own code runs once with `Slot`s in place of tensors. Every operation of `kernels` that meets a slot
+appends itself to the list that `native/program.h` runs, and leaves the numbers of rows, the KV cache and the step's
+plan open. A slot's buffer is free again as soon as the model drops the slot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.backend import MAX_HEAD_DIM, WIDTH_MULTIPLE, NativeBackend, native_backend
+from kernels.cpu.packed import PackedWeight
+from kernels.cpu.program import Program
+from kernels.cpu.structs import (
+    ALL_ROWS,
+    ATTEND,
+    EMBED,
+    EPILOGUES,
+    LINEAR,
+    NORM,
+    QUANTISE,
+    ROTATE,
+    SAMPLED_ROWS,
+    SELECT,
+    WIDE,
+    OpStruct,
+)
+from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface.kernels import AttentionRule, HeadNorms
+from kernels.interface.kv_region import head_dim_of
+
+log = logging.getLogger("kernels")
+
+
+class NotRecordable(Exception):
+    """The model has an operation or a size that the native program lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDevice:
+    """The device of slots, which `dispatch.backend` finds `RecordedKernels` by."""
+
+    type: str = "program"
+
+
+class Slot:
+    """Rows that a step will hold, `width` elements each. Offers as much of a tensor as models use."""
+
+    device = SlotDevice()
+
+    def __init__(self, recorder: Recorder, buffer: int, width: int, rows: int) -> None:
+        self.recorder, self.buffer, self.width, self.rows = recorder, buffer, width, rows
+
+    def __del__(self) -> None:
+        self.recorder.release(self.buffer)
+
+    def flatten(self, _first: int) -> Slot:
+        return self
+
+    def index_select(self, _dim: int, _sampled: object) -> Tensor:
+        return self.recorder.select(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSlot:
+    """Cosines or sines of every position, float32 [max_len, head_dim / 2]: a step takes its positions' rows."""
+
+    table: Tensor
+    device = SlotDevice()
+
+
+class Recorder:
+    """The operations so far, and the buffers that they use."""
+
+    def __init__(self, native: NativeBackend, dtype: torch.dtype) -> None:
+        self._native, self.dtype = native, dtype
+        self._ops: list[OpStruct] = []
+        self._row_bytes: list[int] = []
+        self._free: list[int] = []
+        self._kept: list[object] = []
+
+    @property
+    def open(self) -> Tensor:
+        """Stands for an index tensor of the step, which the program gets when it runs."""
+        return cast(Tensor, self)
+
+    def rope(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Stands for a step's rows of the tables of every position, float32 [max_len, head_dim / 2]."""
+        return cast(Tensor, RopeSlot(cos)), cast(Tensor, RopeSlot(sin))
+
+    def embed(self, table: Tensor | PackedWeight, scale: float) -> Tensor:
+        """Rows of `table` [vocab, width] for the step's token ids, times `scale`."""
+        packed = isinstance(table, PackedWeight)
+        out = self.slot(table.in_features if isinstance(table, PackedWeight) else table.shape[1], ALL_ROWS)
+        return self.add(EMBED, out, weights=(table,), scale=scale, flags=int(packed))
+
+    def linear(self, x: Tensor, weight: PackedWeight | None, width: int, activation: str, wide: bool) -> Tensor:
+        """As `NativeBackend.linear`, to rows of `width` elements."""
+        source = slot_of(x)
+        if weight is None:
+            raise NotRecordable("a matrix is not packed")
+        out = self.slot(width, source.rows, torch.float32 if wide else self.dtype)
+        flags = EPILOGUES[activation] | (WIDE if wide else 0)
+        if not weight.quantised:
+            return self.add(LINEAR, out, input=source, weights=(weight,), flags=flags)
+        numbers = self.slot(weight.in_features, source.rows, torch.uint8)
+        groups = weight.in_features // weight.group
+        scale, total = (self.slot(groups, source.rows, torch.float32) for _ in range(2))
+        self.add(QUANTISE, numbers, input=source, extra=scale, extra2=total, weights=(weight,))
+        return self.add(LINEAR, out, input=numbers, extra=scale, extra2=total, weights=(weight,), flags=flags)
+
+    def select(self, source: Slot) -> Tensor:
+        """The sampled rows."""
+        return self.add(SELECT, self.slot(source.width, SAMPLED_ROWS), input=source)
+
+    def finish(self, logits: Tensor) -> Program:
+        """The program whose result is `logits`."""
+        last = slot_of(logits)
+        ops = (OpStruct * len(self._ops))(*self._ops)
+        return Program(self._native, self.dtype, ops, tuple(self._row_bytes), last.buffer, last.width, self._kept)
+
+    def slot(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Slot:
+        """A slot on a free buffer, or on a new one."""
+        size = width * (dtype or self.dtype).itemsize
+        for place, buffer in enumerate(self._free):
+            if self._row_bytes[buffer] == size:
+                del self._free[place]
+                return Slot(self, buffer, width, rows)
+        self._row_bytes.append(size)
+        return Slot(self, len(self._row_bytes) - 1, width, rows)
+
+    def release(self, buffer: int) -> None:
+        self._free.append(buffer)
+
+    def add(
+        self,
+        kind: int,
+        output: Slot,
+        *,
+        input: Slot | None = None,
+        extra: Slot | None = None,
+        extra2: Slot | None = None,
+        width: int | None = None,
+        weights: tuple[Any, ...] = (),
+        **fields: Any,
+    ) -> Tensor:
+        """Appends an operation on the rows of `output`, and returns that. `fields` are others of `OpStruct`."""
+        width = output.width if width is None else width
+        if kind in (EMBED, NORM) and width % WIDTH_MULTIPLE:
+            raise NotRecordable(f"{width} is no multiple of {WIDTH_MULTIPLE}")
+        self._kept += weights
+        addresses = [_address(weight) for weight in weights] + [0] * (3 - len(weights))
+        slots = {"input": input, "output": output, "extra": extra, "extra2": extra2}
+        buffers = {name: -1 if slot is None else slot.buffer for name, slot in slots.items()}
+        pointers = (ctypes.c_void_p * 3)(*addresses)
+        self._ops.append(OpStruct(kind=kind, rows=output.rows, width=width, weights=pointers, **buffers, **fields))
+        return cast(Tensor, output)
+
+    def keep(self, *objects: object) -> None:
+        """Keeps alive what an operation points at."""
+        self._kept += objects
+
+
+class RecordedKernels:
+    """Implements `interface.kernels.Kernels` for slots: each operation appends itself to its slot's recorder."""
+
+    def plan_attention(
+        self, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
+    ) -> NoReturn:
+        raise NotRecordable("a plan belongs to one step")
+
+    def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
+        source = slot_of(q)
+        if rule.sinks is not None or not rule.k_scale == rule.v_scale == 1.0 or head_dim_of(kv) > MAX_HEAD_DIM:
+            raise NotRecordable(f"attention with sinks, scales or heads of more than {MAX_HEAD_DIM} elements")
+        out = source.recorder.slot(source.width, ALL_ROWS)
+        return source.recorder.add(
+            ATTEND, out, input=source, layer=layer, window=rule.window, scale=rule.scale, eps=rule.softcap
+        )
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        layer: int,
+        slots: Tensor,
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        source = slot_of(qkv)
+        recorder = source.recorder
+        if kv.dtype not in (recorder.dtype, torch.float8_e4m3fn, torch.int8):
+            raise NotRecordable(f"a KV cache of {kv.dtype}")
+        dim, kv_heads = head_dim_of(kv), kv.shape[2]
+        if dim % WIDTH_MULTIPLE:
+            raise NotRecordable(f"head size {dim} is no multiple of {WIDTH_MULTIPLE}")
+        out = recorder.slot(source.width - 2 * kv_heads * dim, ALL_ROWS)
+        pointers: object = None
+        if norms is not None:
+            pointers = (ctypes.c_void_p * 2)(norms.query.data_ptr(), norms.key.data_ptr())
+            recorder.keep(norms)
+        tables = (cast(RopeSlot, cos).table, cast(RopeSlot, sin).table, pointers)
+        eps = norms.eps if norms is not None else 0.0
+        return recorder.add(ROTATE, out, input=source, width=source.width, layer=layer, weights=tables, eps=eps)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        source = slot_of(x)
+        out = source.recorder.slot(source.width, source.rows)
+        return source.recorder.add(NORM, out, input=source, weights=(weight,), eps=eps)
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        source, change = slot_of(x), slot_of(delta)
+        total, out = (source.recorder.slot(source.width, source.rows) for _ in range(2))
+        source.recorder.add(NORM, out, input=source, extra=change, extra2=total, weights=(weight,), eps=eps)
+        return cast(Tensor, total), cast(Tensor, out)
+
+    def gated(self, gate_up: Tensor, activation: str) -> NoReturn:
+        raise NotRecordable("gate and up are one product here: see GatedLinear")
+
+
+def record(dtype: torch.dtype, forward: Callable[[Recorder], Tensor]) -> Program | None:
+    """Records `forward`, which makes logits of a recorder's slots; None where no program can run it."""
+    native = native_backend()
+    if native is None or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    try:
+        recorder = Recorder(native, dtype)
+        program = recorder.finish(forward(recorder))
+    except NotRecordable as reason:
+        log.warning("the model runs operation by operation, which is slower: %s", reason)
+        return None
+    log.info("a step is one native program of %d operations", program.num_ops)
+    return program
+
+
+def slot_of(x: Tensor) -> Slot:
+    """`x`, which is a slot at run time. NotRecordable where it is a tensor."""
+    if not isinstance(x, Slot):
+        raise NotRecordable("an operation on a tensor that is not of this step")
+    return x
+
+
+def _address(weight: Any) -> int:
+    """Of a tensor's data, of packed weights, or of a ctypes array; 0 for None."""
+    if weight is None:
+        return 0
+    if isinstance(weight, PackedWeight):
+        return weight.address
+    if isinstance(weight, Tensor):
+        return weight.data_ptr()
+    return ctypes.addressof(weight)

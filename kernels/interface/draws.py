@@ -1,0 +1,79 @@
+"""What rows of logits are sampled with: on the host, and as tensors on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Draw(NamedTuple):
+    """How one row samples.
+
+    `temperature` 0 takes the largest logit, the lowest id of equals. `position` counts the tokens before the new one;
+    the noise is a function of (seed, position) only. 0 turns `top_k` off, 1 `top_p`.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """The draws of n rows on the device, [n] each. `searches`: whether any row has a top_k or a top_p.
+
+    temperature, min_p float32; top_p float64; top_k int32; seed, position int64. A caller may write them in place
+    between two calls, `position` say, as long as `searches` still holds.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    position: Tensor
+    searches: bool
+
+    @classmethod
+    def pack(cls, draws: Sequence[Draw], device: torch.device) -> SamplingTensors:
+        """Copies `draws` to the device. ValueError for a negative temperature or a top_p of 0 or less."""
+        for draw in draws:
+            if draw.temperature < 0 or draw.top_p <= 0:
+                raise ValueError(f"temperature {draw.temperature} and top_p {draw.top_p}: at least 0, and more than 0")
+        count = len(draws)
+        host = torch.empty(count * 36, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        _columns(host, count, draws)
+        there = host.to(device, non_blocking=True)
+        wide, narrow = there[: 24 * count], there[24 * count :]
+        seed, position, top_p = wide.view(torch.int64).view(3, count)
+        temperature, min_p, top_k = narrow.view(torch.float32).view(3, count)
+        searches = any(draw.top_k > 0 or draw.top_p < 1.0 for draw in draws)
+        return cls(temperature, top_k.view(torch.int32), top_p.view(torch.float64), min_p, seed, position, searches)
+
+    def __len__(self) -> int:
+        return self.temperature.shape[0]
+
+    def select(self, rows: Tensor) -> SamplingTensors:
+        """The draws of rows int64 [m]."""
+        columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.position)
+        temperature, top_k, top_p, min_p, seed, position = (column[rows] for column in columns)
+        return SamplingTensors(temperature, top_k, top_p, min_p, seed, position, self.searches)
+
+
+def _columns(memory: Tensor, count: int, draws: Sequence[Draw]) -> None:
+    """Writes the numbers of `draws` into bytes [36 * count]: one copy takes them all to the device."""
+    wide, narrow = memory.numpy()[: 24 * count], memory.numpy()[24 * count :]
+    columns = list(zip(*draws, strict=True)) or [()] * len(Draw._fields)
+    temperature, top_k, top_p, min_p, seed, position = columns
+    wide.view(np.int64).reshape(3, count)[:2] = seed, position
+    wide.view(np.float64).reshape(3, count)[2] = top_p
+    narrow.view(np.float32).reshape(3, count)[:2] = temperature, min_p
+    narrow.view(np.int32).reshape(3, count)[2] = [min(k, 2**31 - 1) for k in top_k]  # as good as any larger one

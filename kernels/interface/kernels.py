@@ -1,0 +1,102 @@
+"""The operations that a device's backend implements, with their shapes: the one description of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface.draws import SamplingTensors
+
+
+class AttentionRule(NamedTuple):
+    """How attention scores become weights of values.
+
+    Scores are q.k * scale, then softcap * tanh(scores / softcap) when `softcap` > 0. `window` > 0 lets a query see that
+    many tokens, itself included. `sinks` (float32 [num_heads]) are one more logit a head in the softmax's denominator.
+    A cache of float8_e4m3fn holds keys divided by `k_scale` and values divided by `v_scale`.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each query and each key head: weights float32 [head_dim]."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+class Kernels(Protocol):
+    """The backend of a device type. T counts the step's tokens; see `kernels` for the shape of a KV cache."""
+
+    def plan_attention(
+        self, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
+    ) -> AttentionPlan:
+        """What all layers' attention of one step shares. Spans must not overlap; block tables must be long enough."""
+        ...
+
+    def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
+        """Causal attention of q [T, num_heads, head_dim] over the blocks of `layer` in kv: [T, num_heads, head_dim].
+
+        Query head h reads KV head h // (num_heads // num_kv_heads). The keys and values of the plan's spans must have
+        been written; rows outside of the spans stay unwritten. A cache of int8, on a CPU alone, has a scale for each
+        key and value (`interface.kv_region`). TypeError for a plan of another backend.
+        """
+        ...
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        layer: int,
+        slots: Tensor,
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        """Rotates queries and keys, writes keys and values into the cache, returns q [T, num_heads, head_dim].
+
+        qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; cos and sin float32 [T, head_dim / 2] rotate element i with
+        element i + head_dim / 2; slots int64 [T] are block * block_size + offset. `norms` normalise each head first. A
+        cache of float8_e4m3fn takes keys and values to the nearest, at most 448, one of int8 to the nearest of 255
+        multiples of a scale for each; NaN stays NaN.
+        """
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32; the result has x's dtype."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(x + delta, rms_norm(x + delta)): the residual and the next block's input, in one pass."""
+        ...
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up of [T, 2 * n], gate first: [T, n]. `activation` is "silu" or "gelu_tanh"."""
+        ...
+
+
+class DeviceKernels(Kernels, Protocol):
+    """A backend that also samples and moves blocks without leaving the device."""
+
+    def sample(self, logits: Tensor, rows: SamplingTensors) -> Tensor:
+        """Token ids int64 [n] of logits float32 [n, vocab]: see `kernels.sample`."""
+        ...
+
+    def gather_blocks(self, kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool) -> None:
+        """Copies blocks to `buffer`, uint8 [n, wire_bytes]: see `kernels.gather_blocks`."""
+        ...
+
+    def scatter_blocks(self, buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: bool) -> None:
+        """Copies rows of `buffer` to blocks: see `kernels.scatter_blocks`."""
+        ...

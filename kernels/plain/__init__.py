@@ -1,0 +1,1 @@
+"""Plain torch for every device, and slow references for tests."""
