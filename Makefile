@@ -6,7 +6,7 @@ MODEL ?= smollm2-135m
 ARGS ?=
 BASE ?= main
 # Test files that run side by side: many of them wait for processes of their own.
-JOBS ?= 2
+JOBS ?= 3
 # Tests of what is pure: no process, no model, seconds in all.
 PURE := tests/test_layers.py tests/test_documented.py $(addprefix tests/common/,config kv observe sampling transfer wire) \
   $(addprefix tests/common/worker/test_,scaling.py step_times.py) $(addprefix tests/router/,text auth test_slo.py test_sizing.py) \
