@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,13 @@ def holding(worker: StackProcess) -> str:
         return f"starting: {reply.text}"
     blocks: dict[str, int] = reply.json()["blocks"]
     return f"owns blocks: {blocks}" if blocks["owned"] else ""
+
+
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    """Closes what a test enters, as clients of SDKs: their connections would outlive it."""
+    with ExitStack() as stack:
+        yield stack
 
 
 Systems = Callable[..., System]

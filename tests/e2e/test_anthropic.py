@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from typing import Any
 
 import anthropic
@@ -17,9 +18,9 @@ CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "
 ONLY_CITY = CITY | {"additionalProperties": False}
 
 
-def test_a_conversation_with_a_tool(system_of: Any) -> None:
+def test_a_conversation_with_a_tool(system_of: Any, closing: ExitStack) -> None:
     system = system_of(model="smollm2-135m")
-    client = anthropic.Anthropic(base_url=system.stack.url, api_key="none", max_retries=0)
+    client = closing.enter_context(anthropic.Anthropic(base_url=system.stack.url, api_key="none", max_retries=0))
     asked: Any = {
         "model": "smollm2-135m",
         "max_tokens": 60,
@@ -44,8 +45,8 @@ def test_a_conversation_with_a_tool(system_of: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_runner_sends_the_whole_conversation(system_of: Any, stream: bool) -> None:
-    client = anthropic.Anthropic(base_url=system_of().stack.url, api_key="none", max_retries=0)
+def test_a_tool_runner_sends_the_whole_conversation(system_of: Any, closing: ExitStack, stream: bool) -> None:
+    client = closing.enter_context(anthropic.Anthropic(base_url=system_of().stack.url, api_key="none", max_retries=0))
     asked: list[str] = []
 
     @beta_tool(input_schema=ONLY_CITY)
@@ -67,17 +68,17 @@ def test_a_tool_runner_sends_the_whole_conversation(system_of: Any, stream: bool
     assert lengths == sorted(set(lengths)), "each turn has the call and the result of the turn before"
 
 
-def test_an_answer_in_a_form(system_of: Any) -> None:
-    client = anthropic.Anthropic(base_url=system_of().stack.url, api_key="none", max_retries=0)
+def test_an_answer_in_a_form(system_of: Any, closing: ExitStack) -> None:
+    client = closing.enter_context(anthropic.Anthropic(base_url=system_of().stack.url, api_key="none", max_retries=0))
     form: Any = {"format": {"type": "json_schema", "schema": ONLY_CITY}}
     turns: Any = [{"role": "user", "content": "Where?"}]
     message = client.messages.create(model="tiny-random", max_tokens=99, messages=turns, output_config=form)
     assert json.loads(message.content[0].text) in ({"city": "Paris"}, {"city": "Rome"})  # type: ignore[union-attr]
 
 
-def test_the_answer_is_that_of_the_other_api(system_of: Any) -> None:
+def test_the_answer_is_that_of_the_other_api(system_of: Any, closing: ExitStack) -> None:
     system = system_of(model="smollm2-135m")
-    client = anthropic.Anthropic(base_url=system.stack.url, api_key="none", max_retries=0)
+    client = closing.enter_context(anthropic.Anthropic(base_url=system.stack.url, api_key="none", max_retries=0))
     turns: Any = [{"role": "user", "content": "Name three colours."}]
     asked: Any = {"model": "smollm2-135m", "max_tokens": 24}
     message = client.messages.create(messages=turns, extra_body=GREEDY, **asked)

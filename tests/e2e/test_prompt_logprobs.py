@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -102,10 +103,12 @@ def test_a_worker_that_dies_amid_them(
         check(choice, tiny_oracle, prompt, max_tokens, ATOL["tiny-random"])
 
 
-def test_the_official_client_gets_them_streamed(system_of: Any, tiny_oracle: Any, random_prompts: Any) -> None:
+def test_the_official_client_gets_them_streamed(
+    system_of: Any, closing: ExitStack, tiny_oracle: Any, random_prompts: Any
+) -> None:
     system = system_of()
     (prompt,) = random_prompts((90,), vocab_size=256, seed=3)
-    client = openai.OpenAI(base_url=f"{system.stack.url}/v1", api_key="none", max_retries=0)
+    client = closing.enter_context(openai.OpenAI(base_url=f"{system.stack.url}/v1", api_key="none", max_retries=0))
     body = body_of(prompt, 64)  # tokens that arrive together share a chunk: few of them may make but one
     extra = {name: body.pop(name) for name in ("ignore_eos", "return_tokens_as_token_ids")}
     chunks = list(client.completions.create(model=system.stack.model, stream=True, extra_body=extra, **body))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import httpx
@@ -19,12 +20,12 @@ class Weather(BaseModel):
     degrees: Literal[10, 20, 30]
 
 
-def client_of(system: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{system.stack.url}/v1", api_key="none", max_retries=0)
+def client_of(system: Any, closing: ExitStack) -> openai.OpenAI:
+    return closing.enter_context(openai.OpenAI(base_url=f"{system.stack.url}/v1", api_key="none", max_retries=0))
 
 
-def test_the_clients_own_parser_gets_what_it_asks_for(system_of: Any) -> None:
-    client = client_of(system_of(model=MODEL))
+def test_the_clients_own_parser_gets_what_it_asks_for(system_of: Any, closing: ExitStack) -> None:
+    client = client_of(system_of(model=MODEL), closing)
     asked: Any = {"model": MODEL, "input": "The weather in Paris?", "temperature": 0, "max_output_tokens": 60}
     parsed = client.responses.parse(text_format=Weather, **asked)
     assert parsed.status == "completed" and isinstance(parsed.output_parsed, Weather)
@@ -34,8 +35,8 @@ def test_the_clients_own_parser_gets_what_it_asks_for(system_of: Any) -> None:
         assert stream.get_final_response().output_parsed == parsed.output_parsed
 
 
-def test_a_conversation_with_a_tool(system_of: Any) -> None:
-    client = client_of(system_of(model=MODEL))
+def test_a_conversation_with_a_tool(system_of: Any, closing: ExitStack) -> None:
+    client = client_of(system_of(model=MODEL), closing)
     tool: Any = openai.pydantic_function_tool(Weather, name="get_weather")
     function = tool["function"]
     tools: Any = [{"type": "function", "name": "get_weather", "parameters": function["parameters"], "strict": True}]
@@ -49,10 +50,10 @@ def test_a_conversation_with_a_tool(system_of: Any) -> None:
     assert answer.output_text
 
 
-def test_the_answer_is_that_of_the_other_api(system_of: Any) -> None:
+def test_the_answer_is_that_of_the_other_api(system_of: Any, closing: ExitStack) -> None:
     system = system_of(model=MODEL)
     text = "Name three colours."
-    response = client_of(system).responses.create(model=MODEL, input=text, temperature=0, max_output_tokens=24)
+    response = client_of(system, closing).responses.create(model=MODEL, input=text, temperature=0, max_output_tokens=24)
     body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 24}
     reply = httpx.post(f"{system.stack.url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
     assert response.output_text == reply.json()["choices"][0]["message"]["content"] != ""
