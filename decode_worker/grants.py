@@ -114,7 +114,7 @@ class IncomingTransfers:
         self._tell(peer, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=reason))
 
     def release(self, sequence: DecodeSequence, reason: str) -> IncomingTransfer | None:
-        """Take the blocks back, if lent. A `reason` is sent to the prefill worker."""
+        """Take back the blocks that are lent, and send the prefill worker the `reason` if there is one."""
         transfer = self._receiver.release(sequence.request_id, sequence.attempt)
         if sequence.peer and reason:
             self._tell(

@@ -136,7 +136,7 @@ class KVSender:
         self._commands.put(_Progress((request_id, attempt), num_ready, done, None if blocks is None else tuple(blocks)))
 
     def cancel(self, request_id: str, attempt: int, reason: str) -> None:
-        """Take the blocks back: the sender reads none of them once this has returned. The decode worker hears of it."""
+        """Take the blocks back and tell the decode worker. Once this has returned, the sender reads none of them."""
         transfer = self._lent.pop((request_id, attempt), None)
         if transfer is not None:
             with self._lock:

@@ -32,7 +32,7 @@ Entry = Mapping[str, object]
 
 
 class AuditLog:
-    """Appends to `path` ("-": standard output). `on_drop` is told how many entries were lost.
+    """Appends to `path` ("-": standard output). It calls `on_drop` with the number of entries that were lost.
 
     Raises ConfigError for a file that it cannot open.
     """
@@ -115,7 +115,7 @@ class AuditLog:
             return b""
 
     def _write_some(self, data: bytes) -> int:
-        """Bytes written. A pipe that nobody empties is an error after a while."""
+        """Bytes written. Raises OSError for a pipe that its reader does not empty."""
         try:
             return os.write(self._file, data)
         except BlockingIOError:

@@ -69,7 +69,7 @@ class HandOvers:
         self._close(state, "done")
 
     def fail(self, state: RequestState, reason: str, now: float) -> None:
-        """The old worker goes on, and the new one is told to forget the request."""
+        """Leave the request with the old worker, and abort it on the new one."""
         successor, state.successor = state.successor, None
         if successor is not None:
             self._placement.leave(state, successor, abort=True)

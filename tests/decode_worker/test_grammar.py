@@ -108,7 +108,7 @@ def test_a_stream_goes_on_while_a_grammar_is_compiled(make_engine: Callable[...,
 
 
 def test_kv_is_not_granted_room_before_its_grammar_is_there(make_engine: Callable[..., Any], launcher: Any) -> None:
-    """The worker that has it is told to hold it, and other KV does not wait behind it."""
+    """The prefill worker holds the KV meanwhile, and other KV does not wait behind it."""
     rig = make_engine(grammars=True, launcher=launcher, num_blocks=64)
     compiler = Compiler(rig.grammars)
     late, early = prompt(40), prompt(50, 1)

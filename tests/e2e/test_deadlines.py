@@ -185,7 +185,7 @@ def test_a_prefill_worker_that_sends_no_token_loses_its_requests(
 def test_a_prompt_that_takes_longer_than_the_deadline_is_computed_once(
     system_of: Any, random_prompts: Any, tmp_path: Path, role: str
 ) -> None:
-    """The worker that computes it in slow steps says that it goes on, and so nobody begins it again."""
+    """The worker reports progress of its slow steps, so the router starts the prompt nowhere else."""
     num_prefill = 1 if role == "prefill" else 0
     flags = ("--prefill-timeout-s", str(TIMEOUT_S), *BLIND)
     steps = ("--max-num-batched-tokens", "256") if num_prefill else ()
