@@ -54,9 +54,9 @@ def generate_routes(service: Service) -> APIRouter:
         """Answer a conversation, in the shape of OpenAI's Responses API."""
         return await _serve(service, request, ResponsesRequest, plan_translated, ResponsesFrames)
 
-    wrong = schema.AnthropicErrorBody
+    wrong = (schema.AnthropicErrorBody,)
 
-    @router.post(MESSAGES_PATH, **documented(MessagesRequest, schema.AnthropicMessage, streams=True, error=wrong))
+    @router.post(MESSAGES_PATH, **documented(MessagesRequest, schema.AnthropicMessage, streams=True, errors=wrong))
     async def messages(request: Request) -> Response:
         """Answer a conversation, in the shape of Anthropic's API."""
         return await _serve(service, request, MessagesRequest, plan_translated, MessagesFrames)

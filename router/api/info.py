@@ -98,10 +98,10 @@ def probe_routes(service: Service) -> APIRouter:
 def model_routes(service: Service) -> APIRouter:
     """`/v1/models`."""
     router = APIRouter(tags=["models"])
-    wrong = schema.ErrorBody | schema.AnthropicErrorBody
+    wrong = (schema.ErrorBody, schema.AnthropicErrorBody)
     listed, one = schema.ModelList | schema.AnthropicModelList, schema.Model | schema.AnthropicModel
 
-    @router.get(MODELS_PATH, **documented(None, listed, error=wrong))
+    @router.get(MODELS_PATH, **documented(None, listed, errors=wrong))
     async def models(request: Request) -> Response:
         """The served model; in the shape of Anthropic's API for requests with the header `anthropic-version`."""
         name = service.model_name
@@ -109,7 +109,7 @@ def model_routes(service: Service) -> APIRouter:
             return _json(_anthropic_page(_anthropic_model(service, name), request.query_params))
         return _json({"object": "list", "data": [_model(service, name)]})
 
-    @router.get(f"{MODELS_PATH}/{{model:path}}", **documented(None, one, error=wrong))
+    @router.get(f"{MODELS_PATH}/{{model:path}}", **documented(None, one, errors=wrong))
     async def model(model: str, request: Request) -> Response:
         """The served model, by name."""
         name = service.check_model(model)
@@ -175,9 +175,9 @@ def token_routes(service: Service) -> APIRouter:
         many = len(fields.tokens) > SHORT_TOKENS
         return await text.apart(partial(_json, {"prompt": shown})) if many else _json({"prompt": shown})
 
-    wrong = schema.AnthropicErrorBody
+    wrong = (schema.AnthropicErrorBody,)
 
-    @router.post(f"{MESSAGES_PATH}/count_tokens", **documented(CountTokensRequest, schema.TokenCount, error=wrong))
+    @router.post(f"{MESSAGES_PATH}/count_tokens", **documented(CountTokensRequest, schema.TokenCount, errors=wrong))
     async def message_tokens(request: Request) -> Response:
         """The number of tokens in the prompt of a conversation, in the shape of Anthropic's API."""
         with service.bodies.lease() as lease:

@@ -36,11 +36,16 @@ def documented(
     response: type[BaseModel] | UnionType,
     *,
     streams: bool = False,
-    error: type[BaseModel] | UnionType = ErrorBody,
+    errors: Sequence[type[BaseModel]] = (ErrorBody,),
 ) -> dict[str, Any]:
-    """Arguments of a route that takes `request` as its body and answers with `response`, or an `error`."""
+    """Arguments of a route that takes `request` as its body and answers with `response`, or one of `errors`.
+
+    Errors are referred to by name: FastAPI would build a serializer for each status of each route.
+    """
+    references = [{"$ref": REF.format(model=error.__name__)} for error in errors]
+    body = {"application/json": {"schema": references[0] if len(references) == 1 else {"anyOf": references}}}
     answers: dict[int | str, dict[str, Any]] = {
-        status: {"model": error, "description": text} for status, text in STATUSES.items()
+        status: {"content": body, "description": text} for status, text in STATUSES.items()
     }
     if streams:
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -53,8 +58,8 @@ def documented(
     return {"response_model": response, "responses": answers, "openapi_extra": extra}
 
 
-def install_openapi(app: FastAPI, requests: Sequence[type[BaseModel]]) -> None:
-    """Add the request bodies to `/openapi.json`."""
+def install_openapi(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
+    """Add the models to `/openapi.json` to which routes refer by name: of requests and of errors."""
 
     def schema() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -64,16 +69,16 @@ def install_openapi(app: FastAPI, requests: Sequence[type[BaseModel]]) -> None:
                 description="OpenAI-compatible text generation over disaggregated prefill and decode workers.",
                 routes=app.routes,
             )
-            _add_bodies(document, requests)
+            _add_models(document, models)
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = schema  # type: ignore[method-assign]  # FastAPI's documented way to extend the schema
 
 
-def _add_bodies(document: dict[str, Any], requests: Sequence[type[BaseModel]]) -> None:
+def _add_models(document: dict[str, Any], models: Sequence[type[BaseModel]]) -> None:
     components = document.setdefault("components", {}).setdefault("schemas", {})
-    for model in requests:
+    for model in models:
         schema = model.model_json_schema(ref_template=REF)
         components.update(schema.pop("$defs", {}))
         components[model.__name__] = schema

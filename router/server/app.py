@@ -18,6 +18,7 @@ from router.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from router.api.generate import generate_routes
 from router.api.info import model_routes, probe_routes, token_routes
 from router.api.openapi import install_openapi
+from router.api.schema import AnthropicErrorBody, ErrorBody
 from router.api.responses_fields import ResponsesRequest
 from router.auth.gate import Gate
 from router.generation.service import Service, ServingClient
@@ -58,7 +59,8 @@ def build_app(
     app.add_exception_handler(ClientDisconnect, refusals.of_leaving)
     app.add_middleware(Front, service=service)
     generating = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
-    install_openapi(app, (*generating, CountTokensRequest, TokenizeRequest, DetokenizeRequest))
+    asked = (*generating, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
+    install_openapi(app, (*asked, ErrorBody, AnthropicErrorBody))
     return app
 
 
