@@ -15,6 +15,8 @@ PURE := tests/test_layers.py tests/test_documented.py $(addprefix tests/common/,
   $(addprefix tests/decode_worker/test_,scheduler.py draft_tokens.py)
 
 BIN := $(VENV)/bin
+# Tests start hundreds of processes: each would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 # On a terminal pip shows what it downloads; into a file it says what went wrong, and no more.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,--quiet)
 NEWER := pyproject.toml constraints.txt

@@ -52,9 +52,9 @@ def test_lint_finds_nothing(either_helm: Path) -> None:
         assert done.returncode == 0 or (name in NEEDS and "needs the API" in done.stdout + done.stderr), done.stdout
 
 
-@pytest.mark.parametrize(("major", "kubernetes"), ((3, KUBERNETES[-1]), *((4, each) for each in KUBERNETES)))
 @pytest.mark.parametrize("example", ("", *EXAMPLES))
 @pytest.mark.parametrize("operators", (True, False), ids=("operators", "bare"))
+@pytest.mark.parametrize(("major", "kubernetes"), ((3, KUBERNETES[-1]), *((4, each) for each in KUBERNETES)))
 def test_every_object_is_what_kubernetes_defines(
     request: pytest.FixtureRequest, major: int, example: str, kubernetes: str, operators: bool
 ) -> None:
