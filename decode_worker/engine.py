@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
 from common.kv.block_hash import BlockHasher
+from common.latency.step_model import StepShape
 from common.requests.engine import RequestEngine
 from common.runner.runner import ModelRunner
 from common.sampling.logprobs import separate
@@ -31,7 +32,7 @@ from decode_worker.rules import DecodeRules
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.speculation import Speculation
-from decode_worker.step import DecodeChunk
+from decode_worker.step import DecodeChunk, shape_of
 
 FEW_SEQUENCES = 4
 """A step of fewer sequences reads the weights with one core nearly as fast as with two (docs/performance.md)."""
@@ -205,6 +206,12 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._speculation.stepped(chunks, step_s)
         self._recorder.stepped(chunks, num_tokens, num_accepted, step_s)
         self._rate.add(sum(chunk.num_tokens for chunk in chunks) + num_accepted, step_s)
+        self.step_fit.observe(shape_of(chunks), step_s)
+
+    @property
+    def _beside(self) -> StepShape:
+        num_rows = sum(sequence.num_remaining == 1 for sequence in self.scheduler.running)
+        return StepShape.of_rows(num_rows, self.scheduler.num_context_tokens)
 
     def _room(self, sequence: DecodeSequence, num_tokens: int) -> int:
         """How many of `num_tokens` draft tokens a sequence has room for; in a hand-over none, as its room is fixed."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from common.errors import BlockError
 from common.kv.block_pool import BlockCounts, BlockPool
+from common.latency.step_model import StepShape
 from common.requests.scheduler import Scheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import DecodeChunk, SchedulerOutput
@@ -48,7 +49,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         max_prompt_logprobs: int = 1024,
     ) -> None:
         super().__init__(pool, max_num_seqs=max_num_seqs, max_prompt_logprobs=max_prompt_logprobs)
-        self.local_prefill_chunk = local_prefill_chunk
+        self.max_step_tokens = local_prefill_chunk
         self.num_watermark_blocks = int(watermark * pool.num_blocks)
         self.queue: list[DecodeSequence] = []
         self._lingering: list[DecodeSequence] = []
@@ -73,9 +74,10 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         return self.num_transferring + self.num_leaving
 
     @property
-    def num_waiting_tokens(self) -> int:
-        waiting = sum(s.num_remaining for s in (*self.queue, *self.unready) if s.status is not RequestStatus.OPENED)
-        return waiting + sum(s.num_remaining - 1 for s in self.running)
+    def waiting_shape(self) -> StepShape:
+        waiting = (s for s in (*self.queue, *self.unready) if s.status is not RequestStatus.OPENED)
+        prompts = (s for s in self.running if s.num_remaining > 1)
+        return StepShape.sum(s.remaining_shape for s in (*waiting, *prompts))
 
     def add(self, sequence: DecodeSequence) -> None:
         """Accept a request; it owns no blocks yet."""
@@ -145,7 +147,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         prompts = (sequence for sequence in self.running if sequence.num_remaining > 1)
         chunks += [
             DecodeChunk(sequence, sequence.num_computed, num_tokens)
-            for sequence, num_tokens in self._chunks(prompts, self.local_prefill_chunk)
+            for sequence, num_tokens in self._chunks(prompts, self.max_step_tokens)
         ]
         return SchedulerOutput(chunks, granted, preempted)
 

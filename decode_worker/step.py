@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.latency.step_model import StepShape
 from decode_worker.draft_tokens import NOTHING, Draft
 from decode_worker.sequence import DecodeSequence
 
@@ -48,3 +49,12 @@ class SchedulerOutput:
     chunks: Sequence[DecodeChunk]
     granted: Sequence[DecodeSequence]
     preempted: Sequence[DecodeSequence]
+
+
+def shape_of(chunks: Sequence[DecodeChunk]) -> StepShape:
+    """What a step of these chunks computes; draft tokens are rows of their own."""
+    rows = [chunk for chunk in chunks if chunk.num_tokens == 1]
+    prompts = (chunk for chunk in chunks if chunk.num_tokens > 1)
+    context = sum(chunk.num_rows * (chunk.start + 1) for chunk in rows)
+    of_prompts = StepShape.sum(StepShape.of_prompt(chunk.start, chunk.start + chunk.num_tokens) for chunk in prompts)
+    return StepShape.of_rows(sum(chunk.num_rows for chunk in rows), context) + of_prompts

@@ -7,6 +7,7 @@ import time
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
 from common.kv.block_hash import BlockHasher
+from common.latency.step_model import StepShape
 from common.model.batch import SequenceChunk
 from common.requests.engine import RequestEngine
 from common.requests.reports import Reports
@@ -85,6 +86,8 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             self._on_computed(chunk, tokens.get(chunk.sequence.request_id), done_at)
         self._in_step = ()
         self._rate.add(num_tokens, done_at - now)
+        shapes = (StepShape.of_prompt(chunk.start, chunk.start + chunk.num_tokens) for chunk in output.chunks)
+        self.step_fit.observe(StepShape.sum(shapes), done_at - now)
         self.metrics.steps.inc()
         self.metrics.step_seconds.observe(done_at - now)
 

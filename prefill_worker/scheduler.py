@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.kv.block_pool import BlockCounts, BlockPool
+from common.latency.step_model import StepShape
 from common.requests.scheduler import Scheduler
 from prefill_worker.sequence import PrefillSequence
 
@@ -55,7 +56,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         max_prompt_logprobs: int = 1024,
     ) -> None:
         super().__init__(pool, max_num_seqs=max_num_seqs, max_prompt_logprobs=max_prompt_logprobs)
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_step_tokens = max_num_batched_tokens
         self.waiting: deque[PrefillSequence] = deque()
         self.held: dict[str, PrefillSequence] = {}
 
@@ -72,8 +73,8 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         return len(self.held)
 
     @property
-    def num_waiting_tokens(self) -> int:
-        return sum(s.num_remaining for s in (*self.unready, *self.waiting, *self.running))
+    def waiting_shape(self) -> StepShape:
+        return StepShape.sum(s.remaining_shape for s in (*self.unready, *self.waiting, *self.running))
 
     def add(self, sequence: PrefillSequence) -> None:
         """Accept a prompt; it owns no blocks yet."""
@@ -85,7 +86,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         admitted = self._admit(now)
         chunks = [
             PrefillChunk(sequence, sequence.num_computed, num_tokens)
-            for sequence, num_tokens in self._chunks(self.running, self.max_num_batched_tokens)
+            for sequence, num_tokens in self._chunks(self.running, self.max_step_tokens)
         ]
         return SchedulerOutput(chunks, admitted)
 

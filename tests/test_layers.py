@@ -27,8 +27,8 @@ EXCEPTIONS: dict[str, set[str]] = {
 ROOMS = {
     "kernels": ("interface", "plain", "cpu", "gpu"),
     "common": (
-        "wire", "cluster", "observe", "config", "machine", "gguf_format", "model_files", "kv", "transfer", "grammar",
-        "model", "sampling", "runner", "worker", "requests",
+        "observe", "latency", "wire", "cluster", "config", "machine", "gguf_format", "model_files", "kv", "transfer",
+        "grammar", "model", "sampling", "runner", "worker", "requests",
     ),
     "router": (
         "discovery", "fleet", "dispatch", "text", "observe", "auth", "request", "generation", "api", "server", "local",

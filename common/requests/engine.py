@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import ClassVar, Generic, TypeVar
 
 from common.errors import WireError
 from common.grammar.grammars import GrammarReady, Grammars
 from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockCounts
+from common.latency.step_model import StepShape
 from common.requests.awaited_grammars import AwaitedGrammars
 from common.requests.reports import Reports
 from common.requests.rules import RequestRules
@@ -52,6 +53,7 @@ class RequestEngine(Engine, Generic[R, S]):
         self._grammars = AwaitedGrammars(grammars, self.notify, scheduler.constrain, self._fail)
         self._rate = StepRate()
         self._in_step: Collection[S] = ()
+        self._serials: Mapping[bytes, int] = {}  # replaced, never changed: snapshots share it
 
     @property
     def has_work(self) -> bool:
@@ -72,6 +74,7 @@ class RequestEngine(Engine, Generic[R, S]):
             case RequestReceived(router, message):
                 self._refuse(router, message, f"a {self.role} worker takes no {type(message).__name__}")
             case RouterLost(router):
+                self._serials = {name: serial for name, serial in self._serials.items() if name != router}
                 for sequence in self.scheduler:
                     if sequence.router == router:
                         self._drop(sequence, "router lost")
@@ -88,23 +91,34 @@ class RequestEngine(Engine, Generic[R, S]):
         self._in_step = ()
 
     def snapshot(self) -> EngineStatus:
-        scheduler = self.scheduler
+        scheduler, model = self.scheduler, self.step_fit.model
+        waiting = scheduler.waiting_shape
         return EngineStatus(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             num_transferring=scheduler.num_in_transfer,
-            num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_waiting_tokens=waiting.num_tokens,
             blocks=scheduler.pool.counts,
             tokens_per_s=self._rate.tokens_per_s,
             step_time_s=self._rate.step_time_s,
             num_dropped_frames=self._num_dropped_frames,
+            waiting_s=model.steps_s(waiting, scheduler.max_step_tokens, self._beside),
+            num_context_tokens=scheduler.num_context_tokens,
+            step_model=model,
+            serials=self._serials,
         )
+
+    @property
+    def _beside(self) -> StepShape:
+        """What steps compute beside prompts."""
+        return StepShape()
 
     def check_integrity(self) -> BlockCounts:
         return self.scheduler.check_integrity()
 
     def _accept(self, router: bytes, request: R) -> None:
         """Take a request, refuse it, or see that it is here already."""
+        self._serials = {**self._serials, router: max(request.serial, self._serials.get(router, 0))}
         known = self.scheduler.find(request.request_id)
         if known is not None:
             if known.router != router:
@@ -125,7 +139,9 @@ class RequestEngine(Engine, Generic[R, S]):
             self._refuse(router, request, too_many, retryable=True)
             return
         hasher = BlockHasher(self.scheduler.block_size, request.cache_salt)
-        self._grammars.ask(self._add(router, request, token_ids, hasher, time.monotonic()))
+        sequence = self._add(router, request, token_ids, hasher, time.monotonic())
+        self.scheduler.expect_hits(sequence)
+        self._grammars.ask(sequence)
 
     def _continue(self, known: S, request: R) -> bool:
         """Go on with a sequence under the new attempt `request`. False if that attempt must start from its prompt."""

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from common.errors import BlockError
 from common.grammar.grammar import Constraint
 from common.kv.block_pool import BlockCounts, BlockPool
+from common.latency.step_model import StepShape
 from common.requests.sequence import WorkerSequence
 
 S = TypeVar("S", bound=WorkerSequence)
@@ -18,7 +19,10 @@ class Scheduler(ABC, Generic[S]):
     """Owns the block pool and every request of the worker.
 
     `unready` holds requests whose grammar is being compiled. They own no blocks, and no other request waits for them.
+    A step computes at most `max_step_tokens` tokens of prompts.
     """
+
+    max_step_tokens: int
 
     def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_prompt_logprobs: int) -> None:
         self.pool, self.block_size = pool, pool.block_size
@@ -50,8 +54,18 @@ class Scheduler(ABC, Generic[S]):
 
     @property
     @abstractmethod
+    def waiting_shape(self) -> StepShape:
+        """Prompts that this worker must still compute, as if they were one step."""
+
+    @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens that this worker must still compute."""
+        return self.waiting_shape.num_tokens
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of the running sequences that are in the KV cache."""
+        return sum(sequence.num_computed for sequence in self.running)
 
     def find(self, request_id: str) -> S | None:
         return self._by_id.get(request_id)
@@ -74,6 +88,10 @@ class Scheduler(ABC, Generic[S]):
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold the KV of `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def expect_hits(self, sequence: S) -> None:
+        """Note how much of a new request is cached now, to predict how long it takes."""
+        sequence.num_expected_hits = len(self._cached_prefix(sequence)) * self.block_size
 
     @abstractmethod
     def _enqueue(self, sequence: S) -> None:

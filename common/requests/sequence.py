@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from common.grammar.grammar import Constraint
 from common.kv.block_hash import BlockHasher
+from common.latency.step_model import StepShape
 from common.wire.messages import DecodeRequest, PrefillRequest
 from common.wire.sampling_params import SamplingParams
 
@@ -16,7 +17,7 @@ class WorkerSequence:
 
     While its blocks are `lent`, a transfer reads or writes them, and they cannot be released. The first `num_published`
     of them are in the prefix cache. Of the tokens, `num_request_tokens` came with the request, and `num_cached` were
-    found in a prefix cache. Times are engine clock, in seconds.
+    found in a prefix cache; `num_expected_hits` were there when the request came. Times are engine clock, in seconds.
     """
 
     router: bytes
@@ -31,6 +32,7 @@ class WorkerSequence:
     num_computed: int = 0
     num_published: int = 0
     num_cached: int = 0
+    num_expected_hits: int = 0
     admitted_at: float = 0.0
     constraint: Constraint | None = None
 
@@ -75,6 +77,11 @@ class WorkerSequence:
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def remaining_shape(self) -> StepShape:
+        """The same, as if one step computed them. Before admission, without what the cache is expected to hold."""
+        return StepShape.of_prompt(max(self.num_computed, self.num_expected_hits), len(self.token_ids))
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -10,10 +10,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from common.latency.step_model import StepModel
 from common.wire.message_fields import MAX_TOKENS, Address, Count, Finite, Name, Reason, Seconds, Text, TokenBytes
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_BLOCKS_PER_FRAME = 256
 MAX_OUTPUTS = 16_384
 """More sequences than any batch has."""
@@ -53,7 +54,8 @@ class PrefillRequest(Message, frozen=True, tag=3):
     """Compute this prompt. The worker owns the blocks it allocates until `KVAck`, abort or lease expiry.
 
     `decode` is None when no worker needs the KV, as for an answer of one token. The last `num_output_tokens` of the
-    prompt are output of an earlier attempt. `deadline_s` is what is left of the request's time when sent.
+    prompt are output of an earlier attempt. `deadline_s` is what is left of the request's time when sent, `ttft_s` what
+    is left until its first token is due; 0 if that has no goal. The worker acknowledges `serial` in its heartbeats.
     """
 
     request_id: Name
@@ -65,6 +67,8 @@ class PrefillRequest(Message, frozen=True, tag=3):
     cache_salt: Text = ""
     deadline_s: Seconds = 600.0
     traceparent: Text = ""
+    ttft_s: Seconds = 0.0
+    serial: Count = 0
 
 
 class DecodeRequest(Message, frozen=True, tag=4):
@@ -72,7 +76,7 @@ class DecodeRequest(Message, frozen=True, tag=4):
 
     `prefill_worker` names the worker that sends the KV; empty: prefill locally. In a hand-over it is another decode
     worker, which decodes on meanwhile, by at most `num_reserved_tokens` beyond this prompt: the worker allocates blocks
-    for these too until the hand-over is done.
+    for these too until the hand-over is done. `ttft_s` and `serial` are as in `PrefillRequest`.
     """
 
     request_id: Name
@@ -85,6 +89,8 @@ class DecodeRequest(Message, frozen=True, tag=4):
     deadline_s: Seconds = 600.0
     traceparent: Text = ""
     num_reserved_tokens: Count = 0
+    ttft_s: Seconds = 0.0
+    serial: Count = 0
 
 
 class AbortRequest(Message, frozen=True, tag=5):
@@ -126,7 +132,7 @@ class WorkerHello(Message, frozen=True, tag=20):
     Only workers with equal `fingerprint` are paired: it covers protocol, model, weights, dtype and KV layout. An answer
     that has begun goes on only on workers with equal `weights`, which covers the model and how its weights are kept.
     `lost_router`: the receiving router was silent for too long, which also a frozen worker finds when it wakes up. Its
-    requests here are gone, and it must say hello again.
+    requests here are gone, and it must say hello again. `max_step_tokens` prompt tokens are computed in one step.
     """
 
     worker_id: Name
@@ -142,13 +148,16 @@ class WorkerHello(Message, frozen=True, tag=20):
     version: Text = ""
     lost_router: bool = False
     weights: Annotated[str, Meta(max_length=256)] = ""
+    max_step_tokens: Count = 0
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):
     """Load and life of one worker, a few times a second. `step` grows while the engine loop turns, busy or not.
 
     A turn that takes longer than `turn_limit_s` must be stuck. `full_tokens_per_s` is the rate of full steps, 0 before
-    the first; `tokens_per_s` is that of all recent steps.
+    the first; `tokens_per_s` is that of all recent steps. `step_model` is fitted to the worker's steps; by it, the
+    prompts that wait here take `waiting_s` seconds. The running sequences have `num_context_tokens` tokens. All of it
+    counts the requests of the receiving router with a serial of at most `serial`.
     """
 
     worker_id: Name
@@ -167,6 +176,10 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     step_time_s: Finite = 0.0
     full_tokens_per_s: Finite = 0.0
     turn_limit_s: Seconds = 60.0
+    waiting_s: Seconds = 0.0
+    num_context_tokens: Count = 0
+    step_model: StepModel = StepModel()
+    serial: Count = 0
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True):

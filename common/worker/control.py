@@ -59,15 +59,16 @@ class RouterPeer:
 class ControlServer:
     """Owns the control socket. Everything here runs on one event loop except `send_threadsafe`.
 
-    `on_message(router, message)` gets every request or abort, `on_router_lost(router)` the identity of a router that
-    was silent for `router_timeout_s`, whose connection broke, or that came back as a new process.
+    `heartbeat(router)` is what a router is sent. `on_message(router, message)` gets every request or abort,
+    `on_router_lost(router)` the identity of a router that was silent for `router_timeout_s`, whose connection broke, or
+    that came back as a new process.
     """
 
     def __init__(
         self,
         socket: zmq.asyncio.Socket,
         hello: Callable[[], WorkerHello],
-        heartbeat: Callable[[], WorkerHeartbeat],
+        heartbeat: Callable[[bytes], WorkerHeartbeat],
         on_message: Callable[[bytes, AnyMessage], None],
         on_router_lost: Callable[[bytes], None],
         *,
@@ -118,16 +119,15 @@ class ControlServer:
 
     def broadcast_heartbeat(self) -> None:
         """Send every router the worker's state."""
-        beat = self._heartbeat()
         for router, peer in self._routers.items():
-            is_cut = self.send(router, beat) == zmq.EHOSTUNREACH
+            is_cut = self.send(router, self._heartbeat(router)) == zmq.EHOSTUNREACH
             peer.num_cut = peer.num_cut + 1 if is_cut else 0
 
     def broadcast_hello(self) -> None:
         """Send every router another hello, because the model is loaded."""
         for router in self._routers:
             self.send(router, self._hello())
-            self.send(router, self._heartbeat())
+            self.send(router, self._heartbeat(router))
 
     def _send_all(self, messages: list[tuple[bytes, Message]]) -> None:
         for router, message in messages:
@@ -188,7 +188,7 @@ class ControlServer:
             log.info("router %s connected", message.router_id)
         self._routers[router] = RouterPeer(message.router_id, message.epoch, now)
         self.send(router, self._hello())
-        self.send(router, self._heartbeat())
+        self.send(router, self._heartbeat(router))
 
     def _lose(self, router: bytes, peer: RouterPeer, why: str) -> None:
         log.warning("router %s is %s: its requests end", peer.router_id, why)

@@ -9,12 +9,14 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
 from common.errors import BlockError
 from common.kv.block_pool import BlockCounts
+from common.latency.step_fit import StepFit
+from common.latency.step_model import StepModel
 from common.machine.core_share import CoreShare
 from common.wire.messages import Message
 from common.worker.step_times import StepTimes
@@ -64,7 +66,10 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A snapshot for heartbeats, health and metrics, published after every turn of the loop."""
+    """A snapshot for heartbeats, health and metrics, published after every turn of the loop.
+
+    `serials`: by router, the largest serial of a request that the snapshot counts.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -76,6 +81,10 @@ class EngineStatus:
     num_dropped_frames: int = 0
     num_refused_connections: int = 0
     full_tokens_per_s: float = 0.0
+    waiting_s: float = 0.0
+    num_context_tokens: int = 0
+    step_model: StepModel = StepModel()
+    serials: Mapping[bytes, int] = field(default_factory=dict)
 
 
 class Engine(ABC):
@@ -93,6 +102,7 @@ class Engine(ABC):
         self._worked_at = 0.0
         self.num_steps = 0
         self.step_times = StepTimes()
+        self.step_fit = StepFit()
         self._planned: tuple[int, float] | None = None
         self._watch = (time.monotonic(), self.step_times.idle_limit_s)
         self.status = EngineStatus()

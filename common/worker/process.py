@@ -166,7 +166,7 @@ class WorkerProcess:
         self.control = ControlServer(
             control_socket,
             lambda: hello_of(self.identity, config, self.loaded, self.kv_address),
-            lambda: heartbeat_of(self.identity, self.engine, self._status(), draining=self._draining),
+            lambda router: heartbeat_of(self.identity, self.engine, self._status(), router, draining=self._draining),
             self._on_message,
             self._on_router_lost,
             heartbeat_s=config.heartbeat_s,

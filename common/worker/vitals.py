@@ -51,13 +51,14 @@ def hello_of(
         kv_address=kv_address,
         version=__version__,
         weights=loaded.weights if loaded else "",
+        max_step_tokens=getattr(config, "max_num_batched_tokens", 0) or getattr(config, "local_prefill_chunk", 0),
     )
 
 
 def heartbeat_of(
-    identity: WorkerIdentity, engine: Engine | None, status: EngineStatus, *, draining: bool
+    identity: WorkerIdentity, engine: Engine | None, status: EngineStatus, router: bytes, *, draining: bool
 ) -> WorkerHeartbeat:
-    """`engine` is None while the model loads."""
+    """The heartbeat for a router. `engine` is None while the model loads."""
     return WorkerHeartbeat(
         worker_id=identity.worker_id,
         epoch=identity.epoch,
@@ -75,6 +76,10 @@ def heartbeat_of(
         step_time_s=status.step_time_s,
         full_tokens_per_s=status.full_tokens_per_s,
         turn_limit_s=engine.turn_limit_s if engine else LONGEST_S,
+        waiting_s=status.waiting_s,
+        num_context_tokens=status.num_context_tokens,
+        step_model=status.step_model,
+        serial=status.serials.get(router, 0),
     )
 
 

@@ -245,7 +245,7 @@ def test_waiting_tokens_are_those_to_be_computed_here() -> None:
     assert plan.num_waiting_tokens == 20
     run(plan)
     plan.open(remote)
-    assert plan.num_waiting_tokens == 11  # without the token that every decoding step has
+    assert plan.num_waiting_tokens == 12  # all that is left of the prompt; a decoding sequence has none
 
 
 # ---------------------------------------------------------------- steps in flight

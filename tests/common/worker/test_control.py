@@ -81,7 +81,7 @@ class Rig:
             max_model_len=99, max_num_seqs=4,
         )  # fmt: skip
 
-    def worker_heartbeat(self) -> WorkerHeartbeat:
+    def worker_heartbeat(self, router: bytes) -> WorkerHeartbeat:
         return WorkerHeartbeat(
             worker_id="w", epoch=3, step=next(self.steps), ready=True, draining=False, num_running=0, num_waiting=0,
             num_transferring=0, num_waiting_tokens=0, num_free_blocks=0, num_cached_blocks=0, num_owned_blocks=0,

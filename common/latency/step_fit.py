@@ -1,0 +1,180 @@
+"""Fits a worker's `StepModel` to its own steps while it serves. Pure.
+
+Steps of about one shape form a kind, whose averages follow the machine. The model is the non-negative least-squares
+fit, in relative error, to the kinds: a rare kind counts as much as a frequent one, so the fit keeps what it knows of
+long prompts while only short ones come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.latency.step_model import StepModel, StepShape
+from common.observe.ewma import Ewma
+
+MAX_KINDS = 96
+SMOOTHING = 0.1
+LARGEST_JUMP = 2.0
+"""A step that takes more times as long as its kind did was held up by something else, unless that goes on."""
+CONFIDENCE = 8
+"""Steps after which a kind counts in full."""
+MEMORY = 4096
+"""Steps of other kinds after which a kind counts half."""
+FEWEST_STEPS, MOST_STEPS = 4, 512
+"""Between two fits: a quarter of the steps so far, within these bounds."""
+ERROR_SMOOTHING = 0.05
+PACE_SMOOTHING, PACE_CHANGE = 0.03, 1.2
+"""A machine whose steps of all kinds take so many times as long as they did, or as short, has changed its pace."""
+RIDGE = (3e-2, 3e-2, 1e-3, 3e-3, 1e-2, 1e-3)
+"""What makes a fit to few kinds definite, for each term: tokens rather than the fixed part explain one kind alone."""
+FLOOR_GAIN = 0.8
+"""A floor must lower the squared error to this share to be believed."""
+FEWEST_ON_FLOOR, MOST_FLOORS = 2, 8
+"""Kinds of prompt steps that must lie on a floor, and as many above it; how many ends of it are tried."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Averages over steps of about one shape. `last`: the number of the latest step."""
+
+    values: tuple[float, float, float, float]
+    step_s: float
+    count: int = 0
+    last: int = 0
+
+    def add(self, shape: StepShape, step_s: float, number: int) -> None:
+        self.count, self.last = self.count + 1, number
+        share = max(SMOOTHING, 1.0 / self.count)
+        tokens, pairs, rows, context = self.values
+        self.values = (
+            tokens + share * (shape.num_tokens - tokens),
+            pairs + share * (shape.num_pairs - pairs),
+            rows + share * (shape.num_rows - rows),
+            context + share * (shape.context - context),
+        )
+        self.step_s += share * (min(step_s, LARGEST_JUMP * self.step_s) - self.step_s)
+
+
+class StepFit:
+    """Observes steps; `model` is the latest fit."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[int, ...], _Kind] = {}
+        self._error = Ewma(ERROR_SMOOTHING)
+        self._pace = Ewma(PACE_SMOOTHING, start=1.0)
+        self._num_steps = 0
+        self._fit_at = 1
+        self.model = StepModel()
+
+    def observe(self, shape: StepShape, step_s: float) -> None:
+        """A step of this shape took `step_s` seconds."""
+        if step_s <= 0.0 or not (shape.num_tokens or shape.num_rows):
+            return
+        if self.model.is_known:
+            self._error.observe(min(1.0, abs(self.model.seconds(shape) - step_s) / step_s))
+        self._num_steps += 1
+        kind = self._kinds.get(key := _key(shape))
+        if kind is None:
+            self._make_room()
+            kind = self._kinds[key] = _Kind((0.0, 0.0, 0.0, 0.0), step_s)
+        self._keep_pace(min(LARGEST_JUMP, step_s / kind.step_s))
+        kind.add(shape, step_s, self._num_steps)
+        if self._num_steps >= self._fit_at:
+            self._fit_at = self._num_steps + min(MOST_STEPS, max(FEWEST_STEPS, self._num_steps // 4))
+            self._fit()
+
+    def _keep_pace(self, ratio: float) -> None:
+        """When the machine has become slower or faster, the kinds that do not come have, too."""
+        self._pace.observe(ratio)
+        pace = self._pace.value
+        if not 1.0 / PACE_CHANGE < pace < PACE_CHANGE:
+            for kind in self._kinds.values():
+                kind.step_s *= pace
+            self._pace = Ewma(PACE_SMOOTHING, start=1.0)
+
+    def _make_room(self) -> None:
+        if len(self._kinds) >= MAX_KINDS:
+            del self._kinds[min(self._kinds, key=lambda key: self._kinds[key].last)]
+
+    def _fit(self) -> None:
+        kinds = list(self._kinds.values())
+        times = np.array([kind.step_s for kind in kinds])
+        ages = np.array([self._num_steps - kind.last for kind in kinds])
+        trust = np.array([min(kind.count, CONFIDENCE) / CONFIDENCE for kind in kinds]) * 0.5 ** (ages / MEMORY)
+        coefficients = fit(np.array([kind.values for kind in kinds]), times, trust)
+        fixed_s, floor_s, token_s, pair_s, row_s, context_s = map(float, coefficients)
+        self.model = StepModel(
+            fixed_s=fixed_s,
+            floor_s=floor_s,
+            token_s=token_s,
+            pair_s=pair_s,
+            row_s=row_s,
+            context_s=context_s,
+            error=self._error.value,
+            num_steps=self._num_steps,
+        )
+
+
+def fit(values: Floats, times: Floats, trust: Floats) -> Floats:
+    """Coefficients (fixed, floor, token, pair, row, context) for `values` [n, 4] of steps that took `times` [n].
+
+    Tries numbers of prompt tokens as the end of the floor, and no floor.
+    """
+    best = _fit_without(values, times, trust, np.zeros(len(times), bool))
+    lowest = _loss(best, values, times, trust)
+    limit = FLOOR_GAIN * lowest
+    sizes = np.unique(values[values[:, 0] > 0, 0])[FEWEST_ON_FLOOR - 1 : -FEWEST_ON_FLOOR]
+    for most in sizes[:: -(-len(sizes) // MOST_FLOORS) or 1]:
+        found = _fit_without(values, times, trust, values[:, 0] <= most)
+        loss = _loss(found, values, times, trust)
+        if loss < min(limit, lowest):
+            best, lowest = found, loss
+    return best
+
+
+def _fit_without(values: Floats, times: Floats, trust: Floats, on_floor: NDArray[np.bool_]) -> Floats:
+    """The fit in which the steps `on_floor` take no time for their tokens beyond the floor."""
+    above = np.where(on_floor, 0.0, 1.0)
+    columns = np.column_stack(
+        [np.ones(len(times)), 1.0 - above, values[:, 0] * above, values[:, 1] * above, values[:, 2], values[:, 3]]
+    )
+    weights = np.sqrt(trust)
+    relative = columns / times[:, None] * weights[:, None]
+    scales = np.abs(relative).max(axis=0)
+    return _non_negative(relative, weights, scales)
+
+
+def _non_negative(matrix: Floats, target: Floats, scales: Floats) -> Floats:
+    """Least squares without negative coefficients: the most negative one leaves until none is."""
+    active = [index for index, scale in enumerate(scales) if scale > 0]
+    solution = np.zeros(len(scales))
+    while active:
+        used = scales[active]
+        ridge = np.diag([RIDGE[index] for index in active])
+        system = np.vstack([matrix[:, active] / used, ridge])
+        found = np.linalg.lstsq(system, np.concatenate([target, np.zeros(len(active))]), rcond=None)[0]
+        worst = int(np.argmin(found))
+        if found[worst] >= 0.0:
+            solution[active] = found / used
+            break
+        del active[worst]
+    return solution
+
+
+def _loss(coefficients: Floats, values: Floats, times: Floats, trust: Floats) -> float:
+    fixed_s, floor_s, token_s, pair_s, row_s, context_s = coefficients
+    prompt_s = np.maximum(floor_s, token_s * values[:, 0] + pair_s * values[:, 1])
+    predicted = fixed_s + prompt_s + row_s * values[:, 2] + context_s * values[:, 3]
+    return float((trust * ((predicted - times) / times) ** 2).sum())
+
+
+def _key(shape: StepShape) -> tuple[int, ...]:
+    """Shapes whose numbers have equally many bits are of one kind."""
+    depth = shape.num_pairs // max(1, shape.num_tokens)
+    numbers = (shape.num_tokens, depth // 256, shape.num_rows, shape.context // 256)
+    return tuple(number.bit_length() for number in numbers)

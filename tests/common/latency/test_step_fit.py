@@ -1,0 +1,94 @@
+"""A fit finds the coefficients of a machine from its noisy steps, follows it, and keeps what it saw long ago."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from common.latency.step_fit import MAX_KINDS, StepFit
+from common.latency.step_model import StepModel, StepShape
+
+CPU = StepModel(fixed_s=4e-3, token_s=4e-4, pair_s=2e-8, row_s=5e-4, context_s=2e-7, num_steps=1)
+GPU = StepModel(fixed_s=3e-3, floor_s=6e-3, token_s=3e-5, pair_s=1e-9, row_s=2e-5, context_s=5e-8, num_steps=1)
+
+
+class Machine:
+    """Steps of random shapes, with 5 % of noise, and now and then one that something else held up."""
+
+    def __init__(self, model: StepModel, seed: int = 1) -> None:
+        self.model, self._random = model, random.Random(seed)
+
+    def prompt(self) -> StepShape:
+        start = self._random.choice((0, 0, 0, 512, 1024, 2048))
+        return StepShape.of_prompt(start, start + self._random.randint(1, 512))
+
+    def rows(self) -> StepShape:
+        count = self._random.randint(1, 64)
+        return StepShape.of_rows(count, sum(self._random.randint(50, 2000) for _ in range(count)))
+
+    def both(self) -> StepShape:
+        return self.rows() + (self.prompt() if self._random.random() < 0.3 else StepShape())
+
+    def run(self, fit: StepFit, shape: Callable[[], StepShape], count: int) -> None:
+        for _ in range(count):
+            step = shape()
+            noise = max(0.3, self._random.gauss(1.0, 0.05)) * (4.0 if self._random.random() < 0.02 else 1.0)
+            fit.observe(step, self.model.seconds(step) * noise)
+
+    def errors(self, fit: StepFit, shape: Callable[[], StepShape]) -> list[float]:
+        """Of 200 new steps, sorted."""
+        steps = [shape() for _ in range(200)]
+        return sorted(abs(fit.model.seconds(step) / self.model.seconds(step) - 1.0) for step in steps)
+
+
+@pytest.mark.parametrize("model", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("kind", ["prompt", "rows", "both"])
+def test_steps_it_has_not_seen_are_predicted(model: StepModel, kind: str) -> None:
+    machine, fit = Machine(model), StepFit()
+    machine.run(fit, getattr(machine, kind), 400)
+    errors = machine.errors(fit, getattr(machine, kind))
+    assert errors[100] < 0.06 and errors[180] < 0.12
+    assert 0.0 < fit.model.error < 0.2
+    assert fit.model.num_steps > 200
+
+
+def test_one_step_says_more_than_nothing() -> None:
+    fit = StepFit()
+    assert not fit.model.is_known
+    fit.observe(StepShape.of_prompt(0, 512), 0.2)
+    assert fit.model.seconds(StepShape.of_prompt(0, 512)) == pytest.approx(0.2, rel=0.05)
+    assert fit.model.seconds(StepShape.of_prompt(0, 256)) < 0.15  # tokens explain it rather than a fixed part
+
+
+def test_what_only_short_prompts_come_after_is_not_forgotten() -> None:
+    machine, fit = Machine(CPU), StepFit()
+    machine.run(fit, machine.both, 300)
+    machine.run(fit, lambda: StepShape.of_rows(4, 2000), 3000)
+    assert machine.errors(fit, machine.prompt)[180] < 0.2
+
+
+def test_a_machine_that_becomes_slow_is_followed() -> None:
+    machine, fit = Machine(CPU), StepFit()
+    machine.run(fit, machine.prompt, 300)
+    slow = Machine(StepModel(fixed_s=8e-3, token_s=8e-4, pair_s=4e-8, num_steps=1), seed=2)
+    slow.run(fit, slow.prompt, 300)
+    assert slow.errors(fit, slow.prompt)[180] < 0.15
+
+
+def test_no_coefficient_is_negative_and_memory_is_bounded() -> None:
+    fit, rng = StepFit(), random.Random(3)
+    for _ in range(2000):
+        shape = StepShape(rng.randint(0, 5000), rng.randint(0, 10**8), rng.randint(0, 300), rng.randint(0, 10**6))
+        fit.observe(shape, rng.uniform(1e-4, 1.0))
+    assert len(fit._kinds) <= MAX_KINDS
+    model = fit.model
+    assert min(model.fixed_s, model.floor_s, model.token_s, model.pair_s, model.row_s, model.context_s) >= 0.0
+
+
+def test_a_step_that_computed_nothing_teaches_nothing() -> None:
+    fit = StepFit()
+    fit.observe(StepShape(), 0.1)
+    fit.observe(StepShape.of_rows(1, 1), 0.0)
+    assert not fit.model.is_known
