@@ -48,6 +48,14 @@ class StepShape:
             self.context + other.context,
         )
 
+    def __sub__(self, other: StepShape) -> StepShape:
+        return StepShape(
+            self.num_tokens - other.num_tokens,
+            self.num_pairs - other.num_pairs,
+            self.num_rows - other.num_rows,
+            self.context - other.context,
+        )
+
     @classmethod
     def sum(cls, shapes: Iterable[StepShape]) -> StepShape:
         total = cls()

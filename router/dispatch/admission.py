@@ -1,22 +1,23 @@
-"""Whether a new request would wait too long, by the work of the workers and their rates. Pure.
+"""Whether a new request would wait too long, by what is predicted where the policy would place it. Pure.
 
-A worker whose rate is unknown counts as idle. The request's own prefill is left out, because how much of it is cached
-shows only once its place is chosen. Two things correct a prediction that is too short: how long requests have waited
-already, and how much later than predicted first tokens came.
+A worker that has computed nothing yet counts as idle. Two things correct a prediction that is too short: how long
+requests have waited already, and how much later than predicted first tokens came.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median_low
-from types import MappingProxyType
 
 from common.config import RouterConfig
 from common.errors import Overloaded
+from common.latency.step_model import StepShape
 from common.observe.ewma import Ewma
+from router.dispatch.forecast import NO_HITS, RequestShape, place_s, places_of, queued_s, step_tokens, wait_s
 from router.dispatch.load import DispatchCounters
 from router.dispatch.patience import Patience
+from router.dispatch.policy import OUTPUT_RESERVE, Choice, RoutingPolicy
 from router.dispatch.request_state import Assignment, RequestState, Stage
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
@@ -24,24 +25,24 @@ from router.fleet.worker import Worker
 log = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S = 60.0
-SCARCE = 0.05
-"""A decode worker with less than this share of its blocks to give is full, whatever its number of sequences."""
+LEAST_SHARE = 0.25
+"""Of the goal for a first token, that others may take: a prompt that needs most of it would be refused whenever it
+comes, and never be served."""
 NUM_LATE = 4
 """Requests that must have waited for some time before it counts: one alone may be a long prompt."""
 MIN_EXPECTED_S = 0.05
 """A shorter prediction teaches nothing when it proves wrong: messages and wake-ups take that long themselves."""
 SMOOTHING = 0.1
 """The share of one more request in the average time of prompts."""
-NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class Admission:
     """Admits new requests, or refuses and counts them."""
 
-    def __init__(self, registry: WorkerRegistry, config: RouterConfig, counters: DispatchCounters) -> None:
-        self._registry, self._config, self._counters = registry, config, counters
-        self._observed: Mapping[str, float] = NOTHING
-        self._lasting: Mapping[str, float] = NOTHING
+    def __init__(
+        self, registry: WorkerRegistry, policy: RoutingPolicy, config: RouterConfig, counters: DispatchCounters
+    ) -> None:
+        self._registry, self._policy, self._config, self._counters = registry, policy, config, counters
         self._prompt_s = Ewma(SMOOTHING, start=0.0)  # what a prompt takes, lately
         longest_s = min(config.max_wait_s, config.queue_timeout_s)
         if config.slo_ttft_ms > 0:
@@ -57,36 +58,39 @@ class Admission:
                 waiting.append((worker.address, now - state.progress_at))
             elif worker is not None and stage is Stage.DECODE:
                 decoding.append((worker.address, now - worker.delivered_at))
-        self._observed, self._lasting = observed_waits_s(waiting), lasting_s(decoding)
+        self._registry.on_observed(observed_waits_s(waiting), lasting_s(decoding))
 
-    def check(self, num_tokens: int) -> None:
-        """Raises Overloaded for a prompt that would wait too long."""
-        error = self._refusal(short=num_tokens <= self._config.local_prefill_threshold)
-        if error is not None:
+    def check(self, choice: Choice | None, now: float) -> None:
+        """Raises Overloaded for a prompt that would wait too long where it would be placed."""
+        if (error := self._judged(choice, now)) is not None:
             raise self._counted(error)
         self._patience.count(refused=False)
 
-    def check_unread(self, is_longer: Callable[[int], bool]) -> None:
+    def check_unread(self, is_longer: Callable[[int], bool], now: float) -> None:
         """Raises Overloaded for a request that `check` would refuse whatever its prompt turns out to be.
 
         `is_longer` says whether the prompt surely has more than so many tokens. Decode workers compute a short prompt
         themselves, so it may find room where a long one finds none.
         """
-        error = self._refusal(short=False)
+        threshold = self._config.local_prefill_threshold
+        error = self._judged(self.place_for(threshold + 1, now), now)
         if error is None:
             return
-        if self._refusal(short=True) is not None or is_longer(self._config.local_prefill_threshold):
+        if self._judged(self.place_for(1, now), now) is not None or is_longer(threshold):
             raise self._counted(error)
 
-    def expect(self, state: RequestState) -> None:
-        """A request was placed: note when its first token should come."""
-        assignment = state.waits_for
-        if assignment is None:
-            state.expected_s = 0.0
+    def place_for(self, num_tokens: int, now: float) -> Choice | None:
+        """Where a new prompt of so many tokens would be placed if nothing of it is cached anywhere."""
+        shape = RequestShape(num_tokens, OUTPUT_RESERVE, NO_HITS, num_expected=OUTPUT_RESERVE)
+        return self._policy.choose(self._registry.ready("prefill"), self._registry.ready("decode"), shape, now)
+
+    def expect(self, state: RequestState, choice: Choice, now: float) -> None:
+        """A request was placed: note when its first token should come, by the worker's own account."""
+        state.expected_s = 0.0
+        if (assignment := state.waits_for) is None or not choice.forecast.is_known:
             return
-        worker = self._registry.workers[assignment.address]
-        state.expected_s = prefill_wait_s(worker)
-        self._prompt_s.observe(prefill_s(worker, assignment.booking.num_tokens))
+        state.expected_s = queued_s(self._registry.workers[assignment.address], now)
+        self._prompt_s.observe(choice.forecast.prompt_s)
 
     def learn(self, state: RequestState, assignment: Assignment, now: float) -> None:
         """The first tokens of `assignment` have come: compare with the prediction."""
@@ -108,9 +112,9 @@ class Admission:
             log.info("the overload is over", extra={"new_requests_may_wait_s": was_s})
             return []
         shed = [
-            (state, _shed(now - state.progress_at, wait_s, limit_s))
-            for state, wait_s in waits_of(states, self._registry.workers)
-            if wait_s > limit_s
+            (state, _shed(now - state.progress_at, later_s, limit_s))
+            for state, later_s in waits_of(states, self._registry.workers)
+            if later_s > limit_s
         ]
         log.warning(
             "more requests come than can be served: requests that would wait too long are refused from now on",
@@ -125,7 +129,7 @@ class Admission:
 
     def _turn_s(self, decode: Iterable[Worker]) -> float:
         """Seconds between two requests that a worker begins, while more wait."""
-        turns_s = (worker.service_s.value / _num_places(worker) for worker in decode)
+        turns_s = (worker.service_s.value / places_of(worker) for worker in decode)
         return max(self._prompt_s.value, min(turns_s, default=0.0))
 
     def _counted(self, error: Overloaded) -> Overloaded:
@@ -133,14 +137,21 @@ class Admission:
         self._counters.num_failures[type(error).__name__] += 1
         return error
 
-    def _refusal(self, *, short: bool) -> Overloaded | None:
-        """The error for a new prompt, or None. Decode workers compute a `short` one."""
-        prefill = [] if short else self._registry.ready("prefill")
-        decode = self._registry.ready("decode")
-        wait_s = predicted_wait_s(prefill, decode, self._observed, self._lasting)
-        turn_s = self._turn_s(decode)
-        others_s = self._patience.num_refused * turn_s / max(1, len(prefill or decode))
-        return refusal(wait_s, self._patience.limit_s(turn_s), others_s)
+    def _judged(self, choice: Choice | None, now: float) -> Overloaded | None:
+        """The error for a prompt that would be placed there, or None. Its own time counts against a goal."""
+        first = None if choice is None else choice.prefill or choice.decode
+        if choice is None or first is None:
+            return None
+        predicted_s = waiting_s(first, choice.decode, now)
+        turn_s = self._turn_s(self._registry.ready("decode"))
+        limit_s, own_s = self._patience.limit_s(turn_s), 0.0
+        if self._config.slo_ttft_ms > 0 and choice.forecast.is_known:
+            own_s = min(choice.forecast.prompt_s, (1.0 - LEAST_SHARE) * limit_s)
+        return refusal(predicted_s, limit_s - own_s, self._others_s(turn_s, len(self._registry.ready(first.role))))
+
+    def _others_s(self, turn_s: float, num_workers: int) -> float:
+        """What those take that were refused before, and come back before a client that is refused now."""
+        return self._patience.num_refused * turn_s / max(1, num_workers)
 
 
 def observed_waits_s(waits: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -173,81 +184,39 @@ def waits_of(states: Iterable[RequestState], workers: Mapping[str, Worker]) -> l
             by_address.setdefault(assignment.address, []).append((state, assignment))
     waits = []
     for address, placed in by_address.items():
-        num_tokens, worker = 0, workers[address]
+        before, worker = StepShape(), workers[address]
         placed.sort(key=lambda one: one[0].progress_at)
         for index, (state, assignment) in enumerate(placed):
-            place_s = decode_wait_s(worker, num_after=len(placed) - index) if worker.role == "decode" else 0.0
-            prompts_s = prefill_s(worker, num_tokens) * worker.slowness.value
-            waits.append((state, max(prompts_s, place_s)))
-            num_tokens += assignment.booking.num_tokens
+            decode_s = place_s(worker, num_after=len(placed) - index) if worker.role == "decode" else 0.0
+            prompts_s = worker.step_model.steps_s(before, step_tokens(worker)) * worker.slowness.value
+            waits.append((state, max(prompts_s, decode_s)))
+            before += assignment.booking.prompt
     return waits
 
 
-def prefill_s(worker: Worker, num_tokens: int) -> float:
-    """Seconds that the worker takes to compute so many prompt tokens; 0 while its rate is unknown."""
-    rate = worker.beat.full_tokens_per_s if worker.beat else 0.0
-    return num_tokens / rate if rate > 0 else 0.0
+def waiting_s(first: Worker, decode: Worker | None, now: float) -> float:
+    """Seconds that a prompt waits at `first`, which computes it, and its answer for a place at `decode`.
 
-
-def prefill_wait_s(worker: Worker) -> float:
-    """Seconds until the worker has computed its prompts."""
-    return prefill_s(worker, worker.num_queued_tokens)
-
-
-def decode_wait_s(worker: Worker, least_s: float = 0.0, num_after: int = 0) -> float:
-    """Seconds until the worker's batch has a place for one more: Little's law over the requests that wait before it.
-
-    A request takes at least `least_s` there. The last `num_after` of the worker's requests do not count.
+    A worker that has computed nothing yet counts as idle, unless others wait there.
     """
-    num_places = _num_places(worker)
-    num_before = worker.num_requests - num_after + 1 - num_places
-    return max(0, num_before) * max(worker.service_s.value, least_s) / num_places
+    prompts_s = wait_s(first, now) if first.step_model.is_known else first.observed_s
+    return max(prompts_s, place_s(decode) if decode is not None else 0.0)
 
 
-def _num_places(worker: Worker) -> int:
-    """Places in a worker's batch; while blocks are scarce, the places that are taken."""
-    beat, hello = worker.beat, worker.hello
-    if beat is None or hello is None:
-        return 1
-    if beat.num_waiting and worker.num_available_blocks < SCARCE * hello.num_blocks:
-        return max(1, beat.num_running + beat.num_transferring)
-    return max(1, hello.max_num_seqs)
-
-
-def predicted_wait_s(
-    prefill: Sequence[Worker],
-    decode: Sequence[Worker],
-    observed: Mapping[str, float] = NOTHING,
-    lasting: Mapping[str, float] = NOTHING,
-) -> float:
-    """Seconds that a new request would wait at the best of the ready workers, without its own work.
-
-    By address, `observed` says how long others have waited there, `lasting` how long requests have been decoded.
-    """
-
-    def first_s(worker: Worker) -> float:
-        predicted_s = prefill_wait_s(worker) * worker.slowness.value
-        return max(predicted_s, observed.get(worker.address, 0.0))
-
-    first = min(map(first_s, prefill or decode), default=0.0)
-    place = min((decode_wait_s(worker, lasting.get(worker.address, 0.0)) for worker in decode), default=0.0)
-    return max(first, place)
-
-
-def refusal(wait_s: float, limit_s: float, others_s: float = 0.0) -> Overloaded | None:
+def refusal(predicted_s: float, limit_s: float, others_s: float = 0.0) -> Overloaded | None:
     """The error for a request that would wait longer than it may; None for one to admit.
 
     Its client should come back after those that were refused before it, whose turns take `others_s`.
     """
-    if wait_s <= limit_s:
+    if predicted_s <= limit_s:
         return None
-    why = f"a new request would wait about {wait_s:.1f} s, the most it may is {limit_s:.3g} s"
-    return Overloaded(why, retry_after_s=_retry_after_s(wait_s - limit_s + others_s))
+    why = f"a new request would wait about {predicted_s:.1f} s, the most it may is {limit_s:.3g} s"
+    return Overloaded(why, retry_after_s=_retry_after_s(predicted_s - limit_s + others_s))
 
 
-def _shed(waited_s: float, wait_s: float, limit_s: float) -> Overloaded:
-    why = f"more requests come than can be served: after {waited_s:.1f} s this one would wait {wait_s:.1f} s more"
-    return Overloaded(f"{why}, the most is {limit_s:.3g} s now", retry_after_s=_retry_after_s(wait_s - limit_s))
+def _shed(waited_s: float, later_s: float, limit_s: float) -> Overloaded:
+    why = f"more requests come than can be served: after {waited_s:.1f} s this one would wait {later_s:.1f} s more"
+    return Overloaded(f"{why}, the most is {limit_s:.3g} s now", retry_after_s=_retry_after_s(later_s - limit_s))
 
 
 def _retry_after_s(later_s: float) -> float:

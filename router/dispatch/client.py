@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
+from router.dispatch.forecast import Forecast
 from router.dispatch.prompt import Prompt
 
 RETRY_AFTER_S = 1.0
@@ -45,7 +46,7 @@ class RequestTimeline:
                                  └ grant_wait_s, transfer_s; only exposed_transfer_s of it delayed the second token
 
     `num_attempts` is 1 when nothing failed. A local prefill has an empty `prefill_worker`; a request that never
-    needed a decode worker an empty `decode_worker`.
+    needed a decode worker an empty `decode_worker`. `forecast` is that of its latest place.
     """
 
     prefill_worker: str = ""
@@ -58,6 +59,7 @@ class RequestTimeline:
     transfer_s: float = 0.0
     exposed_transfer_s: float = 0.0
     decode_s: float = 0.0
+    forecast: Forecast = Forecast()
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,9 +52,10 @@ class Dispatcher:
         self._last_max_model_len = 0
         self._open = False
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
+        policy = RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold)
         self._placement = Placement(
             self.fleet.registry,
-            RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold),
+            policy,
             self._index,
             self.fleet.send,
             self.fleet.abort,
@@ -63,7 +64,7 @@ class Dispatcher:
         has_prefill = bool(config.prefill or config.prefill_services)
         self._demand = DemandMeter(has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self._queue, self._counters)
-        self._admission = Admission(self.fleet.registry, config, self._counters)
+        self._admission = Admission(self.fleet.registry, policy, config, self._counters)
         self._handovers = HandOvers(self.fleet.registry, self._placement, self._queue, self._counters)
 
     # ------------------------------------------------------------ for the front
@@ -96,7 +97,7 @@ class Dispatcher:
     def check_room(self, is_longer: Callable[[int], bool]) -> None:
         """See `GenerationClient.check_room`."""
         self._check_bounds()
-        self._admission.check_unread(is_longer)
+        self._admission.check_unread(is_longer, self._clock())
 
     @property
     def ready(self) -> tuple[bool, str]:
@@ -125,7 +126,8 @@ class Dispatcher:
 
     def load(self) -> DispatchLoad:
         """Where requests are and how the workers are, in numbers."""
-        return DispatchLoad.of(self._states.values(), self.fleet, self._counters, self._admission.limit_s)
+        states, limit_s = self._states.values(), self._admission.limit_s
+        return DispatchLoad.of(states, self.fleet, self._counters, limit_s, self._clock())
 
     def demand(self, p95_token_s: float, slo_s: float) -> Demand:
         """The load that autoscalers read; see `DemandMeter.measure`."""
@@ -213,11 +215,13 @@ class Dispatcher:
             raise InvalidRequest(f"request {request.request_id} is already being served", param="request_id")
         if not request.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
-        self._admission.check(len(request.prompt_token_ids))
+        now = self._clock()
         try:
-            state = RequestState(request, self._clock())
+            state = RequestState(request, now)
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"the prompt holds what is no token id: {error}", param="prompt") from error
+        chosen = self._placement.choose(state, now)
+        self._admission.check(chosen and chosen[0], now)
         self._states[request.request_id] = state
         loop = asyncio.get_running_loop()
         state.deadline_timer = loop.call_later(request.deadline_s, self._on_deadline, state)
@@ -242,9 +246,9 @@ class Dispatcher:
     def _try_place(self, state: RequestState, now: float) -> bool:
         if now < state.not_before or not self._recovery.may_be_placed(state):
             return False
-        if not self._placement.place(state, now):
+        if (choice := self._placement.place(state, now)) is None:
             return False
-        self._admission.expect(state)
+        self._admission.expect(state, choice, now)
         del self._queue[state.request.request_id]
         kind = "prefill" if state.decode is None else "remote" if state.prefill else "local"
         self._counters.num_choices[kind] += 1

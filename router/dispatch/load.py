@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
+from router.dispatch.forecast import wait_s
 from router.dispatch.request_state import RequestState, Stage
 from router.fleet.fleet import WorkerFleet
 from router.fleet.worker import Worker
@@ -14,7 +17,10 @@ from router.fleet.worker_connection import Connection
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """One worker: what it reports and what is booked on it. `reason` says why it is not ready."""
+    """One worker: what it reports and what is booked on it. `reason` says why it is not ready.
+
+    A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps.
+    """
 
     address: str
     role: str
@@ -31,9 +37,11 @@ class WorkerLoad:
     num_unsent: int
     num_cuts: int
     reason: str = ""
+    wait_s: float = 0.0
+    step_model: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, worker: Worker, connection: Connection) -> WorkerLoad:
+    def of(cls, worker: Worker, connection: Connection, now: float) -> WorkerLoad:
         return cls(
             address=worker.address,
             role=worker.role,
@@ -50,6 +58,8 @@ class WorkerLoad:
             num_unsent=connection.counters.num_unsent,
             num_cuts=connection.counters.num_cuts,
             reason=worker.withheld or worker.reason,
+            wait_s=wait_s(worker, now) if worker.ready else 0.0,
+            step_model=msgspec.structs.asdict(worker.step_model),
         )
 
 
@@ -69,14 +79,19 @@ class DispatchLoad:
 
     @classmethod
     def of(
-        cls, states: Iterable[RequestState], fleet: WorkerFleet, counters: DispatchCounters, wait_limit_s: float
+        cls,
+        states: Iterable[RequestState],
+        fleet: WorkerFleet,
+        counters: DispatchCounters,
+        wait_limit_s: float,
+        now: float,
     ) -> DispatchLoad:
         stages = dict.fromkeys((str(stage) for stage in Stage if stage is not Stage.DONE), 0)
         stages |= Counter(str(state.stage) for state in states if not state.done)
         workers = fleet.registry.workers
         return cls(
             stages,
-            tuple(WorkerLoad.of(workers[address], link) for address, link in fleet.connections.items()),
+            tuple(WorkerLoad.of(workers[address], link, now) for address, link in fleet.connections.items()),
             dict(counters.num_retries),
             dict(counters.num_failures),
             dict(counters.num_choices),

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from common.latency.step_model import StepShape
+from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import DecodeRequest, HandOver, KVTarget, Message, PrefillRequest
-from router.dispatch.policy import Choice, RequestShape, RoutingPolicy
+from router.dispatch.forecast import RequestShape
+from router.dispatch.policy import OUTPUT_RESERVE, Choice, RoutingPolicy
 from router.dispatch.request_state import Assignment, RequestState
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Booking, Worker, WorkerState
 
+OUTPUT_SMOOTHING = 0.02
+"""The share of one more answer in the average length."""
 Send = Callable[[str, Message], bool]
 Abort = Callable[[str, str, int], None]
 
@@ -34,26 +39,32 @@ class Placement:
     ) -> None:
         self._registry, self._policy, self._index = registry, policy, index
         self._send, self._abort, self._clock = send, abort, clock
+        self._num_output = Ewma(OUTPUT_SMOOTHING, start=OUTPUT_RESERVE)  # tokens of an answer, lately
 
-    def place(self, state: RequestState, now: float) -> bool:
-        """Choose workers and send them a request that is on none; False when no worker can take it now."""
+    def choose(self, state: RequestState, now: float, deaf: Collection[str] = ()) -> tuple[Choice, RequestShape] | None:
+        """Where a request that is on no worker would be placed now, without the workers `deaf`; None: nowhere."""
+        prefill, decode = self._candidates(state, deaf)
+        if not decode and state.num_remaining > 1:
+            return None  # before the prompt is hashed: many may wait for a decode worker
+        shape = self._shape(state, [*prefill, *decode])
+        choice = self._policy.choose(prefill, decode, shape, now)
+        return None if choice is None else (choice, shape)
+
+    def place(self, state: RequestState, now: float) -> Choice | None:
+        """Choose workers and send them a request that is on none; None when no worker can take it now."""
         state.num_base_tokens = len(state.stream.token_ids)
         if state.wants_prompt_logprobs:  # one worker computes all of them: another may have other weights
             state.stream.drop_prompt_logprobs()
         deaf: set[str] = set()
-        while True:
-            prefill, decode = self._candidates(state, deaf)
-            if not decode and state.num_remaining > 1:
-                return False  # before the prompt is hashed: many may wait for a decode worker
-            shape = self._shape(state, [*prefill, *decode])
-            choice = self._policy.choose(prefill, decode, shape)
-            if choice is None:
-                return False
+        while (chosen := self.choose(state, now, deaf)) is not None:
+            choice, shape = chosen
             unheard = self._dispatch(state, choice, shape, now)
             if unheard is None:
-                return True
+                state.forecast = choice.forecast
+                return choice
             deaf.add(unheard)
             self.start_over(state)
+        return None
 
     def replace_prefill(self, state: RequestState, now: float) -> bool:
         """Begin a new attempt with another prefill worker, or none, on the decode worker that stays.
@@ -69,8 +80,8 @@ class Placement:
             state.begin_attempt()
             partners, _ = self._candidates(state, deaf)
             shape = self._shape(state, [*partners, decode])
-            prefill = self._policy.choose_prefill(partners, decode, shape)
-            if not self._send(decode.address, self._decode_request(state, prefill)):
+            prefill = self._policy.choose_prefill(partners, decode, shape, now).prefill
+            if not self._send(decode.address, self._decode_request(state, prefill, serial=assignment.booking.serial)):
                 return False
             assignment.attempt = state.attempt
             if prefill is None or self._send_prefill(state, prefill, decode, shape, now):
@@ -91,7 +102,7 @@ class Placement:
         if not self._send(target.address, request):
             return False
         num_blocks = target.num_blocks_of(state.num_tokens + num_reserved_tokens)
-        booking = self._registry.book(target.address, num_tokens=0, num_blocks=num_blocks)
+        booking = self._registry.book(target.address, prompt=StepShape(), num_blocks=num_blocks)
         state.successor = _assignment(state, target, booking, num_output)
         order = HandOver(
             request_id=request.request_id,
@@ -124,6 +135,7 @@ class Placement:
 
     def settle(self, state: RequestState) -> None:
         """The request ended well: release its bookings, and stop a hand-over."""
+        self._num_output.observe(len(state.stream.token_ids))
         for assignment in (state.prefill, state.decode):
             if assignment is not None:
                 self._registry.release(assignment.booking)
@@ -200,13 +212,14 @@ class Placement:
     def _shape(self, state: RequestState, workers: Sequence[Worker]) -> RequestShape:
         num_tokens = len(state.request.prompt_token_ids) + state.num_base_tokens
         num_remaining = state.request.params.max_tokens - state.num_base_tokens
+        num_expected = min(num_remaining, round(self._num_output.value))
         if state.wants_prompt_logprobs:  # cached tokens have no logits
-            return RequestShape(num_tokens, num_remaining, {}, alone=True)
+            return RequestShape(num_tokens, num_remaining, {}, alone=True, num_expected=num_expected)
         known = [worker for worker in workers if self._index.size(worker.address)]
         sizes = {worker.address: worker.identity.block_size for worker in known}
         hashes = {size: state.hashes(size) for size in set(sizes.values())}
         hits = {address: size * self._index.num_hits(address, hashes[size]) for address, size in sizes.items()}
-        return RequestShape(num_tokens, num_remaining, hits)
+        return RequestShape(num_tokens, num_remaining, hits, num_expected=num_expected)
 
     def _dispatch(self, state: RequestState, choice: Choice, shape: RequestShape, now: float) -> str | None:
         """Send the messages of a choice. Returns the address of a worker that could not take its own, or None."""
@@ -230,15 +243,23 @@ class Placement:
 
     def _assign(self, state: RequestState, worker: Worker, shape: RequestShape, *, local: bool, now: float) -> None:
         """Book the worker; with `local` it computes the prompt itself."""
-        uncached = shape.uncached(worker)
-        num_blocks = worker.num_blocks_of(uncached)
-        booking = self._registry.book(worker.address, num_tokens=uncached if local else 0, num_blocks=num_blocks)
+        num_blocks = worker.num_blocks_of(shape.uncached(worker))
+        prompt = shape.prompt(worker) if local else StepShape()
+        booking = self._registry.book(worker.address, prompt=prompt, num_blocks=num_blocks)
         state.assign(_assignment(state, worker, booking, state.num_base_tokens), now)
 
     def _decode_request(
-        self, state: RequestState, source: Worker | None, num_output: int | None = None, num_reserved: int = 0
+        self,
+        state: RequestState,
+        source: Worker | None,
+        num_output: int | None = None,
+        num_reserved: int = 0,
+        serial: int = 0,
     ) -> DecodeRequest:
-        """`source` computes or has the KV. `num_output`: output tokens in the prompt, by default the attempt's."""
+        """`source` computes or has the KV. `num_output`: output tokens in the prompt, by default the attempt's.
+
+        `serial`: of the booking, by default the one that comes next.
+        """
         request = state.request
         num_output = state.num_base_tokens if num_output is None else num_output
         return DecodeRequest(
@@ -252,6 +273,7 @@ class Placement:
             deadline_s=state.remaining_s(self._clock()),
             traceparent=request.traceparent,
             num_reserved_tokens=num_reserved,
+            serial=serial or self._registry.next_serial,
         )
 
     def _prefill_request(self, state: RequestState, decode: Worker | None) -> PrefillRequest:
@@ -266,6 +288,7 @@ class Placement:
             cache_salt=request.cache_salt,
             deadline_s=state.remaining_s(self._clock()),
             traceparent=request.traceparent,
+            serial=self._registry.next_serial,
         )
 
 

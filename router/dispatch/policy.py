@@ -1,38 +1,24 @@
-"""Which workers serve a request. Pure: worker state and the request go in, a choice comes out; no clock, no chance.
+"""Which workers serve a request. Pure: worker state, the request and `now` go in, a choice comes out; no chance.
 
-Costs are prompt tokens that must be computed first. Equal costs go to the worker with fewer requests, then to the one
-that got fewer so far, so equal workers take turns.
+The cost of a place is the time that the request would take there, and the time that it takes from the sequences that
+run there already (`forecast.py`). Equal costs go to the worker with fewer requests, then to the one that got fewer so
+far, so equal workers take turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from router.dispatch.forecast import Forecast, RequestShape, joined, on_decode, on_prefill
 from router.fleet.registry import by_fingerprint
 from router.fleet.worker import Worker
 
 OUTPUT_RESERVE = 256
 """Output tokens that a decode worker should have room for; how many will come is unknown."""
-OVERFLOW_WEIGHT = 4
-"""Requests that one beyond `max_num_seqs` weighs besides itself: it waits until a whole other request has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestShape:
-    """What the policy weighs of a request. `hits`: prompt tokens that a worker has cached, by its address.
-
-    `alone`: the worker that computes the prompt also makes the whole answer.
-    """
-
-    num_tokens: int
-    num_remaining: int
-    hits: Mapping[str, int]
-    alone: bool = False
-
-    def uncached(self, worker: Worker) -> int:
-        """Prompt tokens that the worker must compute: at least the last one, whose logits are needed."""
-        return max(1, self.num_tokens - self.hits.get(worker.address, 0))
+LEAST_GAIN, LEAST_GAIN_S = 0.8, 0.02
+"""Where a prompt is computed against the threshold costs at most this share, and so many seconds less: predictions
+err, and prompts between tokens make gaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +27,7 @@ class Choice:
 
     prefill: Worker | None
     decode: Worker | None
+    forecast: Forecast = Forecast()
 
     @property
     def local(self) -> bool:
@@ -48,50 +35,97 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingPolicy:
-    """Weighs prefix hits against load.
+class _Place:
+    """A worker, the forecast there, and what decides between it and others: the least comes first."""
 
-    `request_cost` is the weight, in tokens, of one more request on a decode worker. A prefix hit there is worth at most
-    `max_hit_requests` requests: beyond that an idle worker wins, so one shared prompt never pins all traffic. On
-    prefill workers a hit counts in full, in the unit of the queue.
+    worker: Worker
+    forecast: Forecast
+    rank: tuple[bool, bool, bool]
+    cost_s: float
+
+    @property
+    def key(self) -> tuple[tuple[bool, bool, bool], float, int, int, str]:
+        worker = self.worker
+        return (self.rank, self.cost_s, worker.num_requests, worker.num_dispatched, worker.address)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingPolicy:
+    """A prompt with at most `local_prefill_threshold` uncached tokens is computed by its decode worker, a longer one
+    by a prefill worker, unless the other is predicted to be better.
+
+    With a threshold of 0 decode workers compute no prompt while a prefill worker is ready.
     """
 
     local_prefill_threshold: int = 64
-    request_cost: int = 64
-    max_hit_requests: int = 4
 
-    def choose(self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape) -> Choice | None:
+    def choose(
+        self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape, now: float
+    ) -> Choice | None:
         """Workers for a new request, out of ready ones; None when none can take it."""
         if shape.num_remaining == 1 and prefill:
-            return Choice(self._best_prefill(prefill, shape), None)
-        if not decode:
-            return None
-        chosen = min(decode, key=lambda worker: self._decode_cost(worker, shape))
-        return Choice(self.choose_prefill(prefill, chosen, shape), chosen)
+            best = min((_prefill_place(worker, shape, now) for worker in prefill), key=_key)
+            return Choice(best.worker, None, best.forecast)
+        found = [
+            self._pair([] if shape.alone else partners.get(fingerprint, []), group, shape, now)
+            for partners in (by_fingerprint(prefill),)
+            for fingerprint, group in by_fingerprint(decode).items()
+        ]
+        return min(found, key=lambda pair: pair[0], default=(None, None))[1]
 
-    def choose_prefill(self, prefill: Sequence[Worker], decode: Worker, shape: RequestShape) -> Worker | None:
-        """The prefill worker for a request on `decode`; None when `decode` should prefill itself."""
-        if shape.alone:
-            return None
-        partners = by_fingerprint(prefill).get(decode.identity.fingerprint)
-        if not partners or shape.uncached(decode) <= self.local_prefill_threshold:
-            return None
-        return self._best_prefill(partners, shape)
+    def choose_prefill(self, prefill: Sequence[Worker], decode: Worker, shape: RequestShape, now: float) -> Choice:
+        """The prefill worker for a request on `decode`, or that `decode` should prefill itself."""
+        partners = [] if shape.alone else by_fingerprint(prefill).get(decode.identity.fingerprint, [])
+        return self._pair(partners, [decode], shape, now)[1]
 
-    def _best_prefill(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
-        def cost(worker: Worker) -> tuple[bool, int, int, int, str]:
-            tokens = worker.num_queued_tokens + shape.uncached(worker)
-            return (worker.suspect, tokens, worker.num_requests, worker.num_dispatched, worker.address)
+    def _pair(
+        self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape, now: float
+    ) -> tuple[tuple[object, ...], Choice]:
+        """The best choice among workers of one fingerprint, behind its cost."""
+        local = [self._decode_place(worker, shape, now, local=True) for worker in decode]
+        if not prefill:
+            return _alone(min(local, key=_key))
+        first = min((_prefill_place(worker, shape, now) for worker in prefill), key=_key)
+        then = min((self._decode_place(worker, shape, now, local=False) for worker in decode), key=_key)
+        cost_s = first.cost_s + then.cost_s
+        alone = [place for place in local if self._may_be_local(place, first, then, cost_s, shape)]
+        if alone:
+            return _alone(min(alone, key=_key))
+        rank = (max(first.rank, then.rank), cost_s, *then.key[2:])
+        return rank, Choice(first.worker, then.worker, joined(first.forecast, then.forecast))
 
-        return min(workers, key=cost)
+    def _may_be_local(self, place: _Place, first: _Place, then: _Place, remote_s: float, shape: RequestShape) -> bool:
+        """Whether a decode worker should compute the prompt although there are prefill workers."""
+        if place.rank > then.rank:
+            return False
+        known = place.forecast.is_known and first.forecast.is_known
+        if shape.uncached(place.worker) <= self.local_prefill_threshold:
+            near = place.worker is then.worker or place.cost_s <= remote_s
+            return near and not (known and _is_better(remote_s, place.cost_s))
+        return known and self.local_prefill_threshold > 0 and _is_better(place.cost_s, remote_s)
 
-    def _decode_cost(self, worker: Worker, shape: RequestShape) -> tuple[bool, bool, bool, int, int, int, str]:
+    def _decode_place(self, worker: Worker, shape: RequestShape, now: float, *, local: bool) -> _Place:
+        forecast = on_decode(worker, shape, now, local=local)
         cuts = shape.num_tokens + shape.num_remaining > worker.max_tokens  # an answer of full length
-        num_requests = worker.num_requests
-        overflow = max(0, num_requests + 1 - max(1, worker.identity.max_num_seqs))
-        hit = min(shape.num_tokens - shape.uncached(worker), self.max_hit_requests * self.request_cost)
         reserve = min(shape.num_remaining, OUTPUT_RESERVE)
         lacks_room = worker.num_blocks_of(shape.uncached(worker) + reserve) > worker.num_available_blocks
-        crowd = num_requests + OVERFLOW_WEIGHT * overflow
-        cost = worker.num_queued_tokens + self.request_cost * crowd - hit
-        return (cuts, worker.suspect, lacks_room, cost, num_requests, worker.num_dispatched, worker.address)
+        cost_s = forecast.ttft_s + forecast.place_s + forecast.delay_s + shape.num_expected * forecast.token_s
+        return _Place(worker, forecast, (cuts, worker.suspect, lacks_room), cost_s)
+
+
+def _is_better(cost_s: float, other_s: float) -> bool:
+    """Whether a place is better than another by more than predictions err."""
+    return cost_s < min(LEAST_GAIN * other_s, other_s - LEAST_GAIN_S)
+
+
+def _prefill_place(worker: Worker, shape: RequestShape, now: float) -> _Place:
+    forecast = on_prefill(worker, shape, now)
+    return _Place(worker, forecast, (False, worker.suspect, False), forecast.ttft_s)
+
+
+def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:
+    return place.key, Choice(None, place.worker, place.forecast)
+
+
+def _key(place: _Place) -> tuple[tuple[bool, bool, bool], float, int, int, str]:
+    return place.key

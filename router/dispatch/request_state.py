@@ -13,6 +13,7 @@ from common.kv.block_hash import BlockHasher
 from common.wire.message_fields import Role, pack_tokens
 from common.wire.messages import PromptLogprobs, Timeline, TokenDelta
 from router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
+from router.dispatch.forecast import Forecast
 from router.dispatch.prompt import Prompt
 from router.dispatch.stream import TokenStream
 from router.fleet.worker import Booking
@@ -89,6 +90,7 @@ class RequestState:
         self.failed_lives: set[tuple[str, int]] = set()
         self.last_failure = ""
         self.queued_at = self.progress_at = self.renewed_at = now
+        self.forecast = Forecast()  # of its latest placement
         self.expected_s = 0.0  # predicted from its placement to its first token; 0: unknown
         self.not_before = now
         self.num_cached_tokens = 0
@@ -348,4 +350,5 @@ class RequestState:
             transfer_s=max(prefill.transfer_s, decode.transfer_s),
             exposed_transfer_s=max(prefill.exposed_transfer_s, decode.exposed_transfer_s),
             decode_s=self._past.decode_s + decode.decode_s,
+            forecast=self.forecast,
         )

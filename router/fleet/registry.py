@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from common.latency.step_model import StepShape
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
@@ -36,7 +37,7 @@ class WorkerRegistry:
         self._worker_timeout_s = worker_timeout_s
         self.explain: Callable[[Role, float], str] = lambda role, now: ""
         """Discovery's answer to why no worker of a role is known; "" without discovery."""
-        self._next_serial = 0
+        self.next_serial = 1
         self._last_sweep: float | None = None
 
     # ------------------------------------------------------------ which workers there are
@@ -90,7 +91,11 @@ class WorkerRegistry:
             return True
         if worker.beat is None or worker.beat.step != beat.step or not worker.beat.ready:
             worker.step_changed = now
-        worker.beat, worker.fresh = beat, Load()
+        worker.beat, worker.beat_at, worker.fresh, worker.ended = beat, now, Load(), Load()
+        for booking in reversed(worker.bookings.values()):
+            if booking.serial <= beat.serial:
+                break
+            worker.fresh.add(booking)
         if worker.num_reported_requests:
             worker.idle_since = None
         elif worker.idle_since is None:
@@ -140,6 +145,11 @@ class WorkerRegistry:
     def on_first_token(self, address: str, slowness: float) -> None:
         """A first token took `slowness` times as long as predicted."""
         self.workers[address].slowness.observe(min(MAX_SLOWNESS, max(1.0, slowness)))
+
+    def on_observed(self, waits_s: Mapping[str, float], lasting_s: Mapping[str, float]) -> None:
+        """By address, how long requests have waited for first tokens, and been decoded; of no others is that known."""
+        for address, worker in self.workers.items():
+            worker.observed_s, worker.lasting_s = waits_s.get(address, 0.0), lasting_s.get(address, 0.0)
 
     def on_request_finished(self, address: str, decode_s: float) -> None:
         """The worker decoded a request, from its first token to its last, in `decode_s` seconds."""
@@ -204,25 +214,28 @@ class WorkerRegistry:
 
     # ------------------------------------------------------------ bookings
 
-    def book(self, address: str, *, num_tokens: int, num_blocks: int) -> Booking:
-        """Count work when it is sent: `num_tokens` to compute, `num_blocks` of KV to hold."""
+    def book(self, address: str, *, prompt: StepShape, num_blocks: int) -> Booking:
+        """Count work that is sent under `next_serial`: `prompt` to compute, `num_blocks` of KV to hold."""
         worker = self.workers[address]
-        booking = Booking(self._next_serial, address, num_tokens, num_blocks)
-        self._next_serial += 1
+        booking = Booking(self.next_serial, address, prompt, num_blocks)
+        self.next_serial += 1
         worker.bookings[booking.serial] = booking
-        worker.booked.add(booking, +1)
-        worker.fresh.add(booking, +1)
+        worker.booked.add(booking)
+        worker.fresh.add(booking)
         worker.num_dispatched += 1
         return booking
 
     def computed(self, booking: Booking) -> Booking:
-        """The prompt is computed: drop its tokens from the booking, and return what is left of it."""
+        """The prompt is computed: drop it from the booking, and return what is left of that."""
         worker = self.workers.get(booking.address)
-        after = replace(booking, num_tokens=0)
+        after = replace(booking, prompt=StepShape())
         if worker is not None and booking.serial in worker.bookings:
             worker.bookings[booking.serial] = after
-            worker.booked.num_tokens -= booking.num_tokens
-            worker.fresh.num_tokens -= booking.num_tokens
+            worker.booked.prompt -= booking.prompt
+            if _is_fresh(worker, booking):
+                worker.fresh.prompt -= booking.prompt
+            else:
+                worker.ended.prompt += booking.prompt
         return after
 
     def release(self, booking: Booking) -> None:
@@ -230,8 +243,11 @@ class WorkerRegistry:
         worker = self.workers.get(booking.address)
         if worker is None or worker.bookings.pop(booking.serial, None) is None:
             return
-        worker.booked.add(booking, -1)
-        worker.fresh.add(booking, -1)  # the next report no longer counts it
+        worker.booked.remove(booking)
+        if _is_fresh(worker, booking):
+            worker.fresh.remove(booking)
+        else:
+            worker.ended.add(booking)
 
     # ------------------------------------------------------------ inside
 
@@ -267,7 +283,12 @@ class WorkerRegistry:
     def _forget(self, worker: Worker) -> None:
         worker.beat, worker.idle_since = None, None
         worker.bookings.clear()
-        worker.booked, worker.fresh = Load(), Load()
+        worker.booked, worker.fresh, worker.ended = Load(), Load(), Load()
+
+
+def _is_fresh(worker: Worker, booking: Booking) -> bool:
+    """Whether the last report does not count it yet."""
+    return worker.beat is None or booking.serial > worker.beat.serial
 
 
 def _misfit(worker: Worker) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from common.latency.step_model import StepModel, StepShape
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
@@ -25,26 +26,38 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """Work that was sent to a worker and has not ended yet."""
+    """Work that was sent to a worker and has not ended yet: `prompt` is to be computed there.
+
+    The worker's heartbeats count it once they acknowledge its `serial`.
+    """
 
     serial: int
     address: str
-    num_tokens: int
+    prompt: StepShape
     num_blocks: int
 
 
 @dataclass(slots=True)
 class Load:
-    """Sums over bookings: requests, uncached prompt tokens, KV blocks."""
+    """Sums over bookings: requests, uncached prompt tokens, KV blocks. `prompt` is all of the prompts as one step."""
 
     num_requests: int = 0
-    num_tokens: int = 0
+    prompt: StepShape = StepShape()
     num_blocks: int = 0
 
-    def add(self, booking: Booking, sign: int) -> None:
-        self.num_requests += sign
-        self.num_tokens += sign * booking.num_tokens
-        self.num_blocks += sign * booking.num_blocks
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt.num_tokens
+
+    def add(self, booking: Booking) -> None:
+        self.num_requests += 1
+        self.prompt += booking.prompt
+        self.num_blocks += booking.num_blocks
+
+    def remove(self, booking: Booking) -> None:
+        self.num_requests -= 1
+        self.prompt -= booking.prompt
+        self.num_blocks -= booking.num_blocks
 
 
 @dataclass(slots=True)
@@ -57,9 +70,10 @@ class Worker:
     `forgiven_at`: what `last_seen` was set to when its silence was last forgiven; it has lasted since `silent_since`.
     `service_s`: the recent average of how long it decodes a request; 0 before the first.
     `slowness`: the recent average of how many times later than predicted its first tokens came, at least 1.
+    `observed_s`: how long requests have waited there for a first token; `lasting_s`: how long they have been decoded.
 
-    Its load is `max(booked, reported + fresh)`, where `fresh` was booked since the last report, less what ended since.
-    With one router the bookings are exact; with several the report includes what the others sent.
+    Its load is what it reports, less what `ended` since, and `fresh`, which the report does not count yet. So several
+    routers see one another's requests, and none twice. `beat_at`: when it last reported.
     """
 
     address: str
@@ -82,9 +96,13 @@ class Worker:
     suspect: bool = False
     service_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))
     slowness: Ewma = field(default_factory=lambda: Ewma(SMOOTHING, start=1.0))
+    observed_s: float = 0.0
+    lasting_s: float = 0.0
     bookings: dict[int, Booking] = field(default_factory=dict)
     booked: Load = field(default_factory=Load)
     fresh: Load = field(default_factory=Load)
+    ended: Load = field(default_factory=Load)
+    beat_at: float = 0.0
 
     @property
     def ready(self) -> bool:
@@ -129,20 +147,26 @@ class Worker:
     @property
     def num_requests(self) -> int:
         """Requests running, waiting or on their way."""
-        return max(self.booked.num_requests, self.num_reported_requests + self.fresh.num_requests)
+        return max(0, self.num_reported_requests - self.ended.num_requests) + self.fresh.num_requests
 
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens that must be computed before a new request's turn."""
         reported = self.beat.num_waiting_tokens if self.beat else 0
-        return max(self.booked.num_tokens, reported + self.fresh.num_tokens)
+        return max(0, reported - self.ended.num_tokens) + self.fresh.num_tokens
 
     @property
     def num_available_blocks(self) -> int:
         """Blocks that a new request could get: free or evictable, less those booked since the last report."""
         total = self.hello.num_blocks if self.hello else 0
         reported = self.beat.num_free_blocks + self.beat.num_cached_blocks if self.beat else total
-        return max(0, min(reported - self.fresh.num_blocks, total - self.booked.num_blocks))
+        now_free = reported + self.ended.num_blocks - self.fresh.num_blocks
+        return max(0, min(now_free, total - self.booked.num_blocks))
+
+    @property
+    def step_model(self) -> StepModel:
+        """What the worker says of its steps; nothing is known before its first one."""
+        return self.beat.step_model if self.beat else StepModel()
 
     def forgive(self, now: float, longest_s: float) -> bool:
         """Count the worker as heard just now, unless its silence has lasted longer than `longest_s`."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from common.errors import RequestError
 from router.auth.visit import Visit
+from router.dispatch.forecast import Forecast
 from router.generation.choice import Choice
 from router.generation.tracing import RequestTrace
 from router.observe.metrics import RouterMetrics
@@ -121,5 +122,19 @@ def _phases(record: RequestRecord) -> dict[str, object]:
                 "decode_worker": line.decode_worker or "none",
                 "attempts": line.num_attempts,
                 "preemptions": line.num_preemptions,
+                **_predicted(line.forecast),
             }
     return {}
+
+
+def _predicted(forecast: Forecast) -> dict[str, object]:
+    """What the router expected of the place that it chose, term by term; nothing while workers know nothing."""
+    if not forecast.is_known:
+        return {}
+    return {
+        "predicted_ttft_ms": forecast.ttft_s * 1e3,
+        "predicted_wait_ms": forecast.wait_s * 1e3,
+        "predicted_place_ms": forecast.place_s * 1e3,
+        "predicted_token_ms": forecast.token_s * 1e3,
+        "delays_others_ms": forecast.delay_s * 1e3,
+    }

@@ -44,6 +44,8 @@ class LoadCollector(Collector):
         states = [((*key, worker.state), 1.0) for key, worker in workers]
         requests = [(key, worker.num_booked_requests) for key, worker in workers]
         queued = [(key, worker.num_queued_tokens) for key, worker in workers]
+        waits = [(key, worker.wait_s) for key, worker in workers]
+        errors = [(key, worker.step_model["error"]) for key, worker in workers if worker.step_model]
         blocks = [(key, worker.num_available_blocks) for key, worker in workers]
         cuts = [(key, worker.num_cuts) for key, worker in workers]
         unsent = [(key, worker.num_unsent) for key, worker in workers]
@@ -51,6 +53,8 @@ class LoadCollector(Collector):
         yield gauge("diptych_worker_state", "1 for the state a worker is in", (*WORKER, "state"), states)
         yield gauge("diptych_worker_requests", "Sequences this router has on a worker", WORKER, requests)
         yield gauge("diptych_worker_queued_tokens", "Prompt tokens waiting on a worker", WORKER, queued)
+        yield gauge("diptych_worker_wait_seconds", "How long a new prompt would wait there", WORKER, waits)
+        yield gauge("diptych_worker_model_error", "Error of its model of steps, 0.1: a tenth", WORKER, errors)
         yield gauge("diptych_worker_available_blocks", "KV blocks a worker could give", WORKER, blocks)
         yield counter("diptych_worker_cuts", "Times the connection to a worker was lost", WORKER, cuts)
         yield counter("diptych_worker_unsent", "Messages a full queue had no room for", WORKER, unsent)

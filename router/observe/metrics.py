@@ -11,12 +11,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from common.machine.process_metrics import register_process
 from common.worker.metrics import SECONDS, SHORT_SECONDS
+from router.dispatch.client import RequestTimeline
 from router.dispatch.load import DispatchLoad
 from router.observe.load_metrics import LoadCollector
 from router.observe.request_record import ChoiceRecord, RequestRecord
 
 ENGINE = "router"
 PER_TOKEN_SECONDS = (0.0005, *SECONDS)
+RATIOS = (0.25, 0.5, 0.67, 0.75, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.33, 1.5, 2.0, 4.0, 8.0)
 
 
 class RouterMetrics:
@@ -41,6 +43,12 @@ class RouterMetrics:
         self.decode = histogram("vllm:request_decode_time_seconds", "From the first token to the last")
         self.exposed_transfer = histogram(
             "diptych_exposed_transfer_seconds", "KV transfer that delayed the second token", SHORT_SECONDS
+        )
+        self.ttft_ratio = histogram(
+            "diptych_ttft_prediction_ratio", "Time to the first token, over what was predicted for it", RATIOS
+        )
+        self.tpot_ratio = histogram(
+            "diptych_tpot_prediction_ratio", "Mean time of a later token, over what was predicted for it", RATIOS
         )
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token")
         self.cached_tokens = counter("diptych_cached_prompt_tokens", "Those of them that a prefix cache held")
@@ -163,6 +171,15 @@ class RouterMetrics:
             self.decode.observe(line.decode_s or decode_s)
             if line.decode_s:  # else the router stopped early, and the decode worker's own report never came
                 self.exposed_transfer.observe(line.exposed_transfer_s)
+            if line.forecast.is_known and line.num_attempts == 1:
+                self._compare(line, choice, decode_s)
+
+    def _compare(self, line: RequestTimeline, choice: ChoiceRecord, decode_s: float) -> None:
+        """What was predicted for a choice with what happened. Messages between processes count as waiting."""
+        if line.forecast.ttft_s > 0:
+            self.ttft_ratio.observe((line.queue_s + line.prefill_s) / line.forecast.ttft_s)
+        if line.forecast.token_s > 0 and choice.num_tokens > 1:
+            self.tpot_ratio.observe(decode_s / (choice.num_tokens - 1) / line.forecast.token_s)
 
     def _add(self, counter: Counter, *labels: str, by: int = 1) -> None:
         counter.labels(*self._labels.values(), *labels).inc(by)

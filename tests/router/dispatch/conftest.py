@@ -68,7 +68,7 @@ class FakeWorker:
         } | hello  # fmt: skip
         self.beat: dict[str, object] = {}
         self.received: list[AnyMessage] = []
-        self.routers: set[bytes] = set()
+        self.routers: dict[bytes, int] = {}  # with the serial of the last request from each
         self.epoch = next(EPOCHS)
         self.step = 0
         self.beating = self.serving = True
@@ -118,9 +118,9 @@ class FakeWorker:
             router, *parts = await self.socket.recv_multipart()
             message = decode(parts[0])
             if isinstance(message, RouterHello):
-                self.routers.add(router)
+                self.routers[router] = 0
                 self.send(router, self.hello_message())
-                self.send(router, self.heartbeat())
+                self.send(router, self.heartbeat(router))
                 continue
             self.received.append(message)
             if isinstance(message, AbortRequest):
@@ -138,6 +138,7 @@ class FakeWorker:
                 job.cancel()
 
     def start(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
+        self.routers[router] = max(self.routers.get(router, 0), message.serial)
         work = self.prefill(router, message) if isinstance(message, PrefillRequest) else self.generate(router, message)
         if old := self.jobs.get(message.request_id):
             old.cancel()
@@ -148,7 +149,7 @@ class FakeWorker:
             if self.beating:
                 self.step += 1
                 for router in self.routers:
-                    self.send(router, self.heartbeat())
+                    self.send(router, self.heartbeat(router))
             await asyncio.sleep(0.02)
 
     async def prefill(self, router: bytes, message: PrefillRequest) -> None:
@@ -244,12 +245,12 @@ class FakeWorker:
     def hello_message(self) -> WorkerHello:
         return WorkerHello(worker_id=self.worker_id, role=self.role, epoch=self.epoch, **self.hello)  # type: ignore[arg-type]
 
-    def heartbeat(self) -> WorkerHeartbeat:
+    def heartbeat(self, router: bytes) -> WorkerHeartbeat:
         busy = len([job for job in self.jobs.values() if not job.done()])
         values = {
             "step": self.step, "ready": True, "draining": False, "num_running": busy, "num_waiting": 0,
             "num_transferring": 0, "num_waiting_tokens": 0, "num_free_blocks": 1000, "num_cached_blocks": 0,
-            "num_owned_blocks": 0,
+            "num_owned_blocks": 0, "serial": self.routers[router],
         }  # fmt: skip
         return WorkerHeartbeat(worker_id=self.worker_id, epoch=self.epoch, **(values | self.beat))  # type: ignore[arg-type]
 

@@ -3,6 +3,7 @@ from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.errors import Overloaded
+from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import TokenDelta, WorkerHeartbeat, WorkerHello
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.admission import (
@@ -10,27 +11,32 @@ from router.dispatch.admission import (
     Admission,
     lasting_s,
     observed_waits_s,
-    predicted_wait_s,
     refusal,
+    waiting_s,
     waits_of,
 )
 from router.dispatch.client import GenerationRequest
+from router.dispatch.forecast import RequestShape, on_prefill
 from router.dispatch.load import DispatchCounters
 from router.dispatch.patience import NUM_REFUSED, NUM_WINDOWS, WINDOW_S
+from router.dispatch.policy import Choice, RoutingPolicy
 from router.dispatch.request_state import Assignment, RequestState
 from router.fleet.registry import WorkerRegistry
 
 
-def worker(role: str = "prefill", *, service_s: float = 0.0, **beat: object):
+def worker(role: str = "prefill", *, port: int = 1, service_s: float = 0.0, **beat: object):
     """A ready worker with 100 blocks of 16 tokens and 4 places."""
-    registry = WorkerRegistry(["tcp://p:1"], ["tcp://d:1"], worker_timeout_s=1.0)
-    address = f"tcp://{role[0]}:1"
+    registry = WorkerRegistry([f"tcp://p:{port}"], [f"tcp://d:{port}"], worker_timeout_s=1.0)
+    address = f"tcp://{role[0]}:{port}"
     hello = WorkerHello(
         worker_id=role, role=role, epoch=1, fingerprint="f", model="m", block_size=16, num_blocks=100,
         max_model_len=512, max_num_seqs=4,
     )  # fmt: skip
     names = ("num_running", "num_waiting", "num_transferring", "num_waiting_tokens", "num_cached_blocks")
     values = dict.fromkeys(names, 0) | {"num_free_blocks": 100, "num_owned_blocks": 0} | beat
+    if tokens_per_s := values.get("full_tokens_per_s"):
+        values["step_model"] = StepModel(token_s=1 / tokens_per_s, num_steps=100)
+        values["waiting_s"] = values["num_waiting_tokens"] / tokens_per_s
     registry.on_hello(address, hello, 0.0)
     registry.on_heartbeat(
         address, WorkerHeartbeat(worker_id=role, epoch=1, step=1, ready=True, draining=False, **values), 0.0
@@ -44,33 +50,44 @@ def decode(**fields):
     return worker("decode", **fields)
 
 
+def wait_s(prefill, decode, observed=None, lasting=None):
+    """What a prompt of 65 tokens would wait where it would be placed, with these workers."""
+    registry = WorkerRegistry([], [], worker_timeout_s=1.0)
+    for each in (*prefill, *decode):
+        registry.workers[each.address] = each
+    admission = Admission(registry, RoutingPolicy(), RouterConfig(model="m"), DispatchCounters())
+    registry.on_observed(observed or {}, lasting or {})
+    choice = admission.place_for(65, 0.0)
+    return waiting_s(choice.prefill or choice.decode, choice.decode, 0.0) if choice else 0
+
+
 def test_a_prompt_waits_for_those_before_it():
     busy = worker(num_waiting_tokens=10_000, full_tokens_per_s=1000.0)
-    assert predicted_wait_s([busy], [decode()]) == pytest.approx(10.0)
+    assert wait_s([busy], [decode()]) == pytest.approx(10.0)
 
 
 def test_the_best_worker_counts():
     busy = worker(num_waiting_tokens=10_000, full_tokens_per_s=1000.0)
-    assert predicted_wait_s([busy, worker(full_tokens_per_s=1000.0)], [decode()]) == 0
+    assert wait_s([busy, worker(port=2, full_tokens_per_s=1000.0)], [decode()]) == 0
 
 
 def test_a_rate_that_nobody_has_seen_refuses_nobody():
-    assert predicted_wait_s([worker(num_waiting_tokens=10**9, tokens_per_s=1.0)], [decode()]) == 0
+    assert wait_s([worker(num_waiting_tokens=10**9, tokens_per_s=1.0)], [decode()]) == 0
 
 
 def test_without_prefill_workers_decode_workers_compute_the_prompts():
-    assert predicted_wait_s([], [decode(num_waiting_tokens=500, full_tokens_per_s=100.0)]) == pytest.approx(5.0)
+    assert wait_s([], [decode(num_waiting_tokens=500, full_tokens_per_s=100.0)]) == pytest.approx(5.0)
 
 
 def test_a_full_batch_makes_wait_by_littles_law():
-    assert predicted_wait_s([], [decode(num_running=3, service_s=8.0)]) == 0
+    assert wait_s([], [decode(num_running=3, service_s=8.0)]) == 0
     full = decode(num_running=4, num_waiting=7, service_s=8.0)
-    assert predicted_wait_s([], [full]) == pytest.approx(8 * 8.0 / 4)
+    assert wait_s([], [full]) == pytest.approx(8 * 8.0 / 4)
 
 
 def test_without_blocks_to_give_only_those_that_run_are_places():
     full = decode(num_running=2, num_waiting=3, num_free_blocks=1, num_owned_blocks=99, service_s=8.0)
-    assert predicted_wait_s([], [full]) == pytest.approx(4 * 8.0 / 2)
+    assert wait_s([], [full]) == pytest.approx(4 * 8.0 / 2)
 
 
 def test_what_runs_for_long_already_tells_what_nothing_that_ended_told():
@@ -78,12 +95,12 @@ def test_what_runs_for_long_already_tells_what_nothing_that_ended_told():
     assert lasting_s([("tcp://d:1", 60.0)] * 3) == {}, "a few long answers"
     lasting = lasting_s([("tcp://d:1", age_s) for age_s in (1.0, 6.0, 8.0, 60.0)])
     assert lasting == {"tcp://d:1": 6.0}
-    assert predicted_wait_s([], [full], lasting=lasting) == pytest.approx(8 * 6.0 / 4)
-    assert predicted_wait_s([], [decode(num_running=3, service_s=0.5)], lasting=lasting) == 0
+    assert wait_s([], [full], lasting=lasting) == pytest.approx(8 * 6.0 / 4)
+    assert wait_s([], [decode(num_running=3, service_s=0.5)], lasting=lasting) == 0
 
 
 def test_nobody_ready_is_another_matter():
-    assert predicted_wait_s([], []) == 0
+    assert wait_s([], []) == 0
 
 
 def test_waiting_as_long_as_allowed_is_allowed():
@@ -109,7 +126,7 @@ def test_who_is_refused_later_is_to_come_back_later():
     after_s = []
     for _ in range(20):
         with pytest.raises(Overloaded) as caught:
-            admission.check(500)
+            check(admission, 500)
         after_s.append(caught.value.retry_after_s)
     assert after_s[0] == pytest.approx(20.0)
     assert after_s[10] == pytest.approx(25.0, abs=0.1), "ten prompts of half a second come first"
@@ -127,11 +144,11 @@ def test_those_who_wait_already_tell_what_no_rate_told():
     assert observed_waits_s(few) == {}, "a few long prompts"
     many = [*few, ("tcp://p:1", 30.0), ("tcp://p:1", 1.0), ("tcp://q:1", 99.0)]
     assert observed_waits_s(many) == {"tcp://p:1": 30.0}
-    assert predicted_wait_s([worker()], [decode()], observed_waits_s(many)) == 30.0
+    assert wait_s([worker()], [decode()], observed_waits_s(many)) == 30.0
 
 
 def test_one_worker_that_does_not_get_on_keeps_nobody_from_the_others():
-    assert predicted_wait_s([worker(), worker("decode")], [decode()], {"tcp://p:1": 30.0}) == 0
+    assert wait_s([worker(), worker(port=2)], [decode()], {"tcp://p:1": 30.0}) == 0
 
 
 # ---------------------------------------------------------------- before the body is read
@@ -142,7 +159,12 @@ def admission_of(prefill, decode, **fields):
     config = RouterConfig(**{"model": "m", "slo_ttft_ms": 1000.0} | fields)
     registry = WorkerRegistry([prefill.address], [decode.address], worker_timeout_s=1.0)
     registry.workers = {prefill.address: prefill, decode.address: decode}
-    return Admission(registry, config, DispatchCounters())
+    policy = RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold)
+    return Admission(registry, policy, config, DispatchCounters())
+
+
+def check(admission, num_tokens):
+    admission.check(admission.place_for(num_tokens, 0.0), 0.0)
 
 
 def busy(role):
@@ -151,7 +173,7 @@ def busy(role):
 
 def refuses(admission, num_tokens):
     try:
-        admission.check(num_tokens)
+        check(admission, num_tokens)
     except Overloaded:
         return True
     return False
@@ -159,7 +181,7 @@ def refuses(admission, num_tokens):
 
 def refuses_unread(admission, is_longer):
     try:
-        admission.check_unread(is_longer)
+        admission.check_unread(is_longer, 0.0)
     except Overloaded:
         return True
     return False
@@ -186,15 +208,19 @@ def test_nobody_looks_at_a_prompt_whose_length_does_not_matter():
 # ---------------------------------------------------------------- what the last predictions were worth
 
 
+def shape_of(num_tokens):
+    return RequestShape(num_tokens, 2, {})
+
+
 def first_token(admission, prefill, num_tokens, after_s):
     """A prompt is placed on `prefill` at 0 and its first token comes."""
     registry = admission._registry
     request = GenerationRequest("r", [1] * num_tokens, SamplingParams(max_tokens=2))
     state = RequestState(request, 0.0)
-    booking = registry.book(prefill.address, num_tokens=num_tokens, num_blocks=1)
+    booking = registry.book(prefill.address, prompt=StepShape.of_prompt(0, num_tokens), num_blocks=1)
     assignment = Assignment("prefill", prefill.address, "p", 1, 0, booking, 0, 0)
     state.assign(assignment, 0.0)
-    admission.expect(state)
+    admission.expect(state, Choice(prefill, None, on_prefill(prefill, shape_of(num_tokens), 0.0)), 0.0)
     admission.learn(state, assignment, after_s)
     state.receive(assignment, TokenDelta("r", 0, 0, (7,)), after_s)
     admission.learn(state, assignment, 100.0)  # what comes later is no first token
@@ -208,7 +234,7 @@ def test_first_tokens_later_than_predicted_lengthen_the_next_prediction():
     for _ in range(30):
         first_token(admission, prefill, 100, after_s=1.5)  # three times the half second that was predicted
     with pytest.raises(Overloaded, match=r"about 1\.[12] s"):
-        admission.check(100)
+        check(admission, 100)
     for _ in range(30):
         first_token(admission, prefill, 100, after_s=0.1)
     assert not refuses(admission, 100), "and those in time shorten it"
@@ -239,9 +265,10 @@ def test_a_short_prediction_that_proves_wrong_says_nothing():
 def placed(admission, worker, num_tokens, now):
     """A prompt that waits at `worker`."""
     state = RequestState(GenerationRequest(f"r{now}", [1] * num_tokens, SamplingParams(max_tokens=2)), now)
-    booking = admission._registry.book(worker.address, num_tokens=num_tokens, num_blocks=1)
+    booking = admission._registry.book(worker.address, prompt=StepShape.of_prompt(0, num_tokens), num_blocks=1)
     state.assign(Assignment(worker.role, worker.address, worker.worker_id, 1, 0, booking, 0, 0), now)
-    admission.expect(state)
+    own = on_prefill(worker, shape_of(num_tokens), 0.0)
+    admission.expect(state, Choice(worker, None, own), now)
     return state
 
 
@@ -291,7 +318,7 @@ def test_places_of_decode_workers_are_waited_for_in_turn():
     batch = decode(service_s=40.0, num_running=4)
     admission = admission_of(worker(), batch, slo_ttft_ms=0.0, local_prefill_threshold=2000)
     states = [placed(admission, batch, 1, float(now)) for now in range(20)]
-    waits = [wait_s for _, wait_s in waits_of(states, admission._registry.workers)]
+    waits = [each for _, each in waits_of(states, admission._registry.workers)]
     assert waits == [10.0 * (1 + turn) for turn in range(20)]
 
 

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from common.errors import FatalRequest, Overloaded, Unavailable
+from common.latency.step_model import StepModel
 from common.wire.messages import AbortRequest, DecodeRequest, PrefillRequest
 from router.dispatch import patience
 
@@ -16,6 +17,11 @@ PROMPT = list(range(1, 13))
 def keep_busy(worker):
     """It looks as if it were at work."""
     worker.beat["num_running"] = 1
+
+
+def busy_for(seconds):
+    """What a worker reports that has prompts for so long."""
+    return {"waiting_s": seconds, "step_model": StepModel(token_s=1e-3, num_steps=100)}
 
 
 async def test_a_prompt_that_a_busy_worker_lost_moves_after_its_deadline(cluster, tools):
@@ -209,7 +215,7 @@ async def test_a_worker_that_was_only_silent_makes_nobody_a_suspect(cluster, too
 
 async def test_a_request_that_would_wait_too_long_is_refused_at_once(cluster, tools):
     dispatcher = await cluster.start(queue_timeout_s=2.0)
-    cluster.prefill[0].beat |= {"num_waiting": 30, "num_waiting_tokens": 10_000, "full_tokens_per_s": 1000.0}
+    cluster.prefill[0].beat |= {"num_waiting": 30, "num_waiting_tokens": 10_000} | busy_for(10.0)
     registered = dispatcher.fleet.registry.workers[cluster.prefill[0].address]
     await tools.until(lambda: registered.num_queued_tokens)
     with pytest.raises(Overloaded, match="would wait about 10.0 s") as caught:
@@ -230,7 +236,7 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once(cluster, to
 
 async def test_an_slo_refuses_what_would_miss_it(cluster, tools):
     dispatcher = await cluster.start(slo_ttft_ms=500.0)
-    cluster.prefill[0].beat |= {"num_waiting": 3, "num_waiting_tokens": 1000, "full_tokens_per_s": 1000.0}
+    cluster.prefill[0].beat |= {"num_waiting": 3, "num_waiting_tokens": 1000} | busy_for(1.0)
     registered = dispatcher.fleet.registry.workers[cluster.prefill[0].address]
     await tools.until(lambda: registered.num_queued_tokens)
     with pytest.raises(Overloaded, match="the most it may is 0.5 s"):
@@ -260,12 +266,13 @@ async def test_a_queue_that_does_not_move_refuses_what_comes_next(cluster, tools
     cluster.prefill[0].serving = False
     keep_busy(cluster.prefill[0])
     waiting = [asyncio.create_task(tools.collect(dispatcher, tools.request([n, *PROMPT]))) for n in range(4)]
-    await tools.until(lambda: max(dispatcher._admission._observed.values(), default=0.0) > 0.3)
+    registered = dispatcher.fleet.registry.workers[cluster.prefill[0].address]
+    await tools.until(lambda: registered.observed_s > 0.3)
     with pytest.raises(Overloaded, match="would wait about"):
         await tools.collect(dispatcher, tools.request(PROMPT))
     for task in waiting:
         task.cancel()
-    await tools.until(lambda: not dispatcher._admission._observed)
+    await tools.until(lambda: not registered.observed_s)
     cluster.prefill[0].serving = True
     assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
 
@@ -275,10 +282,10 @@ async def test_when_more_comes_than_can_be_served_who_waits_too_long_hears_so(cl
     dispatcher = await cluster.start(max_wait_s=0.4, overload_wait_s=0.2)
     (worker,) = cluster.prefill
     worker.serving = False
-    worker.beat |= {"full_tokens_per_s": 100.0}
+    worker.beat |= {"step_model": StepModel(token_s=0.01, num_steps=100)}
     keep_busy(worker)
     registered = dispatcher.fleet.registry.workers[worker.address]
-    await tools.until(lambda: registered.beat.full_tokens_per_s)
+    await tools.until(lambda: registered.beat.step_model.is_known)
     asks = [tools.request([n, *PROMPT[1:]]) for n in range(4)]  # 0.12 s each
     waiting = [asyncio.create_task(tools.collect(dispatcher, ask)) for ask in asks]
     await tools.until(lambda: len(worker.of(PrefillRequest)) == 4)

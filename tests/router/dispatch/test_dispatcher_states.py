@@ -99,6 +99,7 @@ class Worker:
     inbox: deque[Message] = field(default_factory=deque)
     outbox: deque[Message] = field(default_factory=deque)
     jobs: dict[str, Job] = field(default_factory=dict)
+    serial: int = 0
 
     @property
     def name(self) -> str:
@@ -118,7 +119,7 @@ class Worker:
         return WorkerHeartbeat(
             worker_id=self.name, epoch=self.epoch, step=self.num_steps, ready=True, draining=self.draining,
             num_running=len(self.jobs), num_waiting=0, num_transferring=0, num_waiting_tokens=0,
-            num_free_blocks=1000, num_cached_blocks=0, num_owned_blocks=0,
+            num_free_blocks=1000, num_cached_blocks=0, num_owned_blocks=0, serial=self.serial,
         )  # fmt: skip
 
     def read(self) -> None:
@@ -131,6 +132,7 @@ class Worker:
                 if request_id in self.jobs and self.jobs[request_id].request.attempt <= attempt:
                     del self.jobs[request_id]
             case PrefillRequest() | DecodeRequest():
+                self.serial = max(self.serial, message.serial)
                 known = self.jobs.get(message.request_id)
                 if known is None or known.request.attempt < message.attempt:
                     expects = isinstance(message, DecodeRequest) and message.prefill_worker

@@ -4,12 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.wire.messages import WorkerHello
-from router.dispatch.policy import RequestShape, RoutingPolicy
+from common.latency.step_model import StepModel, StepShape
+from common.wire.messages import WorkerHeartbeat, WorkerHello
+from router.dispatch.forecast import RequestShape
+from router.dispatch.policy import RoutingPolicy
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
 
 POLICY = RoutingPolicy(local_prefill_threshold=64)
+REMOTE = RoutingPolicy(local_prefill_threshold=0)
 
 
 def pool(prefill=2, decode=2, *, fingerprints=None, num_blocks=1000):
@@ -27,7 +30,7 @@ def pool(prefill=2, decode=2, *, fingerprints=None, num_blocks=1000):
 
 def choose(registry, num_tokens=500, num_remaining=100, hits=None, policy=POLICY):
     shape = RequestShape(num_tokens, num_remaining, hits or {})
-    return policy.choose(registry.ready("prefill"), registry.ready("decode"), shape)
+    return policy.choose(registry.ready("prefill"), registry.ready("decode"), shape, 0.0)
 
 
 def names(choice):
@@ -46,9 +49,9 @@ def test_a_short_uncached_tail_is_local():
 
 def test_one_worker_alone_computes_a_prompt_with_prompt_logprobs_and_its_answer():
     shape, registry = RequestShape(500, 100, {}, alone=True), pool()
-    assert names(POLICY.choose(registry.ready("prefill"), registry.ready("decode"), shape)) == (None, "d0")
+    assert names(POLICY.choose(registry.ready("prefill"), registry.ready("decode"), shape, 0.0)) == (None, "d0")
     shape = RequestShape(500, 1, {}, alone=True)
-    assert names(POLICY.choose(registry.ready("prefill"), registry.ready("decode"), shape)) == ("p0", None)
+    assert names(POLICY.choose(registry.ready("prefill"), registry.ready("decode"), shape, 0.0)) == ("p0", None)
 
 
 def test_one_token_needs_prefill_only():
@@ -67,7 +70,7 @@ def test_only_equal_fingerprints_are_paired():
 
 def test_prefill_goes_where_least_is_queued_unless_a_hit_saves_more():
     registry = pool()
-    registry.book("p0", num_tokens=300, num_blocks=0)
+    registry.book("p0", prompt=StepShape.of_prompt(0, 300), num_blocks=0)
     assert choose(registry).prefill.address == "p1"
     assert choose(registry, hits={"p0": 200}).prefill.address == "p1"
     assert choose(registry, hits={"p0": 400}).prefill.address == "p0"
@@ -77,15 +80,15 @@ def test_decode_goes_where_a_hit_is_but_not_to_a_busy_worker():
     registry = pool()
     assert choose(registry, hits={"d1": 400}).decode.address == "d1"
     for _ in range(5):
-        registry.book("d1", num_tokens=0, num_blocks=1)
+        registry.book("d1", prompt=StepShape.of_prompt(0, 0), num_blocks=1)
     assert choose(registry, hits={"d1": 400}).decode.address == "d0"
 
 
 def test_decode_without_room_comes_last():
     registry = pool()
-    registry.book("d0", num_tokens=0, num_blocks=980)
+    registry.book("d0", prompt=StepShape.of_prompt(0, 0), num_blocks=980)
     for _ in range(6):
-        registry.book("d1", num_tokens=0, num_blocks=1)
+        registry.book("d1", prompt=StepShape.of_prompt(0, 0), num_blocks=1)
     assert choose(registry).decode.address == "d1"
 
 
@@ -103,7 +106,7 @@ def test_equal_workers_take_turns():
     for _ in range(30):
         decode = choose(registry).decode
         picks[decode.address] += 1
-        registry.release(registry.book(decode.address, num_tokens=0, num_blocks=1))
+        registry.release(registry.book(decode.address, prompt=StepShape.of_prompt(0, 0), num_blocks=1))
     assert picks == {"d0": 10, "d1": 10, "d2": 10}
 
 
@@ -115,7 +118,7 @@ def test_one_shared_system_prompt_does_not_pin_all_traffic(prefill):
         for worker in filter(None, (choice.decode, choice.prefill)):
             computes = worker is choice.prefill or choice.local
             num_tokens = 1100 - held.get(worker.address, 0) if computes else 0
-            registry.book(worker.address, num_tokens=num_tokens, num_blocks=10)
+            registry.book(worker.address, prompt=StepShape.of_prompt(0, num_tokens), num_blocks=10)
             held[worker.address] = 1024
             picks[worker.address] += 1
     assert max(picks[f"d{i}"] for i in range(4)) - min(picks[f"d{i}"] for i in range(4)) <= 5
@@ -127,10 +130,85 @@ def test_one_shared_system_prompt_does_not_pin_all_traffic(prefill):
 def test_a_choice_is_sound_and_a_function_of_state(bookings, num_tokens, num_remaining):
     registry = pool(prefill=2, decode=3, fingerprints={"p1": "g", "d2": "g"})
     for worker, tokens in bookings:
-        registry.book(("p0", "p1", "d0", "d1", "d2")[worker], num_tokens=tokens, num_blocks=tokens // 16)
+        address = ("p0", "p1", "d0", "d1", "d2")[worker]
+        registry.book(address, prompt=StepShape.of_prompt(0, tokens), num_blocks=tokens // 16)
     choice = choose(registry, num_tokens, num_remaining)
     assert names(choice) == names(choose(registry, num_tokens, num_remaining))
     if choice.prefill and choice.decode:
         assert choice.prefill.identity.fingerprint == choice.decode.identity.fingerprint
     assert (choice.decode is None) == (num_remaining == 1)
     assert choice.local == (num_remaining > 1 and num_tokens <= POLICY.local_prefill_threshold)
+
+
+# ---------------------------------------------------------------- what models of steps predict
+
+FAST = StepModel(fixed_s=1e-3, token_s=1e-4, row_s=1e-4, context_s=1e-8, num_steps=100)
+
+
+def report(registry, address, model=FAST, **beat):
+    """The worker reports."""
+    values = dict.fromkeys(("num_running", "num_waiting", "num_transferring", "num_waiting_tokens"), 0)
+    values |= {"num_free_blocks": 1000, "num_cached_blocks": 0, "num_owned_blocks": 0} | beat
+    told = WorkerHeartbeat(worker_id=address, epoch=1, step=1, ready=True, draining=False, step_model=model, **values)
+    registry.on_heartbeat(address, told, 0.0)
+
+
+def reported(**beats):
+    """A pool of which every worker has reported, with what `beats` say for some."""
+    registry = pool()
+    for address in registry.workers:
+        report(registry, address, **beats.get(address, {}))
+    return registry
+
+
+def test_a_slower_worker_gets_a_prompt_only_when_the_faster_one_is_busy():
+    slow = {"model": StepModel(fixed_s=1e-3, token_s=4e-4, num_steps=100)}
+    assert choose(reported(p0=slow), policy=REMOTE).prefill.address == "p1"
+    assert choose(reported(p0=slow, p1={"waiting_s": 0.1}), policy=REMOTE).prefill.address == "p1"
+    assert choose(reported(p0=slow, p1={"waiting_s": 0.2}), policy=REMOTE).prefill.address == "p0"
+
+
+def test_an_answer_goes_where_its_tokens_come_sooner():
+    slow = {"model": StepModel(fixed_s=4e-3, row_s=1e-4, num_steps=100)}
+    assert choose(reported(d0=slow)).decode.address == "d1"
+    crowd = {"num_running": 7, "num_context_tokens": 7000, "model": StepModel(fixed_s=1e-3, row_s=2e-3, num_steps=9)}
+    assert choose(reported(d0=crowd)).decode.address == "d1"
+
+
+def test_a_long_prompt_stays_with_an_idle_decode_worker_while_prefill_workers_are_busy():
+    busy = {"waiting_s": 5.0}
+    assert names(choose(reported(p0=busy, p1=busy))) == (None, "d0")
+    assert names(choose(reported(p0=busy, p1={"waiting_s": 0.01}))) == ("p1", "d0"), "it has not long to wait"
+    assert names(choose(reported(p0=busy, p1=busy), policy=REMOTE)) == ("p0", "d0"), "the user forbids it"
+
+
+def test_a_long_prompt_does_not_stop_the_streams_of_a_busy_decode_worker():
+    busy = {"waiting_s": 0.2}
+    crowd = {"num_running": 8, "num_context_tokens": 8000}
+    assert choose(reported(p0=busy, p1=busy, d0=crowd, d1=crowd), num_tokens=4000).prefill is not None
+
+
+def test_a_short_prompt_goes_to_a_prefill_worker_when_decode_workers_compute_long_ones():
+    busy = {"waiting_s": 3.0, "num_waiting_tokens": 30_000}
+    assert names(choose(reported(d0=busy, d1=busy), num_tokens=60)) == ("p0", "d0")
+
+
+def test_nothing_is_predicted_from_workers_that_computed_nothing():
+    registry = pool()
+    registry.book("p0", prompt=StepShape.of_prompt(0, 100_000), num_blocks=0)
+    registry.book("p1", prompt=StepShape.of_prompt(0, 100_000), num_blocks=0)
+    choice = choose(registry)
+    assert not choice.forecast.is_known and choice.prefill is not None
+
+
+def test_a_forecast_has_every_term():
+    crowd = {"num_running": 4, "num_context_tokens": 4000}
+    registry = reported(p0={"waiting_s": 0.3}, p1={"waiting_s": 0.3}, d0=crowd, d1=crowd)
+    forecast = choose(registry, num_tokens=1000).forecast
+    assert forecast.is_known
+    assert forecast.wait_s == pytest.approx(0.3)
+    assert forecast.prompt_s == pytest.approx(0.1 + 2e-3)  # two steps
+    assert forecast.ttft_s == pytest.approx(0.402)
+    assert forecast.place_s == 0.0
+    assert forecast.token_s == pytest.approx(1e-3 + 5e-4 + 5100e-8, rel=0.02)
+    assert forecast.delay_s > 4 * 1e-4

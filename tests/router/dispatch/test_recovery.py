@@ -137,7 +137,7 @@ async def test_a_worker_that_lost_this_router_is_greeted_anew_and_its_streams_mo
     tokens, last = await rest
     assert tokens == tools.expected(PROMPT, 60)
     assert last.timeline.num_attempts == 2 and last.timeline.decode_worker != first.worker_id
-    await tools.until(lambda: first.routers == {router})
+    await tools.until(lambda: set(first.routers) == {router})
     await tools.until(lambda: len(dispatcher.fleet.registry.ready("decode")) == 2)
 
 

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.latency.step_model import StepShape
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
@@ -127,7 +128,7 @@ def test_a_long_turn_gets_the_time_that_its_worker_says(alive):
 
 
 def test_a_new_epoch_ends_the_old_life(alive):
-    alive.book(D, num_tokens=10, num_blocks=1)
+    alive.book(D, prompt=StepShape.of_prompt(0, 10), num_blocks=1)
     assert alive.on_heartbeat(D, beat(epoch=2), 0.1)
     assert alive.workers[D].booked.num_requests == 0
     assert alive.needs_hello(D)
@@ -168,26 +169,38 @@ def test_the_pool_bounds_the_longest_sequence(alive):
     assert alive.max_model_len() == 1600
 
 
-def test_load_is_booked_or_reported_whichever_is_more(alive):
+def test_a_report_counts_what_the_worker_had_when_it_wrote_it(alive):
     worker = alive.workers[D]
-    alive.book(D, num_tokens=10, num_blocks=1)
+    prompt = StepShape.of_prompt(0, 10)
+    first = alive.book(D, prompt=prompt, num_blocks=1)
     assert (worker.num_requests, worker.num_queued_tokens) == (1, 10)
     alive.on_heartbeat(D, beat(num_running=5, num_waiting_tokens=70), 0.1)
-    assert (worker.num_requests, worker.num_queued_tokens) == (5, 70)
-    alive.book(D, num_tokens=10, num_blocks=1)
+    assert (worker.num_requests, worker.num_queued_tokens) == (6, 80), "five are other routers'; ours is under way"
+    alive.on_heartbeat(D, beat(num_running=6, num_waiting_tokens=80, serial=first.serial), 0.2)
     assert (worker.num_requests, worker.num_queued_tokens) == (6, 80)
+    alive.book(D, prompt=prompt, num_blocks=1)
+    assert (worker.num_requests, worker.num_queued_tokens) == (7, 90)
 
 
 def test_what_ended_since_the_report_makes_room_at_once(alive):
     worker = alive.workers[D]
-    mine = alive.book(D, num_tokens=10, num_blocks=40)
-    alive.on_heartbeat(D, beat(num_running=3, num_waiting_tokens=70, num_free_blocks=20), 0.1)
+    mine = alive.book(D, prompt=StepShape.of_prompt(0, 10), num_blocks=40)
+    alive.on_heartbeat(D, beat(num_running=3, num_waiting_tokens=70, num_free_blocks=20, serial=mine.serial), 0.1)
     mine = alive.computed(mine)
     assert (worker.num_requests, worker.num_queued_tokens) == (3, 60)
     alive.release(mine)
     assert (worker.num_requests, worker.num_queued_tokens, worker.num_available_blocks) == (2, 60, 60)
-    alive.on_heartbeat(D, beat(num_running=2, num_waiting_tokens=55, num_free_blocks=60), 0.2)
+    alive.on_heartbeat(D, beat(num_running=2, num_waiting_tokens=55, num_free_blocks=60, serial=mine.serial), 0.2)
     assert (worker.num_requests, worker.num_queued_tokens, worker.num_available_blocks) == (2, 55, 60)
+
+
+def test_what_ends_before_any_report_counts_it_is_gone(alive):
+    worker = alive.workers[D]
+    mine = alive.book(D, prompt=StepShape.of_prompt(0, 10), num_blocks=40)
+    alive.on_heartbeat(D, beat(num_running=3, num_waiting_tokens=70, num_free_blocks=50), 0.1)
+    assert (worker.num_requests, worker.num_queued_tokens, worker.num_available_blocks) == (4, 80, 10)
+    alive.release(alive.computed(mine))
+    assert (worker.num_requests, worker.num_queued_tokens, worker.num_available_blocks) == (3, 70, 50)
 
 
 def test_a_worker_that_fails_in_a_row_is_suspect_for_a_while(alive):
@@ -209,7 +222,7 @@ def test_bookings_never_leak(actions):
     bookings, epoch = [], 1
     for action in actions:
         if action == "book":
-            bookings.append(registry.book(D, num_tokens=7, num_blocks=3))
+            bookings.append(registry.book(D, prompt=StepShape.of_prompt(0, 7), num_blocks=3))
         elif action == "beat":
             registry.on_heartbeat(D, beat(epoch=epoch), 0.0)
         elif action == "restart":
