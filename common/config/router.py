@@ -68,7 +68,8 @@ class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings):
     )
     local_prefill_threshold: int = setting(
         64,
-        "prompts with at most this many uncached tokens are prefilled on the decode worker itself",
+        "prompts with at most this many uncached tokens are prefilled on the decode worker itself, longer ones on a "
+        "prefill worker, unless the other is predicted to be clearly better; 0: never while a prefill worker is ready",
         group="Workers",
         ge=0,
         le=1_000_000_000,
