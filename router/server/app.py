@@ -18,8 +18,8 @@ from router.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from router.api.generate import generate_routes
 from router.api.info import model_routes, probe_routes, token_routes
 from router.api.openapi import install_openapi
-from router.api.schema import AnthropicErrorBody, ErrorBody
 from router.api.responses_fields import ResponsesRequest
+from router.api.schema import AnthropicErrorBody, ErrorBody
 from router.auth.gate import Gate
 from router.generation.service import Service, ServingClient
 from router.generation.tracing import Tracing
