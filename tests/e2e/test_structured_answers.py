@@ -6,16 +6,12 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import openai
 import pytest
-
-from common.model_files.resolve import resolve_model
-from common.model_files.tokenizer import Tokenizer
 
 from .asking import MODEL, PROBE_TIMEOUT_S, wait_until
 from .test_failures import ALL_REMOTE, PATIENCE_S, SLOW_PREFILL, is_busy, num_moves, run_with, states
@@ -173,94 +169,3 @@ def test_grammars_beyond_their_bounds_are_refused_and_nobody_notices(system_of: 
     assert num_moves(system) == moves and states(system) == ["ready"] * 4
     assert {worker.name: worker.pid for worker in system.stack.workers()} == pids
     assert ready and not not_ready
-
-
-# ---------------------------------------------------------------- a real model
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Current weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
-ASK: Any = [{"role": "user", "content": "What is the weather in Paris? Use the function."}]
-
-
-@pytest.fixture
-def sdk(system_of: Any) -> Iterator[openai.OpenAI]:
-    system = system_of(model="smollm2-135m", router_flags=ALL_REMOTE)
-    with openai.OpenAI(base_url=f"{system.stack.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def test_the_sdk_calls_a_function_and_hands_back_its_result(sdk: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "smollm2-135m", "tools": [TOOL], "temperature": 0, "max_tokens": 120}
-    answer = sdk.chat.completions.create(messages=ASK, tool_choice="required", parallel_tool_calls=False, **asked)
-    assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
-    (call,) = answer.choices[0].message.tool_calls or ()
-    assert call.type == "function" and call.function.name == "get_weather"
-    assert json.loads(call.function.arguments).keys() <= {"city", "unit"}
-    streamed = ""
-    for chunk in sdk.chat.completions.create(
-        messages=ASK, tool_choice="required", parallel_tool_calls=False, stream=True, **asked
-    ):
-        for part in chunk.choices[0].delta.tool_calls or ():
-            streamed += (part.function and part.function.arguments) or ""
-    assert streamed == call.function.arguments
-    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "18 °C and sunny"}
-    said = answer.choices[0].message.model_dump(exclude_none=True)
-    after = sdk.chat.completions.create(messages=[*ASK, said, result], **{**asked, "max_tokens": 30})
-    assert after.choices[0].message.content or after.choices[0].message.tool_calls
-
-
-def test_arguments_have_no_members_that_are_not_named(sdk: openai.OpenAI) -> None:
-    """A small model invents some where it may, at this temperature in most answers."""
-    tool: Any = json.loads(json.dumps(TOOL))
-    del tool["function"]["parameters"]["additionalProperties"]
-    asked: Any = {
-        "model": "smollm2-135m",
-        "messages": ASK,
-        "tools": [tool],
-        "tool_choice": "required",
-        "max_tokens": 60,
-    }
-    answer = sdk.chat.completions.create(n=16, temperature=1.3, seed=1, parallel_tool_calls=False, **asked)
-    called = [call for choice in answer.choices for call in choice.message.tool_calls or ()]
-    assert len(called) == 16 and {choice.finish_reason for choice in answer.choices} == {"tool_calls"}
-    for call in called:
-        assert call.type == "function" and json.loads(call.function.arguments).keys() <= {"city", "unit"}
-
-
-def test_a_call_is_streamed_part_by_part_and_cut_off_anywhere(sdk: openai.OpenAI) -> None:
-    """With the tokens of a real model, of which several make up a mark."""
-    asked: Any = {"model": "smollm2-135m", "messages": ASK, "tools": [TOOL], "temperature": 0, "stream": True}
-    for num_tokens in range(1, 36):
-        required = "required" if num_tokens % 2 else "auto"
-        chunks = sdk.chat.completions.create(max_tokens=num_tokens, tool_choice=required, **asked)
-        _, *choices = [chunk.choices[0] for chunk in chunks]
-        for choice in choices:
-            assert choice.finish_reason or choice.delta.content or choice.delta.tool_calls
-            assert len(choice.delta.tool_calls or ()) <= 1
-            assert not (choice.delta.content and (required == "required" or "<tool" in choice.delta.content))
-        assert choices[-1].finish_reason in ("length", "tool_calls")
-
-
-def test_the_sdk_parses_an_answer_of_a_schema(sdk: openai.OpenAI) -> None:
-    wanted = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
-              "required": ["name", "age"], "additionalProperties": False}  # fmt: skip
-    answer = sdk.chat.completions.create(
-        model="smollm2-135m",
-        messages=[{"role": "user", "content": "Bob is 42 years old. Give his name and age as JSON."}],
-        response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": wanted, "strict": True}},
-        temperature=0,
-    )
-    assert json.loads(answer.choices[0].message.content or "") == {"name": "Bob", "age": 42}
-    text = answer.choices[0].message.content or ""
-    assert len(Tokenizer.from_file(resolve_model("smollm2-135m").tokenizer).encode(text)) < 60, "it wanders"
