@@ -20,7 +20,8 @@ from .test_handover import handovers
 pytestmark = pytest.mark.e2e
 
 LONG = {"regex": "([a-f]{2} [0-9]{3};){114}"}
-"""798 characters: two short of what `run_with` lets a request have."""
+"""798 characters: two short of NUM_TOKENS."""
+NUM_TOKENS = 800
 
 
 def schema(number: int) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def generate_long(system: Any, random_prompts: Any, disturb: Callable[..., list[
     """Answers of one long regular expression, undisturbed and then disturbed: the same, and all of the expression."""
     prompts = random_prompts((30, 200, 700, 1500) * 4, vocab_size=256, seed=11)
     params = {"structured_outputs": LONG, "temperature": 1.0, "seed": 3}
-    expected = system.generate(prompts, max_tokens=800, **params)
+    expected = system.generate(prompts, max_tokens=NUM_TOKENS, **params)
     for tokens in expected:
         assert re.fullmatch(LONG["regex"], bytes(token for token in tokens if token < 256).decode())
     assert disturb(prompts, **params) == expected
@@ -82,7 +83,7 @@ def test_an_answer_whose_worker_dies_keeps_to_its_grammar(system_of: Any, random
     victim = system.stack.workers(role)[0]
 
     def disturb(prompts: list[list[int]], **params: Any) -> list[list[int]]:
-        return run_with(system, prompts, victim, victim.kill, cache_salt=role, **params)
+        return run_with(system, prompts, victim, victim.kill, max_tokens=NUM_TOKENS, cache_salt=role, **params)
 
     generate_long(system, random_prompts, disturb)
     system.stack.restart(victim)
@@ -95,7 +96,7 @@ def test_an_answer_that_is_handed_over_keeps_to_its_grammar(system_of: Any, rand
 
     def disturb(prompts: list[list[int]], **params: Any) -> list[list[int]]:
         with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(system.generate, prompts, max_tokens=800, cache_salt="handed over", **params)
+            coming = pool.submit(system.generate, prompts, max_tokens=NUM_TOKENS, cache_salt="handed over", **params)
             wait_until(lambda: is_busy(system, victim), f"{victim.name} is busy")
             victim.terminate()
             return coming.result(PATIENCE_S)
