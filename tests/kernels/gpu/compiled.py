@@ -1,7 +1,7 @@
 """Compiles Triton kernels for chips that are not there, and reads what the assembler made of them.
 
-Compiling needs a process whose Triton does not interpret: `compile_kernels` starts one or two, which run this file with jobs
-on their standard input. Registers, spills and shared memory are those of the cubin, by the tools that come with Triton.
+Compiling needs a process whose Triton does not interpret: `compile_kernels` starts one or two, which run this file with
+jobs on their standard input. Registers, spills and shared memory are those of the cubin, by tools of Triton.
 """
 
 from __future__ import annotations
