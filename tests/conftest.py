@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .forge import forged_workers
+from .forge import forged_processes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,6 +62,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    """What was imported to collect the tests stays: each later search for garbage would go through all of it."""
+    gc.collect()
+    gc.freeze()
+
+
 def has_cuda() -> bool:
     import torch
 
@@ -86,8 +92,8 @@ def what_a_file_leaves_open_is_its_own() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def forge() -> Iterator[None]:
-    """Stacks fork their workers from one process that has imported torch."""
-    with forged_workers():
+    """Stacks fork their workers and routers from processes that have imported what these need."""
+    with forged_processes():
         yield
 
 

@@ -1,8 +1,9 @@
-"""A process that has imported torch and forks workers: each starts in a tenth of the time, and is real in all else.
+"""Processes that have imported all that a worker or a router needs, and fork them: each starts in a tenth of the time.
 
-A forked worker runs the same `main` with the same arguments, environment, log file and sockets of its own. It differs
-from `python -m decode_worker` in how its modules came into memory. What another program or environment variable would
-change, and every process with a command of another form, is started as ever.
+A forked worker or router is real in all else: it runs the same `main` with the same arguments, environment, log file
+and sockets of its own. It differs from `python -m decode_worker` in how its modules came into memory. Routers come from
+a process without torch. What another program or environment variable would change, and every process with a command of
+another form, is started as ever.
 
     Forge ── {"argv", "env", "log"} ──> the process of this file ── fork ──> worker
           <── pid, then its exit status when asked
@@ -11,6 +12,7 @@ change, and every process with a command of another form, is started as ever.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -24,7 +26,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-MODULES = ("prefill_worker", "decode_worker")
+WORKERS = {
+    "prefill_worker": ("prefill_worker.__main__", "prefill_worker.process", "common.worker.process"),
+    "decode_worker": ("decode_worker.__main__", "decode_worker.process", "common.worker.process"),
+}
+ROUTERS = {
+    "router": (
+        *("router.__main__", "uvloop", "common.model_files.resolve", "router.dispatch.dispatcher"),
+        *("router.generation.tracing", "router.observe.measured_client", "router.observe.metrics"),
+        *("router.observe.pool_metrics", "router.observe.slo", "router.server.app", "router.server.server"),
+        "router.text.pipeline",
+    )
+}
+"""By module that is run: what it would import."""
+KINDS = {"workers": WORKERS, "routers": ROUTERS}
 PLAIN = [sys.executable, "-P", "-m"]
 MAX_MESSAGE_BYTES = 1 << 20
 ANSWER_S = 60.0
@@ -32,34 +47,45 @@ POLL_S = 0.01
 
 
 @contextlib.contextmanager
-def forged_workers() -> Iterator[None]:
-    """Within it every stack forks its workers."""
+def forged_processes() -> Iterator[None]:
+    """Within it every stack forks its workers and routers."""
     from benchmarks.stack import StackProcess
 
-    forge, before = Forge(), StackProcess.spawn
-    StackProcess.spawn = staticmethod(forge.spawn)
+    forges, before = (Forge("workers"), Forge("routers")), StackProcess.spawn
+
+    def spawn(command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
+        environment = dict(os.environ if env is None else env)
+        for forge in forges:
+            if forge.makes(command, environment):
+                return forge.spawn(command, environment, options["stdout"].name)
+        return subprocess.Popen(command, env=env, **options)
+
+    StackProcess.spawn = staticmethod(spawn)
     try:
         yield
     finally:
         StackProcess.spawn = staticmethod(before)
-        forge.close()
+        for forge in forges:
+            forge.close()
 
 
 class Forge:
-    """Starts processes: `spawn` takes and gives what `subprocess.Popen` does, as far as a stack uses it."""
+    """Starts processes of one kind, "workers" or "routers", from a process that the first of them starts."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, kind: str) -> None:
+        self._kind, self._lock = kind, threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def spawn(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
-        """A worker that has been forked, or a `Popen` where a fork would not be the same."""
-        environment = dict(os.environ if env is None else env)
-        if not _is_plain(command) or not _differs_in_settings_alone(environment):
-            return subprocess.Popen(command, env=env, **options)
-        order = {"argv": list(command[3:]), "env": environment, "log": options["stdout"].name}
-        return Forked(self, self.ask(order))
+    def makes(self, command: Sequence[str], environment: dict[str, str]) -> bool:
+        """Whether it can start this, and a fork would be the same."""
+        is_plain = list(command[:3]) == PLAIN and command[3] in KINDS[self._kind]
+        # Any cores: torch counts them when it is imported.
+        return is_plain and "--cores" not in command and _differs_in_settings_alone(environment)
+
+    def spawn(self, command: Sequence[str], environment: dict[str, str], log: str) -> Forked:
+        """Fork what runs this."""
+        return Forked(self, self.ask({"argv": list(command[3:]), "env": environment, "log": log}))
 
     def ask(self, order: dict[str, Any]) -> int:
         """One question and its answer. Raises OSError when the forge has ended, TimeoutError when it hangs."""
@@ -70,11 +96,11 @@ class Forge:
             self._socket.send(json.dumps(order).encode())
             answer = self._socket.recv(MAX_MESSAGE_BYTES)
         if not answer:
-            raise ConnectionResetError("the process that forks workers has ended")
+            raise ConnectionResetError(f"the process that forks {self._kind} has ended")
         return int(json.loads(answer))
 
     def close(self) -> None:
-        """End the process that forks; its workers end with it."""
+        """End the process that forks; what it forked ends with it."""
         if self._socket is not None and self._process is not None:
             self._socket.close()
             self._process.wait(ANSWER_S)
@@ -85,14 +111,14 @@ class Forge:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
         ours.settimeout(ANSWER_S)
-        command = [*PLAIN[:2], str(Path(__file__)), str(theirs.fileno())]
+        command = [*PLAIN[:2], str(Path(__file__)), self._kind, str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self._socket = ours
 
 
 class Forked:
-    """One forked worker. The forge is its parent, so the forge knows how it ended."""
+    """One forked process. The forge is its parent, so the forge knows how it ended."""
 
     def __init__(self, forge: Forge, pid: int) -> None:
         self._forge, self.pid = forge, pid
@@ -109,7 +135,7 @@ class Forked:
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             time.sleep(POLL_S)
         assert self.returncode is not None
         return self.returncode
@@ -122,26 +148,23 @@ class Forked:
 RUNNING = 1000  # no exit status
 
 
-def _is_plain(command: Sequence[str]) -> bool:
-    """Whether this is a worker as a stack starts it, on any cores: torch counts them when it is imported."""
-    return list(command[:3]) == PLAIN and command[3] in MODULES and "--cores" not in command
-
-
 def _differs_in_settings_alone(environment: dict[str, str]) -> bool:
     """Whether a process that is there already may take this environment: no library has read what differs."""
     names = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
-    return all(name.startswith(("DIPTYCH_", "PYTEST_")) for name in names)
+    return all(name.startswith(("DIPTYCH_", "PYTEST_", "POD_")) for name in names)
 
 
-def serve(orders: socket.socket) -> None:
+def serve(kind: str, orders: socket.socket) -> None:
     """Fork what is asked for until the other side closes, then kill what is left."""
-    from common.machine.compute_threads import spin_briefly
+    if kind == "workers":
+        from common.machine.compute_threads import spin_briefly
 
-    spin_briefly()  # before torch reads the environment
-    for name in MODULES:
-        importlib.import_module(f"{name}.process")
-        importlib.import_module(f"{name}.__main__")
-    importlib.import_module("common.worker.process")
+        spin_briefly()  # before torch reads the environment
+    for names in KINDS[kind].values():
+        for name in names:
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that children share the pages of what is there
     children: set[int] = set()
     while message := orders.recv(MAX_MESSAGE_BYTES):
         order = json.loads(message)
@@ -166,19 +189,22 @@ def _status(pid: int, children: set[int]) -> int:
 
 
 def _become(order: dict[str, Any], orders: socket.socket) -> NoReturn:
-    """The child: a worker with its own environment, log and arguments, as the operating system would have made it."""
+    """The child: its own environment, log and arguments, as the operating system would have made it."""
+    orders.close()
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    module, *argv = order["argv"]
+    sys.argv = [module, *argv]
+    main = importlib.import_module(f"{module}.__main__").main
+    if module in ROUTERS:
+        raise SystemExit(main(argv))
     status = 1
     try:
-        orders.close()
-        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for stream in (1, 2):
-            os.dup2(log, stream)
-        os.close(log)
-        os.environ.clear()
-        os.environ.update(order["env"])
-        module, *argv = order["argv"]
-        sys.argv = [module, *argv]
-        status = importlib.import_module(f"{module}.__main__").main(argv)
+        status = main(argv)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     except BaseException:
@@ -193,4 +219,5 @@ def _become(order: dict[str, Any], orders: socket.socket) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
+    os._exit(0)  # to take torch apart would take a second or two

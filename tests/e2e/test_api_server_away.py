@@ -20,7 +20,7 @@ AWAY_S = 75.0
 
 
 @pytest.fixture
-def pods(tmp_path: Path) -> Iterator[Pods]:
+def pods(tmp_path: Path, forge: None) -> Iterator[Pods]:
     pods = Pods(tmp_path)
     yield pods
     pods.close()

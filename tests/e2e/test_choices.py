@@ -16,7 +16,7 @@ from .conftest import samples
 
 pytestmark = pytest.mark.e2e
 
-NUM_TOKENS = 900
+NUM_TOKENS = 400
 LOGPROB_TOLERANCE = 1e-3
 PATIENCE_S = 120.0
 PIECE_LEN = 5

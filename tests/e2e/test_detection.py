@@ -82,7 +82,7 @@ def hanging(system_of: Any, tmp_path: Path) -> Iterator[tuple[Any, Any, Path]]:
 
 def test_a_worker_whose_step_never_ends_loses_its_streams(hanging: tuple[Any, Any, Path], random_prompts: Any) -> None:
     system, victim, flag = hanging
-    prompts = random_prompts((30, 200, 700) * 4, vocab_size=256, seed=11)
+    prompts = random_prompts((30, 200, 700) * 2, vocab_size=256, seed=11)
     expected = system.generate(prompts, max_tokens=NUM_TOKENS)
     run = Run(system, prompts)
     wait_until(lambda: running_on(system, victim), "the worker got nothing")
@@ -95,7 +95,7 @@ def test_a_worker_whose_step_never_ends_loses_its_streams(hanging: tuple[Any, An
 
 def test_a_worker_that_wakes_up_drops_what_was_given_away(system_of: Any, random_prompts: Any) -> None:
     system = system_of(1, 2, router_flags=FLAGS)
-    prompts = random_prompts((40, 300, 900) * 4, vocab_size=256, seed=12)
+    prompts = random_prompts((40, 300, 900) * 2, vocab_size=256, seed=12)
     expected = system.generate(prompts, max_tokens=NUM_TOKENS)
     victim = system.stack.workers("decode")[0]
     run = Run(system, prompts)

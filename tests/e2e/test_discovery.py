@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture
-def pods(tmp_path: Path) -> Iterator[Pods]:
+def pods(tmp_path: Path, forge: None) -> Iterator[Pods]:
     pods = Pods(tmp_path)
     yield pods
     pods.close()

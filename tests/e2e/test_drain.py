@@ -96,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def worker(request: pytest.FixtureRequest, folder: Path) -> Iterator[Worker]:
+def worker(request: pytest.FixtureRequest, folder: Path, forge: None) -> Iterator[Worker]:
     worker = Worker(request.param, folder)
     yield worker
     worker.close()

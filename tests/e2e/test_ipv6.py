@@ -26,7 +26,7 @@ def has_loopback() -> bool:
 
 
 @pytest.fixture(params=("::1", "::"), ids=("loopback", "all"))
-def pods(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pods]:
+def pods(request: pytest.FixtureRequest, tmp_path: Path, forge: None) -> Iterator[Pods]:
     if not has_loopback():
         pytest.skip("this machine has no ::1")
     pods = Pods(tmp_path, host="::1", listen=request.param)

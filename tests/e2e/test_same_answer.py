@@ -155,13 +155,6 @@ def test_first_token_ends_it(system_of: Any, tiny_oracle: Any, random_prompts: A
     )
 
 
-def test_the_real_model(system_of: Any, real_oracle: Any, random_prompts: Any) -> None:
-    model = "smollm2-135m"
-    system = system_of(model=model, router_flags=ALL_REMOTE, worker_flags=("--kv-memory-gib", "0.5"))
-    prompts = random_prompts((5, 40), vocab_size=VOCAB[model], seed=8)
-    assert system.generate(prompts, max_tokens=8) == [real_oracle(model).greedy(prompt, 8) for prompt in prompts]
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("model", "shape"), [("smollm2-135m", (1, 1)), slowly("smollm2-135m", (0, 1)), slowly("gemma3-270m", (1, 1))]

@@ -126,13 +126,13 @@ def test_two_services_side_by_side_end_by_control_c_and_by_sigterm(served: list[
 
 
 def test_sigterm_to_the_parent_alone_ends_everything(served: list[Served], tmp_path: Path) -> None:
-    served.append(Served(tmp_path / "c.log"))
+    served.append(Served(tmp_path / "c.log", "--prefill", "0"))
     assert served[0].end(signal.SIGTERM, whole_group=False) == set()
     assert served[0].process.returncode == 0
 
 
 def test_killing_the_parent_ends_everything(served: list[Served], tmp_path: Path) -> None:
-    served.append(Served(tmp_path / "d.log"))
+    served.append(Served(tmp_path / "d.log", "--prefill", "0"))
     assert served[0].end(signal.SIGKILL, whole_group=False) == set()
 
 

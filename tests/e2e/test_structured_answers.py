@@ -6,16 +6,12 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import openai
 import pytest
-
-from common.model_files.resolve import resolve_model
-from common.model_files.tokenizer import Tokenizer
 
 from .asking import MODEL, PROBE_TIMEOUT_S, wait_until
 from .test_failures import ALL_REMOTE, PATIENCE_S, SLOW_PREFILL, is_busy, num_moves, run_with, states
@@ -24,7 +20,8 @@ from .test_handover import handovers
 pytestmark = pytest.mark.e2e
 
 LONG = {"regex": "([a-f]{2} [0-9]{3};){114}"}
-"""798 characters: two short of what `run_with` lets a request have."""
+"""798 characters: two short of NUM_TOKENS."""
+NUM_TOKENS = 800
 
 
 def schema(number: int) -> dict[str, Any]:
@@ -73,7 +70,7 @@ def generate_long(system: Any, random_prompts: Any, disturb: Callable[..., list[
     """Answers of one long regular expression, undisturbed and then disturbed: the same, and all of the expression."""
     prompts = random_prompts((30, 200, 700, 1500) * 4, vocab_size=256, seed=11)
     params = {"structured_outputs": LONG, "temperature": 1.0, "seed": 3}
-    expected = system.generate(prompts, max_tokens=800, **params)
+    expected = system.generate(prompts, max_tokens=NUM_TOKENS, **params)
     for tokens in expected:
         assert re.fullmatch(LONG["regex"], bytes(token for token in tokens if token < 256).decode())
     assert disturb(prompts, **params) == expected
@@ -86,7 +83,7 @@ def test_an_answer_whose_worker_dies_keeps_to_its_grammar(system_of: Any, random
     victim = system.stack.workers(role)[0]
 
     def disturb(prompts: list[list[int]], **params: Any) -> list[list[int]]:
-        return run_with(system, prompts, victim, victim.kill, cache_salt=role, **params)
+        return run_with(system, prompts, victim, victim.kill, max_tokens=NUM_TOKENS, cache_salt=role, **params)
 
     generate_long(system, random_prompts, disturb)
     system.stack.restart(victim)
@@ -99,7 +96,7 @@ def test_an_answer_that_is_handed_over_keeps_to_its_grammar(system_of: Any, rand
 
     def disturb(prompts: list[list[int]], **params: Any) -> list[list[int]]:
         with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(system.generate, prompts, max_tokens=800, cache_salt="handed over", **params)
+            coming = pool.submit(system.generate, prompts, max_tokens=NUM_TOKENS, cache_salt="handed over", **params)
             wait_until(lambda: is_busy(system, victim), f"{victim.name} is busy")
             victim.terminate()
             return coming.result(PATIENCE_S)
@@ -173,94 +170,3 @@ def test_grammars_beyond_their_bounds_are_refused_and_nobody_notices(system_of: 
     assert num_moves(system) == moves and states(system) == ["ready"] * 4
     assert {worker.name: worker.pid for worker in system.stack.workers()} == pids
     assert ready and not not_ready
-
-
-# ---------------------------------------------------------------- a real model
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Current weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
-ASK: Any = [{"role": "user", "content": "What is the weather in Paris? Use the function."}]
-
-
-@pytest.fixture
-def sdk(system_of: Any) -> Iterator[openai.OpenAI]:
-    system = system_of(model="smollm2-135m", router_flags=ALL_REMOTE)
-    with openai.OpenAI(base_url=f"{system.stack.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def test_the_sdk_calls_a_function_and_hands_back_its_result(sdk: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "smollm2-135m", "tools": [TOOL], "temperature": 0, "max_tokens": 120}
-    answer = sdk.chat.completions.create(messages=ASK, tool_choice="required", parallel_tool_calls=False, **asked)
-    assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
-    (call,) = answer.choices[0].message.tool_calls or ()
-    assert call.type == "function" and call.function.name == "get_weather"
-    assert json.loads(call.function.arguments).keys() <= {"city", "unit"}
-    streamed = ""
-    for chunk in sdk.chat.completions.create(
-        messages=ASK, tool_choice="required", parallel_tool_calls=False, stream=True, **asked
-    ):
-        for part in chunk.choices[0].delta.tool_calls or ():
-            streamed += (part.function and part.function.arguments) or ""
-    assert streamed == call.function.arguments
-    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "18 °C and sunny"}
-    said = answer.choices[0].message.model_dump(exclude_none=True)
-    after = sdk.chat.completions.create(messages=[*ASK, said, result], **{**asked, "max_tokens": 30})
-    assert after.choices[0].message.content or after.choices[0].message.tool_calls
-
-
-def test_arguments_have_no_members_that_are_not_named(sdk: openai.OpenAI) -> None:
-    """A small model invents some where it may, at this temperature in most answers."""
-    tool: Any = json.loads(json.dumps(TOOL))
-    del tool["function"]["parameters"]["additionalProperties"]
-    asked: Any = {
-        "model": "smollm2-135m",
-        "messages": ASK,
-        "tools": [tool],
-        "tool_choice": "required",
-        "max_tokens": 60,
-    }
-    answer = sdk.chat.completions.create(n=16, temperature=1.3, seed=1, parallel_tool_calls=False, **asked)
-    called = [call for choice in answer.choices for call in choice.message.tool_calls or ()]
-    assert len(called) == 16 and {choice.finish_reason for choice in answer.choices} == {"tool_calls"}
-    for call in called:
-        assert call.type == "function" and json.loads(call.function.arguments).keys() <= {"city", "unit"}
-
-
-def test_a_call_is_streamed_part_by_part_and_cut_off_anywhere(sdk: openai.OpenAI) -> None:
-    """With the tokens of a real model, of which several make up a mark."""
-    asked: Any = {"model": "smollm2-135m", "messages": ASK, "tools": [TOOL], "temperature": 0, "stream": True}
-    for num_tokens in range(1, 36):
-        required = "required" if num_tokens % 2 else "auto"
-        chunks = sdk.chat.completions.create(max_tokens=num_tokens, tool_choice=required, **asked)
-        _, *choices = [chunk.choices[0] for chunk in chunks]
-        for choice in choices:
-            assert choice.finish_reason or choice.delta.content or choice.delta.tool_calls
-            assert len(choice.delta.tool_calls or ()) <= 1
-            assert not (choice.delta.content and (required == "required" or "<tool" in choice.delta.content))
-        assert choices[-1].finish_reason in ("length", "tool_calls")
-
-
-def test_the_sdk_parses_an_answer_of_a_schema(sdk: openai.OpenAI) -> None:
-    wanted = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
-              "required": ["name", "age"], "additionalProperties": False}  # fmt: skip
-    answer = sdk.chat.completions.create(
-        model="smollm2-135m",
-        messages=[{"role": "user", "content": "Bob is 42 years old. Give his name and age as JSON."}],
-        response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": wanted, "strict": True}},
-        temperature=0,
-    )
-    assert json.loads(answer.choices[0].message.content or "") == {"name": "Bob", "age": 42}
-    text = answer.choices[0].message.content or ""
-    assert len(Tokenizer.from_file(resolve_model("smollm2-135m").tokenizer).encode(text)) < 60, "it wanders"

