@@ -335,9 +335,13 @@ class Dispatcher:
         if last is decode:
             self._placement.remember(state, last)
             self.fleet.registry.on_request_finished(last.address, last.timeline.decode_s)
+        if decode is None:
+            return
         # A decode worker that got a second attempt may read of it after it ended the first, and start over.
-        if decode is not None and (last is not decode or decode.attempt > decode.first_attempt):
+        if last is not decode or decode.attempt > decode.first_attempt:
             self.fleet.abort(decode.address, state.request.request_id, state.attempt)
+        if last is state.prefill:  # else it would offer its KV, and hold the blocks until the lease of that ends
+            self.fleet.abort(last.address, state.request.request_id, state.attempt)
 
     def _recover(self, state: RequestState, assignment: Assignment, reason: str, *, died: bool = False) -> None:
         now = self._clock()
