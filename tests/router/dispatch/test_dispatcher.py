@@ -72,12 +72,13 @@ async def test_one_token_without_prefill_workers_runs_on_decode(cluster, tools):
     assert tokens == tools.expected(PROMPT, 1)
 
 
-async def test_stop_at_the_first_token_releases_the_decode_worker(cluster, tools):
+async def test_stop_at_the_first_token_releases_both_workers(cluster, tools):
+    """The prefill worker, too: the decode worker may have forgotten the request when its KV is offered."""
     dispatcher = await cluster.start()
     cluster.prefill[0].stop_at = 1
     tokens, last = await tools.collect(dispatcher, tools.request(PROMPT))
     assert (len(tokens), last.finish_reason) == (1, "stop")
-    await tools.until(lambda: cluster.decode[0].of(AbortRequest))
+    await tools.until(lambda: cluster.decode[0].of(AbortRequest) and cluster.prefill[0].of(AbortRequest))
 
 
 async def test_no_prefill_workers_means_local_prefill(cluster, tools):
