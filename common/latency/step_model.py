@@ -84,6 +84,11 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     def is_known(self) -> bool:
         return self.num_steps > 0
 
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether steps with prompts were among them: a decode worker may have computed none."""
+        return self.token_s > 0.0 or self.pair_s > 0.0
+
     def seconds(self, shape: StepShape) -> float:
         """The time of one step."""
         prompt_s = self.token_s * shape.num_tokens + self.pair_s * shape.num_pairs

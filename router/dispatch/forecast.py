@@ -124,7 +124,7 @@ def places_of(worker: Worker) -> int:
 def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     """A prompt on a prefill worker, which samples the first token."""
     own_s = model_of(worker).steps_s(shape.prompt(worker), step_tokens(worker))
-    return Forecast(wait_s=wait_s(worker, now), prompt_s=own_s, is_known=worker.step_model.is_known)
+    return Forecast(wait_s=wait_s(worker, now), prompt_s=own_s, is_known=worker.step_model.knows_prompts)
 
 
 def on_decode(worker: Worker, shape: RequestShape, now: float, *, local: bool) -> Forecast:
@@ -134,7 +134,9 @@ def on_decode(worker: Worker, shape: RequestShape, now: float, *, local: bool) -
     slower_s = model.row_s * own.num_rows + model.context_s * own.context  # of each step with one row more
     delay_s = beside.num_rows * shape.num_expected * slower_s
     before_s = prompt_s = 0.0
+    is_known = worker.step_model.is_known
     if local:
+        is_known = worker.step_model.knows_prompts
         prompt = shape.prompt(worker)
         before_s, prompt_s = wait_s(worker, now), model.steps_s(prompt, step_tokens(worker), beside)
         num_steps = -(-prompt.num_tokens // step_tokens(worker))
@@ -143,7 +145,7 @@ def on_decode(worker: Worker, shape: RequestShape, now: float, *, local: bool) -
         delay_s += REMOTE_S + TRANSFER_TOKEN_S * shape.uncached(worker)
     token_s = model.seconds(beside + own)
     batch_s = place_s(worker, shape.num_expected * token_s)
-    return Forecast(before_s, prompt_s, batch_s, token_s, delay_s, worker.step_model.is_known)
+    return Forecast(before_s, prompt_s, batch_s, token_s, delay_s, is_known)
 
 
 def joined(first: Forecast, then: Forecast) -> Forecast:

@@ -201,6 +201,12 @@ def test_nothing_is_predicted_from_workers_that_computed_nothing():
     assert not choice.forecast.is_known and choice.prefill is not None
 
 
+def test_a_decode_worker_that_computed_no_prompt_is_not_taken_for_a_fast_one():
+    busy, rows_only = {"waiting_s": 5.0}, {"model": StepModel(fixed_s=5e-3, row_s=1e-4, num_steps=100)}
+    choice = choose(reported(p0=busy, p1=busy, d0=rows_only, d1=rows_only))
+    assert choice.prefill is not None
+
+
 def test_a_forecast_has_every_term():
     crowd = {"num_running": 4, "num_context_tokens": 4000}
     registry = reported(p0={"waiting_s": 0.3}, p1={"waiting_s": 0.3}, d0=crowd, d1=crowd)
