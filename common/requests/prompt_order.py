@@ -8,7 +8,7 @@
    share of their slack, which is the time left until they are due less that of the prompts before them and their own.
 3. Prompts without a goal, and those that will miss theirs: the shortest remaining time first, which gives the least
    mean (Schrage, "A proof of the optimality of the shortest remaining processing time discipline", Operations
-   Research, 1968). Few prompts lose by that (Bansal and Harchol-Balter, "Analysis of SRPT Scheduling", SIGMETRICS 2001).
+   Research, 1968). Few prompts lose by it (Bansal and Harchol-Balter, "Analysis of SRPT Scheduling", SIGMETRICS 2001).
 
 Nothing starves: the oldest prompt, once it has waited `PATIENCE_S`, is the *elder*. It comes first for blocks, and a
 share of each step is its own until it is computed; then the next one is the elder. So a prompt is computed at the

@@ -75,6 +75,14 @@ def test_a_local_prefill_goes_in_chunks_beside_decoding() -> None:
     assert shape(run(plan)) == [("a", 5, 1), ("b", 12, 1)]
 
 
+def test_a_short_local_prefill_passes_a_long_one() -> None:
+    plan = scheduler(chunk=8)
+    plan.add(request("a", list(range(20)), 1.0))
+    assert shape(run(plan)) == [("a", 0, 8)]
+    plan.add(request("b", [1] * 3, 2.0))
+    assert shape(run(plan)) == [("b", 0, 3), ("a", 8, 5)]
+
+
 def test_an_expected_request_owns_nothing_and_waits_for_nothing() -> None:
     plan = scheduler()
     plan.add(request("a", [1] * 8, remote=True))
