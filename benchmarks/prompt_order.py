@@ -215,7 +215,8 @@ def main(argv: Sequence[str]) -> int:
         for one in outcomes
     ]
     print_table(open_console(), "TTFT in seconds", columns, shown, left=(0, 3))
-    write_result(options, PROGRAM, argv, {"rows": [asdict(one) for one in outcomes]}, **settings_of(options))
+    settings = settings_of(options) | {"traces": [path.name for path in options.traces]}
+    write_result(options, PROGRAM, argv, {"rows": [asdict(one) for one in outcomes]}, **settings)
     return 0
 
 

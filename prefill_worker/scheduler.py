@@ -5,8 +5,8 @@ budget of a step: a long prompt comes in chunks, and others pass it between two 
 blocks that it needs, so those that are passed always come to their end. A prompt is admitted only when it is about to
 be computed: those that wait own no blocks that a more urgent one could lack.
 
-A prompt that does not fit is passed by others that do. But while the oldest one does not fit, they pass it only until
-they have taken as many blocks as it needs itself. Then nothing else is admitted before it.
+A prompt that does not fit is passed by others that do. But once the oldest that waits did not fit, others get only as
+many blocks as it needs itself. Then nothing else is admitted before it.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
     def _admit_one(self, sequence: PrefillSequence, hits: list[int], now: float) -> None:
         num_new = self.blocks_for(sequence.num_tokens) - len(hits)
         oldest = self.waiting[0]
-        if sequence is not oldest and self._is_passed(oldest):
+        if sequence is not oldest and self._counts_passing(oldest):
             oldest.num_passing_blocks += num_new
         self.waiting.remove(sequence)
         self._give_blocks(sequence, hits, num_new, now)
@@ -168,19 +168,15 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
             return None
         hits = self._cached_prefix(sequence)
         num_new = self.blocks_for(sequence.num_tokens) - len(hits)
-        oldest = self.waiting[0]
         if num_new > self._num_available(hits):
             return None
-        if sequence is not oldest and self._is_passed(oldest) and num_new > self._num_spare(oldest):
-            return None
-        return hits
+        oldest = self.waiting[0]
+        if sequence is oldest or not self._counts_passing(oldest):
+            return hits
+        return hits if num_new <= self.blocks_for(oldest.num_tokens) - oldest.num_passing_blocks else None
 
-    def _is_passed(self, oldest: PrefillSequence) -> bool:
-        """Whether blocks for others are counted: the oldest does not fit, or did not fit before."""
+    def _counts_passing(self, oldest: PrefillSequence) -> bool:
+        """Whether blocks that others get are counted: the oldest waiting prompt does not fit, or did not before."""
         hits = self._cached_prefix(oldest)
         num_new = self.blocks_for(oldest.num_tokens) - len(hits)
         return oldest.num_passing_blocks > 0 or num_new > self._num_available(hits)
-
-    def _num_spare(self, oldest: PrefillSequence) -> int:
-        """How many more blocks may go to others before the oldest has its own."""
-        return self.blocks_for(oldest.num_tokens) - oldest.num_passing_blocks

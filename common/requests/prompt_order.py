@@ -73,15 +73,19 @@ class PromptOrder(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class _Job(Generic[P]):
-    """A prompt, and the seconds that steps take for what is left of it; 0 while no model is known."""
+    """A prompt, and the seconds that steps take for what is left of it; 0 while no model is known.
+
+    `length` sorts the shortest first, the oldest among equals. Tokens decide while no time is known.
+    """
 
     prompt: P
     seconds: float
+    due_at: float
+    length: tuple[float, int, float]
 
-    @property
-    def length(self) -> tuple[float, int, float]:
-        """Sorts the shortest first, the oldest among equals. Tokens decide while no time is known."""
-        return self.seconds, self.prompt.num_remaining, self.prompt.accepted_at
+    @classmethod
+    def of(cls, prompt: P, seconds: float) -> _Job[P]:
+        return cls(prompt, seconds, prompt.due_at, (seconds, prompt.num_remaining, prompt.accepted_at))
 
 
 def prompt_order(
@@ -89,11 +93,11 @@ def prompt_order(
 ) -> PromptOrder[P]:
     """The order of prompts that are all here at `now`, for steps of `budget` prompt tokens and `beside` in each."""
     seconds = _predictor(model, budget, beside)
-    jobs = [_Job(prompt, seconds(prompt)) for prompt in sorted(prompts, key=lambda prompt: prompt.accepted_at)]
+    jobs = [_Job.of(prompt, seconds(prompt)) for prompt in sorted(prompts, key=lambda prompt: prompt.accepted_at)]
     begun = [job for job in jobs if job.prompt.has_output]
     new = [job for job in jobs if not job.prompt.has_output]
-    on_time, rest = _on_time([job for job in new if job.prompt.due_at < math.inf], now)
-    rest += [job for job in new if job.prompt.due_at == math.inf]
+    on_time, rest = _on_time([job for job in new if job.due_at < math.inf], now)
+    rest += [job for job in new if job.due_at == math.inf]
     ordered = [*begun, *_with_passing(on_time, now, budget), *sorted(rest, key=lambda job: job.length)]
     in_turn = [job.prompt for job in ordered]
     if not new or now - new[0].prompt.accepted_at <= PATIENCE_S:
@@ -113,10 +117,10 @@ def _on_time(jobs: Iterable[_Job[P]], now: float) -> tuple[list[_Job[P]], list[_
     kept: list[tuple[float, int, _Job[P]]] = []
     late: list[_Job[P]] = []
     end = now
-    for place, job in enumerate(sorted(jobs, key=lambda job: (job.prompt.due_at, job.length))):
+    for place, job in enumerate(sorted(jobs, key=lambda job: (job.due_at, job.length))):
         heapq.heappush(kept, (-job.seconds, -place, job))
         end += job.seconds
-        if end > job.prompt.due_at:
+        if end > job.due_at:
             *_, longest = heapq.heappop(kept)
             end -= longest.seconds
             late.append(longest)
@@ -128,24 +132,24 @@ def _with_passing(jobs: list[_Job[P]], now: float, budget: int) -> list[_Job[P]]
 
     Only as far as a step of `budget` tokens reaches: the next step sees again.
     """
-    left = list(jobs)
+    left, least_s = list(jobs), min((job.seconds for job in jobs), default=0.0)
     ahead: list[_Job[P]] = []
     while left and budget > 0 and len(ahead) < MAX_PASSING:
-        job = left.pop(_next(left, now))
+        job = left.pop(_next(left, now, least_s))
         ahead.append(job)
         now += job.seconds
         budget -= job.prompt.num_remaining
     return [*ahead, *left]
 
 
-def _next(jobs: Sequence[_Job[P]], now: float) -> int:
-    """The place of the shortest job that all jobs before it can let pass."""
+def _next(jobs: Sequence[_Job[P]], now: float, least_s: float) -> int:
+    """The place of the shortest job that all jobs before it can let pass; none takes less than `least_s`."""
     best, end, spare = 0, now, math.inf
     for place, job in enumerate(jobs):
         if job.seconds <= spare and job.length < jobs[best].length:
             best = place
         end += job.seconds
-        spare = min(spare, PASSING_SHARE * (job.prompt.due_at - end))
-        if spare <= 0.0:
+        spare = min(spare, PASSING_SHARE * (job.due_at - end))
+        if spare < least_s:
             break
     return best
