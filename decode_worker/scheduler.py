@@ -2,8 +2,9 @@
 
 Every step holds one token of each decoding sequence (and draft tokens behind it, see `speculation.py`), plus at most
 `local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that a long prompt does not stall all
-streams. Grants for KV from prefill workers and local prefills take the same blocks, oldest first. Younger requests may
-pass one that does not fit, until they have taken as many blocks as it needs itself.
+streams; `common/requests/prompt_order.py` says whose. Grants for KV from prefill workers and local prefills take the
+same blocks, oldest first. Younger requests may pass one that does not fit, until they have taken as many blocks as it
+needs itself.
 """
 
 from __future__ import annotations
