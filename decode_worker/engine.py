@@ -137,7 +137,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         if in_flight is not None and (in_flight.has_drafts or self.scheduler.lacks_blocks):
             self._drain()  # drafts fix positions, and preemption frees blocks that a step in flight may write to
         self._pause_due(now)
-        output = self.scheduler.schedule(now, self._handovers.withdraw)
+        output = self.scheduler.schedule(now, self.step_fit.model, self._handovers.withdraw)
         self._remote_prefills.grant(output.granted, now)
         self._recorder.scheduled(output, now)
         certain = [chunk for chunk in output.chunks if not self._rules.ends_in_flight(chunk.sequence)]

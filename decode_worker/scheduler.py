@@ -2,8 +2,9 @@
 
 Every step holds one token of each decoding sequence (and draft tokens behind it, see `speculation.py`), plus at most
 `local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that a long prompt does not stall all
-streams. Grants for KV from prefill workers and local prefills take the same blocks, oldest first. Younger requests may
-pass one that does not fit, until they have taken as many blocks as it needs itself.
+streams; `common/requests/prompt_order.py` says whose. Grants for KV from prefill workers and local prefills take the
+same blocks, oldest first. Younger requests may pass one that does not fit, until they have taken as many blocks as it
+needs itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 
 from common.errors import BlockError
 from common.kv.block_pool import BlockCounts, BlockPool
-from common.latency.step_model import StepShape
+from common.latency.step_model import StepModel, StepShape
+from common.requests.prompt_order import prompt_order
 from common.requests.scheduler import Scheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import DecodeChunk, SchedulerOutput
@@ -135,19 +137,21 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
             sequence.status = RequestStatus.EXPECTING
 
     def schedule(
-        self, now: float, withdraw: Callable[[DecodeSequence], None] = lambda sequence: None
+        self, now: float, model: StepModel, withdraw: Callable[[DecodeSequence], None] = lambda sequence: None
     ) -> SchedulerOutput:
         """The next step. Granted sequences own blocks for their whole prompt from here on.
 
+        `model` predicts the times that decide in which order prompts are computed (`prompt_order.py`).
         `withdraw` takes the blocks of a sequence back from any transfer before it is preempted.
         """
         preempted = self._make_room(withdraw)
         granted = self._admit(now)
         chunks = [DecodeChunk(s, s.num_computed, 1) for s in self.running if s.num_remaining == 1]
-        prompts = (sequence for sequence in self.running if sequence.num_remaining > 1)
+        prompts = [sequence for sequence in self.running if sequence.num_remaining > 1]
+        rows = StepShape.of_rows(len(chunks), sum(chunk.start + 1 for chunk in chunks))
+        order = prompt_order(prompts, now, model, self.max_step_tokens, rows)
         chunks += [
-            DecodeChunk(sequence, sequence.num_computed, num_tokens)
-            for sequence, num_tokens in self._chunks(prompts, self.max_step_tokens)
+            DecodeChunk(sequence, sequence.num_computed, num_tokens) for sequence, num_tokens in self._chunks(order)
         ]
         return SchedulerOutput(chunks, granted, preempted)
 

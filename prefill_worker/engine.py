@@ -66,7 +66,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
                 super().apply(command)
 
     def step(self, now: float) -> None:
-        output = self.scheduler.schedule(now)
+        output = self.scheduler.schedule(now, self.step_fit.model)
         for sequence in output.admitted:
             self._on_admitted(sequence, now)
         self._in_step = [chunk.sequence for chunk in output.chunks]

@@ -1,19 +1,30 @@
 """Which prompt tokens a prefill worker computes next. Pure: no clocks, sockets or tensors.
 
-Prompts are admitted in order of arrival as blocks allow, those with a grammar once it is compiled. Each step spends a
-token budget on the admitted ones, oldest first, so that short prompts share a step and a long one comes in chunks.
+One order (`common/requests/prompt_order.py`) decides which prompts are admitted and which admitted ones share the token
+budget of a step: a long prompt comes in chunks, and others pass it between two of them. An admitted prompt owns all
+blocks that it needs, so those that are passed always come to their end. A prompt is admitted only when it is about to
+be computed: those that wait own no blocks that a more urgent one could lack.
+
+A prompt that does not fit is passed by others that do. But once the oldest that waits did not fit, others get only as
+many blocks as it needs itself. Then nothing else is admitted before it.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.kv.block_pool import BlockCounts, BlockPool
-from common.latency.step_model import StepShape
+from common.latency.step_model import StepModel, StepShape
+from common.requests.prompt_order import PromptOrder, prompt_order
 from common.requests.scheduler import Scheduler
 from prefill_worker.sequence import PrefillSequence
+
+STEPS_AHEAD = 2
+"""A prompt is admitted when its turn comes within so many steps: the decode worker grants blocks during the first."""
+MAX_TRIES = 16
+"""How many prompts that do not fit a step tries, so that a long queue does not slow it down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +68,12 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
     ) -> None:
         super().__init__(pool, max_num_seqs=max_num_seqs, max_prompt_logprobs=max_prompt_logprobs)
         self.max_step_tokens = max_num_batched_tokens
-        self.waiting: deque[PrefillSequence] = deque()
+        self.waiting: list[PrefillSequence] = []  # the oldest first
         self.held: dict[str, PrefillSequence] = {}
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running) or bool(self.waiting and self._plan(self.waiting[0]) is not None)
+        return bool(self.running) or any(self._plan(sequence) is not None for sequence in self.waiting)
 
     @property
     def num_waiting(self) -> int:
@@ -81,12 +92,13 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         self._by_id[sequence.request_id] = sequence
         self._enqueue(sequence)
 
-    def schedule(self, now: float) -> SchedulerOutput:
-        """The next step. Admitted prompts own their blocks from here on."""
-        admitted = self._admit(now)
+    def schedule(self, now: float, model: StepModel) -> SchedulerOutput:
+        """The next step. Admitted prompts own their blocks from here on. `model` predicts the times that order them."""
+        order = prompt_order([*self.running, *self.waiting], now, model, self.max_step_tokens)
+        admitted = self._admit(order, now)
+        running = replace(order, prompts=[sequence for sequence in order.prompts if sequence.blocks])
         chunks = [
-            PrefillChunk(sequence, sequence.num_computed, num_tokens)
-            for sequence, num_tokens in self._chunks(self.running, self.max_step_tokens)
+            PrefillChunk(sequence, sequence.num_computed, num_tokens) for sequence, num_tokens in self._chunks(running)
         ]
         return SchedulerOutput(chunks, admitted)
 
@@ -118,22 +130,53 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         return self.pool.check_integrity(sequence.blocks for sequence in self._by_id.values())
 
     def _enqueue(self, sequence: PrefillSequence) -> None:
-        (self.unready if sequence.awaits_grammar else self.waiting).append(sequence)
+        if sequence.awaits_grammar:
+            self.unready.append(sequence)
+        else:
+            insort(self.waiting, sequence, key=lambda waiting: waiting.accepted_at)
 
-    def _admit(self, now: float) -> list[PrefillSequence]:
+    def _admit(self, order: PromptOrder[PrefillSequence], now: float) -> list[PrefillSequence]:
+        """Admit the prompts whose turn comes in one of the next steps."""
         admitted: list[PrefillSequence] = []
-        while self.waiting and (hits := self._plan(self.waiting[0])) is not None:
-            sequence = self.waiting.popleft()
-            self._give_blocks(sequence, hits, self.blocks_for(sequence.num_tokens) - len(hits), now)
-            sequence.num_cached = sequence.num_computed
-            self.running.append(sequence)
-            admitted.append(sequence)
+        num_tokens = num_misfits = 0
+        for sequence in order.prompts:
+            if num_tokens >= STEPS_AHEAD * self.max_step_tokens or (num_misfits >= MAX_TRIES and self.running):
+                break
+            if not sequence.blocks:
+                if (hits := self._plan(sequence)) is None:
+                    num_misfits += 1
+                    continue
+                self._admit_one(sequence, hits, now)
+                admitted.append(sequence)
+            in_a_step = order.most_tokens(sequence, self.max_step_tokens)
+            num_tokens += min(sequence.num_remaining, STEPS_AHEAD * in_a_step)
         return admitted
 
+    def _admit_one(self, sequence: PrefillSequence, hits: list[int], now: float) -> None:
+        num_new = self.blocks_for(sequence.num_tokens) - len(hits)
+        oldest = self.waiting[0]
+        if sequence is not oldest and self._counts_passing(oldest):
+            oldest.num_passing_blocks += num_new
+        self.waiting.remove(sequence)
+        self._give_blocks(sequence, hits, num_new, now)
+        sequence.num_cached = sequence.num_computed
+        self.running.append(sequence)
+
     def _plan(self, sequence: PrefillSequence) -> list[int] | None:
-        """The cached blocks that `sequence` starts from, or None if it must wait."""
-        if len(self.running) >= self.max_num_seqs:
+        """The cached blocks that `sequence` starts from, or None if it must wait. No order decides that."""
+        if len(self.running) >= self.max_num_seqs or not self.pool.num_available:
             return None
         hits = self._cached_prefix(sequence)
         num_new = self.blocks_for(sequence.num_tokens) - len(hits)
-        return hits if num_new <= self._num_available(hits) else None
+        if num_new > self._num_available(hits):
+            return None
+        oldest = self.waiting[0]
+        if sequence is oldest or not self._counts_passing(oldest):
+            return hits
+        return hits if num_new <= self.blocks_for(oldest.num_tokens) - oldest.num_passing_blocks else None
+
+    def _counts_passing(self, oldest: PrefillSequence) -> bool:
+        """Whether blocks that others get are counted: the oldest waiting prompt does not fit, or did not before."""
+        hits = self._cached_prefix(oldest)
+        num_new = self.blocks_for(oldest.num_tokens) - len(hits)
+        return oldest.num_passing_blocks > 0 or num_new > self._num_available(hits)

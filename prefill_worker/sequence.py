@@ -10,7 +10,8 @@ from common.wire.messages import PrefillRequest
 
 @dataclass(slots=True, eq=False)
 class PrefillSequence(WorkerSequence):
-    """`blocks` covers the whole prompt from admission on.
+    """`blocks` covers the whole prompt from admission on. Before, while it was the oldest that waited and did not fit,
+    `num_passing_blocks` went to others.
 
     accepted_at ─ admitted_at ─ computed_at ─ released        (engine clock, seconds)
          queue        prefill        hold
@@ -18,6 +19,7 @@ class PrefillSequence(WorkerSequence):
 
     request: PrefillRequest
     computed_at: float = 0.0
+    num_passing_blocks: int = 0
 
     @property
     def computed(self) -> bool:

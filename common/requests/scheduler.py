@@ -10,6 +10,7 @@ from common.errors import BlockError
 from common.grammar.grammar import Constraint
 from common.kv.block_pool import BlockCounts, BlockPool
 from common.latency.step_model import StepShape
+from common.requests.prompt_order import PromptOrder
 from common.requests.sequence import WorkerSequence
 
 S = TypeVar("S", bound=WorkerSequence)
@@ -114,15 +115,16 @@ class Scheduler(ABC, Generic[S]):
         sequence.num_published = len(hits)
         sequence.admitted_at = sequence.admitted_at or now
 
-    def _chunks(self, sequences: Iterable[S], budget: int) -> Iterator[tuple[S, int]]:
-        """(sequence, how many of its tokens) to compute in one step, in turn, `budget` tokens in all.
+    def _chunks(self, order: PromptOrder[S]) -> Iterator[tuple[S, int]]:
+        """(sequence, how many of its tokens) to compute in one step, in turn, `max_step_tokens` tokens in all.
 
         A prompt token whose log-probability is wanted keeps a row of logits: `max_prompt_logprobs` bounds their number.
         """
-        logprob_room = self.max_prompt_logprobs
-        for sequence in sequences:
+        budget, logprob_room = self.max_step_tokens, self.max_prompt_logprobs
+        for sequence in order.prompts:
             keeps_logits = sequence.wants_prompt_logprobs
-            num_tokens = min(budget, sequence.num_remaining, logprob_room if keeps_logits else budget)
+            most = min(budget, order.most_tokens(sequence, self.max_step_tokens))
+            num_tokens = min(most, sequence.num_remaining, logprob_room if keeps_logits else most)
             if num_tokens:
                 yield sequence, num_tokens
                 budget -= num_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from common.grammar.grammar import Constraint
@@ -17,7 +18,8 @@ class WorkerSequence:
 
     While its blocks are `lent`, a transfer reads or writes them, and they cannot be released. The first `num_published`
     of them are in the prefix cache. Of the tokens, `num_request_tokens` came with the request, and `num_cached` were
-    found in a prefix cache; `num_expected_hits` were there when the request came. Times are engine clock, in seconds.
+    found in a prefix cache; `num_expected_hits` were there when the request came. Times are engine clock, in seconds:
+    the first token is due at `due_at`, infinity without a goal.
     """
 
     router: bytes
@@ -29,6 +31,7 @@ class WorkerSequence:
     blocks: list[int] = field(default_factory=list)
     lent: bool = False
     num_request_tokens: int = field(init=False)
+    due_at: float = field(init=False)
     num_computed: int = 0
     num_published: int = 0
     num_cached: int = 0
@@ -38,6 +41,7 @@ class WorkerSequence:
 
     def __post_init__(self) -> None:
         self.num_request_tokens = len(self.token_ids)
+        self.due_at = self.accepted_at + self.request.ttft_s if self.request.ttft_s else math.inf
 
     @property
     def request_id(self) -> str:
@@ -72,6 +76,11 @@ class WorkerSequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_output(self) -> bool:
+        """Whether its client has begun to read, from this worker or an earlier attempt."""
+        return self.num_output_tokens > 0
 
     @property
     def num_remaining(self) -> int:

@@ -24,7 +24,8 @@ RETRY_AFTER_S = 1.0
 class GenerationRequest:
     """One sequence to generate. The router makes `request_id`: it is unique and never a client's text.
 
-    `deadline_s` is how long the request may take from now until its last token. `params.seed` is always set.
+    `deadline_s` is how long the request may take from now until its last token, `ttft_s` how long until its first one
+    should come; 0: no goal. `params.seed` is always set.
     `cache_salt` keeps prefix cache entries of different tenants apart. `traceparent` is W3C's, or empty. Requests that
     answer the same prompt share `prompt`, which has the same tokens and salt.
     """
@@ -36,6 +37,7 @@ class GenerationRequest:
     deadline_s: float = 600.0
     traceparent: str = ""
     prompt: Prompt | None = None
+    ttft_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

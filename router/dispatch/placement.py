@@ -271,6 +271,7 @@ class Placement:
             num_output_tokens=num_output,
             cache_salt=request.cache_salt,
             deadline_s=state.remaining_s(self._clock()),
+            ttft_s=state.first_token_s(self._clock()),
             traceparent=request.traceparent,
             num_reserved_tokens=num_reserved,
             serial=serial or self._registry.next_serial,
@@ -287,6 +288,7 @@ class Placement:
             num_output_tokens=state.num_base_tokens,
             cache_salt=request.cache_salt,
             deadline_s=state.remaining_s(self._clock()),
+            ttft_s=state.first_token_s(self._clock()),
             traceparent=request.traceparent,
             serial=self._registry.next_serial,
         )

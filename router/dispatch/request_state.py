@@ -20,6 +20,8 @@ from router.fleet.worker import Booking
 
 MIN_PROGRESS = 4
 """Output tokens that count as progress after a move: a prefill worker alone makes one each time."""
+LATE_S = 0.001
+"""What a worker hears is left until a first token that is late: 0 would say that it has no goal."""
 
 
 class Stage(StrEnum):
@@ -82,7 +84,7 @@ class RequestState:
         self._deaths: set[tuple[str, int]] = set()
         self._num_tokens_at_move = 0
         self.num_base_tokens = 0
-        self.deadline = now + request.deadline_s
+        self.accepted_at, self.deadline = now, now + request.deadline_s
         self.prefill: Assignment | None = None
         self.decode: Assignment | None = None
         self.successor: Assignment | None = None  # the decode worker that the present one hands over to
@@ -209,6 +211,11 @@ class RequestState:
     def remaining_s(self, now: float) -> float:
         """What is left of the request's time."""
         return max(0.0, self.deadline - now)
+
+    def first_token_s(self, now: float) -> float:
+        """What is left until its first token is due: at least `LATE_S` once it is late, and 0 without a goal."""
+        goal_s = self.request.ttft_s
+        return max(LATE_S, self.accepted_at + goal_s - now) if goal_s > 0 else 0.0
 
     # ------------------------------------------------------------ changes
 

@@ -142,6 +142,7 @@ def make_plan(
                 params=params,
                 cache_salt=salt,
                 deadline_s=service.config.request_timeout_s,
+                ttft_s=service.config.slo_ttft_ms / 1000,
                 traceparent=traceparent if TRACEPARENT.fullmatch(traceparent) else "",
                 prompt=shared,
             )

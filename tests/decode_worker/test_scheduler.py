@@ -8,6 +8,7 @@ from msgspec import structs
 from common.errors import BlockError
 from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockPool
+from common.latency.step_model import StepModel
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SampledToken, SamplingParams
@@ -16,6 +17,7 @@ from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import SchedulerOutput
 
 SIZE = 4
+MODEL = StepModel()
 
 
 def scheduler(num_blocks: int = 32, *, seqs: int = 8, chunk: int = 8, watermark: float = 0.0) -> DecodeScheduler:
@@ -35,7 +37,7 @@ def request(name: str, tokens: list[int], at: float = 0.0, *, remote: bool = Fal
 
 def run(plan: DecodeScheduler) -> SchedulerOutput:
     """Compute one step; every sampled token is 7."""
-    output = plan.schedule(1.0)
+    output = plan.schedule(1.0, MODEL)
     for chunk in output.chunks:
         plan.advance(chunk)
         if chunk.num_tokens and chunk.sequence.num_remaining == 0:
@@ -60,7 +62,7 @@ def granted(plan: DecodeScheduler, name: str, num_tokens: int, at: float) -> Dec
     sequence = request(name, [ord(name)] * num_tokens, at, remote=True)
     plan.add(sequence)
     plan.open(sequence)
-    assert list(plan.schedule(1.0).granted) == [sequence]
+    assert list(plan.schedule(1.0, MODEL).granted) == [sequence]
     return sequence
 
 
@@ -71,6 +73,14 @@ def test_a_local_prefill_goes_in_chunks_beside_decoding() -> None:
     assert shape(run(plan)) == [("a", 3, 1), ("b", 0, 8)]
     assert shape(run(plan)) == [("a", 4, 1), ("b", 8, 4)]
     assert shape(run(plan)) == [("a", 5, 1), ("b", 12, 1)]
+
+
+def test_a_short_local_prefill_passes_a_long_one() -> None:
+    plan = scheduler(chunk=8)
+    plan.add(request("a", list(range(20)), 1.0))
+    assert shape(run(plan)) == [("a", 0, 8)]
+    plan.add(request("b", [1] * 3, 2.0))
+    assert shape(run(plan)) == [("b", 0, 3), ("a", 8, 5)]
 
 
 def test_an_expected_request_owns_nothing_and_waits_for_nothing() -> None:
@@ -92,9 +102,9 @@ def test_reservations_count_against_admission() -> None:
     second = request("b", [2] * 8, 2.0, remote=True)
     plan.add(second)
     plan.open(second)
-    assert not plan.has_work and not plan.schedule(1.0).granted
+    assert not plan.has_work and not plan.schedule(1.0, MODEL).granted
     plan.remove(first)
-    assert list(plan.schedule(1.0).granted) == [second]
+    assert list(plan.schedule(1.0, MODEL).granted) == [second]
 
 
 def test_reservations_count_against_the_batch() -> None:
@@ -204,7 +214,7 @@ def test_a_preempted_sequence_goes_before_younger_ones() -> None:
         run(plan)
     assert [sequence.request_id for sequence in plan.queue][:1] == ["b"]
     plan.remove(old)
-    plan.schedule(1.0)
+    plan.schedule(1.0, MODEL)
     assert [sequence.request_id for sequence in plan.running] == ["b", "c"]
 
 
@@ -229,7 +239,7 @@ def test_what_has_arrived_of_known_tokens_stays_cached_when_its_request_ends() -
     sequence.request = structs.replace(sequence.request, num_reserved_tokens=6)
     plan.add(sequence)
     plan.open(sequence)
-    plan.schedule(1.0)
+    plan.schedule(1.0, MODEL)
     assert len(sequence.blocks) == 4
     plan.remove(sequence, num_received=3)  # the third holds tokens that are not known here
     assert (plan.check_integrity().cached, plan.num_transferring) == (2, 0)
@@ -253,7 +263,7 @@ def test_waiting_tokens_are_those_to_be_computed_here() -> None:
 
 def launch(plan: DecodeScheduler) -> SchedulerOutput:
     """Schedule a step and leave it in flight."""
-    output = plan.schedule(1.0)
+    output = plan.schedule(1.0, MODEL)
     for chunk in output.chunks:
         plan.launched(chunk)
     return output
@@ -310,7 +320,7 @@ def test_a_sequence_is_withdrawn_from_transfers_before_it_loses_its_blocks() -> 
         seen.append((sequence.request_id, len(sequence.blocks)))
         sequence.lent = False
 
-    assert [s.request_id for s in plan.schedule(1.0, withdraw).preempted] == ["b"]
+    assert [s.request_id for s in plan.schedule(1.0, MODEL, withdraw).preempted] == ["b"]
     assert seen == [("b", 2)]
 
 
@@ -334,7 +344,7 @@ def test_who_is_in_flight_is_not_preempted() -> None:
     launch(plan)
     assert plan.lacks_blocks
     with pytest.raises(BlockError, match="in flight"):
-        plan.schedule(1.0)
+        plan.schedule(1.0, MODEL)
 
 
 def test_guesses_leave_a_block_for_everybodys_next_token() -> None:

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockPool
+from common.latency.step_model import StepModel
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SampledToken, SamplingParams
@@ -89,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, fails: bool) -> None:
         running = list(self.plan.running)
         queue = list(self.plan.queue)
-        output = self.plan.schedule(0.0)
+        output = self.plan.schedule(0.0, StepModel())
         self.check(output, running, queue)
         for chunk in output.chunks:
             sequence = chunk.sequence

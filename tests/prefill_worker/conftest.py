@@ -197,7 +197,8 @@ class EngineRig(DecodeSide, RouterSide):
 
     def ask(
         self, tokens: list[int], name: str = "a", *, router: bytes = ROUTER, attempt: int = 0, remote: bool = False,
-        num_output: int = 0, deadline_s: float = 60.0, prompt: bytes | None = None, **params: object,
+        num_output: int = 0, deadline_s: float = 60.0, ttft_s: float = 0.0, prompt: bytes | None = None,
+        **params: object,
     ) -> None:  # fmt: skip
         request = PrefillRequest(
             request_id=name,
@@ -207,6 +208,7 @@ class EngineRig(DecodeSide, RouterSide):
             decode=self.target if remote else None,
             num_output_tokens=num_output,
             deadline_s=deadline_s,
+            ttft_s=ttft_s,
         )
         self.tell(request, router)
 

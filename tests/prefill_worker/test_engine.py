@@ -48,6 +48,26 @@ def test_first_tokens_equal_the_oracle_whatever_the_batch_and_chunks(engine: Rig
         assert (delta.index, list(delta.token_ids), delta.finish_reason) == (0, engine.oracle(tokens), "length")
 
 
+def test_first_tokens_equal_the_oracle_in_whatever_order_prompts_pass_each_other(engine: Rig) -> None:
+    prompts = {f"r{length}": prompt(length, length) for length in (100, 70, 33, 16, 9, 90)}
+    goals = (0.0, 0.001, 30.0, 0.0, 5.0, 60.0)
+    for (name, tokens), ttft_s in zip(prompts.items(), goals, strict=True):
+        engine.ask(tokens, name, ttft_s=ttft_s)
+        engine.turn()
+    engine.until(lambda: engine.is_clean)
+    assert [engine.deltas(name)[0].token_ids[0] for name in prompts] == [engine.oracle(p)[0] for p in prompts.values()]
+
+
+def test_a_short_prompt_comes_before_the_rest_of_a_long_one(engine: Rig) -> None:
+    engine.ask(prompt(200), "long", ttft_s=60.0)
+    engine.turn()
+    engine.ask(prompt(20, 1), "short", ttft_s=60.0)
+    engine.turn()
+    assert engine.deltas("short") and not engine.deltas("long")
+    engine.until(lambda: engine.is_clean)
+    assert list(engine.deltas("long")[0].token_ids) == engine.oracle(prompt(200))
+
+
 def test_a_cached_prefix_changes_nothing_but_the_count(engine: Rig) -> None:
     tokens = prompt(70)
     for name, cached in (("a", 0), ("b", 64)):

@@ -11,8 +11,8 @@ Rig = Any  # EngineRig of conftest, which test modules cannot import
 
 def test_prompts_that_are_computed_or_wait_behind_them(engine: Rig) -> None:
     engine.ask(prompt(200), "long")
-    engine.ask(prompt(40, 1), "behind")
-    engine.ask(prompt(3, 2), "other", router=b"another")
+    engine.ask(prompt(220, 1), "behind")
+    engine.ask(prompt(230, 2), "other", router=b"another")
     engine.turn()
     assert engine.progress("long", "behind", "other") == ["long", "behind", "other"]
     (router,) = {router for router, m in engine.sent if any(d.request_id == "other" for d in m.outputs)}

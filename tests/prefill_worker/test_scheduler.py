@@ -8,6 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockPool
+from common.latency.step_model import StepModel
+from common.requests.prompt_order import PATIENCE_S
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import PrefillRequest
 from common.wire.sampling_params import SamplingParams
@@ -15,6 +17,7 @@ from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.sequence import PrefillSequence
 
 SIZE = 4
+MODEL = StepModel()
 PARAMS = SamplingParams(max_tokens=8)
 
 
@@ -22,14 +25,16 @@ def scheduler(num_blocks: int = 32, budget: int = 8, max_num_seqs: int = 4) -> P
     return PrefillScheduler(BlockPool(num_blocks, SIZE), max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
 
 
-def prompt(name: str, tokens: list[int], at: float = 0.0, salt: str = "") -> PrefillSequence:
-    request = PrefillRequest(request_id=name, attempt=0, prompt=pack_tokens(tokens), params=PARAMS, cache_salt=salt)
+def prompt(name: str, tokens: list[int], at: float = 0.0, salt: str = "", ttft_s: float = 0.0) -> PrefillSequence:
+    request = PrefillRequest(
+        request_id=name, attempt=0, prompt=pack_tokens(tokens), params=PARAMS, cache_salt=salt, ttft_s=ttft_s
+    )
     return PrefillSequence(b"router", request, tokens, BlockHasher(SIZE, salt), at, at + 60.0)
 
 
 def run(plan: PrefillScheduler) -> list[tuple[str, int, int]]:
     """Compute one step; what was in it: (name, first token, number of tokens)."""
-    chunks = plan.schedule(1.0).chunks
+    chunks = plan.schedule(1.0, MODEL).chunks
     for chunk in chunks:
         plan.advance(chunk, 2.0)
     return [(chunk.sequence.request_id, chunk.start, chunk.num_tokens) for chunk in chunks]
@@ -52,9 +57,9 @@ def test_short_prompts_share_a_step_oldest_first() -> None:
 def test_only_the_chunk_that_ends_the_prompt_samples() -> None:
     plan = scheduler(budget=8)
     plan.add(prompt("a", list(range(9))))
-    assert [chunk.sample for chunk in plan.schedule(0.0).chunks] == [False]
+    assert [chunk.sample for chunk in plan.schedule(0.0, MODEL).chunks] == [False]
     run(plan)
-    assert [chunk.sample for chunk in plan.schedule(0.0).chunks] == [True]
+    assert [chunk.sample for chunk in plan.schedule(0.0, MODEL).chunks] == [True]
 
 
 def test_blocks_are_held_until_removed() -> None:
@@ -87,18 +92,55 @@ def test_salts_do_not_share_blocks() -> None:
     assert run(plan) == [("b", 0, 8)]
 
 
-def test_nobody_overtakes_a_prompt_that_waits_for_blocks() -> None:
-    plan = scheduler(num_blocks=4)
-    plan.add(prompt("a", [1] * 12))
-    plan.add(prompt("b", [2] * 8))
-    plan.add(prompt("c", [3] * 4))
+def test_a_short_prompt_passes_a_long_one_between_two_chunks() -> None:
+    plan = scheduler(budget=8)
+    plan.add(prompt("long", [1] * 20))
+    assert run(plan) == [("long", 0, 8)]
+    plan.add(prompt("short", [2] * 3, at=1.0))
+    assert run(plan) == [("short", 0, 3), ("long", 8, 5)]
+
+
+def test_a_prompt_with_little_slack_passes_a_shorter_one() -> None:
+    plan = scheduler(budget=8)
+    plan.add(prompt("short", [1] * 6, ttft_s=30.0))
+    plan.add(prompt("due", [2] * 16, ttft_s=2.0))
+    model = StepModel(token_s=0.1, num_steps=1)
+    assert [chunk.sequence.request_id for chunk in plan.schedule(0.0, model).chunks] == ["due"]
+
+
+def test_prompts_own_no_blocks_before_their_turn() -> None:
+    plan = scheduler(budget=8)
+    for number, name in enumerate("abcd"):
+        plan.add(prompt(name, [number] * 16))
     run(plan)
+    assert [s.request_id for s in plan.running] == ["a"] and plan.check_integrity().owned == 4
+
+
+def test_an_old_prompt_gets_a_share_of_each_step() -> None:
+    plan = scheduler(budget=8)
+    plan.add(prompt("old", [1] * 12, at=-PATIENCE_S))
+    plan.add(prompt("short", [2] * 8, at=0.5))
+    assert run(plan) == [("old", 0, 1), ("short", 0, 7)]
+
+
+def test_the_oldest_is_passed_by_as_many_blocks_as_it_needs() -> None:
+    plan = scheduler(num_blocks=4, budget=16)
+    plan.add(prompt("held", [1] * 4))
     run(plan)
-    assert [s.request_id for s in plan.waiting] == ["b", "c"] and not plan.has_work
-    held = plan.find("a")
+    plan.add(prompt("big", [2] * 16))  # needs all blocks
+    for number in range(6):
+        plan.add(prompt(f"small-{number}", [3 + number] * 4))
+    done = []
+    while plan.has_work:
+        done += [name for name, *_ in run(plan)]
+        for sequence in list(plan.held.values()):
+            if sequence.request_id != "held":
+                plan.remove(sequence)
+    assert done == [f"small-{number}" for number in range(4)]
+    held = plan.find("held")
     assert held is not None
     plan.remove(held)
-    assert plan.has_work and run(plan) == [("b", 0, 8)]
+    assert plan.has_work and run(plan) == [("big", 0, 16)]
 
 
 def test_waiting_tokens_are_those_not_computed() -> None:
@@ -107,7 +149,7 @@ def test_waiting_tokens_are_those_not_computed() -> None:
     plan.add(prompt("b", [2] * 5))
     assert plan.num_waiting_tokens == 17
     run(plan)
-    assert plan.num_waiting_tokens == 9
+    assert plan.num_waiting_tokens == 12
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -119,22 +161,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.plan = scheduler(self.BLOCKS, self.BUDGET, self.MAX_SEQS)
         self.cells: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.count = 0
+        self.count, self.now = 0, 0.0
 
-    @rule(family=st.integers(0, 2), shared=st.integers(0, 16), own=st.integers(1, 12))
-    def add(self, family: int, shared: int, own: int) -> None:
+    @rule(
+        family=st.integers(0, 2), shared=st.integers(0, 16), own=st.integers(1, 12),
+        ttft_s=st.sampled_from([0.0, 0.001, 3.0, 30.0]),
+    )  # fmt: skip
+    def add(self, family: int, shared: int, own: int, ttft_s: float) -> None:
         self.count += 1
         tokens = [family] * shared + [100 + self.count] * own
-        self.plan.add(prompt(f"r{self.count}", tokens, at=float(self.count)))
+        self.plan.add(prompt(f"r{self.count}", tokens, self.now, ttft_s=ttft_s))
 
-    @rule(fails=st.booleans())
-    def step(self, fails: bool) -> None:
-        output = self.plan.schedule(0.0)
+    @rule(seconds=st.sampled_from([0.1, 1.0, 2 * PATIENCE_S]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(fails=st.booleans(), is_known=st.booleans())
+    def step(self, fails: bool, is_known: bool) -> None:
+        had_work, waiting = self.plan.has_work, list(self.plan.waiting)
+        output = self.plan.schedule(self.now, StepModel(fixed_s=0.1, token_s=0.2, num_steps=1) if is_known else MODEL)
+        assert bool(output.chunks) == had_work
         assert sum(chunk.num_tokens for chunk in output.chunks) <= self.BUDGET
-        ages = [chunk.sequence.accepted_at for chunk in output.chunks]
-        assert ages == sorted(ages)
-        waiting = [sequence.accepted_at for sequence in self.plan.waiting]
-        assert all(s.accepted_at < age for s in output.admitted for age in waiting)
+        assert all(sequence.num_passing_blocks <= self.plan.blocks_for(sequence.num_tokens) for sequence in waiting)
         if fails:
             for sequence in {chunk.sequence.request_id: chunk.sequence for chunk in output.chunks}.values():
                 self.plan.remove(sequence)
@@ -163,6 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def every_block_has_its_owner(self) -> None:
         self.plan.check_integrity()
         assert len(self.plan.running) <= self.MAX_SEQS
+        assert [s.accepted_at for s in self.plan.waiting] == sorted(s.accepted_at for s in self.plan.waiting)
 
     @invariant()
     def what_counts_as_computed_was_computed_from_this_prompt(self) -> None:
@@ -176,7 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.plan.remove(sequence)
             if not self.plan.has_work:
                 break
-            self.step(fails=False)
+            self.step(fails=False, is_known=True)
         assert len(self.plan) == 0
         assert self.plan.check_integrity().owned == 0
 

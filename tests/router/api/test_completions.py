@@ -68,6 +68,12 @@ async def test_every_sampling_field_arrives(running: Any) -> None:
     assert (request.cache_salt, request.deadline_s) == ("tenant", 600.0)
 
 
+async def test_the_goal_of_the_first_token_goes_with_each_request(start: Any) -> None:
+    running = await start(slo_ttft_ms=250.0)
+    await running.completion()
+    assert running.engine.requests[0].ttft_s == 0.25
+
+
 async def test_nulls_are_defaults_and_unknown_fields_nothing(running: Any) -> None:
     from router.request.fields import CompletionRequest
 

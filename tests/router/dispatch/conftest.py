@@ -332,13 +332,19 @@ async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> Non
 
 
 def make_request(
-    prompt: list[int] | None = None, *, max_tokens: int = 8, deadline_s: float = 30.0, **params: object
+    prompt: list[int] | None = None,
+    *,
+    max_tokens: int = 8,
+    deadline_s: float = 30.0,
+    ttft_s: float = 0.0,
+    **params: object,
 ) -> GenerationRequest:
     return GenerationRequest(
         f"request-{next(NAMES)}",
         prompt or list(range(1, 13)),
         SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
         deadline_s=deadline_s,
+        ttft_s=ttft_s,
     )
 
 

@@ -10,6 +10,7 @@ from common.errors import FatalRequest, Overloaded, Unavailable
 from common.latency.step_model import StepModel
 from common.wire.messages import AbortRequest, DecodeRequest, PrefillRequest
 from router.dispatch import patience
+from router.dispatch.request_state import RequestState
 
 PROMPT = list(range(1, 13))
 
@@ -302,3 +303,19 @@ async def test_when_more_comes_than_can_be_served_who_waits_too_long_hears_so(cl
     await tools.until(lambda: dispatcher.load().wait_limit_s == 0.4)
     for task in waiting[:2]:
         task.cancel()
+
+
+@pytest.mark.parametrize("ttft_s", [0.0, 20.0])
+async def test_workers_hear_when_the_first_token_is_due(cluster, tools, ttft_s):
+    dispatcher = await cluster.start()
+    await tools.collect(dispatcher, tools.request(PROMPT, ttft_s=ttft_s))
+    told = [*cluster.prefill[0].of(PrefillRequest), *cluster.decode[0].of(DecodeRequest)]
+    assert len(told) == 2 and all(message.ttft_s == pytest.approx(ttft_s, abs=5.0) for message in told)
+    assert all((message.ttft_s > 0) == (ttft_s > 0) and message.ttft_s <= ttft_s for message in told)
+
+
+def test_a_late_first_token_is_still_due(tools):
+    """0 would tell the worker that there is no goal."""
+    state = RequestState(tools.request(PROMPT, ttft_s=2.0), 10.0)
+    assert [state.first_token_s(now) for now in (10.0, 11.5, 12.0, 99.0)] == [2.0, 0.5, 0.001, 0.001]
+    assert RequestState(tools.request(PROMPT), 10.0).first_token_s(99.0) == 0.0

@@ -1,0 +1,46 @@
+"""How often a decode worker steps while prefill workers compute on the same cores. Pure.
+
+Even turns serve neither: prompts take twice as long, and meanwhile few sequences share each step, which costs nearly as
+much as one of many. So prompts go first, and running sequences get a token as often as they need one: with a goal for
+the time of a token that often, without one often enough that steps take a quarter of the time, and no gap is long.
+"""
+
+from __future__ import annotations
+
+from common.observe.ewma import Ewma
+
+GOAL_SHARE = 0.8
+"""Of the goal for a token that lies between two steps: the rest is for what cannot be foreseen."""
+STEPS_SHARE = 0.25
+"""Of the time that steps take without a goal while prompts are computed."""
+LONGEST_GAP_S = 0.1
+"""Between two steps without a goal, where a step itself is not longer: readers notice more."""
+SMOOTHING = 0.2
+
+
+class StepPace:
+    """`goal_s`: how long a token may take; 0: no goal."""
+
+    def __init__(self, goal_s: float) -> None:
+        self._goal_s = goal_s
+        self._step_s = Ewma(SMOOTHING)
+        self._began_at = 0.0
+
+    def began(self, now: float) -> None:
+        """A step begins."""
+        self._began_at = now
+
+    def took(self, step_s: float) -> None:
+        """A step took so long."""
+        self._step_s.observe(step_s)
+
+    @property
+    def gap_s(self) -> float:
+        """From the begin of a step to the begin of the next."""
+        if self._goal_s > 0:
+            return GOAL_SHARE * self._goal_s
+        return min(LONGEST_GAP_S, self._step_s.value / STEPS_SHARE)
+
+    def wait_s(self, now: float) -> float:
+        """Until the next step should begin."""
+        return max(0.0, self._began_at + self.gap_s - now)
