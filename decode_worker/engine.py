@@ -24,6 +24,7 @@ from common.worker.metrics import WorkerMetrics
 from common.worker.step_times import work_of
 from decode_worker.grants import IncomingTransfers
 from decode_worker.handover import Handovers
+from decode_worker.pace import StepPace
 from decode_worker.pipeline import Launcher, Pipeline, StepInFlight, by_chunk, model_chunks
 from decode_worker.recorder import Recorder
 from decode_worker.remote_prefill import RemotePrefills
@@ -63,10 +64,11 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         transfer_timeout_s: float,
         handover_timeout_s: float,
         max_draft_tokens: int = 0,
+        slo_tpot_s: float = 0.0,
         launcher: Launcher | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """A step checks at most `max_draft_tokens` tokens for each sequence.
+        """A step checks at most `max_draft_tokens` tokens for each sequence. `slo_tpot_s`: the goal for a token, or 0.
 
         A `launcher` launches the steps that it takes before the tokens of the step before are known. Without
         `grammars`, requests with a grammar are refused.
@@ -95,6 +97,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         )
         self._pipeline = Pipeline(scheduler, launcher)
         self._speculation = Speculation(rules, max_tokens=max_draft_tokens, max_rows=scheduler.max_num_seqs)
+        self._pace = StepPace(slo_tpot_s)
         self._completed_at = 0.0
         self._num_rows = 0
         self._expire_at = 0.0
@@ -108,6 +111,13 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         return (
             max(self._num_rows, len(self.scheduler.running)) < FEW_SEQUENCES and not self.scheduler.num_waiting_tokens
         )
+
+    def hold_s(self, now: float) -> float:
+        """While prompts are computed on the same cores, steps keep a pace; tokens that are there are sent at once."""
+        if not self._cores.has_prompts_elsewhere:
+            return 0.0
+        self._drain()
+        return self._pace.wait_s(time.monotonic()) if super().has_work else 0.0
 
     @property
     def is_empty(self) -> bool:
@@ -133,6 +143,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                 super().apply(command)
 
     def step(self, now: float) -> None:
+        self._pace.began(now)
         in_flight = self._pipeline.in_flight
         if in_flight is not None and (in_flight.has_drafts or self.scheduler.lacks_blocks):
             self._drain()  # drafts fix positions, and preemption frees blocks that a step in flight may write to
@@ -207,6 +218,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._recorder.stepped(chunks, num_tokens, num_accepted, step_s)
         self._rate.add(sum(chunk.num_tokens for chunk in chunks) + num_accepted, step_s)
         self.step_fit.observe(shape_of(chunks), step_s)
+        self._pace.took(step_s)
 
     @property
     def _beside(self) -> StepShape:

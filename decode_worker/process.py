@@ -90,6 +90,7 @@ class DecodeWorker(WorkerProcess):
             transfer_timeout_s=settings.transfer_timeout_s,
             handover_timeout_s=settings.handover_timeout_s,
             max_draft_tokens=settings.max_draft_tokens,
+            slo_tpot_s=settings.slo_tpot_ms / 1000,
             launcher=step_launcher(loaded.runner, sampler),
             grammars=grammars,
         )

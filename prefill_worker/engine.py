@@ -56,6 +56,10 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self._reports = Reports(config.identity, self.emit)
         self._runner, self._sampler, self._sender = runner, sampler, sender
 
+    @property
+    def is_prefill(self) -> bool:
+        return True
+
     def apply(self, command: object) -> None:
         match command:
             case RequestReceived(router, PrefillRequest() as request):

@@ -1,6 +1,7 @@
 """Lets the workers of one machine share its cores: a worker that computes alone uses all, otherwise each uses a part.
 
-They map one page with a byte for each worker: 1 while it has work. A worker holds a lock on its byte as long as it
+They map one page with a byte for each worker: 1 while it has work, and behind these another one: 1 while that work is
+prompts alone, for which decode workers make room. A worker holds a lock on its byte as long as it
 lives, and the kernel drops the locks of a process that dies, so a byte without a lock does not count. Two workers that
 each ran as many threads as there are cores would wait for each other at every barrier (docs/performance.md). Results do
 not depend on the number of threads.
@@ -20,7 +21,7 @@ from typing import Final
 log = logging.getLogger(__name__)
 FLOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 NUM_PLACES: Final = 64
-"""As in kernels/native/team.h."""
+"""As in kernels/native/team.h, which reads the first so many bytes."""
 IDLE, COMPUTING = b"\0", b"\1"
 
 
@@ -42,17 +43,28 @@ class CoreShare:
         """The address of the bytes, which steps read while they run; 0 if nothing is shared."""
         return 0 if self._view is None else ctypes.addressof(self._view)
 
-    def begin(self) -> int:
-        """Mark this worker as computing; how many threads its next step may use, at least one."""
+    def begin(self, *, prompts: bool = False) -> int:
+        """Mark this worker as computing, maybe only `prompts`; how many threads its next step may use, at least one."""
         if self._page is None:
             return self.num_cores
         try:
+            self._page[NUM_PLACES + self._place] = prompts
             self._page[self._place : self._place + 1] = COMPUTING
             return max(1, self.num_cores // (1 + self._num_others()))
         except OSError as error:
             log.warning("cores are not shared any more: %s", error)
             self.close()
             return self.num_cores
+
+    @property
+    def has_prompts_elsewhere(self) -> bool:
+        """Whether another worker computes prompts."""
+        if self._page is None:
+            return False
+        try:
+            return self._num_others(NUM_PLACES) > 0
+        except OSError:
+            return False  # `begin` says so, and leaves
 
     def end(self) -> None:
         """Mark this worker as idle."""
@@ -78,7 +90,7 @@ class CoreShare:
     def _join(self) -> None:
         """Take the first free place."""
         try:
-            os.posix_fallocate(self._file, 0, NUM_PLACES)  # else writes end in a SIGBUS when the disk is full
+            os.posix_fallocate(self._file, 0, 2 * NUM_PLACES)  # else writes end in a SIGBUS when the disk is full
         except OSError as error:
             log.warning("cores are not shared: %s", error)
             os.close(self._file)
@@ -90,7 +102,7 @@ class CoreShare:
             except BlockingIOError:
                 continue
             self._place = place
-            self._page = mmap.mmap(self._file, NUM_PLACES)
+            self._page = mmap.mmap(self._file, 2 * NUM_PLACES)
             self._view = (ctypes.c_char * NUM_PLACES).from_buffer(self._page)
             self.end()  # the place's former worker may have died while it computed
             return
@@ -98,13 +110,16 @@ class CoreShare:
         os.close(self._file)
         self._file = -1
 
-    def _num_others(self) -> int:
-        """How many other workers compute. Clears the bytes of those that died while they computed."""
+    def _num_others(self, offset: int = 0) -> int:
+        """How many other workers compute, or with `NUM_PLACES` how many compute prompts alone.
+
+        Clears the bytes of those that died while they computed.
+        """
         assert self._page is not None
-        places = self._page[:]
+        computing, marked = self._page[:NUM_PLACES], self._page[offset : offset + NUM_PLACES]
         count = 0
         for place in range(NUM_PLACES):
-            if place == self._place or places[place : place + 1] == IDLE:
+            if place == self._place or not (computing[place] and marked[place]):
                 continue
             if self._lock(fcntl.F_OFD_GETLK, place) == fcntl.F_UNLCK:
                 self._page[place : place + 1] = IDLE

@@ -5,11 +5,12 @@ event loop ─ submit(command) ─> inbox ─> engine thread: apply commands, st
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
@@ -171,6 +172,15 @@ class Engine(ABC):
         return False
 
     @property
+    def is_prefill(self) -> bool:
+        """Whether the next step computes prompts alone, for which decode workers of the same cores make room."""
+        return False
+
+    def hold_s(self, now: float) -> float:
+        """How long the next step should wait for others that compute on the same cores."""
+        return 0.0
+
+    @property
     @abstractmethod
     def is_empty(self) -> bool:
         """Whether no request is here in any state."""
@@ -226,7 +236,9 @@ class Engine(ABC):
         self._take_commands()
         now = time.monotonic()
         self.expire(now)
-        if self.has_work:
+        if self.has_work and (held_s := self.hold_s(now)) > 0.0:
+            self._hold(held_s)
+        elif self.has_work:
             self._busy, self._worked_at = True, now
             self._take_cores()
             try:
@@ -250,6 +262,14 @@ class Engine(ABC):
         self._publish()
         self._flush()
 
+    def _hold(self, held_s: float) -> None:
+        """Leave the cores to others for so long, or until a command comes."""
+        self._cores.end()
+        self._publish()
+        self._flush()
+        with contextlib.suppress(Empty):
+            self._carry_out([self._inbox.get(timeout=min(IDLE_WAIT_S, held_s))])
+
     def _step(self, now: float) -> None:
         self._planned = None
         self.step(now)
@@ -267,7 +287,7 @@ class Engine(ABC):
     def _take_cores(self) -> None:
         if self._set_threads is None:
             return
-        num_threads = self._cores.begin()
+        num_threads = self._cores.begin(prompts=self.is_prefill)
         if (
             self.is_light
         ):  # leave a core to the processes that pass tokens on: one preempted thread keeps all others waiting
@@ -282,13 +302,15 @@ class Engine(ABC):
             command = self._inbox.get_nowait() if self.has_work else self._inbox.get(timeout=IDLE_WAIT_S)
         except Empty:
             return
-        commands = [command, *(self._inbox.get_nowait() for _ in range(self._inbox.qsize()))]
+        self._carry_out([command, *(self._inbox.get_nowait() for _ in range(self._inbox.qsize()))])
+        self._publish()  # before a step that may take long, so that heartbeats count its requests
+        self._flush()
+
+    def _carry_out(self, commands: Iterable[object]) -> None:
         for command in commands:
             if command is not None:
                 self._busy, self._worked_at = True, time.monotonic()
                 self.apply(command)
-        self._publish()  # before a step that may take long, so that heartbeats count its requests
-        self._flush()
 
     def _flush(self) -> None:
         if self._outbox:

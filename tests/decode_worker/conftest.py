@@ -208,6 +208,7 @@ class EngineRig(RouterSide):
         quantised: bool = False,
         grammars: bool = False,
         max_draft_tokens: int = 0,
+        slo_tpot_s: float = 0.0,
     ) -> None:
         self.model, self.eos = model, eos
         self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
@@ -248,6 +249,7 @@ class EngineRig(RouterSide):
             transfer_timeout_s=30.0,
             handover_timeout_s=30.0,
             max_draft_tokens=max_draft_tokens,
+            slo_tpot_s=slo_tpot_s,
             launcher=None if launcher is None else launcher(runner, sampler),
             grammars=self.grammars,
         )

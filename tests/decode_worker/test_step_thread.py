@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from common.machine.core_share import CoreShare
 from common.model.batch import ForwardBatch
 from common.runner.runner import ModelRunner
 from common.runner.step_thread import StepThread
@@ -88,6 +90,47 @@ def test_the_engine_goes_on_while_a_step_runs(threaded: Callable[..., Rig]) -> N
     engine.steps.may_run.set()
     engine.until(lambda: engine.is_clean)
     assert engine.steps.num_run == 1 and not engine.tokens()
+
+
+class BesidePrompts(CoreShare):
+    """Another worker computes prompts on the same cores for as long as `has_prompts` says so."""
+
+    def __init__(self) -> None:
+        super().__init__("", 2)
+        self.has_prompts = True
+
+    @property
+    def has_prompts_elsewhere(self) -> bool:
+        return self.has_prompts
+
+
+def test_steps_beside_prompts_keep_a_pace_and_change_no_token(threaded: Callable[..., Rig]) -> None:
+    engine = threaded(slo_tpot_s=0.02)
+    engine.engine.share_cores(BesidePrompts(), lambda num_threads: None)
+    began = time.monotonic()
+    for name in "ab":
+        engine.ask(prompt(30, ord(name)), name, max_tokens=10)
+    engine.until(lambda: engine.is_clean)
+    assert time.monotonic() - began > 9 * 0.8 * 0.02
+    for name in "ab":
+        assert engine.tokens(name) == engine.oracle(prompt(30, ord(name)), 10)
+
+
+def test_a_held_engine_sends_what_it_has_and_takes_commands(threaded: Callable[..., Rig]) -> None:
+    engine = threaded(slo_tpot_s=1000.0)
+    share = BesidePrompts()
+    engine.engine.share_cores(share, lambda num_threads: None)
+    engine.ask(prompt(30), max_tokens=50)
+    engine.until(lambda: len(engine.tokens()) == 1)
+    for _ in range(10):
+        engine.turn()
+    assert len(engine.tokens()) == 1, "the next step is not due for long"
+    engine.tell(AbortRequest(request_id="a", attempt=0))
+    engine.until(lambda: engine.is_clean)
+    engine.ask(prompt(30), "b", max_tokens=5)
+    share.has_prompts = False
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens("b") == engine.oracle(prompt(30), 5)
 
 
 def test_stops_penalties_and_preemption(threaded: Callable[..., Rig]) -> None:

@@ -13,7 +13,7 @@ HOLD = """
 import sys
 from common.machine.core_share import CoreShare
 share = CoreShare(sys.argv[1], 8)
-share.begin()
+share.begin(prompts=sys.argv[2:] == ["prompts"])
 print("holds", flush=True)
 sys.stdin.readline()
 share.end()
@@ -33,8 +33,8 @@ with CoreShare(sys.argv[1], 8) as share:
 class Holder:
     """Another process that computes until it is told to stop."""
 
-    def __init__(self, path: Path) -> None:
-        command = [sys.executable, "-P", "-c", HOLD, str(path)]
+    def __init__(self, path: Path, *what: str) -> None:
+        command = [sys.executable, "-P", "-c", HOLD, str(path), *what]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.read("holds")
 
@@ -80,6 +80,23 @@ def test_company_takes_its_part_until_it_is_idle_or_dead(path: Path, holders: li
         assert share.begin() == 4
         holders[1].kill()
         assert share.begin() == 8
+
+
+def test_prompts_elsewhere_are_seen_until_they_are_computed_or_their_worker_dies(
+    path: Path, holders: list[Holder]
+) -> None:
+    with CoreShare(str(path), 8) as share:
+        assert not share.has_prompts_elsewhere, "two others compute, but no prompts alone"
+        holders.append(Holder(path, "prompts"))
+        assert share.has_prompts_elsewhere
+        holders[-1].let_go()
+        assert not share.has_prompts_elsewhere
+        holders.append(Holder(path, "prompts"))
+        assert share.has_prompts_elsewhere
+        holders[-1].kill()
+        assert not share.has_prompts_elsewhere
+        share.begin(prompts=True)
+        assert not share.has_prompts_elsewhere, "its own do not count"
 
 
 def test_everyone_has_at_least_one_thread(path: Path, holders: list[Holder]) -> None:
