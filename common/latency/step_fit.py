@@ -7,6 +7,7 @@ long prompts while only short ones come.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,19 +18,24 @@ from common.observe.ewma import Ewma
 
 MAX_KINDS = 96
 SMOOTHING = 0.1
-LARGEST_JUMP = 2.0
+LARGEST_JUMP = math.log(2.0)
 """A step that takes more times as long as its kind did was held up by something else, unless that goes on."""
 CONFIDENCE = 8
 """Steps after which a kind counts in full."""
 MEMORY = 4096
 """Steps of other kinds after which a kind counts half."""
 FEWEST_STEPS, MOST_STEPS = 4, 512
-"""Between two fits: a quarter of the steps so far, within these bounds."""
+"""Between two fits, and before the first: a quarter of the steps so far, within these bounds."""
 ERROR_SMOOTHING = 0.05
 PACE_SMOOTHING, PACE_CHANGE = 0.03, 1.2
 """A machine whose steps of all kinds take so many times as long as they did, or as short, has changed its pace."""
-RIDGE = (3e-2, 3e-2, 1e-3, 3e-3, 1e-2, 1e-3)
-"""What makes a fit to few kinds definite, for each term: tokens rather than the fixed part explain one kind alone."""
+STEEPEST = 128
+"""At so many tokens of context attention takes at most as long as all else that a token takes."""
+SHALLOW = 256
+"""Steps whose tokens see fewer tokens on average say nothing of attention: fits to short prompts would explain noise by
+its square, and predict that long prompts take minutes."""
+RIDGE = (3e-2, 3e-2, 1e-3, 3e-2, 1e-2, 3e-2)
+"""What makes a fit to few kinds definite, for each column: tokens rather than fixed parts or attention explain it."""
 FLOOR_GAIN = 0.8
 """A floor must lower the squared error to this share to be believed."""
 FEWEST_ON_FLOOR, MOST_FLOORS = 2, 8
@@ -40,10 +46,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True)
 class _Kind:
-    """Averages over steps of about one shape. `last`: the number of the latest step."""
+    """Averages over steps of about one shape, of times the geometric one: one long stall must not count for hundreds.
+
+    `last`: the number of the latest step.
+    """
 
     values: tuple[float, float, float, float]
-    step_s: float
+    log_s: float
     count: int = 0
     last: int = 0
 
@@ -57,7 +66,11 @@ class _Kind:
             rows + share * (shape.num_rows - rows),
             context + share * (shape.context - context),
         )
-        self.step_s += share * (min(step_s, LARGEST_JUMP * self.step_s) - self.step_s)
+        self.log_s += share * min(math.log(step_s) - self.log_s, LARGEST_JUMP)
+
+    @property
+    def step_s(self) -> float:
+        return math.exp(self.log_s)
 
 
 class StepFit:
@@ -68,7 +81,7 @@ class StepFit:
         self._error = Ewma(ERROR_SMOOTHING)
         self._pace = Ewma(PACE_SMOOTHING, start=1.0)
         self._num_steps = 0
-        self._fit_at = 1
+        self._fit_at = FEWEST_STEPS
         self.model = StepModel()
 
     def observe(self, shape: StepShape, step_s: float) -> None:
@@ -81,8 +94,8 @@ class StepFit:
         kind = self._kinds.get(key := _key(shape))
         if kind is None:
             self._make_room()
-            kind = self._kinds[key] = _Kind((0.0, 0.0, 0.0, 0.0), step_s)
-        self._keep_pace(min(LARGEST_JUMP, step_s / kind.step_s))
+            kind = self._kinds[key] = _Kind((0.0, 0.0, 0.0, 0.0), math.log(step_s))
+        self._keep_pace(min(2.0, step_s / kind.step_s))
         kind.add(shape, step_s, self._num_steps)
         if self._num_steps >= self._fit_at:
             self._fit_at = self._num_steps + min(MOST_STEPS, max(FEWEST_STEPS, self._num_steps // 4))
@@ -94,7 +107,7 @@ class StepFit:
         pace = self._pace.value
         if not 1.0 / PACE_CHANGE < pace < PACE_CHANGE:
             for kind in self._kinds.values():
-                kind.step_s *= pace
+                kind.log_s += math.log(pace)
             self._pace = Ewma(PACE_SMOOTHING, start=1.0)
 
     def _make_room(self) -> None:
@@ -138,15 +151,20 @@ def fit(values: Floats, times: Floats, trust: Floats) -> Floats:
 
 
 def _fit_without(values: Floats, times: Floats, trust: Floats, on_floor: NDArray[np.bool_]) -> Floats:
-    """The fit in which the steps `on_floor` take no time for their tokens beyond the floor."""
+    """The fit in which the steps `on_floor` take no time for their tokens beyond the floor.
+
+    Its columns for attention are the steepest that there can be, so sums of them with non-negative weights are less.
+    """
     above = np.where(on_floor, 0.0, 1.0)
-    columns = np.column_stack(
-        [np.ones(len(times)), 1.0 - above, values[:, 0] * above, values[:, 1] * above, values[:, 2], values[:, 3]]
-    )
+    tokens, pairs, rows, context = values.T
+    steep, steep_rows = (tokens + pairs / STEEPEST) * above, rows + context / STEEPEST
+    steep *= (pairs > SHALLOW * tokens).any()
+    steep_rows *= (context > SHALLOW * rows).any()
+    columns = np.column_stack([np.ones(len(times)), 1.0 - above, tokens * above, steep, rows, steep_rows])
     weights = np.sqrt(trust)
     relative = columns / times[:, None] * weights[:, None]
-    scales = np.abs(relative).max(axis=0)
-    return _non_negative(relative, weights, scales)
+    fixed, floor, token, pair, row, seen = _non_negative(relative, weights, np.abs(relative).max(axis=0))
+    return np.array([fixed, floor, token + pair, pair / STEEPEST, row + seen, seen / STEEPEST])
 
 
 def _non_negative(matrix: Floats, target: Floats, scales: Floats) -> Floats:

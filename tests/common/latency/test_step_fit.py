@@ -54,12 +54,39 @@ def test_steps_it_has_not_seen_are_predicted(model: StepModel, kind: str) -> Non
     assert fit.model.num_steps > 200
 
 
-def test_one_step_says_more_than_nothing() -> None:
+def test_a_few_steps_of_one_shape_say_more_than_nothing() -> None:
     fit = StepFit()
+    for _ in range(3):
+        fit.observe(StepShape.of_prompt(0, 512), 0.2)
     assert not fit.model.is_known
     fit.observe(StepShape.of_prompt(0, 512), 0.2)
     assert fit.model.seconds(StepShape.of_prompt(0, 512)) == pytest.approx(0.2, rel=0.05)
     assert fit.model.seconds(StepShape.of_prompt(0, 256)) < 0.15  # tokens explain it rather than a fixed part
+
+
+def test_a_long_stall_in_the_first_step_is_soon_outvoted() -> None:
+    fit = StepFit()
+    fit.observe(StepShape.of_prompt(0, 3), 0.5)
+    for _ in range(7):
+        fit.observe(StepShape.of_prompt(0, 3), 0.001)
+    assert fit.model.seconds(StepShape.of_prompt(0, 3)) < 0.005
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_short_prompts_do_not_make_long_ones_look_endless(seed: int) -> None:
+    machine, fit = Machine(CPU, seed), StepFit()
+    rng = random.Random(seed)
+    machine.run(fit, lambda: StepShape.of_prompt(0, rng.randint(1, 20)), 40)
+    long = StepShape.of_prompt(0, 4000)
+    assert fit.model.seconds(long) < 3 * machine.model.seconds(long)
+
+
+def test_few_decoded_tokens_do_not_make_long_contexts_look_slow() -> None:
+    machine, fit = Machine(CPU), StepFit()
+    rng = random.Random(5)
+    machine.run(fit, lambda: StepShape.of_rows(rows := rng.randint(1, 4), rows * rng.randint(1, 40)), 60)
+    long = StepShape.of_rows(32, 32 * 4000)
+    assert fit.model.seconds(long) < 4 * machine.model.seconds(long)
 
 
 def test_what_only_short_prompts_come_after_is_not_forgotten() -> None:
