@@ -1,8 +1,8 @@
 """What a place would mean for a request: predicted times, term by term. Pure.
 
 Routing, local prefill and admission all ask here, so they cannot contradict each other. The times come from the models
-that workers fit to their own steps (`StepModel`). A worker that has computed nothing yet is taken for one like
-`UNKNOWN`, whose costs only tell more work from less.
+that workers fit to their own steps (`StepModel`). A worker that has computed nothing yet is taken for one like others
+of its pool; in a new pool for `UNKNOWN`, whose costs only tell more work from less.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Forecast:
 
 
 def model_of(worker: Worker) -> StepModel:
-    model = worker.step_model
+    model = worker.likely_model
     return model if model.is_known else UNKNOWN
 
 

@@ -1,8 +1,8 @@
 """Which workers serve a request. Pure: worker state, the request and `now` go in, a choice comes out; no chance.
 
 The cost of a place is the time that the request would take there, and the time that it takes from the sequences that
-run there already (`forecast.py`). Equal costs go to the worker with fewer requests, then to the one that got fewer so
-far, so equal workers take turns.
+run there already (`forecast.py`). Costs that differ by less than predictions err count as equal: these go to the worker
+with fewer requests, then to the one that got fewer so far, so equal workers take turns.
 """
 
 from __future__ import annotations
@@ -10,12 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.dispatch.forecast import Forecast, RequestShape, joined, on_decode, on_prefill
+from common.latency.step_model import StepModel
+from router.dispatch.forecast import Forecast, RequestShape, joined, model_of, on_decode, on_prefill
 from router.fleet.registry import by_fingerprint
 from router.fleet.worker import Worker
 
 OUTPUT_RESERVE = 256
 """Output tokens that a decode worker should have room for; how many will come is unknown."""
+TOLERANCE, MOST_TOLERANCE, TOLERANCE_S = 0.1, 0.5, 1e-3
+"""By so much of the least cost, and so many seconds, others may differ from it and count as equal: more where the two
+workers' models of their steps err by more, up to a bound."""
+FEW_STEPS = 64
+"""A model of fewer steps does not know yet how far it errs."""
+HIT_TOKENS, MOST_SPARED = 64, 4
+"""So many tokens that a decode worker has make up for a request, up to so many requests: beyond that an idle worker is
+taken, so one shared prompt never pins all traffic."""
 LEAST_GAIN, LEAST_GAIN_S = 0.8, 0.02
 """Where a prompt is computed against the threshold costs at most this share, and so many seconds less: predictions
 err, and prompts between tokens make gaps."""
@@ -36,17 +45,20 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A worker, the forecast there, and what decides between it and others: the least comes first."""
+    """A worker, the forecast there, and what decides between it and others: the least rank, then the least cost."""
 
     worker: Worker
     forecast: Forecast
     rank: tuple[bool, bool, bool]
     cost_s: float
+    hits: int = 0
 
     @property
-    def key(self) -> tuple[tuple[bool, bool, bool], float, int, int, str]:
+    def turn(self) -> tuple[int, int, str]:
+        """Which of equal places is taken: the least. Tokens that are there already count as so many requests less."""
         worker = self.worker
-        return (self.rank, self.cost_s, worker.num_requests, worker.num_dispatched, worker.address)
+        spared = min(MOST_SPARED, self.hits // HIT_TOKENS)
+        return (worker.num_requests - spared, worker.num_dispatched, worker.address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,7 @@ class RoutingPolicy:
     ) -> Choice | None:
         """Workers for a new request, out of ready ones; None when none can take it."""
         if shape.num_remaining == 1 and prefill:
-            best = min((_prefill_place(worker, shape, now) for worker in prefill), key=_key)
+            best = _best([_prefill_place(worker, shape, now) for worker in prefill])
             return Choice(best.worker, None, best.forecast)
         found = [
             self._pair([] if shape.alone else partners.get(fingerprint, []), group, shape, now)
@@ -84,14 +96,14 @@ class RoutingPolicy:
         """The best choice among workers of one fingerprint, behind its cost."""
         local = [self._decode_place(worker, shape, now, local=True) for worker in decode]
         if not prefill:
-            return _alone(min(local, key=_key))
-        first = min((_prefill_place(worker, shape, now) for worker in prefill), key=_key)
-        then = min((self._decode_place(worker, shape, now, local=False) for worker in decode), key=_key)
+            return _alone(_best(local))
+        first = _best([_prefill_place(worker, shape, now) for worker in prefill])
+        then = _best([self._decode_place(worker, shape, now, local=False) for worker in decode])
         cost_s = first.cost_s + then.cost_s
         alone = [place for place in local if self._may_be_local(place, first, then, cost_s, shape)]
         if alone:
-            return _alone(min(alone, key=_key))
-        rank = (max(first.rank, then.rank), cost_s, *then.key[2:])
+            return _alone(_best(alone))
+        rank = (max(first.rank, then.rank), cost_s, *then.turn)
         return rank, Choice(first.worker, then.worker, joined(first.forecast, then.forecast))
 
     def _may_be_local(self, place: _Place, first: _Place, then: _Place, remote_s: float, shape: RequestShape) -> bool:
@@ -110,7 +122,9 @@ class RoutingPolicy:
         reserve = min(shape.num_remaining, OUTPUT_RESERVE)
         lacks_room = worker.num_blocks_of(shape.uncached(worker) + reserve) > worker.num_available_blocks
         cost_s = forecast.ttft_s + forecast.place_s + forecast.delay_s + shape.num_expected * forecast.token_s
-        return _Place(worker, forecast, (cuts, worker.suspect, lacks_room), cost_s)
+        return _Place(
+            worker, forecast, (cuts, worker.suspect, lacks_room), cost_s, shape.num_tokens - shape.uncached(worker)
+        )
 
 
 def _is_better(cost_s: float, other_s: float) -> bool:
@@ -124,8 +138,28 @@ def _prefill_place(worker: Worker, shape: RequestShape, now: float) -> _Place:
 
 
 def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:
-    return place.key, Choice(None, place.worker, place.forecast)
+    return (place.rank, place.cost_s, *place.turn), Choice(None, place.worker, place.forecast)
 
 
-def _key(place: _Place) -> tuple[tuple[bool, bool, bool], float, int, int, str]:
-    return place.key
+def _best(places: Sequence[_Place]) -> _Place:
+    """The place of the least cost, or the one among about equal ones whose worker has least to do."""
+    least = min(places, key=lambda place: (place.rank, place.cost_s))
+    equal = (place for place in places if place.rank == least.rank and place.cost_s <= _equal_s(least, place))
+    return min(equal, key=lambda place: place.turn)
+
+
+def _error_of(model: StepModel) -> float:
+    """How far a prediction may be off: a model of few steps does not know it yet."""
+    return model.error if model.num_steps >= FEW_STEPS else MOST_TOLERANCE
+
+
+def _equal_s(least: _Place, other: _Place) -> float:
+    """Up to which cost the other place counts as equal to the least.
+
+    Two workers that are predicted by one model differ by their work alone.
+    """
+    first, second = model_of(least.worker), model_of(other.worker)
+    if first == second:
+        return least.cost_s + TOLERANCE_S
+    share = min(MOST_TOLERANCE, max(TOLERANCE, _error_of(first) + _error_of(second)))
+    return (1.0 + share) * least.cost_s + TOLERANCE_S

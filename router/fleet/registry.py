@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from common.latency.step_model import StepShape
+from common.latency.step_model import StepModel, StepShape
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
@@ -38,6 +38,7 @@ class WorkerRegistry:
         self.explain: Callable[[Role, float], str] = lambda role, now: ""
         """Discovery's answer to why no worker of a role is known; "" without discovery."""
         self.next_serial = 1
+        self._models: dict[Role, StepModel] = {}
         self._last_sweep: float | None = None
 
     # ------------------------------------------------------------ which workers there are
@@ -92,6 +93,10 @@ class WorkerRegistry:
         if worker.beat is None or worker.beat.step != beat.step or not worker.beat.ready:
             worker.step_changed = now
         worker.beat, worker.beat_at, worker.fresh, worker.ended = beat, now, Load(), Load()
+        if beat.step_model.is_known:
+            self._models[worker.role] = beat.step_model
+        else:
+            worker.pool_model = self._models.get(worker.role, StepModel())
         for booking in reversed(worker.bookings.values()):
             if booking.serial <= beat.serial:
                 break

@@ -71,6 +71,7 @@ class Worker:
     `service_s`: the recent average of how long it decodes a request; 0 before the first.
     `slowness`: the recent average of how many times later than predicted its first tokens came, at least 1.
     `observed_s`: how long requests have waited there for a first token; `lasting_s`: how long they have been decoded.
+    `pool_model` is that of another worker of its pool, for as long as it has none.
 
     Its load is what it reports, less what `ended` since, and `fresh`, which the report does not count yet. So several
     routers see one another's requests, and none twice. `beat_at`: when it last reported.
@@ -98,6 +99,7 @@ class Worker:
     slowness: Ewma = field(default_factory=lambda: Ewma(SMOOTHING, start=1.0))
     observed_s: float = 0.0
     lasting_s: float = 0.0
+    pool_model: StepModel = StepModel()
     bookings: dict[int, Booking] = field(default_factory=dict)
     booked: Load = field(default_factory=Load)
     fresh: Load = field(default_factory=Load)
@@ -165,8 +167,13 @@ class Worker:
 
     @property
     def step_model(self) -> StepModel:
-        """What the worker says of its steps; nothing is known before its first one."""
+        """What the worker says of its steps; nothing is known before its first ones."""
         return self.beat.step_model if self.beat else StepModel()
+
+    @property
+    def likely_model(self) -> StepModel:
+        """The same; until something is known, what another worker of its pool said."""
+        return self.step_model if self.step_model.is_known else self.pool_model
 
     def forgive(self, now: float, longest_s: float) -> bool:
         """Count the worker as heard just now, unless its silence has lasted longer than `longest_s`."""

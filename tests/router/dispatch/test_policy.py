@@ -175,6 +175,27 @@ def test_an_answer_goes_where_its_tokens_come_sooner():
     assert choose(reported(d0=crowd)).decode.address == "d1"
 
 
+def test_workers_that_differ_by_less_than_predictions_err_take_turns():
+    noisy = {f"d{i}": {"model": StepModel(fixed_s=1e-3 * (1 + i / 100), row_s=1e-6, num_steps=100)} for i in range(2)}
+    registry, picks = reported(**noisy), Counter()
+    for _ in range(10):
+        picks[(decode := choose(registry).decode).address] += 1
+        registry.book(decode.address, prompt=StepShape(), num_blocks=1)
+    assert picks == {"d0": 5, "d1": 5}
+
+
+def test_a_new_worker_is_taken_for_one_like_its_pool():
+    registry = pool()
+    slow = StepModel(fixed_s=0.05, row_s=0.01, num_steps=100)
+    report(registry, "d0", slow)
+    report(registry, "d1", StepModel())
+    assert choose(registry).decode.address == "d0", "equal, and its turn"
+    registry.book("d0", prompt=StepShape(), num_blocks=1)
+    assert choose(registry).decode.address == "d1"
+    registry.book("d1", prompt=StepShape(), num_blocks=1)
+    assert choose(registry).decode.address == "d0", "the new one is no faster for being unknown"
+
+
 def test_a_long_prompt_stays_with_an_idle_decode_worker_while_prefill_workers_are_busy():
     busy = {"waiting_s": 5.0}
     assert names(choose(reported(p0=busy, p1=busy))) == (None, "d0")
