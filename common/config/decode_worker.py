@@ -19,7 +19,8 @@ class DecodeWorkerConfig(WorkerConfig):
 
     slo_tpot_ms: float = setting(
         0.0,
-        "milliseconds that a token after the first should take, for diptych_decode_pressure; 0: no such goal",
+        "milliseconds that a token after the first should take, for diptych_decode_pressure and for the pace of steps "
+        "while prompts are computed on the same cores; 0: no such goal",
         group="Scaling",
         **GOAL_MS,
     )
