@@ -78,9 +78,9 @@ class RoutingPolicy:
         if shape.num_remaining == 1 and prefill:
             best = _best([_prefill_place(worker, shape, now) for worker in prefill])
             return Choice(best.worker, None, best.forecast)
+        partners = {} if shape.alone else by_fingerprint(prefill)
         found = [
-            self._pair([] if shape.alone else partners.get(fingerprint, []), group, shape, now)
-            for partners in (by_fingerprint(prefill),)
+            self._pair(partners.get(fingerprint, []), group, shape, now)
             for fingerprint, group in by_fingerprint(decode).items()
         ]
         return min(found, key=lambda pair: pair[0], default=(None, None))[1]
