@@ -69,7 +69,7 @@ class EngineConfig:
 class EngineStatus:
     """A snapshot for heartbeats, health and metrics, published after every turn of the loop.
 
-    `serials`: by router, the largest serial of a request that the snapshot counts.
+    `serials`: by router, the largest serial of a request that the snapshot counts. `at`: when it was published.
     """
 
     num_running: int = 0
@@ -86,6 +86,11 @@ class EngineStatus:
     num_context_tokens: int = 0
     step_model: StepModel = StepModel()
     serials: Mapping[bytes, int] = field(default_factory=dict)
+    at: float = 0.0
+
+    def waiting_left_s(self, now: float) -> float:
+        """What is left of `waiting_s`: a long step computes on since the snapshot."""
+        return max(0.0, self.waiting_s - max(0.0, now - self.at))
 
 
 class Engine(ABC):
@@ -282,7 +287,8 @@ class Engine(ABC):
             self._has_stepped, self._progress_told_at = False, now
 
     def _publish(self) -> None:
-        self.status = replace(self.snapshot(), full_tokens_per_s=self.step_times.full_tokens_per_s)
+        rate = self.step_times.full_tokens_per_s
+        self.status = replace(self.snapshot(), full_tokens_per_s=rate, at=time.monotonic())
 
     def _take_cores(self) -> None:
         if self._set_threads is None:

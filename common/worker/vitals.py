@@ -76,7 +76,7 @@ def heartbeat_of(
         step_time_s=status.step_time_s,
         full_tokens_per_s=status.full_tokens_per_s,
         turn_limit_s=engine.turn_limit_s if engine else LONGEST_S,
-        waiting_s=status.waiting_s,
+        waiting_s=status.waiting_left_s(time.monotonic()),
         num_context_tokens=status.num_context_tokens,
         step_model=status.step_model,
         serial=status.serials.get(router, 0),
