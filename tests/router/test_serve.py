@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.stack import free_port
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig
 from common.config.field import fields_of, to_argv
 from common.errors import ConfigError
@@ -165,7 +166,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pretended(tmp_path: Path, *argv: str) -> Supervisor:
-    plan = plan_of("--port", str(claim_port("127.0.0.1", 0)), *argv)
+    plan = plan_of("--port", str(free_port()), *argv)  # none that an outgoing connection may take meanwhile
     supervisor = Supervisor(plan, tmp_path)
     for worker in (*supervisor.prefill, *supervisor.decode):
         worker.module = "pretended_worker"
