@@ -21,10 +21,11 @@ from common.wire.messages import PromptLogprobs, RequestFailed, ResetPrefixCache
 from router.dispatch.admission import Admission
 from router.dispatch.client import RETRY_AFTER_S, GenerationRequest, TokenEvent
 from router.dispatch.demand import Demand, DemandMeter
+from router.dispatch.forecast import RequestShape
 from router.dispatch.handover import HandOvers
 from router.dispatch.load import DispatchCounters, DispatchLoad
 from router.dispatch.placement import Placement
-from router.dispatch.policy import RoutingPolicy
+from router.dispatch.policy import Choice, RoutingPolicy
 from router.dispatch.recovery import Recovery, refusal
 from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.silence import why_left
@@ -83,9 +84,9 @@ class Dispatcher:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """See `GenerationClient.generate`."""
-        state = self._admit(request)
+        state, chosen = self._admit(request)
         try:
-            self._try_place(state, self._clock())
+            self._try_place(state, self._clock(), chosen)
             while True:
                 event = await state.next_event()
                 yield event
@@ -209,7 +210,8 @@ class Dispatcher:
             num = self._config.max_inflight
             raise Unavailable(f"{num} requests are in flight, the most this router takes", retry_after_s=RETRY_AFTER_S)
 
-    def _admit(self, request: GenerationRequest) -> RequestState:
+    def _admit(self, request: GenerationRequest) -> tuple[RequestState, tuple[Choice, RequestShape] | None]:
+        """The request's state, and where it would be placed."""
         self._check_bounds()
         if request.request_id in self._states:
             raise InvalidRequest(f"request {request.request_id} is already being served", param="request_id")
@@ -226,7 +228,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         state.deadline_timer = loop.call_later(request.deadline_s, self._on_deadline, state)
         self._queue[request.request_id] = state
-        return state
+        return state, chosen
 
     def _serve_queue(self, now: float) -> None:
         """Place queued requests, oldest first, `MAX_PLACED_A_TURN` at once; fail those that waited too long."""
@@ -243,10 +245,10 @@ class Dispatcher:
             waited = f"waited {now - state.queued_at:.1f} s for a worker: {self._placement.obstacle(state, now)}"
             self._fail(state, Unavailable(waited, retry_after_s=RETRY_AFTER_S))
 
-    def _try_place(self, state: RequestState, now: float) -> bool:
+    def _try_place(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None) -> bool:
         if now < state.not_before or not self._recovery.may_be_placed(state):
             return False
-        if (choice := self._placement.place(state, now)) is None:
+        if (choice := self._placement.place(state, now, chosen)) is None:
             return False
         self._admission.expect(state, choice, now)
         del self._queue[state.request.request_id]

@@ -50,14 +50,19 @@ class Placement:
         choice = self._policy.choose(prefill, decode, shape, now)
         return None if choice is None else (choice, shape)
 
-    def place(self, state: RequestState, now: float) -> Choice | None:
-        """Choose workers and send them a request that is on none; None when no worker can take it now."""
+    def place(
+        self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None
+    ) -> Choice | None:
+        """Choose workers and send them a request that is on none; None when no worker can take it now.
+
+        `chosen` is what `choose` has just said.
+        """
         state.num_base_tokens = len(state.stream.token_ids)
         if state.wants_prompt_logprobs:  # one worker computes all of them: another may have other weights
             state.stream.drop_prompt_logprobs()
         deaf: set[str] = set()
-        while (chosen := self.choose(state, now, deaf)) is not None:
-            choice, shape = chosen
+        while (chosen := chosen or self.choose(state, now, deaf)) is not None:
+            (choice, shape), chosen = chosen, None
             unheard = self._dispatch(state, choice, shape, now)
             if unheard is None:
                 state.forecast = choice.forecast

@@ -309,8 +309,8 @@ async def test_a_long_queue_is_placed_without_holding_the_event_loop(cluster, to
     await tools.until(lambda: len(dispatcher._queue) == 100)
     turn, turns, place = 0, [], dispatcher._placement.place
 
-    def noted(state, now):
-        placed = place(state, now)
+    def noted(state, now, chosen=None):
+        placed = place(state, now, chosen)
         if placed:
             turns.append(turn)
         return placed
