@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from .examples import register_profiles
 from .forge import forged_processes
 
+register_profiles()
 ROOT = Path(__file__).resolve().parents[1]
 
 BEGAN = pytest.StashKey[float]()

@@ -16,6 +16,8 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import SchedulerOutput
 
+from ..examples import examples
+
 SIZE, BLOCKS, MAX_SEQS, CHUNK = 4, 12, 4, 6
 
 
@@ -192,4 +194,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(derandomize=True, deadline=None, max_examples=80, stateful_step_count=60)
+TestSchedulerMachine.settings = settings(
+    derandomize=True, deadline=None, max_examples=examples(80), stateful_step_count=60
+)

@@ -46,6 +46,7 @@ from common.worker.metrics import WorkerMetrics
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.scheduler import PrefillScheduler
 
+from ..examples import examples
 from .lazy_device import LazyDevice
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
@@ -401,7 +402,7 @@ EVENTS = (
 ORDERS = settings(
     derandomize=True,
     deadline=None,
-    max_examples=12,
+    max_examples=examples(12),
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -16,6 +16,8 @@ from common.wire.sampling_params import SamplingParams
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.sequence import PrefillSequence
 
+from ..examples import examples
+
 SIZE = 4
 MODEL = StepModel()
 PARAMS = SamplingParams(max_tokens=8)
@@ -231,4 +233,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=50)
+TestSchedulerMachine.settings = settings(
+    derandomize=True, deadline=None, max_examples=examples(60), stateful_step_count=50
+)

@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from common.errors import BlockError
 from common.kv.block_pool import BlockCounts, BlockPool
 
+from ...examples import examples
+
 
 def digest(number: int) -> bytes:
     return number.to_bytes(16, "big")
@@ -276,4 +278,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=40)
+TestPoolMachine.settings = settings(derandomize=True, deadline=None, max_examples=examples(60), stateful_step_count=40)

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from common.kv.shared_memory import NAME, NotShared, PeerMemory, SharedMemory
 from common.wire.messages import KVMemory
 
+from ...examples import examples
+
 NUM_BYTES = 3 * 5000
 OWNER = """
 import sys, time
@@ -163,7 +165,7 @@ def test_anything_else_is_refused_and_let_go(
         os.close(offer.fd)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=examples(200))
 @given(pid=st.integers(1, 2**31 - 1) | st.just(os.getpid()), fd=st.integers(0, 64), size=st.integers(1, 2**50))
 def test_no_offer_at_random_is_taken(pid: int, fd: int, size: int) -> None:
     with pytest.raises(NotShared):

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from common.latency.step_model import StepModel, StepShape
 from common.requests.prompt_order import ELDER_SHARE, PATIENCE_S, prompt_order
 
+from ...examples import examples
+
 BUDGET = 64
 MODEL = StepModel(token_s=0.01, num_steps=1)
 UNKNOWN = StepModel()
@@ -122,7 +124,7 @@ lengths = st.integers(1, 300)
 
 
 @given(st.lists(st.tuples(lengths, st.floats(0.01, 20.0)), min_size=1, max_size=6))
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(50))
 def test_prompts_that_can_all_be_in_time_are(wanted: list[tuple[int, float]]) -> None:
     """All are done before one is the elder."""
     prompts = [Prompt(f"{i}", tokens, due_at=due) for i, (tokens, due) in enumerate(wanted)]
@@ -135,7 +137,7 @@ def test_prompts_that_can_all_be_in_time_are(wanted: list[tuple[int, float]]) ->
 
 
 @given(st.lists(lengths, max_size=6), st.lists(lengths, min_size=1, max_size=6))
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(50))
 def test_late_prompts_do_not_delay_others(late: list[int], feasible: list[int]) -> None:
     def good() -> list[Prompt]:
         return [Prompt(f"g{i}", tokens, due_at=30.0) for i, tokens in enumerate(feasible)]
@@ -168,7 +170,7 @@ arrivals = st.tuples(st.floats(0.0, 30.0), lengths, st.sampled_from([0.0, 0.5, 2
 
 
 @given(st.lists(arrivals, min_size=1, max_size=20), st.booleans())
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(derandomize=True, deadline=None, max_examples=examples(20))
 def test_every_prompt_is_done_within_a_bound(wanted: list[tuple[float, int, float]], is_known: bool) -> None:
     """Beside short prompts, with goals, that alone are twice what can be computed."""
     prompts = [

@@ -43,6 +43,8 @@ from common.wire.messages import (
 )
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 
+from ...examples import examples
+
 PARAMS = SamplingParams(
     max_tokens=9, min_tokens=2, temperature=0.5, seed=-(2**63), logit_bias=((3, -1.5),), logprobs=2,
     stop_token_ids=(7,), prompt_logprobs=20,
@@ -95,7 +97,7 @@ MESSAGES: list[Message] = [
     KVAck(request_id="a", attempt=0),
     KVFailed(request_id="a", attempt=0, reason="x" * 4096),
 ]  # fmt: skip
-FUZZ = settings(derandomize=True, deadline=None, max_examples=300)
+FUZZ = settings(derandomize=True, deadline=None, max_examples=examples(300))
 
 
 def raw(*fields: object) -> bytes:

@@ -11,6 +11,8 @@ from router.generation.choice import Choice
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopScanner
 
+from ...examples import examples
+
 output = st.text("ab é🙂", min_size=1, max_size=12).map(lambda text: list(text.encode()))
 stop_strings = st.lists(st.text("ab é", min_size=1, max_size=3), max_size=3)
 cuts = st.lists(st.integers(1, 4), min_size=1, max_size=12)
@@ -40,7 +42,7 @@ def run(
     return out | {"reason": choice.finish_reason, "count": choice.num_tokens}
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ids=output, sizes=cuts, stops=stop_strings, with_logprobs=st.booleans(), keep=st.booleans(), least=st.integers(0, 6)
 )
@@ -55,7 +57,7 @@ def test_how_tokens_are_divided_into_events_changes_nothing(
         assert (one_by_one["text"], one_by_one["ids"]) == (text.tokenizer.decode(ids), ids)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ids=output, sizes=cuts, stops=stop_strings)
 def test_logprobs_are_those_of_the_text(text: Any, ids: list[int], sizes: list[int], stops: list[str]) -> None:
     out = run(text, ids, sizes, stops, True)

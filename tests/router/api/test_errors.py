@@ -8,6 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ...examples import examples
+
 JSON = {"content-type": "application/json"}
 
 
@@ -250,7 +252,7 @@ names = st.sampled_from(
 bodies = st.dictionaries(names, values, max_size=4)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fields=bodies, path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]))
 async def test_no_body_makes_a_server_error(running: Any, fields: dict[str, Any], path: str) -> None:
     base = {"prompt": "a"} if "chat" not in path else {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}

@@ -40,6 +40,8 @@ from router.dispatch.client import GenerationRequest
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.worker_connection import Connection
 
+from ...examples import examples
+
 BEAT_S, TIMEOUT_S, TOKEN_TIMEOUT_S = 0.25, 1.0, 4.0
 POOLS = ("prefill", "prefill", "decode", "decode", "decode")
 T = TypeVar("T")
@@ -548,7 +550,7 @@ TestWeightsMachine = WeightsMachine.TestCase
 TestDispatcherMachine.settings = TestRoundingMachine.settings = TestWeightsMachine.settings = settings(
     derandomize=True,
     deadline=None,
-    max_examples=80,
+    max_examples=examples(80),
     stateful_step_count=50,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

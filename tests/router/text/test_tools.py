@@ -16,6 +16,7 @@ from router.text.call_scanner import CallScanner
 from router.text.chat_prompt import chat_prompt
 from router.text.tools import Function, call_grammar, describes_tools
 
+from ...examples import examples
 from ..answers import checked, is_answer
 
 WEATHER = Function(
@@ -200,7 +201,7 @@ called = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(answer=st.lists(st.tuples(said, called), max_size=4), last=said, data=st.data())
 def test_how_an_answer_is_divided_changes_nothing(
     answer: list[tuple[str, tuple[str, str]]], last: str, data: st.DataObject
