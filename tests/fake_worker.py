@@ -140,8 +140,8 @@ class FakeWorker:
 
     # ------------------------------------------------------------ what it does
 
-    def advance(self, job: Job) -> bool:
-        """Say the next token, or all that came with the KV. Whether there is more to do for the request here."""
+    def advance(self, job: Job) -> None:
+        """Say the next token, or all that came with the KV. A prefill worker has done its part then."""
         assert job.tokens is not None
         request, prompt = job.request, unpack_tokens(job.request.prompt)
         if job.index == request.num_output_tokens:
@@ -157,8 +157,6 @@ class FakeWorker:
             self.ship(request.request_id, request.attempt, request.decode, job.tokens)  # an ended answer needs no KV
         if reason or isinstance(request, PrefillRequest):
             del self.jobs[request.request_id]
-            return False
-        return True
 
     def hand_over(self, job: Job) -> None:
         """Leave a request to the target of its order."""

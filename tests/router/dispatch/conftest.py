@@ -99,15 +99,17 @@ class SocketWorker(FakeWorker):
         return job
 
     async def serve(self, job: Job) -> None:
-        """Advance a request until it ends, is aborted or has left with a token that its router had not seen."""
+        """Advance a request until it ends or is aborted, or leaves with a token that its router had not seen."""
         if isinstance(job.request, PrefillRequest):
             await asyncio.sleep(self.token_s)
         if job.tokens is None:
             job.tokens = list(await self.expect(job.request.request_id, job.request.attempt))
-        while self.jobs.get(job.request.request_id) is job and self.advance(job):
-            await asyncio.sleep(self.token_s)
+        while self.jobs.get(job.request.request_id) is job:
             if job.order is not None and job.index > job.order.num_output_tokens:
-                return self.hand_over(job)
+                self.hand_over(job)
+            else:
+                self.advance(job)
+                await asyncio.sleep(self.token_s)
 
     def expect(self, request_id: str, attempt: int) -> asyncio.Future[list[int]]:
         """The KV of a request: the tokens that it is of."""
