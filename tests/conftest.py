@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 from .examples import register_profiles
 from .forge import forged_processes
+from .program import Program
 
 register_profiles()
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,6 +98,21 @@ def forge() -> Iterator[None]:
     """Stacks fork their workers and routers from processes that have imported what these need."""
     with forged_processes():
         yield
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    """Starts a program with the options of `subprocess.Popen`; what still runs after the test is killed."""
+    started: list[Program] = []
+
+    def run(*command: str, **options: Any) -> Program:
+        started.append(Program("the program", tmp_path / f"program-{len(started)}.log"))
+        started[-1].launch(command, **options)
+        return started[-1]
+
+    yield run
+    for program in started:
+        program.kill()
 
 
 @pytest.fixture

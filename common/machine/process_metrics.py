@@ -6,20 +6,20 @@ import asyncio
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+
+from common.observe.families import Families
 
 
 class _TaskCollector(Collector):
     """Counts the tasks of the event loop that answers the scrape."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels = labels
+        self._families = Families(labels)
 
     def collect(self) -> Iterable[Metric]:
-        family = GaugeMetricFamily("diptych_asyncio_tasks", "Tasks of the event loop", labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), _num_tasks())
-        yield family
+        yield self._families.gauge("diptych_asyncio_tasks", "Tasks of the event loop", _num_tasks())
 
 
 def register_process(registry: CollectorRegistry, labels: Mapping[str, str]) -> None:

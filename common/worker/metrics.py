@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from common.machine.process_metrics import register_process
+from common.observe.families import Families
 from common.observe.recent_quantile import RecentQuantile
 from common.worker.engine import EngineStatus
 from common.worker.scaling import active_requests, backlog_s, pressure
@@ -51,53 +52,39 @@ class _StatusCollector(Collector):
         tpot_s: Callable[[], float],
         slo_tpot_s: float,
     ) -> None:
-        self._status, self._labels = status, labels
+        self._status, self._families = status, Families(labels)
         self._role, self._tpot_s, self._slo_tpot_s = role, tpot_s, slo_tpot_s
 
     def collect(self) -> Iterable[Metric]:
         status = self._status()
         blocks = status.blocks
         usage = blocks.owned / blocks.total if blocks.total else 0.0
+        gauge, counter = self._families.gauge, self._families.counter
         yield from (
-            self._gauge("vllm:num_requests_running", "Requests in the running batch", status.num_running),
-            self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled", status.num_waiting),
-            self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks owned by requests, 0 to 1", usage),
-            self._gauge("diptych_num_requests_transferring", "Requests whose KV is under way", status.num_transferring),
-            self._gauge("diptych_waiting_tokens", "Prompt tokens accepted and not computed", status.num_waiting_tokens),
-            self._gauge("diptych_tokens_per_second", "Recent rate of computed tokens", status.tokens_per_s),
-            self._gauge("diptych_step_seconds", "Recent duration of an engine step", status.step_time_s),
+            gauge("vllm:num_requests_running", "Requests in the running batch", status.num_running),
+            gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled", status.num_waiting),
+            gauge("vllm:kv_cache_usage_perc", "Share of KV blocks owned by requests, 0 to 1", usage),
+            gauge("diptych_num_requests_transferring", "Requests whose KV is under way", status.num_transferring),
+            gauge("diptych_waiting_tokens", "Prompt tokens accepted and not computed", status.num_waiting_tokens),
+            gauge("diptych_tokens_per_second", "Recent rate of computed tokens", status.tokens_per_s),
+            gauge("diptych_step_seconds", "Recent duration of an engine step", status.step_time_s),
         )
         yield from self._scaling(status, usage)
-        family = GaugeMetricFamily("diptych_kv_blocks", "KV blocks by state", labels=[*self._labels, "state"])
-        for state, count in (("free", blocks.free), ("cached", blocks.cached), ("owned", blocks.owned)):
-            family.add_metric([*self._labels.values(), state], count)
-        yield family
-        yield self._total(
-            "diptych_frames_dropped", "Frames that were not valid, or came too late", status.num_dropped_frames
-        )
-        yield self._total(
-            "diptych_connections_refused", "Connections with a key not authorised", status.num_refused_connections
-        )
+        states = ((("free",), blocks.free), (("cached",), blocks.cached), (("owned",), blocks.owned))
+        yield gauge("diptych_kv_blocks", "KV blocks by state", states, ("state",))
+        dropped, refused = status.num_dropped_frames, status.num_refused_connections
+        yield counter("diptych_frames_dropped", "Frames that were not valid, or came too late", dropped)
+        yield counter("diptych_connections_refused", "Connections with a key not authorised", refused)
 
     def _scaling(self, status: EngineStatus, usage: float) -> Iterator[Metric]:
-        active = active_requests(status)
-        yield self._gauge("diptych_active_requests", "Requests that would be cut if this worker ended now", active)
+        active, gauge = active_requests(status), self._families.gauge
+        yield gauge("diptych_active_requests", "Requests that would be cut if this worker ended now", active)
         if self._role == "prefill":
             waiting_s = backlog_s(status.num_waiting_tokens, status.full_tokens_per_s)
-            yield self._gauge("diptych_prefill_backlog_seconds", "Seconds of prompts that wait here", waiting_s)
+            yield gauge("diptych_prefill_backlog_seconds", "Seconds of prompts that wait here", waiting_s)
         elif self._role == "decode":
             full = pressure(usage, self._tpot_s(), self._slo_tpot_s)
-            yield self._gauge("diptych_decode_pressure", "How full this worker is, 1 at its limit", full)
-
-    def _total(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
+            yield gauge("diptych_decode_pressure", "How full this worker is, 1 at its limit", full)
 
 
 class WorkerMetrics:

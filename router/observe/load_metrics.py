@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from common.observe.families import Families, Samples
 from router.dispatch.load import DispatchLoad
-from router.observe.families import Families, Samples
 
 WORKER = ("worker", "role")
 
@@ -22,20 +22,16 @@ class LoadCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         load, gauge, counter = self._load(), self._families.gauge, self._families.counter
         takeovers = load.num_retries.get("decode", 0)
-        yield gauge("diptych_requests_in_flight", "Sequences in the router, by stage", ("stage",), _by(load.stages))
-        yield gauge(
-            "diptych_wait_limit_seconds", "How long a new request may be bound to wait", (), [((), load.wait_limit_s)]
-        )
-        yield counter("diptych_retries", "Moves to another worker, by role", ("role",), _by(load.num_retries))
-        yield counter("diptych_takeovers", "Answers that another decode worker went on with", (), [((), takeovers)])
-        yield counter("diptych_failures", "Sequences given up, by error class", ("reason",), _by(load.num_failures))
-        yield counter("diptych_placements", "Sequences placed, by kind of place", ("kind",), _by(load.num_choices))
+        yield gauge("diptych_requests_in_flight", "Sequences in the router, by stage", _by(load.stages), ("stage",))
+        yield gauge("diptych_wait_limit_seconds", "How long a new request may be bound to wait", load.wait_limit_s)
+        yield counter("diptych_retries", "Moves to another worker, by role", _by(load.num_retries), ("role",))
+        yield counter("diptych_takeovers", "Answers that another decode worker went on with", takeovers)
+        yield counter("diptych_failures", "Sequences given up, by error class", _by(load.num_failures), ("reason",))
+        yield counter("diptych_placements", "Sequences placed, by kind of place", _by(load.num_choices), ("kind",))
         yield counter(
-            "diptych_handovers", "Running answers handed over between workers", ("outcome",), _by(load.num_handovers)
+            "diptych_handovers", "Running answers handed over between workers", _by(load.num_handovers), ("outcome",)
         )
-        yield counter(
-            "diptych_stale_deltas", "Tokens that came from a worker given up", (), [((), load.num_stale_deltas)]
-        )
+        yield counter("diptych_stale_deltas", "Tokens that came from a worker given up", load.num_stale_deltas)
         yield from self._workers(load)
 
     def _workers(self, load: DispatchLoad) -> Iterator[Metric]:
@@ -50,15 +46,15 @@ class LoadCollector(Collector):
         cuts = [(key, worker.num_cuts) for key, worker in workers]
         unsent = [(key, worker.num_unsent) for key, worker in workers]
         dropped = [(key, worker.num_dropped_frames) for key, worker in workers]
-        yield gauge("diptych_worker_state", "1 for the state a worker is in", (*WORKER, "state"), states)
-        yield gauge("diptych_worker_requests", "Sequences this router has on a worker", WORKER, requests)
-        yield gauge("diptych_worker_queued_tokens", "Prompt tokens waiting on a worker", WORKER, queued)
-        yield gauge("diptych_worker_wait_seconds", "How long a new prompt would wait there", WORKER, waits)
-        yield gauge("diptych_worker_model_error", "Error of its model of steps, 0.1: a tenth", WORKER, errors)
-        yield gauge("diptych_worker_available_blocks", "KV blocks a worker could give", WORKER, blocks)
-        yield counter("diptych_worker_cuts", "Times the connection to a worker was lost", WORKER, cuts)
-        yield counter("diptych_worker_unsent", "Messages a full queue had no room for", WORKER, unsent)
-        yield counter("diptych_worker_frames_dropped", "Frames that were no valid message", WORKER, dropped)
+        yield gauge("diptych_worker_state", "1 for the state a worker is in", states, (*WORKER, "state"))
+        yield gauge("diptych_worker_requests", "Sequences this router has on a worker", requests, WORKER)
+        yield gauge("diptych_worker_queued_tokens", "Prompt tokens waiting on a worker", queued, WORKER)
+        yield gauge("diptych_worker_wait_seconds", "How long a new prompt would wait there", waits, WORKER)
+        yield gauge("diptych_worker_model_error", "Error of its model of steps, 0.1: a tenth", errors, WORKER)
+        yield gauge("diptych_worker_available_blocks", "KV blocks a worker could give", blocks, WORKER)
+        yield counter("diptych_worker_cuts", "Times the connection to a worker was lost", cuts, WORKER)
+        yield counter("diptych_worker_unsent", "Messages a full queue had no room for", unsent, WORKER)
+        yield counter("diptych_worker_frames_dropped", "Frames that were no valid message", dropped, WORKER)
 
 
 def _by(values: Mapping[str, float]) -> Samples:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from common.observe.families import Families
 from router.discovery.status import DiscoveryStatus
 from router.dispatch.dispatcher import Dispatcher
-from router.observe.families import Families
 from router.observe.slo import SLOWindow
 
 
@@ -35,14 +35,14 @@ class PoolCollector(Collector):
         held = {(role,): num for role, num in demand.held.items()}
         backlog, pressure = {("prefill",): demand.backlog_s}, {("decode",): demand.pressure}
         gauge = self._families.gauge
-        yield gauge("diptych_requests_held", "Sequences that find no worker of a role", ("role",), held.items())
-        yield gauge("diptych_pool_backlog_seconds", "Seconds of prompts for one worker", ("role",), backlog.items())
-        yield gauge("diptych_pool_pressure", "Load in workers that it would fill", ("role",), pressure.items())
-        yield gauge("diptych_pool_workers", "Workers, by state", ("role", "state"), demand.workers.items())
-        yield gauge("diptych_unpaired_workers", "Ready workers without a partner", ("role",), unpaired.items())
+        yield gauge("diptych_requests_held", "Sequences that find no worker of a role", held.items(), ("role",))
+        yield gauge("diptych_pool_backlog_seconds", "Seconds of prompts for one worker", backlog.items(), ("role",))
+        yield gauge("diptych_pool_pressure", "Load in workers that it would fill", pressure.items(), ("role",))
+        yield gauge("diptych_pool_workers", "Workers, by state", demand.workers.items(), ("role", "state"))
+        yield gauge("diptych_unpaired_workers", "Ready workers without a partner", unpaired.items(), ("role",))
         if attained:
             yield gauge(
-                "diptych_slo_attainment_ratio", "Share of the last minute that met a goal", ("slo",), attained.items()
+                "diptych_slo_attainment_ratio", "Share of the last minute that met a goal", attained.items(), ("slo",)
             )
         if fleet.source is not None:
             yield from self._discovery(fleet.source.status, now)
@@ -50,10 +50,8 @@ class PoolCollector(Collector):
     def _discovery(self, status: DiscoveryStatus, now: float) -> Iterator[Metric]:
         gauge = self._families.gauge
         yield gauge(
-            "diptych_discovery_endpoints", "Workers that discovery sees", ("role", "state"), status.counts().items()
+            "diptych_discovery_endpoints", "Workers that discovery sees", status.counts().items(), ("role", "state")
         )
-        yield gauge(
-            "diptych_discovery_last_sync_age_seconds", "Since all was last looked up", (), [((), status.age_s(now))]
-        )
+        yield gauge("diptych_discovery_last_sync_age_seconds", "Since all was last looked up", status.age_s(now))
         syncs = [((result,), count) for result, count in status.num_syncs.items()]
-        yield self._families.counter("diptych_discovery_syncs", "Lookups of all", ("result",), syncs)
+        yield self._families.counter("diptych_discovery_syncs", "Lookups of all", syncs, ("result",))

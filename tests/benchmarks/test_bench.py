@@ -1,9 +1,8 @@
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from benchmarks import bench
 from benchmarks.config import BenchConfig
 from common.config.sources import read
 
+from ..program import Program
 from .conftest import ScriptedServer
 
 QUICK = ["--num-requests", "6", "--input-len", "4-8", "--output-len", "3", "--seed", "1"]
@@ -93,17 +93,18 @@ def test_settings_from_file_and_environment(tmp_path: Path) -> None:
     assert (config.rate, config.input_len, config.output_len) == ("5", "9-12", "7")
 
 
-def test_an_interrupt_reports_what_was_measured(server: ScriptedServer, tmp_path: Path) -> None:
+def test_an_interrupt_reports_what_was_measured(
+    server: ScriptedServer, tmp_path: Path, launch: Callable[..., Program]
+) -> None:
     before = len(server.bodies)
     output = tmp_path / "r.json"
     flags = ["--url", server.url, "--model=slow", "--output-len=4", "--concurrency=2", "--warmup=0"]
-    command = [sys.executable, "-P", "-m", "benchmarks.bench", *flags, f"--output={output}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
-        while len(server.bodies) < before + 6:
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate()
-    assert process.returncode == 130
-    assert "interrupted; measured so far" in printed
+    load = launch(sys.executable, "-P", "-m", "benchmarks.bench", *flags, f"--output={output}")
+    while len(server.bodies) < before + 6:
+        assert load.alive, load.describe_end()
+        time.sleep(0.01)
+    load.send_signal(signal.SIGINT)
+    load.wait(time.monotonic() + 60)
+    assert load.returncode == 130, load.describe_end()
+    assert "interrupted; measured so far" in load.output()
     assert json.loads(output.read_text())["summary"]["outcomes"]["ok"] >= 2

@@ -1,10 +1,10 @@
 """An engine's processes: started, waited for, ended with their children."""
 
 import asyncio
-import subprocess
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -18,6 +18,7 @@ from benchmarks.compare.running import RunningEngine
 from benchmarks.stack import free_port
 from benchmarks.summary import Summary
 
+from ..program import Program
 from .fake_engine import fake_process
 
 
@@ -126,28 +127,16 @@ def test_a_bad_request_is_answered(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_a_comparison_that_is_told_to_end_ends_what_it_started(tmp_path: Path) -> None:
-    flags = [
-        "--model",
-        "tiny-random",
-        "--workload",
-        "16/4",
-        "--concurrency",
-        "1",
-        "--max-s",
-        "100",
-        "--per-user",
-        "100000",
-    ]
-    program = [sys.executable, "-P", "-m", "benchmarks.compare", "--diptych", "own=", *flags]
-    with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as comparing:
-        started: list[psutil.Process] = []
-        deadline = time.monotonic() + 100
-        while len(started) < 4:  # `diptych serve`, router, prefill and decode worker
-            assert comparing.poll() is None and time.monotonic() < deadline
-            started = psutil.Process(comparing.pid).children(recursive=True)
-            time.sleep(0.05)
-        comparing.terminate()
-        assert comparing.wait(60) != 0
-        assert "told to end" in (comparing.stderr.read() if comparing.stderr else "")
+def test_a_comparison_that_is_told_to_end_ends_what_it_started(launch: Callable[..., Program]) -> None:
+    flags = ("--model=tiny-random", "--workload=16/4", "--concurrency=1", "--max-s=100", "--per-user=100000")
+    comparing = launch(sys.executable, "-P", "-m", "benchmarks.compare", "--diptych", "own=", *flags)
+    started: list[psutil.Process] = []
+    deadline = time.monotonic() + 100
+    while len(started) < 4:  # `diptych serve`, router, prefill and decode worker
+        assert comparing.alive and time.monotonic() < deadline, comparing.output()
+        started = psutil.Process(comparing.pid).children(recursive=True)
+        time.sleep(0.05)
+    comparing.stop(60)
+    assert comparing.returncode and not comparing.forced
+    assert "told to end" in comparing.output()
     assert not psutil.wait_procs(started, timeout=30)[1]

@@ -38,26 +38,26 @@ LONG = SamplingParams(max_tokens=4000, temperature=0.0, ignore_eos=True)
 Kind = TypeVar("Kind", bound=Message)
 
 
-class Worker:
+class DrainedWorker(StackProcess):
     """A worker of a role, its control socket, and a KV socket that it may be told to ship to."""
 
     def __init__(self, role: str, folder: Path) -> None:
         log = folder / f"{role}.log"
         flags = ("--model", "tiny-random", "--kv-memory-gib", "0.05", "--threads", "1", "--drain-timeout-s", "60")
         flags = (*flags, "--router-timeout-s", "300")  # the test sends no heartbeats
-        command = [sys.executable, "-P", "-m", f"{role}_worker", *flags]
-        self.process = StackProcess(role, role, [*command, "--address-file", str(log.with_suffix(".json"))], log)
-        self.process.start()
+        flags = (*flags, "--address-file", str(log.with_suffix(".json")))
+        super().__init__(role, role, [sys.executable, "-P", "-m", f"{role}_worker", *flags], log)
+        self.start()
         deadline = time.monotonic() + PATIENCE_S
-        self.process.wait_for_addresses(deadline)
+        self.wait_for_addresses(deadline)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.control = self.context.socket(zmq.DEALER)
-        self.control.connect(self.process.addresses["address"])
+        self.control.connect(self.addresses["address"])
         self.kv = self.context.socket(zmq.ROUTER)
         self.kv.bind("tcp://127.0.0.1:*")
         self.tell(RouterHello(router_id="test", epoch=1))
         while not self.hear(WorkerHeartbeat).ready:
-            assert time.monotonic() < deadline, self.process.log_tail()
+            self.check(deadline, "was not ready")
 
     def tell(self, message: Message) -> None:
         self.control.send(encode(message))
@@ -65,29 +65,25 @@ class Worker:
     def hear(self, kind: type[Kind]) -> Kind:
         """The next message of a kind; others are passed over."""
         while True:
-            assert self.control.poll(int(PATIENCE_S * 1000)), f"no {kind.__name__}\n{self.process.log_tail()}"
+            assert self.control.poll(int(PATIENCE_S * 1000)), f"no {kind.__name__}\n{self.log_tail()}"
             message = decode(self.control.recv())
             if isinstance(message, kind):
                 return message
 
     def drain(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
         while not self.hear(WorkerHeartbeat).draining:
-            assert self.process.alive
+            assert self.alive
 
     def refuses(self, message: DecodeRequest | PrefillRequest) -> bool:
         self.tell(message)
         failed = self.hear(RequestFailed)
         return (failed.request_id, failed.phase, failed.retryable) == (message.request_id, "queue", True)
 
-    def ended(self) -> tuple[int | None, bool]:
+    def how_it_ends(self) -> tuple[int | None, bool]:
         """The exit status, and whether it took force."""
-        self.process.wait(time.monotonic() + PATIENCE_S)
-        return self.process.returncode, self.process.forced
-
-    def close(self) -> None:
-        self.process.stop()
-        self.context.destroy(linger=0)
+        self.wait(time.monotonic() + PATIENCE_S)
+        return self.returncode, self.forced
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +92,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def worker(request: pytest.FixtureRequest, folder: Path, forge: None) -> Iterator[Worker]:
-    worker = Worker(request.param, folder)
+def worker(request: pytest.FixtureRequest, folder: Path, forge: None) -> Iterator[DrainedWorker]:
+    worker = DrainedWorker(request.param, folder)
     yield worker
-    worker.close()
+    worker.stop()
+    worker.context.destroy(linger=0)
 
 
 def asked(name: str) -> DecodeRequest:
@@ -107,28 +104,28 @@ def asked(name: str) -> DecodeRequest:
 
 
 @pytest.mark.parametrize("worker", ["decode"], indirect=True)
-def test_a_decode_worker_takes_nothing_new_and_ends_when_it_is_empty(worker: Worker) -> None:
+def test_a_decode_worker_takes_nothing_new_and_ends_when_it_is_empty(worker: DrainedWorker) -> None:
     worker.tell(asked("a"))
     worker.hear(TokenOutput)
     worker.drain()
     assert worker.refuses(asked("b"))
     worker.hear(TokenOutput)  # what runs goes on
     worker.tell(AbortRequest(request_id="a", attempt=0))
-    assert worker.ended() == (0, False)
+    assert worker.how_it_ends() == (0, False)
 
 
 @pytest.mark.parametrize("worker", ["decode"], indirect=True)
-def test_a_second_signal_cuts(worker: Worker) -> None:
+def test_a_second_signal_cuts(worker: DrainedWorker) -> None:
     for name in "abcdefgh":  # far from their ends when it comes
         worker.tell(asked(name))
     worker.hear(TokenOutput)
     worker.drain()
-    worker.process.send_signal(signal.SIGTERM)
-    assert worker.ended() == (1, False)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.how_it_ends() == (1, False)
 
 
 @pytest.mark.parametrize("worker", ["prefill"], indirect=True)
-def test_a_prefill_worker_keeps_what_it_holds_until_it_is_acknowledged(worker: Worker) -> None:
+def test_a_prefill_worker_keeps_what_it_holds_until_it_is_acknowledged(worker: DrainedWorker) -> None:
     target = KVTarget("d", 7, worker.kv.get_string(zmq.LAST_ENDPOINT))
     fields: dict[str, Any] = {"attempt": 0, "prompt": PROMPT, "params": LONG, "decode": target}
     worker.tell(PrefillRequest(request_id="a", **fields))
@@ -139,4 +136,4 @@ def test_a_prefill_worker_keeps_what_it_holds_until_it_is_acknowledged(worker: W
     assert worker.refuses(PrefillRequest(request_id="b", **fields))
     assert worker.hear(WorkerHeartbeat).num_owned_blocks == 3
     worker.kv.send_multipart([peer, encode(KVAck(request_id="a", attempt=0))])
-    assert worker.ended() == (0, False)
+    assert worker.how_it_ends() == (0, False)

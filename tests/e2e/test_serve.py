@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,37 +17,31 @@ from pathlib import Path
 import httpx
 import pytest
 
-from .asking import wait_until
+from ..program import Program
+from .asking import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.e2e
 
 START_S = 90.0
-PATIENCE_S = 60.0
 NUM_TOKENS = 600
 
 
-class Served:
+class Served(Program):
     """One `diptych serve` in a process group of its own."""
 
     def __init__(
         self, log: Path, *flags: str, program: Sequence[str] = ("-m", "router.local.serve"), wait: bool = True
     ) -> None:
-        self.log = log
-        command = [sys.executable, "-P", *program, "--model", "tiny-random", "--port", "0", *flags]
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        super().__init__("serve", log, group=True)
+        self.launch([sys.executable, "-P", *program, "--model", "tiny-random", "--port", "0", *flags])
         self.url = self._wait_for_url() if wait else ""
 
     def _wait_for_url(self) -> str:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            for line in self.log.read_text(errors="replace").splitlines():
-                if "OpenAI base URL" in line:
-                    return line.split()[-1].removesuffix("/v1")
-            time.sleep(0.05)
-        pytest.fail(f"not serving within {START_S:g} s\n{self.log.read_text(errors='replace')}")
+        try:
+            return self.wait_for_line("OpenAI base URL", START_S).split()[-1].removesuffix("/v1")
+        except AssertionError:
+            self.kill()
+            raise
 
     def members(self) -> set[int]:
         """It and every process below it that is alive."""
@@ -59,7 +52,7 @@ class Served:
                     state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
                     if state != "Z":
                         parents[int(entry.name)] = int(parent)
-        found = {self.process.pid} & parents.keys()
+        found = {self.pid} & parents.keys()
         while more := {pid for pid, parent in parents.items() if parent in found} - found:
             found |= more
         return found
@@ -67,7 +60,7 @@ class Served:
     def pid_of(self, worker: str) -> int:
         """The worker's process, 0 while it has none."""
         flag = f"--worker-id={worker}".encode()
-        for pid in self.members() - {self.process.pid}:
+        for pid in self.members() - {self.pid}:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if flag in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                     return pid
@@ -75,13 +68,13 @@ class Served:
 
     def said(self, *words: str) -> bool:
         """Whether a line of its log has all of these."""
-        return any(all(word in line for word in words) for line in self.log.read_text(errors="replace").splitlines())
+        return any(all(word in line for word in words) for line in self.output().splitlines())
 
     def end(self, number: int, *, whole_group: bool) -> set[int]:
         """Send a signal. The processes that are left when all had time to end by themselves."""
         members, deadline = self.members(), time.monotonic() + PATIENCE_S
-        (os.killpg if whole_group else os.kill)(self.process.pid, number)
-        self.process.wait(PATIENCE_S)
+        (os.killpg if whole_group else os.kill)(self.pid, number)
+        wait_until(lambda: not self.alive, "the parent has ended")
         while any(map(is_alive, members)) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not self.said("killed what did not end by itself")
@@ -100,9 +93,7 @@ def served(tmp_path: Path) -> Iterator[list[Served]]:
     started: list[Served] = []
     yield started
     for one in started:
-        if one.process.poll() is None:
-            os.killpg(one.process.pid, signal.SIGKILL)
-            one.process.wait()
+        one.kill()
 
 
 def ask(url: str) -> str:
@@ -128,7 +119,7 @@ def test_two_services_side_by_side_end_by_control_c_and_by_sigterm(served: list[
 def test_sigterm_to_the_parent_alone_ends_everything(served: list[Served], tmp_path: Path) -> None:
     served.append(Served(tmp_path / "c.log", "--prefill", "0"))
     assert served[0].end(signal.SIGTERM, whole_group=False) == set()
-    assert served[0].process.returncode == 0
+    assert served[0].returncode == 0
 
 
 def test_killing_the_parent_ends_everything(served: list[Served], tmp_path: Path) -> None:
@@ -145,7 +136,8 @@ def test_a_worker_that_freezes_while_it_starts_is_not_waited_for_without_end(
     os.kill(frozen, signal.SIGSTOP)
     members = served[0].members()
     assert frozen in members
-    assert served[0].process.wait(PATIENCE_S) == 1
+    wait_until(lambda: not served[0].alive, "it gave up")
+    assert served[0].returncode == 1
     assert served[0].said("the service did not start", "not ready within 4 s (--start-timeout-s)", "decode-0")
     wait_until(lambda: not any(map(is_alive, members)), "all of it is gone")
 

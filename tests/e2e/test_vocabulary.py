@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
-from .asking import MODEL, PROBE_TIMEOUT_S, wait_until
+from ..program import Program
+from .asking import MODEL, PATIENCE_S, PROBE_TIMEOUT_S, wait_until
 from .conftest import READY_S
 
 pytestmark = pytest.mark.e2e
 
 
-def test_a_worker_is_ready_once_it_has_its_vocabulary(tmp_path: Path) -> None:
+def test_a_worker_is_ready_once_it_has_its_vocabulary(tmp_path: Path, launch: Callable[..., Program]) -> None:
     known, built = tmp_path / "address.json", tmp_path / "built"
     flags = ("--model", MODEL, "--kv-memory-gib", "0.1", "--threads", "1", "--port", "0", "--http-port", "0")
     script = str(Path(__file__).with_name("slow_vocabulary.py"))
-    command = [sys.executable, "-P", script, str(built), *flags, "--address-file", str(known)]
-    with subprocess.Popen(command) as worker:
-        try:
-            wait_until(known.exists, "it listens", READY_S)
-            url = json.loads(known.read_text())["http"]
-            with httpx.Client(base_url=url, timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
-                # The tiny model is loaded within this time, and only its vocabulary is missing.
-                until = time.monotonic() + 10.0
-                while time.monotonic() < until:
-                    assert client.get("/ready").status_code == 503 and client.get("/health").status_code == 200
-                    time.sleep(0.1)
-                built.touch()
-                wait_until(lambda: client.get("/ready").status_code == 200, "it is ready", READY_S)
-        finally:
-            worker.terminate()
-    assert worker.returncode == 0
+    worker = launch(sys.executable, "-P", script, str(built), *flags, "--address-file", str(known))
+    wait_until(known.exists, "it listens", READY_S)
+    with httpx.Client(
+        base_url=json.loads(known.read_text())["http"], timeout=PROBE_TIMEOUT_S, trust_env=False
+    ) as client:
+        # The tiny model is loaded within this time, and only its vocabulary is missing.
+        until = time.monotonic() + 10.0
+        while time.monotonic() < until:
+            assert client.get("/ready").status_code == 503 and client.get("/health").status_code == 200
+            time.sleep(0.1)
+        built.touch()
+        wait_until(lambda: client.get("/ready").status_code == 200, "it is ready", READY_S)
+    worker.stop(PATIENCE_S)
+    assert worker.returncode == 0, worker.describe_end()

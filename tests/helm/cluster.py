@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from common.machine.child_process import ChildProcess
 
 from ..kubernetes_api import KubernetesAPI, endpoint
 from .chart import NAMESPACE, Object, Rendered
@@ -48,7 +49,10 @@ class Container:
     secrets: Secrets = field(default_factory=dict)
     index: int = 0
     address: str = field(default_factory=loopback_address)
-    process: subprocess.Popen[bytes] | None = None
+    process: ChildProcess = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.process = ChildProcess(self.name, self.log)
 
     @property
     def spec(self) -> Object:
@@ -112,10 +116,7 @@ class Container:
                 self.command(container), env=environment, check=True, capture_output=True, timeout=FETCH_TIMEOUT_S
             )
         container = self.spec["containers"][0]
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                self.command(container), env=self.environment(container), stdout=output, stderr=subprocess.STDOUT
-            )
+        self.process.launch(self.command(container), self.environment(container))
 
     def probe(self, kind: str) -> bool:
         """What the kubelet would find."""
@@ -134,15 +135,14 @@ class Container:
         """Until a probe succeeds, in the time that the chart gives it or this test has."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self.probe(kind):
-            assert self.process is not None and self.process.poll() is None, self.log.read_text()
+            assert self.process.alive, self.log.read_text()
             assert time.monotonic() < deadline, f"{self.name}: no {kind} in time\n{self.log.read_text()[-3000:]}"
             time.sleep(0.1)
 
-    def end(self) -> int:
-        """SIGTERM, and the exit status; the grace period is the chart's."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(min(self.spec["terminationGracePeriodSeconds"], 60))
+    def end(self) -> int | None:
+        """SIGTERM, and the exit status; SIGKILL after the grace period, which is the chart's."""
+        self.process.stop(min(self.spec["terminationGracePeriodSeconds"], 60))
+        return self.process.returncode
 
 
 @dataclass
@@ -191,9 +191,7 @@ def running(rendered: Rendered, folder: Path, secrets: Secrets | None = None) ->
         yield cluster
     finally:
         for container in cluster.containers.values():
-            if container.process is not None and container.process.poll() is None:
-                container.process.kill()
-                container.process.wait()
+            container.process.kill()
         api.stop()
 
 

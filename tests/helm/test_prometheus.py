@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+
+from common.machine.child_process import ChildProcess
 
 from .chart import NAMESPACE, Rendered, render
 from .cluster import Cluster, loopback_address, running, small_values
@@ -86,9 +87,8 @@ class Prometheus:
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
         self.url = f"http://{loopback_address()}:9090"
         flags = [f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}"]
-        self.log = (folder / "log").open("wb")
-        listen = f"--web.listen-address={self.url.removeprefix('http://')}"
-        self.process = subprocess.Popen([program, *flags, listen], stdout=self.log, stderr=subprocess.STDOUT)
+        self.process = ChildProcess("prometheus", folder / "log")
+        self.process.launch([program, *flags, f"--web.listen-address={self.url.removeprefix('http://')}"])
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
         reply = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=30, trust_env=False)
@@ -102,14 +102,9 @@ class Prometheus:
                 if self.query(expression):
                     return
             except httpx.TransportError:
-                assert self.process.poll() is None, "Prometheus ended"
+                assert self.process.alive, self.process.describe_end()
             assert time.monotonic() < deadline, expression
             time.sleep(0.5)
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(30)
-        self.log.close()
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +123,7 @@ def scraped(cluster: Cluster, prometheus: str, tmp_path_factory: pytest.TempPath
         server.wait("diptych:requests:rate5m > 0")
         yield server
     finally:
-        server.stop()
+        server.process.stop(30)
 
 
 def load(cluster: Cluster) -> None:

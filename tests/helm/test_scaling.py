@@ -81,7 +81,7 @@ class Pool:
         return max(num for at, num in self.history if at > began)
 
     def _end(self, pod: Container) -> int:
-        while pod.process is None:
+        while pod.process.started_at == 0.0:
             time.sleep(0.05)
         status = pod.end()
         self._publish()
@@ -199,9 +199,7 @@ def world(helm4: Path, tmp_path: Path) -> Iterator[World]:
                 controller.result()
             pods = [pod for pool in pools.values() for pod in pool.pods]
             for pod in (*pods, router):
-                if pod.process is not None and pod.process.poll() is None:
-                    pod.process.kill()
-                    pod.process.wait()
+                pod.process.kill()
             api.stop()
 
 

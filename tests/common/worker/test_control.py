@@ -24,6 +24,8 @@ from common.wire.messages import (
 )
 from common.worker.control import BURST, ControlServer, bind_control
 
+from ...fake_worker import heartbeat_of, hello_of
+
 ABORT = AbortRequest(request_id="a", attempt=0)
 WAIT_S = 60.0
 
@@ -76,16 +78,10 @@ class Rig:
         self.routers: list[Router] = []
 
     def worker_hello(self) -> WorkerHello:
-        return WorkerHello(
-            worker_id="w", role="decode", epoch=3, fingerprint="f", model="m", block_size=16, num_blocks=9,
-            max_model_len=99, max_num_seqs=4,
-        )  # fmt: skip
+        return hello_of(epoch=3)
 
     def worker_heartbeat(self, router: bytes) -> WorkerHeartbeat:
-        return WorkerHeartbeat(
-            worker_id="w", epoch=3, step=next(self.steps), ready=True, draining=False, num_running=0, num_waiting=0,
-            num_transferring=0, num_waiting_tokens=0, num_free_blocks=0, num_cached_blocks=0, num_owned_blocks=0,
-        )  # fmt: skip
+        return heartbeat_of(epoch=3, step=next(self.steps))
 
     def router(self, name: str = "r") -> Router:
         self.routers.append(Router(self.context, self.address, name))

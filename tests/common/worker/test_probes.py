@@ -13,7 +13,7 @@ from common.worker.probes import MAX_CONNECTIONS, WorkerHTTP, WorkerStatus
 PATIENCE_S = 60.0
 
 
-class Worker:
+class ProbedWorker:
     """A worker's status and its HTTP server on a free port."""
 
     def __init__(self, answer_s: float = 60.0) -> None:
@@ -29,40 +29,40 @@ class Worker:
 
 
 @pytest.fixture
-async def worker() -> AsyncIterator[Worker]:
-    worker = Worker()
+async def worker() -> AsyncIterator[ProbedWorker]:
+    worker = ProbedWorker()
     worker.port = await worker.http.start()
     yield worker
     await worker.http.stop()
 
 
-async def test_ready_follows_the_worker(worker: Worker) -> None:
+async def test_ready_follows_the_worker(worker: ProbedWorker) -> None:
     answer = await worker.get("/ready")
     assert (answer.status_code, answer.json()["phase"]) == (503, "loading")
     worker.status = WorkerStatus(ready=True, healthy=True)
     assert (await worker.get("/ready")).status_code == 200
 
 
-async def test_an_unhealthy_worker_is_not_ready(worker: Worker) -> None:
+async def test_an_unhealthy_worker_is_not_ready(worker: ProbedWorker) -> None:
     worker.status = WorkerStatus(ready=True, healthy=False)
     assert (await worker.get("/health")).status_code == 503
     assert (await worker.get("/ready")).status_code == 503
 
 
-async def test_metrics_are_prometheus_text(worker: Worker) -> None:
+async def test_metrics_are_prometheus_text(worker: ProbedWorker) -> None:
     answer = await worker.get("/metrics")
     assert "diptych_things_total 1.0" in answer.text
     assert answer.headers["content-type"].startswith("text/plain")
 
 
-async def test_a_taken_port_is_an_error(worker: Worker) -> None:
+async def test_a_taken_port_is_an_error(worker: ProbedWorker) -> None:
     second = WorkerHTTP("127.0.0.1", worker.port, lambda: worker.status, CollectorRegistry())
     with pytest.raises(OSError):
         await second.start()
 
 
 async def test_stop_frees_the_port_and_may_be_repeated() -> None:
-    worker = Worker()
+    worker = ProbedWorker()
     port = await worker.http.start()
     await worker.http.stop()
     await worker.http.stop()
@@ -71,15 +71,15 @@ async def test_stop_frees_the_port_and_may_be_repeated() -> None:
 
 
 @pytest.fixture
-async def hasty_worker() -> AsyncIterator[Worker]:
+async def hasty_worker() -> AsyncIterator[ProbedWorker]:
     """Waits half a second for a request."""
-    worker = Worker(answer_s=0.5)
+    worker = ProbedWorker(answer_s=0.5)
     worker.port = await worker.http.start()
     yield worker
     await worker.http.stop()
 
 
-async def ends(worker: Worker, *sent: bytes) -> None:
+async def ends(worker: ProbedWorker, *sent: bytes) -> None:
     """Send this and no more; returns when the worker has cut the connection, and raises when it never does."""
     reader, writer = await asyncio.open_connection("127.0.0.1", worker.port)
     try:
@@ -96,18 +96,18 @@ async def ends(worker: Worker, *sent: bytes) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: worker\r\n"])
-async def test_who_never_asks_is_cut(hasty_worker: Worker, sent: bytes) -> None:
+async def test_who_never_asks_is_cut(hasty_worker: ProbedWorker, sent: bytes) -> None:
     await ends(hasty_worker, sent)
     assert (await hasty_worker.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize("begin", [b"GET /", b"GET /health HTTP/1.1\r\nX: ", b"POST /health HTTP/1.1\r\nX: "])
-async def test_a_request_without_end_is_cut(worker: Worker, begin: bytes) -> None:
+async def test_a_request_without_end_is_cut(worker: ProbedWorker, begin: bytes) -> None:
     await ends(worker, begin, *[b"x" * 4096] * 64)
     assert (await worker.get("/health")).status_code == 200
 
 
-async def test_a_crowd_of_silent_connections_keeps_no_probe_out(worker: Worker) -> None:
+async def test_a_crowd_of_silent_connections_keeps_no_probe_out(worker: ProbedWorker) -> None:
     crowd = [await asyncio.open_connection("127.0.0.1", worker.port) for _ in range(MAX_CONNECTIONS + 20)]
     assert (await worker.get("/health")).status_code == 200
     for reader, _ in crowd[:20]:  # the longest silent made room

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
 import sys
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -13,6 +13,8 @@ import pytest
 from common.config import RouterConfig
 from router.fleet.fleet import MAX_DISCOVERED
 from router.server.server import connections_possible, files_needed
+
+from ...program import Program
 
 LOW = 200
 NOBODY = "tcp://127.0.0.1:9"
@@ -35,20 +37,14 @@ def test_no_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch, f
 
 
 @pytest.mark.e2e
-def test_the_limit_is_raised_at_start_and_the_log_says_so() -> None:
+def test_the_limit_is_raised_at_start_and_the_log_says_so(launch: Callable[..., Program]) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     flags = f"--port 0 --log-json --model tiny-random --decode {NOBODY} --max-connections 300"
-    line = ["sh", "-c", f"ulimit -Sn {LOW}; exec {sys.executable} -P -m router {flags}"]
-    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            said = [json.loads(process.stderr.readline()) for _ in range(2)]
-            found = {each["message"]: each for each in said}
-            httpx.get(f"http://127.0.0.1:{found['listening']['port']}/health", trust_env=False, timeout=60)
-            soft = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0]
-        finally:
-            process.kill()
+    router = launch("sh", "-c", f"ulimit -Sn {LOW}; exec {sys.executable} -P -m router {flags}")
+    raised = json.loads(router.wait_for_line("limit of open files raised"))
+    port = json.loads(router.wait_for_line('"listening"'))["port"]
+    httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=60)
+    soft = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)[0]
     wanted = files_needed(RouterConfig(decode=(NOBODY,), max_connections=300))
     assert soft == min(wanted, hard if hard != resource.RLIM_INFINITY else wanted)
-    assert found["limit of open files raised"]["files"] == soft
-    assert found["limit of open files raised"]["before"] == LOW
+    assert (raised["files"], raised["before"]) == (soft, LOW)

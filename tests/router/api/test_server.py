@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -18,6 +20,8 @@ from common.errors import Unavailable
 from router.observe.metrics import RouterMetrics
 from router.server.app import build_app
 from router.server.server import listen, serve, stop_on_signals
+
+from ...program import Program
 
 
 class Served:
@@ -100,16 +104,12 @@ def test_a_model_that_is_not_there_is_one_line() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_listens_without_workers_and_ends_in_order(number: signal.Signals) -> None:
-    with subprocess.Popen([*COMMAND, "--port", "0", "--log-json"], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            first = json.loads(process.stderr.readline())
-            reply = httpx.get(f"http://127.0.0.1:{first['port']}/ready", trust_env=False, timeout=30)
-            process.send_signal(number)
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
-        rest = process.stderr.read()
-    assert (first["message"], reply.status_code) == ("listening", 503)
-    assert "Traceback" not in rest
+def test_it_listens_without_workers_and_ends_in_order(number: signal.Signals, launch: Callable[..., Program]) -> None:
+    router = launch(*COMMAND, "--port", "0", "--log-json")
+    port = json.loads(router.wait_for_line('"listening"'))["port"]
+    assert httpx.get(f"http://127.0.0.1:{port}/ready", trust_env=False, timeout=30).status_code == 503
+    router.send_signal(number)
+    router.wait(time.monotonic() + 30)
+    assert router.returncode == 0, router.describe_end()
+    assert json.loads(router.output().splitlines()[0])["message"] == "listening"
+    assert "Traceback" not in router.output()

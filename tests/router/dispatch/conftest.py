@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import pytest
 import zmq
@@ -13,26 +14,12 @@ import zmq.asyncio
 
 from common.config import RouterConfig
 from common.wire.codec import decode, encode
-from common.wire.message_fields import unpack_tokens
-from common.wire.messages import (
-    AbortRequest,
-    AnyMessage,
-    DecodeRequest,
-    HandOver,
-    Message,
-    PrefillRequest,
-    PromptLogprobs,
-    RequestFailed,
-    RouterHello,
-    Timeline,
-    TokenDelta,
-    TokenOutput,
-    WorkerHeartbeat,
-    WorkerHello,
-)
-from common.wire.sampling_params import SamplingParams, TokenLogprobs
+from common.wire.messages import KVTarget, Message, PrefillRequest, RouterHello
+from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest, TokenEvent
 from router.dispatch.dispatcher import Dispatcher
+
+from ...fake_worker import FakeWorker, Job, Work, expected
 
 PATIENT_S = 1.0
 """Silence that is no worker's fault, on a machine that has other things to do, is shorter. Deaths are told at once."""
@@ -42,46 +29,13 @@ EPOCHS = itertools.count(1000)
 NAMES = itertools.count(1)
 
 
-def next_token(tokens: list[int]) -> int:
-    """The scripted model: a token that depends on those before it and on how many they are, so that a lost or repeated
-    one shows in all that follow."""
-    return (sum((i + 1) * t for i, t in enumerate(tokens[-40:])) * 31 + len(tokens)) % 997
-
-
-def expected(prompt: list[int], count: int) -> list[int]:
-    """What an unfailed run answers."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
-
-
-class FakeWorker:
+class SocketWorker(FakeWorker):
     """One worker: a ROUTER socket, signs of life, and a script that may be changed while it runs."""
 
-    def __init__(self, role: str, cluster: Cluster, **hello: object) -> None:
-        self.role, self.cluster = role, cluster
-        self.worker_id = f"{role}-{next(NAMES)}"
-        self.hello: dict[str, object] = {
-            "fingerprint": "f", "model": "m", "block_size": 4, "num_blocks": 1000, "max_model_len": 4096,
-            "max_num_seqs": 64, "kv_address": "tcp://127.0.0.1:1" if role == "decode" else "",
-        } | hello  # fmt: skip
-        self.beat: dict[str, object] = {}
-        self.received: list[AnyMessage] = []
-        self.routers: dict[bytes, int] = {}  # with the serial of the last request from each
-        self.epoch = next(EPOCHS)
-        self.step = 0
-        self.beating = self.serving = True
-        self.token_s = 0.0
-        self.stop_at: int | None = None
-        self.logprobs_per_message = 5
-        self.on_request: Callable[[bytes, Message], bool] = lambda router, message: False
-        self.on_handover: Callable[[bytes, HandOver], bool] = lambda router, order: False
+    def __init__(self, role: str, cluster: Cluster, **hello: Any) -> None:
+        super().__init__(f"{role}-{next(NAMES)}", role, next(EPOCHS), **hello)
+        self.cluster, self.beating, self.token_s = cluster, True, 0.0
         self.kv: dict[tuple[str, int], asyncio.Future[list[int]]] = {}
-        self.sequences: dict[str, tuple[DecodeRequest, list[int]]] = {}
-        self.jobs: dict[str, asyncio.Task[None]] = {}
-        self.attempts: dict[str, int] = {}
-        self.handovers: list[asyncio.Task[None]] = []
         self.address = ""
         self.open()
 
@@ -91,11 +45,17 @@ class FakeWorker:
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.socket.bind(self.address or "tcp://127.0.0.1:*")
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.tasks = [asyncio.create_task(self.receive()), asyncio.create_task(self.live())]
+        self.tasks: list[asyncio.Task[None]] = []
+        self.spawn(self.receive())
+        self.spawn(self.live())
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work that ends with this worker at the latest."""
+        self.tasks.append(asyncio.create_task(work))
 
     def die(self) -> None:
         """As by SIGKILL: everything is gone, nothing is said."""
-        for task in [*self.tasks, *self.jobs.values(), *self.handovers]:
+        for task in self.tasks:
             task.cancel()
         self.jobs.clear()
         self.kv.clear()
@@ -121,28 +81,8 @@ class FakeWorker:
                 self.routers[router] = 0
                 self.send(router, self.hello_message())
                 self.send(router, self.heartbeat(router))
-                continue
-            self.received.append(message)
-            if isinstance(message, AbortRequest):
-                self.abort(message)
-            is_work = isinstance(message, PrefillRequest | DecodeRequest) and self.serving
-            if is_work and not self.on_request(router, message):
-                self.start(router, message)
-            if isinstance(message, HandOver) and not self.on_handover(router, message):
-                self.handovers = [*self.handovers, asyncio.create_task(self.hand_over(router, message))]
-
-    def abort(self, message: AbortRequest) -> None:
-        if message.attempt >= self.attempts.get(message.request_id, 0):  # else it is about an earlier attempt
-            job = self.jobs.pop(message.request_id, None)
-            if job is not None:
-                job.cancel()
-
-    def start(self, router: bytes, message: PrefillRequest | DecodeRequest) -> None:
-        self.routers[router] = max(self.routers.get(router, 0), message.serial)
-        work = self.prefill(router, message) if isinstance(message, PrefillRequest) else self.generate(router, message)
-        if old := self.jobs.get(message.request_id):
-            old.cancel()
-        self.jobs[message.request_id], self.attempts[message.request_id] = asyncio.create_task(work), message.attempt
+            else:
+                self.take(router, message)
 
     async def live(self) -> None:
         while True:
@@ -152,113 +92,34 @@ class FakeWorker:
                     self.send(router, self.heartbeat(router))
             await asyncio.sleep(0.02)
 
-    async def prefill(self, router: bytes, message: PrefillRequest) -> None:
-        await asyncio.sleep(self.token_s)
-        tokens = unpack_tokens(message.prompt)
-        self.send_logprobs(router, message, tokens)
-        token = next_token(tokens)
-        reason = self.reason(message.params, message.num_output_tokens + 1)
-        self.output(router, message, message.num_output_tokens, [token], reason)
-        if message.decode is not None and not reason:  # an answer that has ended needs no KV
-            self.cluster.ship(message, token)
+    def start(self, router: bytes, request: Work) -> Job | None:
+        job = super().start(router, request)
+        if job is not None:
+            self.spawn(self.serve(job))
+        return job
 
-    async def generate(self, router: bytes, message: DecodeRequest) -> None:
-        tokens = unpack_tokens(message.prompt)
-        self.sequences[message.request_id] = (message, tokens)
-        index = message.num_output_tokens
-        if message.prefill_worker:
-            received = await self.expect(message.request_id, message.attempt)
-            if message.num_reserved_tokens:
-                tokens += received
-                self.output(router, message, index, received)
-                index += len(received)
-        self.send_logprobs(router, message, tokens)
-        reason = ""
-        while not reason:
-            tokens.append(next_token(tokens))
-            reason = self.reason(message.params, index + 1)
-            self.output(router, message, index, [tokens[-1]], reason)
-            index += 1
+    async def serve(self, job: Job) -> None:
+        """Advance a request until it ends or is aborted, or leaves with a token that its router had not seen."""
+        if isinstance(job.request, PrefillRequest):
             await asyncio.sleep(self.token_s)
-
-    async def hand_over(self, router: bytes, order: HandOver) -> None:
-        """The sequence goes on at the target once a token is there that its request does not have."""
-        message, tokens = self.sequences[order.request_id]
-        num_known = len(message.prompt) // 4 - message.num_output_tokens + order.num_output_tokens
-        while len(tokens) <= num_known:  # noqa: ASYNC110 - it is a list that grows
-            await asyncio.sleep(0.002)
-        if (job := self.jobs.pop(order.request_id, None)) is None or job.done():
-            return
-        job.cancel()
-        self.cluster.receive(order, tokens[num_known:])
-        self.output(router, message, len(tokens) - len(message.prompt) // 4 + message.num_output_tokens, [], "moved")
-
-    def refuse_handover(self, router: bytes, order: HandOver) -> bool:
-        failed = RequestFailed(
-            worker_id=self.worker_id, request_id=order.request_id, attempt=order.new_attempt, phase="handover",
-            message="scripted", retryable=True,
-        )  # fmt: skip
-        self.send(router, failed)
-        return True
+        if job.tokens is None:
+            job.tokens = list(await self.expect(job.request.request_id, job.request.attempt))
+        while self.jobs.get(job.request.request_id) is job:
+            if job.order is not None and job.index > job.order.num_output_tokens:
+                self.hand_over(job)
+            else:
+                self.advance(job)
+                await asyncio.sleep(self.token_s)
 
     def expect(self, request_id: str, attempt: int) -> asyncio.Future[list[int]]:
+        """The KV of a request: the tokens that it is of."""
         return self.kv.setdefault((request_id, attempt), asyncio.get_running_loop().create_future())
-
-    def reason(self, params: SamplingParams, count: int) -> str:
-        if count == self.stop_at:
-            return "stop"
-        return "length" if count >= params.max_tokens else ""
-
-    def output(
-        self, router: bytes, message: PrefillRequest | DecodeRequest, index: int, tokens: list[int], reason: str = ""
-    ) -> None:
-        delta = TokenDelta(
-            message.request_id, message.attempt, index, tuple(tokens), reason,
-            timeline=Timeline(prefill_s=0.5) if self.role == "prefill" else Timeline(decode_s=0.25),
-        )  # fmt: skip
-        self.send(router, TokenOutput(worker_id=self.worker_id, epoch=self.epoch, outputs=(delta,)))
-
-    def send_logprobs(self, router: bytes, message: PrefillRequest | DecodeRequest, tokens: list[int]) -> None:
-        """Log-probabilities of the prompt, `logprobs_per_message` at a time, if wanted."""
-        if message.params.prompt_logprobs < 0 or message.num_output_tokens:
-            return
-        scores = [TokenLogprobs(-float(token)) for token in tokens[1:]]
-        for first in range(0, len(scores), self.logprobs_per_message):
-            part = tuple(scores[first : first + self.logprobs_per_message])
-            told = PromptLogprobs(
-                worker_id=self.worker_id, epoch=self.epoch, request_id=message.request_id, attempt=message.attempt,
-                start=first + 1, logprobs=part,
-            )  # fmt: skip
-            self.send(router, told)
-
-    def fail(
-        self, router: bytes, message: Message, *, retryable: bool = True, text: str = "scripted", phase: str = "queue"
-    ) -> bool:
-        assert isinstance(message, PrefillRequest | DecodeRequest)
-        failed = RequestFailed(
-            worker_id=self.worker_id, request_id=message.request_id, attempt=message.attempt, phase=phase,
-            message=text, retryable=retryable,
-        )  # fmt: skip
-        self.send(router, failed)
-        return True
-
-    def hello_message(self) -> WorkerHello:
-        return WorkerHello(worker_id=self.worker_id, role=self.role, epoch=self.epoch, **self.hello)  # type: ignore[arg-type]
-
-    def heartbeat(self, router: bytes) -> WorkerHeartbeat:
-        busy = len([job for job in self.jobs.values() if not job.done()])
-        values = {
-            "step": self.step, "ready": True, "draining": False, "num_running": busy, "num_waiting": 0,
-            "num_transferring": 0, "num_waiting_tokens": 0, "num_free_blocks": 1000, "num_cached_blocks": 0,
-            "num_owned_blocks": 0, "serial": self.routers[router],
-        }  # fmt: skip
-        return WorkerHeartbeat(worker_id=self.worker_id, epoch=self.epoch, **(values | self.beat))  # type: ignore[arg-type]
 
     def send(self, router: bytes, message: Message) -> None:
         self.socket.send_multipart([router, encode(message)])
 
-    def of(self, kind: type[Message]) -> list[AnyMessage]:
-        return [message for message in self.received if isinstance(message, kind)]
+    def ship(self, request_id: str, attempt: int, target: KVTarget, tokens: list[int]) -> None:
+        self.cluster.ship(request_id, attempt, target, tokens)
 
 
 class Cluster:
@@ -266,25 +127,20 @@ class Cluster:
 
     def __init__(self) -> None:
         self.context = zmq.asyncio.Context()
-        self.workers: list[FakeWorker] = []
+        self.workers: list[SocketWorker] = []
         self.dispatcher: Dispatcher | None = None
 
-    def add(self, role: str, **hello: object) -> FakeWorker:
-        self.workers.append(FakeWorker(role, self, **hello))
+    def add(self, role: str, **hello: object) -> SocketWorker:
+        self.workers.append(SocketWorker(role, self, **hello))
         return self.workers[-1]
 
-    def ship(self, message: PrefillRequest, token: int) -> None:
-        assert message.decode is not None
+    def ship(self, request_id: str, attempt: int, target: KVTarget, tokens: list[int]) -> None:
+        """The KV of these tokens reaches the target, if that still lives."""
         for worker in self.workers:
-            if worker.worker_id == message.decode.worker_id and worker.epoch == message.decode.epoch:
-                received = worker.expect(message.request_id, message.attempt)
-                if not received.done():
-                    received.set_result([token])
-
-    def receive(self, order: HandOver, tokens: list[int]) -> None:
-        for worker in self.workers:
-            if worker.worker_id == order.target.worker_id and worker.epoch == order.target.epoch:
-                worker.expect(order.request_id, order.new_attempt).set_result(tokens)
+            if (worker.worker_id, worker.epoch) == (target.worker_id, target.epoch):
+                kv = worker.expect(request_id, attempt)
+                if not kv.done():
+                    kv.set_result(tokens)
 
     async def start(
         self, prefill: int = 1, decode: int = 1, *, wait: bool = True, hwm: int = 1000, **config: object
@@ -307,11 +163,11 @@ class Cluster:
         return RouterConfig(**(values | overrides))  # type: ignore[arg-type]
 
     @property
-    def prefill(self) -> list[FakeWorker]:
+    def prefill(self) -> list[SocketWorker]:
         return [worker for worker in self.workers if worker.role == "prefill"]
 
     @property
-    def decode(self) -> list[FakeWorker]:
+    def decode(self) -> list[SocketWorker]:
         return [worker for worker in self.workers if worker.role == "decode"]
 
     async def close(self) -> None:

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 from common.config import RouterConfig
 from common.errors import Overloaded
 from common.latency.step_model import StepModel, StepShape
-from common.wire.messages import TokenDelta, WorkerHeartbeat, WorkerHello
+from common.wire.messages import TokenDelta
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.admission import (
     MAX_RETRY_AFTER_S,
@@ -23,24 +23,20 @@ from router.dispatch.policy import Choice, RoutingPolicy
 from router.dispatch.request_state import Assignment, RequestState
 from router.fleet.registry import WorkerRegistry
 
+from ...fake_worker import heartbeat_of, hello_of
+
 
 def worker(role: str = "prefill", *, port: int = 1, service_s: float = 0.0, **beat: object):
     """A ready worker with 100 blocks of 16 tokens and 4 places."""
     registry = WorkerRegistry([f"tcp://p:{port}"], [f"tcp://d:{port}"], worker_timeout_s=1.0)
     address = f"tcp://{role[0]}:{port}"
-    hello = WorkerHello(
-        worker_id=role, role=role, epoch=1, fingerprint="f", model="m", block_size=16, num_blocks=100,
-        max_model_len=512, max_num_seqs=4,
-    )  # fmt: skip
-    names = ("num_running", "num_waiting", "num_transferring", "num_waiting_tokens", "num_cached_blocks")
-    values = dict.fromkeys(names, 0) | {"num_free_blocks": 100, "num_owned_blocks": 0} | beat
-    if tokens_per_s := values.get("full_tokens_per_s"):
-        values["step_model"] = StepModel(token_s=1 / tokens_per_s, num_steps=100)
-        values["waiting_s"] = values["num_waiting_tokens"] / tokens_per_s
-    registry.on_hello(address, hello, 0.0)
-    registry.on_heartbeat(
-        address, WorkerHeartbeat(worker_id=role, epoch=1, step=1, ready=True, draining=False, **values), 0.0
-    )
+    told = heartbeat_of(role, **({"num_free_blocks": 100} | beat))
+    if rate := told.full_tokens_per_s:
+        model = StepModel(token_s=1 / rate, num_steps=100)
+        told = replace(told, step_model=model, waiting_s=told.num_waiting_tokens / rate)
+    layout = {"block_size": 16, "num_blocks": 100, "max_model_len": 512, "max_num_seqs": 4}
+    registry.on_hello(address, hello_of(role, role, **layout), 0.0)
+    registry.on_heartbeat(address, told, 0.0)
     if service_s:
         registry.on_request_finished(address, service_s)
     return registry.workers[address]

@@ -259,7 +259,7 @@ async def test_a_worker_that_missed_an_abort_is_told_again(cluster, tools):
     finally:
         type(connection).send = send
     await tools.until(lambda: worker.of(AbortRequest))
-    await tools.until(lambda: not any(not job.done() for job in worker.jobs.values()))
+    await tools.until(lambda: not worker.jobs)
 
 
 async def test_a_queue_that_does_not_move_refuses_what_comes_next(cluster, tools):

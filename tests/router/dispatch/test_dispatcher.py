@@ -53,7 +53,10 @@ async def test_first_token_does_not_wait_for_the_decode_worker(cluster, tools):
 
 async def test_decode_worker_may_be_heard_first(cluster, tools):
     dispatcher = await cluster.start()
-    cluster.prefill[0].on_request = lambda router, message: cluster.ship(message, 0) or True
+    kv = [*PROMPT, *tools.expected(PROMPT, 1)]
+    cluster.prefill[0].on_request = lambda router, message: (
+        cluster.ship(message.request_id, message.attempt, message.decode, kv) or True
+    )
     tokens, _ = await tools.collect(dispatcher, tools.request(PROMPT))
     assert tokens == tools.expected(PROMPT, 8)
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 from unittest.mock import patch
 
@@ -21,47 +22,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.config import RouterConfig
-from common.wire.message_fields import unpack_tokens
-from common.wire.messages import (
-    AbortRequest,
-    DecodeRequest,
-    HandOver,
-    KVTarget,
-    Message,
-    PrefillRequest,
-    RequestFailed,
-    TokenDelta,
-    TokenOutput,
-    WorkerHeartbeat,
-    WorkerHello,
-)
+from common.wire.messages import KVTarget, Message
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.worker_connection import Connection
 
 from ...examples import examples
+from ...fake_worker import FakeWorker, expected, next_token
 
 BEAT_S, TIMEOUT_S, TOKEN_TIMEOUT_S = 0.25, 1.0, 4.0
 POOLS = ("prefill", "prefill", "decode", "decode", "decode")
 T = TypeVar("T")
 KV = dict[tuple[str, int, str, int], list[int]]
-
-
+ROUTER = b"router"
 ROUNDINGS = range(3)
-
-
-def next_token(tokens: list[int], rounding: int = 0, weights: int = 0) -> int:
-    """Depends on the whole sequence, so a lost or repeated token shows."""
-    exact = (sum((i + 1) * t for i, t in enumerate(tokens)) * 31 + len(tokens)) % 997
-    return exact + 1000 * rounding + 10_000 * weights
-
-
-def expected(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
 
 
 def follows(prompt: list[int], tokens: list[int]) -> bool:
@@ -74,145 +49,55 @@ def follows(prompt: list[int], tokens: list[int]) -> bool:
     return len(weights) <= 1 and all(token in choices for token, choices in zip(tokens, possible, strict=True))
 
 
-@dataclass
-class Job:
-    """A request on a worker. `tokens` is None while a decode worker waits for KV; `index`: the next output position."""
+class SteppedWorker(FakeWorker):
+    """A scripted worker whose messages travel, and whose requests advance, when the machine says so."""
 
-    request: PrefillRequest | DecodeRequest
-    tokens: list[int] | None
-    index: int
-    order: HandOver | None = None
+    def __init__(self, role: str, address: str, kv: KV, rounding: int, weights: int) -> None:
+        identity = {"fingerprint": f"{weights}", "weights": f"{weights}", "max_num_seqs": 8}
+        super().__init__(address.rpartition(":")[2], role, **identity)
+        self.address, self.kv = address, kv
+        self.script = partial(next_token, rounding=rounding, weights=weights)
+        self.alive = self.awake = True
+        self.inbox, self.outbox = deque[Message](), deque[Message]()
 
-
-@dataclass
-class Worker:
-    """A scripted worker whose messages travel when the machine says so."""
-
-    role: str
-    address: str
-    kv: KV
-    rounding: int = 0
-    weights: int = 0
-    epoch: int = 1
-    alive: bool = True
-    awake: bool = True
-    draining: bool = False
-    num_steps: int = 0
-    inbox: deque[Message] = field(default_factory=deque)
-    outbox: deque[Message] = field(default_factory=deque)
-    jobs: dict[str, Job] = field(default_factory=dict)
-    serial: int = 0
-
-    @property
-    def name(self) -> str:
-        return self.address.rpartition(":")[2]
-
-    @property
-    def hello(self) -> WorkerHello:
-        return WorkerHello(
-            worker_id=self.name, role=self.role, epoch=self.epoch, fingerprint=f"{self.weights}", model="m",
-            weights=f"{self.weights}", block_size=4,
-            num_blocks=1000, max_model_len=4096, max_num_seqs=8,
-            kv_address="tcp://127.0.0.1:1" if self.role == "decode" else "",
-        )  # fmt: skip
-
-    @property
-    def beat(self) -> WorkerHeartbeat:
-        return WorkerHeartbeat(
-            worker_id=self.name, epoch=self.epoch, step=self.num_steps, ready=True, draining=self.draining,
-            num_running=len(self.jobs), num_waiting=0, num_transferring=0, num_waiting_tokens=0,
-            num_free_blocks=1000, num_cached_blocks=0, num_owned_blocks=0, serial=self.serial,
-        )  # fmt: skip
-
-    def read(self) -> None:
-        """Take the next message from the router."""
-        if not self.awake or not self.inbox:
-            return
-        message = self.inbox.popleft()
-        match message:
-            case AbortRequest(request_id=request_id, attempt=attempt):
-                if request_id in self.jobs and self.jobs[request_id].request.attempt <= attempt:
-                    del self.jobs[request_id]
-            case PrefillRequest() | DecodeRequest():
-                self.serial = max(self.serial, message.serial)
-                known = self.jobs.get(message.request_id)
-                if known is None or known.request.attempt < message.attempt:
-                    expects = isinstance(message, DecodeRequest) and message.prefill_worker
-                    tokens = None if expects else unpack_tokens(message.prompt)
-                    self.jobs[message.request_id] = Job(message, tokens, message.num_output_tokens)
-            case HandOver(request_id=request_id, attempt=attempt):
-                job = self.jobs.get(request_id)
-                if job is not None and job.request.attempt == attempt and job.tokens is not None:
-                    job.order = message
-                else:
-                    self.fail(request_id, message.new_attempt, "handover")
-            case _:
-                pass
-
-    def work(self, number: int) -> None:
-        """Advance one request by a token, or by its hand-over."""
-        if not self.awake or not self.jobs:
-            return
-        request_id = list(self.jobs)[number % len(self.jobs)]
-        job = self.jobs[request_id]
-        request = job.request
-        if job.tokens is None:
-            key = (request_id, request.attempt, self.name, self.epoch)
-            if key not in self.kv:
-                return
-            job.tokens = list(self.kv[key])
-        if job.order is not None and number % 3:
-            self.finish_order(job, job.order, fails=number % 3 == 1)
-            return
-        known = job.tokens[len(unpack_tokens(request.prompt)) - request.num_output_tokens + job.index :]
-        if not known:
-            known = [next_token(job.tokens, self.rounding, self.weights)]
-            job.tokens += known
-        self.put(job, known)
-        if isinstance(request, PrefillRequest):
-            if request.decode is not None:
-                self.ship(request_id, request.attempt, request.decode, job.tokens)
-            del self.jobs[request_id]
-        elif job.index >= request.params.max_tokens:
-            del self.jobs[request_id]
-
-    def finish_order(self, job: Job, order: HandOver, *, fails: bool) -> None:
-        job.order = None
-        if fails:
-            self.fail(order.request_id, order.new_attempt, "handover")
-            return
-        assert job.tokens is not None
-        self.ship(order.request_id, order.new_attempt, order.target, job.tokens)
-        self.send(TokenDelta(order.request_id, order.attempt, job.index, (), "moved"))
-        del self.jobs[order.request_id]
+    def send(self, router: bytes, message: Message) -> None:
+        self.outbox.append(message)
 
     def ship(self, request_id: str, attempt: int, target: KVTarget, tokens: list[int]) -> None:
         self.kv[(request_id, attempt, target.worker_id, target.epoch)] = list(tokens)
 
-    def put(self, job: Job, tokens: list[int]) -> None:
-        start, job.index = job.index, job.index + len(tokens)
-        reason = "length" if job.index >= job.request.params.max_tokens else ""
-        self.send(TokenDelta(job.request.request_id, job.request.attempt, start, tuple(tokens), reason))
+    def read(self) -> None:
+        """Take the next message from the router."""
+        if self.awake and self.inbox:
+            self.take(ROUTER, self.inbox.popleft())
 
-    def send(self, delta: TokenDelta) -> None:
-        self.outbox.append(TokenOutput(worker_id=self.name, epoch=self.epoch, outputs=(delta,)))
-
-    def fail(self, request_id: str, attempt: int, phase: str) -> None:
-        failed = RequestFailed(
-            worker_id=self.name, request_id=request_id, attempt=attempt, phase=phase, message="scripted", retryable=True
-        )
-        self.outbox.append(failed)
+    def work(self, number: int) -> None:
+        """Advance one request by a token, or by its hand-over, which fails at times."""
+        if not self.awake or not self.jobs:
+            return
+        job = list(self.jobs.values())[number % len(self.jobs)]
+        if job.tokens is None:
+            key = (job.request.request_id, job.request.attempt, self.worker_id, self.epoch)
+            if key not in self.kv:
+                return
+            job.tokens = list(self.kv[key])
+        if job.order is None or number % 3 == 0:
+            self.advance(job)
+        elif number % 3 == 1:
+            self.fail(ROUTER, job.order)
+            job.order = None
+        else:
+            self.hand_over(job)
 
     def refuse(self, number: int) -> None:
         """Give a request up."""
         if self.awake and self.jobs:
-            request_id = list(self.jobs)[number % len(self.jobs)]
-            self.fail(request_id, self.jobs.pop(request_id).request.attempt, "queue")
+            self.fail(ROUTER, self.jobs.pop(list(self.jobs)[number % len(self.jobs)]).request)
 
     def go_on(self) -> None:
         """Say of every request that it makes progress."""
-        for request_id, job in self.jobs.items() if self.awake else ():
-            self.send(TokenDelta(request_id, job.request.attempt, job.index, ()))
+        for job in self.jobs.values() if self.awake else ():
+            self.output(ROUTER, job.request, job.index, [])
 
     def forget(self) -> None:
         self.jobs.clear()
@@ -241,12 +126,12 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.num_lost = 0
         self.kv: KV = {}
         self.workers = [
-            Worker(role, f"tcp://127.0.0.1:{number}", self.kv, rounding, weights)
+            SteppedWorker(role, f"tcp://127.0.0.1:{number}", self.kv, rounding, weights)
             for number, (role, rounding, weights) in enumerate(zip(POOLS, self.roundings, self.weights, strict=True), 1)
         ]
         self.by_address = {worker.address: worker for worker in self.workers}
         self.asked: list[Asked] = []
-        self.said: list[tuple[Worker, Message]] = []
+        self.said: list[tuple[SteppedWorker, Message]] = []
         self.loop = asyncio.new_event_loop()
         self.patch = patch.object(Connection, "send", lambda connection, message: self.carry(connection, message))
         self.patch.start()
@@ -339,7 +224,8 @@ class DispatcherMachine(RuleBasedStateMachine):
     def restart(self, index: int) -> None:
         worker = self.workers[index]
         if not worker.alive:
-            worker.alive, worker.awake, worker.draining = True, True, False
+            worker.alive, worker.awake = True, True
+            worker.beat.clear()
             worker.epoch += 1
             self.greet(worker)
 
@@ -350,7 +236,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 4), draining=st.booleans())
     def drain(self, index: int, draining: bool) -> None:
-        self.workers[index].draining = draining
+        self.workers[index].beat["draining"] = draining
         self.pass_time(BEAT_S)
 
     @precondition(lambda self: any(self.streaming()))
@@ -413,7 +299,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             for worker in self.workers:
-                worker.draining = False
+                worker.beat.clear()
                 worker.awake = worker.alive
                 self.restart(self.workers.index(worker))
             for _ in range(400):
@@ -457,12 +343,12 @@ class DispatcherMachine(RuleBasedStateMachine):
             return follows(asked.prompt, asked.tokens)
         return asked.tokens == expected(asked.prompt, asked.count)[: len(asked.tokens)]
 
-    def streaming(self) -> list[Worker]:
+    def streaming(self) -> list[SteppedWorker]:
         """Decode workers whose tokens come."""
         decode = [state.decode for state in self.dispatcher._states.values() if not state.done]
         return [self.by_address[one.address] for one in decode if one is not None and one.delivered]
 
-    def transferring(self) -> list[Worker]:
+    def transferring(self) -> list[SteppedWorker]:
         """Prefill workers that have sent a first token, of which the decode worker has not told yet."""
         states = [state for state in self.dispatcher._states.values() if state.stage == "transfer"]
         prefill = [self.by_address[state.prefill.address] for state in states if state.prefill is not None]
@@ -495,17 +381,17 @@ class DispatcherMachine(RuleBasedStateMachine):
             worker.inbox.append(message)
         return worker.alive
 
-    def hear(self, worker: Worker) -> None:
+    def hear(self, worker: SteppedWorker) -> None:
         """The router gets the worker's next message."""
         if worker.outbox:
             message = worker.outbox.popleft()
             self.said.append((worker, message))
             self.run(lambda: self.dispatcher.fleet._on_message(worker.address, message))  # type: ignore[arg-type]
 
-    def greet(self, worker: Worker) -> None:
+    def greet(self, worker: SteppedWorker) -> None:
         def speak() -> None:
-            self.dispatcher.fleet._on_message(worker.address, worker.hello)
-            self.dispatcher.fleet._on_message(worker.address, worker.beat)
+            self.dispatcher.fleet._on_message(worker.address, worker.hello_message())
+            self.dispatcher.fleet._on_message(worker.address, worker.heartbeat(ROUTER))
 
         self.run(speak)
 
@@ -515,11 +401,11 @@ class DispatcherMachine(RuleBasedStateMachine):
         fleet = self.dispatcher.fleet
         for worker in self.workers:
             if worker.awake:
-                worker.num_steps += 1
+                worker.step += 1
                 if fleet.registry.needs_hello(worker.address):
                     self.greet(worker)
                 else:
-                    self.run(lambda worker=worker: fleet._on_message(worker.address, worker.beat))
+                    self.run(lambda worker=worker: fleet._on_message(worker.address, worker.heartbeat(ROUTER)))
 
         def tick() -> None:
             for lost in fleet.registry.sweep(self.now):

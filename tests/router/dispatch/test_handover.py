@@ -13,11 +13,11 @@ from common.wire.messages import (
     PrefillRequest,
     TokenDelta,
     TokenOutput,
-    WorkerHeartbeat,
-    WorkerHello,
 )
 from router.dispatch import handover
 from router.fleet.worker import Worker, WorkerState
+
+from ...fake_worker import heartbeat_of, hello_of
 
 PROMPT = list(range(1, 13))
 LONG = 400
@@ -113,7 +113,7 @@ async def test_late_tokens_of_the_old_worker_are_ignored(cluster, tools):
     drain(old)
     await tools.until(lambda: dispatcher.load().num_handovers)
     delta = TokenDelta(message.request_id, 0, 1, (12345,))
-    old.send(router, TokenOutput(worker_id=old.worker_id, epoch=old.epoch, outputs=(delta,)))
+    old.send_delta(router, delta)
     await tools.until(lambda: dispatcher.load().num_stale_deltas)
     hurry(cluster)
     assert (await task)[0] == tools.expected(PROMPT, LONG)
@@ -147,7 +147,7 @@ async def test_many_streams_leave_a_few_at_a_time(cluster, tools, monkeypatch):
 
 async def test_what_has_not_begun_is_placed_anew_at_once(cluster, tools):
     dispatcher = await start(cluster)
-    cluster.ship = lambda message, token: None  # its KV never comes
+    cluster.ship = lambda *kv: None  # its KV never comes
     task = asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT)))
     await tools.until(lambda: dispatcher.load().stages["transfer"])
     old = next(worker for worker in cluster.decode if worker.of(DecodeRequest))
@@ -193,7 +193,7 @@ async def test_a_refused_hand_over_is_tried_again(cluster, tools, monkeypatch):
     dispatcher = await start(cluster)
     task, old = await streaming(dispatcher, tools, cluster, max_tokens=LONG)
     refusals = iter([True, True])
-    old.on_handover = lambda router, order: next(refusals, False) and old.refuse_handover(router, order)
+    old.on_handover = lambda router, order: next(refusals, False) and old.fail(router, order)
     drain(old)
     await tools.until(lambda: dispatcher.load().num_handovers.get("done"))
     hurry(cluster)
@@ -213,7 +213,7 @@ async def test_a_strangers_word_does_not_end_a_hand_over(cluster, tools):
     old.on_handover = lambda router, order: True
     drain(old)
     await tools.until(lambda: old.of(HandOver))
-    stranger.refuse_handover(router, old.of(HandOver)[0])
+    stranger.fail(router, old.of(HandOver)[0])
     later = stranger.step + 3
     await tools.until(lambda: stranger.step > later)
     assert not dispatcher.load().num_handovers
@@ -270,12 +270,9 @@ async def test_a_stream_whose_target_failed_after_it_had_moved(cluster, tools):
 
     def record_failure(router, order):
         target = next(worker for worker in targets if worker.worker_id == order.target.worker_id)
-        message, tokens = old.sequences[order.request_id]
-        target.fail(router, structs.replace(message, attempt=order.new_attempt))
-        old.jobs.pop(order.request_id).cancel()
-        asyncio.get_running_loop().call_later(
-            0.1, lambda: old.output(router, message, len(tokens) - len(PROMPT), [], "moved")
-        )
+        job = old.jobs.pop(order.request_id)
+        target.fail(router, structs.replace(job.request, attempt=order.new_attempt))
+        asyncio.get_running_loop().call_later(0.1, lambda: old.output(router, job.request, job.index, [], "moved"))
         return True
 
     for target in targets:
@@ -348,16 +345,8 @@ async def test_a_hand_over_of_which_nothing_is_heard(cluster, tools, monkeypatch
 
 
 def worker(name, *, beat=None, **hello):
-    about = {"fingerprint": "f", "block_size": 4, "num_blocks": 1000, "max_model_len": 4096, "max_num_seqs": 64} | hello
-    load = dict.fromkeys(("num_running", "num_waiting", "num_transferring", "num_waiting_tokens"), 0)
-    load |= {"num_free_blocks": 1000, "num_cached_blocks": 0, "num_owned_blocks": 0} | (beat or {})
-    return Worker(
-        name,
-        "decode",
-        WorkerState.READY,
-        hello=WorkerHello(worker_id=name, role="decode", epoch=1, model="m", **about),
-        beat=WorkerHeartbeat(worker_id=name, epoch=1, step=1, ready=True, draining=False, **load),
-    )
+    about, load = hello_of(name, **hello), heartbeat_of(name, **(beat or {}))
+    return Worker(name, "decode", WorkerState.READY, hello=about, beat=load)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.latency.step_model import StepModel, StepShape
-from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.dispatch.forecast import RequestShape
 from router.dispatch.policy import RoutingPolicy
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
+
+from ...fake_worker import heartbeat_of, hello_of
 
 POLICY = RoutingPolicy(local_prefill_threshold=64)
 REMOTE = RoutingPolicy(local_prefill_threshold=0)
@@ -19,10 +20,8 @@ def pool(prefill=2, decode=2, *, fingerprints=None, num_blocks=1000):
     """A registry of ready workers named p0, p1, ..., d0, d1, ..."""
     registry = WorkerRegistry([f"p{i}" for i in range(prefill)], [f"d{i}" for i in range(decode)], worker_timeout_s=2.0)
     for address, worker in registry.workers.items():
-        hello = WorkerHello(
-            worker_id=address, role=worker.role, epoch=1, fingerprint=(fingerprints or {}).get(address, "f"), model="m",
-            block_size=16, num_blocks=num_blocks, max_model_len=4096, max_num_seqs=8,
-        )  # fmt: skip
+        layout = {"block_size": 16, "num_blocks": num_blocks, "max_num_seqs": 8}
+        hello = hello_of(address, worker.role, fingerprint=(fingerprints or {}).get(address, "f"), **layout)
         registry.on_hello(address, hello, 0.0)
         worker.state = WorkerState.READY
     return registry
@@ -147,10 +146,7 @@ FAST = StepModel(fixed_s=1e-3, token_s=1e-4, row_s=1e-4, context_s=1e-8, num_ste
 
 def report(registry, address, model=FAST, **beat):
     """The worker reports."""
-    values = dict.fromkeys(("num_running", "num_waiting", "num_transferring", "num_waiting_tokens"), 0)
-    values |= {"num_free_blocks": 1000, "num_cached_blocks": 0, "num_owned_blocks": 0} | beat
-    told = WorkerHeartbeat(worker_id=address, epoch=1, step=1, ready=True, draining=False, step_model=model, **values)
-    registry.on_heartbeat(address, told, 0.0)
+    registry.on_heartbeat(address, heartbeat_of(address, step_model=model, **beat), 0.0)
 
 
 def reported(**beats):

@@ -20,7 +20,7 @@ def slow(worker, *, words, says_s=0.1):
         worker.start(router, message)
 
     def begin(router, message):
-        worker.handovers = [*worker.handovers, asyncio.create_task(work(router, message))]
+        worker.spawn(work(router, message))
         return True
 
     worker.on_request = begin

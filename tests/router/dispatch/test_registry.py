@@ -3,29 +3,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.latency.step_model import StepShape
-from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
+
+from ...fake_worker import heartbeat_of, hello_of
 
 P, D = "tcp://p:1", "tcp://d:1"
 
 
 def hello(role="decode", epoch=1, **fields):
-    values = {
-        "fingerprint": "f",
-        "model": "m",
-        "block_size": 16,
-        "num_blocks": 100,
-        "max_model_len": 512,
-        "max_num_seqs": 8,
-    }
-    return WorkerHello(worker_id=f"{role}-1", role=role, epoch=epoch, **(values | fields))
+    layout = {"block_size": 16, "num_blocks": 100, "max_model_len": 512, "max_num_seqs": 8}
+    return hello_of(f"{role}-1", role, epoch=epoch, **(layout | fields))
 
 
-def beat(epoch=1, step=1, *, ready=True, draining=False, **counts):
-    values = dict.fromkeys(("num_running", "num_waiting", "num_transferring", "num_waiting_tokens"), 0)
-    values |= {"num_free_blocks": 100, "num_cached_blocks": 0, "num_owned_blocks": 0}
-    return WorkerHeartbeat(worker_id="w", epoch=epoch, step=step, ready=ready, draining=draining, **(values | counts))
+def beat(epoch=1, step=1, **fields):
+    return heartbeat_of(epoch=epoch, step=step, **({"num_free_blocks": 100} | fields))
 
 
 @pytest.fixture

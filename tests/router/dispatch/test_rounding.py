@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import FatalRequest
 from common.wire.message_fields import unpack_tokens
-from common.wire.messages import DecodeRequest, PrefillRequest, TokenDelta, TokenOutput
+from common.wire.messages import DecodeRequest, PrefillRequest, TokenDelta
 from common.wire.sampling_params import TokenLogprobs
 
 PROMPT = list(range(1, 13))
@@ -37,7 +37,7 @@ async def begun_by_one_that_dies(cluster, tools, num_prefill):
     The worker has died since, and its KV did not arrive.
     """
     dispatcher = await cluster.start(prefill=num_prefill)
-    cluster.ship, ship = (lambda message, token: None), cluster.ship
+    cluster.ship, ship = (lambda *kv: None), cluster.ship
 
     def round_differently(worker, router, message):
         worker.output(router, message, message.num_output_tokens, [ROUNDED])
@@ -71,7 +71,7 @@ async def test_the_replacement_of_a_dead_prefill_worker_computes_another_first_t
 async def test_the_decode_worker_speaks_before_the_replacement(cluster, tools):
     """Its tokens are behind the replacement's first one, and so is the difference."""
     dispatcher = await cluster.start(prefill=2)
-    cluster.ship, ship = (lambda message, token: None), cluster.ship
+    cluster.ship, ship = (lambda *kv: None), cluster.ship
     for worker in cluster.prefill:
         worker.on_request = lambda router, message, worker=worker: worker.output(router, message, 0, [ROUNDED]) or True
     task = await streaming(dispatcher, tools)
@@ -80,7 +80,8 @@ async def test_the_decode_worker_speaks_before_the_replacement(cluster, tools):
     def ship_only(router, message):
         if message.attempt != 1:
             return False
-        ship(message, tools.expected(PROMPT, 1)[0])
+        prompt = unpack_tokens(message.prompt)
+        ship(message.request_id, message.attempt, message.decode, [*prompt, *tools.expected(prompt, 1)])
         return True
 
     other.on_request = ship_only
@@ -108,7 +109,7 @@ async def test_a_helper_that_comes_too_late_may_differ(cluster, tools):
     other.output(next(iter(other.routers)), other.of(PrefillRequest)[0], 0, [tokens[0] + 1])
     router_of_other = next(iter(other.routers))
     delta = TokenDelta("a request that is over", 0, 0, (1,))
-    other.send(router_of_other, TokenOutput(worker_id=other.worker_id, epoch=other.epoch, outputs=(delta,)))
+    other.send_delta(router_of_other, delta)
     await tools.until(lambda: dispatcher.load().num_stale_deltas)  # what was sent before is read by now
     decode.output(router, message, 3, tokens[3:], "length")
     assert (await task)[0] == tokens
@@ -120,7 +121,7 @@ async def test_logprobs_are_those_of_the_tokens_that_were_sent(cluster, tools):
     dispatcher = await cluster.start(prefill=2)
     for worker in cluster.workers:
         worker.output = with_logprobs(worker)
-    cluster.ship, ship = (lambda message, token: None), cluster.ship
+    cluster.ship, ship = (lambda *kv: None), cluster.ship
     for worker in cluster.prefill:
         worker.on_request = lambda router, message, worker=worker: worker.output(router, message, 0, [ROUNDED]) or True
     stream = dispatcher.generate(tools.request(PROMPT, logprobs=0))
@@ -141,7 +142,7 @@ def with_logprobs(worker):
     def output(router, message, index, tokens, reason=""):
         logprobs = tuple(TokenLogprobs(-float(token)) for token in tokens)
         delta = TokenDelta(message.request_id, message.attempt, index, tuple(tokens), reason, logprobs=logprobs)
-        worker.send(router, TokenOutput(worker_id=worker.worker_id, epoch=worker.epoch, outputs=(delta,)))
+        worker.send_delta(router, delta)
 
     return output
 

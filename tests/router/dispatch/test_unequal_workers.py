@@ -20,7 +20,7 @@ async def streaming(dispatcher, tools, **options):
 
 def busy(workers):
     """The worker that runs a request now."""
-    return next(worker for worker in workers if any(not job.done() for job in worker.jobs.values()))
+    return next(worker for worker in workers if worker.jobs)
 
 
 def ready(dispatcher):
@@ -184,7 +184,7 @@ async def test_a_draining_worker_keeps_what_no_other_has_the_weights_for(cluster
     dispatcher = await cluster.start(prefill=0, decode=0)
     new.beat["ready"] = False
     await tools.until(lambda: ready(dispatcher) == [old.address])
-    cluster.ship, ship = (lambda message, token: held.append((message, token))), cluster.ship
+    cluster.ship, ship = (lambda *kv: held.append(kv)), cluster.ship
     held = []
     stream = dispatcher.generate(tools.request(PROMPT))
     tokens = list((await anext(stream)).token_ids)
