@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Placement
 from router.dispatch.request_state import RequestState
+from router.dispatch.waiting import WaitingRequests
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker, WorkerState
 
@@ -31,12 +32,12 @@ RETRY_S = 0.5
 
 
 class HandOvers:
-    """Requests that start over go into `queue`, as after a failure, but do not count as failed."""
+    """Requests that start over go into `waiting`, as after a failure, but do not count as failed."""
 
     def __init__(
-        self, registry: WorkerRegistry, placement: Placement, queue: dict[str, RequestState], counters: DispatchCounters
+        self, registry: WorkerRegistry, placement: Placement, waiting: WaitingRequests, counters: DispatchCounters
     ) -> None:
-        self._registry, self._placement, self._queue, self._counters = registry, placement, queue, counters
+        self._registry, self._placement, self._waiting, self._counters = registry, placement, waiting, counters
         self._open: dict[str, RequestState] = {}
 
     def leave(self, states: Iterable[RequestState], now: float) -> None:
@@ -91,14 +92,13 @@ class HandOvers:
             return
         self._open[state.request.request_id] = state
         state.handover_until = now + TIMEOUT_S
-        if not self._placement.hand_over(state, target, num_reserved):
+        if not self._placement.hand_over(state, target, num_reserved, now):
             self.fail(state, "a worker takes no messages", now)
 
     def _place_again(self, state: RequestState, now: float) -> None:
         """No token came from the decode worker yet: starting over elsewhere costs no token."""
         self._placement.start_over(state)
-        state.queued_at = now
-        self._queue[state.request.request_id] = state
+        self._waiting.add(state, now)
 
     def _expire(self, now: float) -> None:
         for state in list(self._open.values()):

@@ -35,10 +35,9 @@ class Placement:
         index: PrefixIndex,
         send: Send,
         abort: Abort,
-        clock: Callable[[], float],
     ) -> None:
         self._registry, self._policy, self._index = registry, policy, index
-        self._send, self._abort, self._clock = send, abort, clock
+        self._send, self._abort = send, abort
         self._num_output = Ewma(OUTPUT_SMOOTHING, start=OUTPUT_RESERVE)  # tokens of an answer, lately
 
     def choose(self, state: RequestState, now: float, deaf: Collection[str] = ()) -> tuple[Choice, RequestShape] | None:
@@ -86,14 +85,15 @@ class Placement:
             partners, _ = self._candidates(state, deaf)
             shape = self._shape(state, [*partners, decode])
             prefill = self._policy.choose_prefill(partners, decode, shape, now).prefill
-            if not self._send(decode.address, self._decode_request(state, prefill, serial=assignment.booking.serial)):
+            request = self._decode_request(state, prefill, now, serial=assignment.booking.serial)
+            if not self._send(decode.address, request):
                 return False
             assignment.attempt = state.attempt
             if prefill is None or self._send_prefill(state, prefill, decode, shape, now):
                 return True
             deaf.add(prefill.address)
 
-    def hand_over(self, state: RequestState, target: Worker, num_reserved_tokens: int) -> bool:
+    def hand_over(self, state: RequestState, target: Worker, num_reserved_tokens: int, now: float) -> bool:
         """Begin a new attempt on `target`, to which the present decode worker copies its KV.
 
         `target` sets blocks aside for `num_reserved_tokens` more. False when one of the two cannot take its message.
@@ -103,7 +103,8 @@ class Placement:
             return False
         state.begin_attempt()
         num_output = len(state.stream.token_ids)
-        request = self._decode_request(state, self._registry.workers[source.address], num_output, num_reserved_tokens)
+        worker = self._registry.workers[source.address]
+        request = self._decode_request(state, worker, now, num_output, num_reserved_tokens)
         if not self._send(target.address, request):
             return False
         num_blocks = target.num_blocks_of(state.num_tokens + num_reserved_tokens)
@@ -229,7 +230,7 @@ class Placement:
     def _dispatch(self, state: RequestState, choice: Choice, shape: RequestShape, now: float) -> str | None:
         """Send the messages of a choice. Returns the address of a worker that could not take its own, or None."""
         if choice.decode is not None:
-            if not self._send(choice.decode.address, self._decode_request(state, choice.prefill)):
+            if not self._send(choice.decode.address, self._decode_request(state, choice.prefill, now)):
                 return choice.decode.address
             self._assign(state, choice.decode, shape, local=choice.local, now=now)
         if choice.prefill is not None and not self._send_prefill(state, choice.prefill, choice.decode, shape, now):
@@ -239,7 +240,7 @@ class Placement:
     def _send_prefill(
         self, state: RequestState, prefill: Worker, decode: Worker | None, shape: RequestShape, now: float
     ) -> bool:
-        if not self._send(prefill.address, self._prefill_request(state, decode)):
+        if not self._send(prefill.address, self._prefill_request(state, decode, now)):
             return False
         self._assign(state, prefill, shape, local=True, now=now)
         hello = prefill.identity
@@ -257,6 +258,7 @@ class Placement:
         self,
         state: RequestState,
         source: Worker | None,
+        now: float,
         num_output: int | None = None,
         num_reserved: int = 0,
         serial: int = 0,
@@ -275,14 +277,14 @@ class Placement:
             prefill_worker=source.worker_id if source else "",
             num_output_tokens=num_output,
             cache_salt=request.cache_salt,
-            deadline_s=state.remaining_s(self._clock()),
-            ttft_s=state.first_token_s(self._clock()),
+            deadline_s=state.remaining_s(now),
+            ttft_s=state.first_token_s(now),
             traceparent=request.traceparent,
             num_reserved_tokens=num_reserved,
             serial=serial or self._registry.next_serial,
         )
 
-    def _prefill_request(self, state: RequestState, decode: Worker | None) -> PrefillRequest:
+    def _prefill_request(self, state: RequestState, decode: Worker | None, now: float) -> PrefillRequest:
         request = state.request
         return PrefillRequest(
             request_id=request.request_id,
@@ -292,8 +294,8 @@ class Placement:
             decode=_target(decode) if decode is not None else None,
             num_output_tokens=state.num_base_tokens,
             cache_salt=request.cache_salt,
-            deadline_s=state.remaining_s(self._clock()),
-            ttft_s=state.first_token_s(self._clock()),
+            deadline_s=state.remaining_s(now),
+            ttft_s=state.first_token_s(now),
             traceparent=request.traceparent,
             serial=self._registry.next_serial,
         )

@@ -28,6 +28,7 @@ from router.dispatch.client import RETRY_AFTER_S
 from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Placement
 from router.dispatch.request_state import Assignment, RequestState
+from router.dispatch.waiting import WaitingRequests
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +41,12 @@ DEADLINE_SLACK_S = 0.1
 
 
 class Recovery:
-    """Moves requests off workers that failed them. A request that it puts into `queue` waits to be placed again."""
+    """Moves requests off workers that failed them. A request that it puts into `waiting` is placed again."""
 
     def __init__(
-        self, max_retries: int, placement: Placement, queue: dict[str, RequestState], counters: DispatchCounters
+        self, max_retries: int, placement: Placement, waiting: WaitingRequests, counters: DispatchCounters
     ) -> None:
-        self._max_retries, self._placement, self._queue, self._counters = max_retries, placement, queue, counters
+        self._max_retries, self._placement, self._waiting, self._counters = max_retries, placement, waiting, counters
         self._on_trial: RequestState | None = None
 
     def recover(
@@ -89,10 +90,9 @@ class Recovery:
         """Queue the request again: at once the first time, then with a growing delay, to spare a sick worker."""
         self._placement.start_over(state)
         state.stream.drop_ahead()
-        state.queued_at = now
         if state.num_fruitless > 1:
             state.not_before = now + min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (state.num_fruitless - 2))
-        self._queue[state.request.request_id] = state
+        self._waiting.add(state, now)
 
 
 def _given_up(state: RequestState) -> RequestError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -63,7 +62,7 @@ class Assignment:
 
 
 class RequestState:
-    """A request's state. The dispatcher changes it, and the consumer waits for `next_event`.
+    """A request's state. The core changes it, and wakes the consumer, who takes the next event.
 
     Raises OverflowError or TypeError for prompt tokens that are not 32-bit token ids.
     """
@@ -97,9 +96,7 @@ class RequestState:
         self.not_before = now
         self.num_cached_tokens = 0
         self.done = False
-        self.deadline_timer: asyncio.TimerHandle | None = None
         self._error: RequestError | None = None
-        self._wake = asyncio.Event()
         self._hashers: dict[int, BlockHasher] = {}
         self._queue_s = 0.0
         self._past = Timeline()
@@ -286,8 +283,8 @@ class RequestState:
         if assignment is self.waits_for:
             self.renewed_at = now
 
-    def receive(self, assignment: Assignment, delta: TokenDelta, now: float) -> None:
-        """Merge tokens that a worker sent. Raises StreamConflict."""
+    def receive(self, assignment: Assignment, delta: TokenDelta, now: float) -> bool:
+        """Merge tokens that a worker sent; True when the stream grew or ended. Raises StreamConflict."""
         if delta.timeline is not None:
             assignment.timeline = delta.timeline
         try:
@@ -301,8 +298,7 @@ class RequestState:
         if self.num_base_tokens == 0:
             cached = min(delta.num_cached_tokens, len(self.request.prompt_token_ids))
             self.num_cached_tokens = max(self.num_cached_tokens, cached)
-        if grew:
-            self._wake.set()
+        return grew
 
     def receive_prompt_logprobs(self, prompt_logprobs: PromptLogprobs, now: float) -> None:
         """Merge log-probabilities of the prompt that a worker sent. Raises StreamConflict."""
@@ -312,20 +308,14 @@ class RequestState:
     def fail(self, error: RequestError) -> None:
         """End the stream with an error, behind the tokens that came before."""
         self._error, self.done = error, True
-        self._wake.set()
 
-    async def next_event(self) -> TokenEvent:
-        """All tokens that came since the last call, or the next to come. Raises the request's error behind the last.
-
-        The deadline timer bounds the wait: it fails the request.
-        """
-        while True:
-            if self.stream.num_pending or self.stream.finish_reason:
-                return self._take()
-            if self._error is not None:
-                raise self._error
-            self._wake.clear()
-            await self._wake.wait()
+    def take_event(self) -> TokenEvent | None:
+        """All tokens that came since the last call, or None. Raises the request's error behind the last of them."""
+        if self.stream.num_pending or self.stream.finish_reason:
+            return self._take()
+        if self._error is not None:
+            raise self._error
+        return None
 
     # ------------------------------------------------------------ inside
 

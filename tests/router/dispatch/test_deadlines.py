@@ -126,8 +126,8 @@ async def test_a_long_stream_outlives_more_workers_than_it_may_retry(cluster, to
     worker = cluster.decode[0]
     worker.token_s = 0.005
     task = asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT, max_tokens=60)))
-    await tools.until(lambda: dispatcher._states)
-    (state,) = dispatcher._states.values()
+    await tools.until(lambda: dispatcher.core.states)
+    (state,) = dispatcher.core.states.values()
     for deaths in range(1, 5):
         await tools.until(lambda goal=10 * deaths: len(state.stream.token_ids) >= goal)
         worker.die()
@@ -201,7 +201,7 @@ async def test_a_worker_that_was_only_silent_makes_nobody_a_suspect(cluster, too
         worker.token_s = 30.0
     work = asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT)))
     await tools.until(lambda: any(worker.of(DecodeRequest) for worker in cluster.decode))
-    (state,) = dispatcher._states.values()
+    (state,) = dispatcher.core.states.values()
     now, decode = time.monotonic(), state.decode
     state.record_failure(decode, "silent", now, died=True)
     state.record_failure(decode, "silent again", now, died=True)

@@ -10,7 +10,7 @@ import uvloop
 
 from common.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from common.wire.messages import AbortRequest, DecodeRequest, PrefillRequest, ResetPrefixCache
-from router.dispatch.dispatcher import MAX_PLACED_A_TURN
+from router.dispatch.core import MAX_PLACED_A_TURN
 
 PROMPT = list(range(1, 13))
 
@@ -245,7 +245,7 @@ async def test_a_slow_reader_gets_everything_in_fewer_events(cluster, tools):
     dispatcher = await cluster.start()
     stream = dispatcher.generate(tools.request(PROMPT, max_tokens=50))
     tokens = list((await anext(stream)).token_ids)
-    state = next(iter(dispatcher._states.values()))
+    state = next(iter(dispatcher.core.states.values()))
     await tools.until(lambda: state.done)
     rest = [event.token_ids async for event in stream]
     assert len(rest) <= 1
@@ -309,8 +309,8 @@ async def test_a_long_queue_is_placed_without_holding_the_event_loop(cluster, to
     cluster.decode[0].die()
     await tools.until(lambda: not dispatcher.fleet.registry.ready("decode"))
     tasks = [asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT))) for _ in range(100)]
-    await tools.until(lambda: len(dispatcher._queue) == 100)
-    turn, turns, place = 0, [], dispatcher._placement.place
+    await tools.until(lambda: len(dispatcher.core.waiting) == 100)
+    turn, turns, place = 0, [], dispatcher.core._placement.place
 
     def noted(state, now, chosen=None):
         placed = place(state, now, chosen)
@@ -325,7 +325,7 @@ async def test_a_long_queue_is_placed_without_holding_the_event_loop(cluster, to
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    monkeypatch.setattr(dispatcher._placement, "place", noted)
+    monkeypatch.setattr(dispatcher.core._placement, "place", noted)
     await cluster.decode[0].restart()
     for task in tasks:
         assert (await task)[0] == tools.expected(PROMPT, 8)

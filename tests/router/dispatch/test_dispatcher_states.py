@@ -150,9 +150,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         )  # fmt: skip
         dispatcher = Dispatcher(config)
         dispatcher._open = True
-        dispatcher._clock = dispatcher.fleet._clock = dispatcher._placement._clock = lambda: self.now
-        recover = dispatcher._recovery.recover
-        dispatcher._recovery.recover = lambda state, failed, reason, now, **how: (  # type: ignore[method-assign]
+        dispatcher._clock = dispatcher.fleet._clock = lambda: self.now
+        recover = dispatcher.core._recovery.recover
+        dispatcher.core._recovery.recover = lambda state, failed, reason, now, **how: (  # type: ignore[method-assign]
             self.blamed.append(reason) or recover(state, failed, reason, now, **how)  # type: ignore[func-returns-value]
         )
         return dispatcher
@@ -290,7 +290,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def bookings_belong_to_requests(self) -> None:
-        states = self.dispatcher._states.values()
+        states = self.dispatcher.core.states.values()
         used = [a.booking.serial for f in states for a in (f.prefill, f.decode, f.successor) if a is not None]
         booked = [serial for worker in self.dispatcher.fleet.registry.workers.values() for serial in worker.bookings]
         assert set(booked) <= set(used)
@@ -324,8 +324,8 @@ class DispatcherMachine(RuleBasedStateMachine):
                     worker.read()
                 # One that speaks is told to forget it; one that waits for KV in vain has deadlines of its own.
                 assert all(job.tokens is None and self.num_lost for job in worker.jobs.values())
-            assert not self.dispatcher._states
-            assert not self.dispatcher._queue
+            assert not self.dispatcher.core.states
+            assert not self.dispatcher.core.waiting
             for known in self.dispatcher.fleet.registry.workers.values():
                 assert (known.booked.num_requests, known.booked.num_tokens, known.booked.num_blocks) == (0, 0, 0)
         finally:
@@ -345,12 +345,12 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def streaming(self) -> list[SteppedWorker]:
         """Decode workers whose tokens come."""
-        decode = [state.decode for state in self.dispatcher._states.values() if not state.done]
+        decode = [state.decode for state in self.dispatcher.core.states.values() if not state.done]
         return [self.by_address[one.address] for one in decode if one is not None and one.delivered]
 
     def transferring(self) -> list[SteppedWorker]:
         """Prefill workers that have sent a first token, of which the decode worker has not told yet."""
-        states = [state for state in self.dispatcher._states.values() if state.stage == "transfer"]
+        states = [state for state in self.dispatcher.core.states.values() if state.stage == "transfer"]
         prefill = [self.by_address[state.prefill.address] for state in states if state.prefill is not None]
         return [worker for worker in prefill if worker.alive]
 

@@ -35,12 +35,12 @@ async def streaming(dispatcher, tools, cluster, *, prompt=PROMPT, **options):
     """A request that its decode worker has begun to answer, and the task that collects its tokens."""
     request = tools.request(prompt, **options)
     task = asyncio.create_task(tools.collect(dispatcher, request))
-    await tools.until(lambda: request.request_id in dispatcher._states and assigned(dispatcher, request).delivered)
+    await tools.until(lambda: request.request_id in dispatcher.core.states and assigned(dispatcher, request).delivered)
     return task, next(w for w in cluster.decode if w.address == assigned(dispatcher, request).address)
 
 
 def assigned(dispatcher, request):
-    decode = dispatcher._states[request.request_id].decode
+    decode = dispatcher.core.states[request.request_id].decode
     return decode if decode is not None else type("Nobody", (), {"delivered": False})
 
 
@@ -131,7 +131,7 @@ async def test_many_streams_leave_a_few_at_a_time(cluster, tools, monkeypatch):
 
     def count(router, order):
         nonlocal most
-        most = max(most, sum(state.successor is not None for state in dispatcher._states.values()))
+        most = max(most, sum(state.successor is not None for state in dispatcher.core.states.values()))
         return False
 
     old.on_handover = count

@@ -32,7 +32,7 @@ async def lied_to(cluster, tools):
 async def test_lies_about_other_workers_requests_change_nothing(lied_to, tools, disguised):
     dispatcher, honest, liar, router = lied_to
     task = await streaming(dispatcher, tools, max_tokens=60)
-    (request_id,) = dispatcher._states
+    (request_id,) = dispatcher.core.states
     own = {"worker_id": liar.worker_id, "epoch": liar.epoch}
     messages = forged(request_id, **({"worker_id": honest.worker_id, "epoch": honest.epoch} if disguised else own))
     for message in messages:

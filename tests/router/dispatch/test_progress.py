@@ -108,8 +108,8 @@ async def test_progress_is_no_token(cluster, tools):
     dispatcher = await cluster.start(prefill_timeout_s=LIMIT_S)
     slow(cluster.prefill[0], words=1000)
     task = asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT)))
-    await tools.until(lambda: any(f.renewed_at > f.progress_at + LIMIT_S for f in dispatcher._states.values()))
-    (state,) = dispatcher._states.values()
+    await tools.until(lambda: any(f.renewed_at > f.progress_at + LIMIT_S for f in dispatcher.core.states.values()))
+    (state,) = dispatcher.core.states.values()
     assert state.stage == "prefill" and not state.prefill.delivered
     assert dispatcher.fleet.registry.workers[state.prefill.address].booked.num_tokens
     task.cancel()

@@ -306,7 +306,7 @@ async def test_a_worker_that_does_not_read_is_passed_over(cluster, tools):
     dispatcher = await cluster.start(prefill=0, decode=2)
     deaf, healthy = cluster.decode
     send = dispatcher.fleet.send
-    dispatcher._placement._send = lambda address, message: address != deaf.address and send(address, message)
+    dispatcher.core._placement._send = lambda address, message: address != deaf.address and send(address, message)
     for _ in range(3):
         assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
     assert deaf.of(DecodeRequest) == []
@@ -316,7 +316,7 @@ async def test_a_worker_that_does_not_read_is_passed_over(cluster, tools):
 async def test_prefill_that_takes_no_messages_leaves_decode_alone(cluster, tools):
     dispatcher = await cluster.start()
     deaf, send = cluster.prefill[0], dispatcher.fleet.send
-    dispatcher._placement._send = lambda address, message: address != deaf.address and send(address, message)
+    dispatcher.core._placement._send = lambda address, message: address != deaf.address and send(address, message)
     assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
     assert [message.prefill_worker for message in cluster.decode[0].of(DecodeRequest)] == [deaf.worker_id, ""]
 

@@ -73,7 +73,7 @@ async def test_a_stream_that_fits_nowhere_else_waits_for_one_that_takes_it(clust
     dispatcher = await cluster.start(prefill=0, decode=0)
     long.token_s = 0.01
     task = await streaming(dispatcher, tools, max_tokens=60)
-    (state,) = dispatcher._states.values()
+    (state,) = dispatcher.core.states.values()
     await tools.until(lambda: len(state.stream.token_ids) >= 10)
     long.die()
     await tools.until(lambda: dispatcher.load().stages["queue"])
@@ -215,7 +215,7 @@ async def test_log_probabilities_of_a_prompt_come_from_one_worker(cluster, tools
         worker.on_request = half(worker)
     stream = dispatcher.generate(tools.request(PROMPT, prompt_logprobs=0))
     task = asyncio.create_task(anext(stream))
-    await tools.until(lambda: any(state.stream._prompt_logprobs for state in dispatcher._states.values()))
+    await tools.until(lambda: any(state.stream._prompt_logprobs for state in dispatcher.core.states.values()))
     (old if old.of(DecodeRequest) else new).die()
     event = await task
     assert [-one.logprob for one in event.prompt_logprobs] == PROMPT[1:]

@@ -1,0 +1,373 @@
+"""Where requests run, when they move and when they end: events and `now` in, actions out. No I/O, no clock, no asyncio.
+
+    submit ─> waiting ─> placed on P and D ─> first token (P) ─> tokens (D) ─> finished
+               ^          │ P lost before D delivered: next attempt, same D, another P or none
+               └──────────┘ D lost: next attempt anywhere, the output so far becomes part of the prompt
+
+Nothing here waits. Workers' messages, lost workers, timers and ticks change a `RequestState`; its consumer is woken and
+takes the next event. A process (`Dispatcher`) or a simulation in virtual time carries the actions out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.config import RouterConfig
+from common.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
+from common.wire.messages import PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
+from router.dispatch.admission import Admission
+from router.dispatch.client import RETRY_AFTER_S, GenerationRequest
+from router.dispatch.demand import Demand, DemandMeter
+from router.dispatch.forecast import RequestShape
+from router.dispatch.handover import HandOvers
+from router.dispatch.load import DispatchCounters
+from router.dispatch.placement import Abort, Placement, Send
+from router.dispatch.policy import Choice, RoutingPolicy
+from router.dispatch.recovery import Recovery, refusal
+from router.dispatch.request_state import Assignment, RequestState
+from router.dispatch.silence import why_left
+from router.dispatch.stream import StreamConflict, TokensDiffer
+from router.dispatch.waiting import WaitingRequests
+from router.fleet.prefix_index import PrefixIndex
+from router.fleet.registry import WorkerRegistry
+from router.fleet.worker import WorkerState
+
+log = logging.getLogger(__name__)
+
+MAX_PLACED_A_TURN = 32
+"""Requests of the queue that are placed in one turn of the event loop: each takes most of a millisecond."""
+
+Cancel = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Actions:
+    """What the core has done for it. None of these waits, and none calls the core back before it returns.
+
+    `send` and `abort` are those of a connection to a worker. `later` calls back after so many seconds, with the time
+    of then, unless it is cancelled; after 0 seconds it lets other work have a turn first. `wake` tells the consumer of
+    a request, by its id, that `RequestState.take_event` has something new.
+    """
+
+    send: Send
+    abort: Abort
+    later: Callable[[float, Callable[[float], None]], Cancel]
+    wake: Callable[[str], None]
+
+
+class DispatchCore:
+    """One router's requests, over the workers of `registry`. Owned by one thread.
+
+    `states` has every request between `submit` and `end`, by id; `waiting` those of them that are on no worker.
+    """
+
+    def __init__(self, config: RouterConfig, registry: WorkerRegistry, actions: Actions) -> None:
+        self._config, self._registry, self._actions = config, registry, actions
+        self.states: dict[str, RequestState] = {}
+        self.waiting = WaitingRequests()
+        self.counters = DispatchCounters()
+        self._deadlines: dict[str, Cancel] = {}
+        self._index = PrefixIndex()
+        policy = RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold)
+        self._placement = Placement(registry, policy, self._index, actions.send, actions.abort)
+        self.has_prefill = bool(config.prefill or config.prefill_services)
+        self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)
+        self._recovery = Recovery(config.max_retries, self._placement, self.waiting, self.counters)
+        self._admission = Admission(registry, policy, config, self.counters)
+        self._handovers = HandOvers(registry, self._placement, self.waiting, self.counters)
+
+    # ------------------------------------------------------------ for the front
+
+    def submit(self, request: GenerationRequest, now: float) -> RequestState:
+        """Admit a request, and place it if a worker takes it now. Its consumer must `end` it.
+
+        Raises InvalidRequest, Overloaded or Unavailable for a request that is not admitted.
+        """
+        state, chosen = self._admit(request, now)
+        try:
+            self._try_place(state, now, chosen)
+        except BaseException:
+            self.end(state)
+            raise
+        return state
+
+    def end(self, state: RequestState) -> None:
+        """The consumer has ended, whether the request is over or not."""
+        self._deadlines.pop(state.request.request_id, _nothing)()
+        self.waiting.discard(state)
+        self.states.pop(state.request.request_id, None)
+        if not state.done:
+            state.done = True
+            self._placement.withdraw(state)
+
+    def close(self) -> None:
+        """Fail all requests and abort them on the workers."""
+        for state in list(self.states.values()):
+            self._fail(state, Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S))
+
+    def check_room(self, is_longer: Callable[[int], bool], now: float) -> None:
+        """See `GenerationClient.check_room`."""
+        self._check_bounds()
+        self._admission.check_unread(is_longer, now)
+
+    def forget_prefixes(self) -> None:
+        """Every worker empties its prefix cache."""
+        self._index.clear_all()
+
+    @property
+    def wait_limit_s(self) -> float:
+        """How long a new request may wait now, in seconds."""
+        return self._admission.limit_s
+
+    def demand(self, p95_token_s: float, slo_s: float) -> Demand:
+        """The load that autoscalers read; see `DemandMeter.measure`."""
+        workers = self._registry.workers.values()
+        return self._demand.measure(self.states.values(), self.waiting, workers, p95_token_s, slo_s)
+
+    # ------------------------------------------------------------ what happens to workers
+
+    def on_output(self, address: str, output: TokenOutput, now: float) -> None:
+        for delta in output.outputs:
+            if (match := self._match_assignment(address, output.epoch, delta)) is not None:
+                self._on_delta(*match, delta, now)
+        if self._registry.workers[address].state is WorkerState.DRAINING:  # sooner than at the next tick
+            known = (self.states.get(delta.request_id) for delta in output.outputs)
+            self._handovers.leave((state for state in known if state is not None), now)
+
+    def on_prompt_logprobs(self, address: str, prompt_logprobs: PromptLogprobs, now: float) -> None:
+        if (match := self._match_assignment(address, prompt_logprobs.epoch, prompt_logprobs)) is None:
+            return
+        state, assignment = match
+        try:
+            state.receive_prompt_logprobs(prompt_logprobs, now)
+        except StreamConflict as conflict:
+            self._on_conflict(state, assignment, conflict, now)
+
+    def on_failed(self, address: str, failed: RequestFailed, now: float) -> None:
+        state = self.states.get(failed.request_id)
+        if state is None or state.done:
+            return
+        if state.may_give_up_handover(address, failed.attempt):
+            self._give_up_handover(state, f"worker {failed.worker_id} failed in {failed.phase}: {failed.message}", now)
+            return
+        assignment = state.assignment(address, failed.attempt)
+        if assignment is None or failed.attempt != assignment.attempt:
+            return
+        reason = f"{assignment.role} worker {failed.worker_id} failed in {failed.phase}: {failed.message}"
+        if failed.retryable or state.is_through_with(assignment):
+            self._recover(state, assignment, reason, now)
+        else:
+            self._fail(state, refusal(failed, reason, state.remaining_s(now)))
+
+    def on_lost(self, address: str, reason: str, now: float) -> None:
+        for state in list(self.states.values()):
+            for assignment in state.assignments:
+                if assignment.address == address and not state.done:
+                    why = f"{assignment.name} {reason}"
+                    self._recover(state, assignment, why, now, died=True)
+
+    def on_started(self, address: str) -> None:
+        self._index.clear(address)
+
+    def on_gone(self, address: str) -> None:
+        self.on_started(address)
+
+    def uses(self, address: str) -> bool:
+        return any(state.needs(address) for state in self.states.values() if not state.done)
+
+    def on_ready(self, address: str, now: float) -> None:
+        epoch = self._registry.workers[address].epoch
+        for state in self.states.values():
+            state.forgive_death(address, epoch)
+        self._serve_queue(now)
+
+    def on_tick(self, now: float) -> None:
+        self._handovers.leave(self.states.values(), now)
+        self._serve_queue(now)
+        for state in list(self.states.values()):
+            self._check_progress(state, now)
+        self._admission.observe(self.states.values(), now)
+        for state, error in self._admission.shed(self.states.values(), now):
+            self._fail(state, error)
+
+    # ------------------------------------------------------------ a request's life
+
+    def _check_bounds(self) -> None:
+        if len(self.states) >= self._config.max_inflight:
+            num = self._config.max_inflight
+            raise Unavailable(f"{num} requests are in flight, the most this router takes", retry_after_s=RETRY_AFTER_S)
+
+    def _admit(self, request: GenerationRequest, now: float) -> tuple[RequestState, tuple[Choice, RequestShape] | None]:
+        """The request's state, and where it would be placed."""
+        self._check_bounds()
+        if request.request_id in self.states:
+            raise InvalidRequest(f"request {request.request_id} is already being served", param="request_id")
+        if not request.prompt_token_ids:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        try:
+            state = RequestState(request, now)
+        except (OverflowError, TypeError) as error:
+            raise InvalidRequest(f"the prompt holds what is no token id: {error}", param="prompt") from error
+        chosen = self._placement.choose(state, now)
+        self._admission.check(chosen and chosen[0], now)
+        self.states[request.request_id] = state
+        deadline = self._actions.later(request.deadline_s, lambda _: self._on_deadline(state))
+        self._deadlines[request.request_id] = deadline
+        self.waiting.add(state, now)
+        return state, chosen
+
+    def _serve_queue(self, now: float) -> None:
+        """Place queued requests, oldest first, `MAX_PLACED_A_TURN` at once; fail those that waited too long."""
+        num_placed = 0
+        for state in self.waiting:
+            if self._try_place(state, now):
+                num_placed += 1
+                if num_placed == MAX_PLACED_A_TURN:
+                    self._actions.later(0.0, self._serve_queue)
+                    return
+                continue
+            if now - state.queued_at <= self._config.queue_timeout_s:
+                continue
+            waited = f"waited {now - state.queued_at:.1f} s for a worker: {self._placement.obstacle(state, now)}"
+            self._fail(state, Unavailable(waited, retry_after_s=RETRY_AFTER_S))
+
+    def _try_place(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None) -> bool:
+        if now < state.not_before or not self._recovery.may_be_placed(state):
+            return False
+        if (choice := self._placement.place(state, now, chosen)) is None:
+            return False
+        self._admission.expect(state, choice, now)
+        self.waiting.discard(state)
+        kind = "prefill" if state.decode is None else "remote" if state.prefill else "local"
+        self.counters.num_choices[kind] += 1
+        return True
+
+    def _match_assignment(
+        self, address: str, epoch: int, message: TokenDelta | PromptLogprobs
+    ) -> tuple[RequestState, Assignment] | None:
+        """The request and the assignment of a worker's message; None, and an abort to the worker, if it has neither."""
+        worker = self._registry.workers[address]
+        current = worker.hello is not None and worker.epoch == epoch
+        state = self.states.get(message.request_id)
+        assignment = state.assignment(address, message.attempt) if state and current and not state.done else None
+        if state is not None and assignment is not None and assignment.epoch == epoch:
+            return state, assignment
+        self.counters.num_stale_deltas += 1
+        if current:  # an earlier abort was lost
+            self._actions.abort(address, message.request_id, message.attempt)
+        return None
+
+    def _on_delta(self, state: RequestState, assignment: Assignment, delta: TokenDelta, now: float) -> None:
+        first = not assignment.delivered
+        if delta.finish_reason in ("abort", "moved"):
+            self._on_left(state, assignment, delta.finish_reason, now)
+            return
+        if not delta.token_ids and not delta.finish_reason:
+            state.renew(assignment, now)
+            return
+        if assignment is state.successor:
+            self._take_over(state, now, moved=False)
+        if first:
+            self._admission.learn(state, assignment, now)
+        try:
+            grew = state.receive(assignment, delta, now)
+        except StreamConflict as conflict:
+            self._on_conflict(state, assignment, conflict, now)
+            return
+        if grew:
+            self._actions.wake(state.request.request_id)
+        if first:
+            self._registry.on_request_served(assignment.address)
+            self._placement.computed(assignment)
+            if assignment is state.decode:
+                self._placement.remember(state, assignment)
+                self._placement.spare_prefill(state)
+        if state.stream.finish_reason:
+            self._finish(state, assignment)
+        elif state.decode is None:
+            self._recover(state, assignment, f"{assignment.name} did not end a one-token request", now)
+
+    def _on_left(self, state: RequestState, assignment: Assignment, how: str, now: float) -> None:
+        """The worker ended a request that is not over: it goes on where it was handed over, or somewhere else."""
+        if how == "moved" and assignment is state.decode and state.successor is not None:
+            self._take_over(state, now, moved=True)
+        else:
+            self._recover(state, assignment, f"{assignment.name} {how} the request", now)
+
+    def _on_conflict(self, state: RequestState, assignment: Assignment, conflict: StreamConflict, now: float) -> None:
+        """The worker is at fault, unless it computed again what another worker had computed before."""
+        what = f"{assignment.name} sent {conflict}"
+        if not (isinstance(conflict, TokensDiffer) and state.may_differ):
+            self._recover(state, assignment, what, now)
+            return
+        log.info("request %s starts over behind the tokens that were sent: %s", state.request.request_id, what)
+        self._recovery.continue_behind(state, assignment, now)
+        if state in self.waiting:
+            self._try_place(state, now)
+
+    def _take_over(self, state: RequestState, now: float, *, moved: bool) -> None:
+        self._handovers.succeed(state, now, moved=moved)
+        self._handovers.leave(self.states.values(), now)
+
+    def _give_up_handover(self, state: RequestState, reason: str, now: float) -> None:
+        self._handovers.fail(state, reason, now)
+        self._handovers.leave(self.states.values(), now)
+
+    def _finish(self, state: RequestState, last: Assignment) -> None:
+        """The last token has come: release the workers, and abort on a decode worker that may still expect KV."""
+        state.done = True
+        self._placement.settle(state)
+        decode = state.decode
+        if last is decode:
+            self._placement.remember(state, last)
+            self._registry.on_request_finished(last.address, last.timeline.decode_s)
+        if decode is None:
+            return
+        # A decode worker that got a second attempt may read of it after it ended the first, and start over.
+        if last is not decode or decode.attempt > decode.first_attempt:
+            self._actions.abort(decode.address, state.request.request_id, state.attempt)
+        if last is state.prefill:  # else it would offer its KV, and hold the blocks until the lease of that ends
+            self._actions.abort(last.address, state.request.request_id, state.attempt)
+
+    def _recover(
+        self, state: RequestState, assignment: Assignment, reason: str, now: float, *, died: bool = False
+    ) -> None:
+        if assignment is state.successor:
+            self._give_up_handover(state, reason, now)
+            return
+        if self._registry.workers[assignment.address].ready and not state.is_through_with(assignment):
+            self._registry.on_request_failed(assignment.address, now)
+        error = self._recovery.recover(state, assignment, reason, now, died=died)
+        if error is not None:
+            self._fail(state, error)
+        elif state in self.waiting:
+            self._try_place(state, now)
+
+    def _check_progress(self, state: RequestState, now: float) -> None:
+        """Move a request whose worker looks healthy but lost a message, or whose message was lost."""
+        assignment = state.waits_for
+        if state.done or assignment is None:
+            return
+        idle_since = self._registry.workers[assignment.address].idle_since
+        if why := why_left(state, assignment, self._config, idle_since, now):
+            self._recover(state, assignment, why, now)
+
+    def _on_deadline(self, state: RequestState) -> None:
+        if not state.done:
+            allowed = f"{state.request.deadline_s:g} s"
+            self._fail(state, DeadlineExceeded(f"the request's {allowed} were over in its {state.stage} phase"))
+
+    def _fail(self, state: RequestState, error: RequestError) -> None:
+        if state.done:
+            return
+        self.counters.num_failures[type(error).__name__] += 1
+        self.waiting.discard(state)
+        self._placement.withdraw(state)
+        state.fail(error)
+        self._actions.wake(state.request.request_id)
+
+
+def _nothing() -> None:
+    """The deadline of a request that has none."""
