@@ -27,7 +27,7 @@ PROG = "diptych simulate"
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=PROG,
-        description="Simulates a scenario in virtual time: production routers and schedulers, modelled steps and links.",
+        description="Simulates a scenario in virtual time: real routers and schedulers, modelled steps and links.",
     )
     parser.add_argument("scenario", type=Path, help="TOML or JSON file; docs/simulator.md describes it")
     parser.add_argument(
