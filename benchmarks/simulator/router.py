@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from benchmarks.simulator.load import SimulatedRequest
 from benchmarks.simulator.world import World
@@ -16,6 +16,7 @@ from common.wire.messages import (
     RouterHello,
     TokenOutput,
     ToRouter,
+    WorkerHeartbeat,
 )
 from router.dispatch.core import Actions, Cancel, DispatchCore
 from router.dispatch.policy import RoutingPolicy
@@ -94,6 +95,17 @@ class SimulatedRouter:
     def hear(self, address: str, message: ToRouter) -> None:
         """A message of a worker has arrived."""
         self._lives.on_message(address, message, self._now)
+        self._serve_woken()
+
+    def hear_beats(self, beats: Sequence[tuple[str, WorkerHeartbeat]]) -> None:
+        """Heartbeats have arrived. One that says nothing new to a router without work there only shows life."""
+        now, workers = self._now, self.registry.workers
+        for address, beat in beats:
+            known = workers[address]
+            if known.beat is beat and known.ready and not (known.fresh.is_used or known.ended.is_used):
+                known.last_seen = known.beat_at = known.step_changed = now
+            else:
+                self._lives.on_message(address, beat, now)
         self._serve_woken()
 
     def on_up(self, address: str) -> None:

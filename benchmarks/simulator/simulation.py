@@ -15,11 +15,10 @@ from benchmarks.simulator.policies import POLICIES
 from benchmarks.simulator.prefill import SimulatedPrefillWorker
 from benchmarks.simulator.router import SimulatedRouter
 from benchmarks.simulator.scenario import EventSpec, PoolSpec, Scenario
-from benchmarks.simulator.world import RouterEnd, World, address_of
+from benchmarks.simulator.world import World, address_of
 from common.config import RouterConfig
 from common.config.field import fields_of
 from common.errors import ConfigError
-from common.wire.messages import ToRouter
 from router.dispatch.policy import RoutingPolicy
 
 SLOTS = 8
@@ -160,7 +159,7 @@ class Simulation:
         for name, router in world.routers.items():
             beats = [(worker.address, worker.heartbeat(name)) for worker in beating]
 
-            world.soon(partial(_hear_all, router, beats))
+            world.soon(partial(router.hear_beats, beats))
         world.clock.after(scenario.heartbeat_s / SLOTS, lambda: self._beat((slot + 1) % SLOTS))
 
     def _tick(self, router: SimulatedRouter, after_s: float) -> None:
@@ -187,8 +186,3 @@ class Simulation:
         for router in self.routers:
             router.registry.add(worker.address, pool.role)
         worker.start()
-
-
-def _hear_all(router: RouterEnd, beats: Sequence[tuple[str, ToRouter]]) -> None:
-    for address, beat in beats:
-        router.hear(address, beat)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import msgspec
+
 from benchmarks.simulator.clock import Timer
 from benchmarks.simulator.network import Link
 from benchmarks.simulator.scenario import PoolSpec
@@ -126,6 +128,8 @@ class SimulatedWorker(ABC, Generic[S]):
         self._step_timer: Timer | None = None
         self._published_at = 0.0
         self._beats: dict[bytes, WorkerHeartbeat] = {}
+        self._beaten: WorkerHeartbeat | None = None
+        self._beaten_at = 0.0
 
     # ------------------------------------------------------------ messages
 
@@ -167,14 +171,23 @@ class SimulatedWorker(ABC, Generic[S]):
 
     def heartbeat(self, router: bytes) -> WorkerHeartbeat:
         """What it would report now. One that does nothing says the same again."""
-        if self._step_timer is None and router in self._beats:
-            return self._beats[router]
+        known = self._beats.get(router)
+        if known is not None and self._step_timer is None:
+            return known
+        serial = self._serials.get(router, 0)
+        if self._beaten is None or self._beaten_at != self.world.clock.now:
+            self._beaten, self._beaten_at = self._report_load(), self.world.clock.now
+        beat = self._beats[router] = msgspec.structs.replace(self._beaten, serial=serial) if serial else self._beaten
+        return beat
+
+    def _report_load(self) -> WorkerHeartbeat:
+        """What every router hears."""
         scheduler, model = self.scheduler, self.model
         waiting, counts = scheduler.waiting_shape, scheduler.pool.counts
         num_more, more_context = self._grown()
         num_taken = min(num_more, counts.free + counts.cached)
         waiting_s = model.steps_s(waiting, scheduler.max_step_tokens, self._beside()) if waiting.num_tokens else 0.0
-        beat = self._beats[router] = WorkerHeartbeat(
+        return WorkerHeartbeat(
             worker_id=self.name,
             epoch=self.epoch,
             step=self.num_steps,
@@ -191,9 +204,7 @@ class SimulatedWorker(ABC, Generic[S]):
             waiting_s=max(0.0, waiting_s - (self.world.clock.now - self._published_at)),
             num_context_tokens=scheduler.num_context_tokens + more_context,
             step_model=model,
-            serial=self._serials.get(router, 0),
         )
-        return beat
 
     @property
     def model(self) -> StepModel:
@@ -214,6 +225,7 @@ class SimulatedWorker(ABC, Generic[S]):
             return
         self._is_woken = False
         self._beats.clear()
+        self._beaten = None
         self._published_at = self.world.clock.now
         commands, self._inbox = self._inbox, []
         for command in commands:

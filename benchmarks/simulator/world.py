@@ -11,7 +11,7 @@ from benchmarks.simulator.clock import Clock
 from benchmarks.simulator.load import SimulatedRequest
 from benchmarks.simulator.network import Network
 from benchmarks.simulator.scenario import Scenario
-from common.wire.messages import Message, ToRouter
+from common.wire.messages import Message, ToRouter, WorkerHeartbeat
 
 
 class RouterEnd(Protocol):
@@ -19,6 +19,9 @@ class RouterEnd(Protocol):
 
     def hear(self, address: str, message: ToRouter) -> None:
         """A message of a worker has arrived."""
+
+    def hear_beats(self, beats: Sequence[tuple[str, WorkerHeartbeat]]) -> None:
+        """Heartbeats of workers have arrived, by address."""
 
     def on_up(self, address: str) -> None:
         """The connection to a worker has come up."""
