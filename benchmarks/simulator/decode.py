@@ -19,6 +19,9 @@ MOST_STEPS = 512
 """Steps that are taken at once at most."""
 GRANT_TIMEOUT_S = 30.0
 """How long a prompt may wait for blocks, as the setting's default."""
+REPORT_S = 1.0
+"""How often a router hears of tokens between a request's first and its last: in life it does at each step, but nothing
+depends on these."""
 EARLY_S = 10.0
 """How long an announcement is kept whose request has not come."""
 
@@ -35,6 +38,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         self._early: dict[tuple[str, int], tuple[float, Transfer]] = {}
         self._chunks: Sequence[DecodeChunk] = ()
         self._run: StepRun | None = None
+        self._told_at = 0.0
         self._shape, self._is_plain = StepShape(), False
 
     def _new_scheduler(self, pool: BlockPool) -> CoalescedScheduler:
@@ -163,7 +167,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         """How many steps are like the one that begins: no sequence joins, ends or speaks for the first time."""
         least = self.most_steps if self._is_plain else 1
         for chunk in self._chunks:
-            if least == 1 or chunk.sequence.num_reported == chunk.sequence.request.num_output_tokens:
+            if least == 1 or not self._has_spoken(chunk.sequence):
                 return 1
             least = min(least, self._num_left(chunk.sequence))
         return self.scheduler.num_steps_with_room(least) if least > 1 else 1
@@ -188,6 +192,9 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         if self._run is not None and (num_ended := self._run.num_ended(self.world.clock.now)):
             self._advance(num_ended, self.world.clock.now)
             self._run = None
+        for sequence in self.scheduler.running:  # in life its tokens were sent at once
+            if sequence.num_output_tokens > sequence.num_reported:
+                self._report(sequence)
 
     def _advance(self, num_steps: int, now: float) -> None:
         """So many steps of the run have been computed."""
@@ -205,17 +212,24 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
                 sequence.token_ids.append(0)
         self.num_prompt_tokens += self._shape.num_tokens
         self.num_output_tokens += num_steps * len(sampled)
+        tells_all = now - self._told_at >= REPORT_S
+        if tells_all:
+            self._told_at = now
         for sequence in sampled:
             if not sequence.first_token_at:
                 sequence.first_token_at = now
                 sequence.prefill_s = now - sequence.admitted_at
-            if not self._end_if_over(sequence):
+            if not self._end_if_over(sequence) and (tells_all or not self._has_spoken(sequence)):
                 self._report(sequence)
         step_s = run.seconds(num_steps) / num_steps
         more = (num_steps - 1) * self._shape.num_rows // 2
         self._stepped(replace(self._shape, context=self._shape.context + more), step_s, num_steps)
 
     # ------------------------------------------------------------ reports and ends
+
+    def _has_spoken(self, sequence: DecodeSequence) -> bool:
+        """Whether its router has had tokens from here under the present attempt."""
+        return sequence.num_reported > sequence.request.num_output_tokens
 
     def _num_left(self, sequence: DecodeSequence) -> int:
         """Tokens that its answer still lacks."""

@@ -23,8 +23,8 @@ from router.dispatch.policy import RoutingPolicy
 
 SLOTS = 8
 """Workers beat at so many times within an interval; those of a slot beat together."""
-SETTLE_S = 1.0
-"""Until aborts and acknowledgements have arrived, once every request has ended."""
+SETTLE_S, MOST_SETTLING = 1.0, 600
+"""Once every request has ended, workers get so long, so often at most, to end their steps and hear of aborts."""
 PATIENT_S = 3600.0
 """For router settings that end what makes no progress: simulated workers send no reports of progress."""
 
@@ -80,8 +80,7 @@ class Simulation:
             if clock.num_events % 4096 == 0:
                 progress(len(self.requests) - self._num_left, clock.now)
         ended_at, worker_seconds = clock.now, sum(worker.up_s for worker in self.workers.values())
-        while clock.now < ended_at + SETTLE_S:
-            clock.step()
+        self._settle()
         return Run(
             self.scenario,
             self.requests,
@@ -92,6 +91,16 @@ class Simulation:
             sum((router.core.counters.num_retries for router in self.routers), Counter[str]()),
             check_conserved(self.world, list(self.workers.values()), self.routers, self.requests),
         )
+
+    def _settle(self) -> None:
+        """Go on until no worker has a sequence left."""
+        clock = self.world.clock
+        for _ in range(MOST_SETTLING):
+            until_s = clock.now + SETTLE_S
+            while clock.now < until_s:
+                clock.step()
+            if not any(len(worker.scheduler) for worker in self.workers.values()):
+                return
 
     # ------------------------------------------------------------ parts
 
@@ -151,6 +160,7 @@ class Simulation:
 
     def _on_over(self, request: SimulatedRequest) -> None:
         self._num_left -= 1
+        request.content.forget()
 
     def _beat(self, slot: int) -> None:
         """The workers of one slot send heartbeats."""
