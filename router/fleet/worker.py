@@ -14,6 +14,9 @@ SMOOTHING = 0.1
 """The share of one more request in a worker's averages."""
 
 
+NO_PROMPT = StepShape()
+
+
 class WorkerState(StrEnum):
     """unknown ─ hello ─> connected ─ heartbeat ─> ready <─> draining; dead while silent or stuck."""
 
@@ -42,7 +45,7 @@ class Load:
     """Sums over bookings: requests, uncached prompt tokens, KV blocks. `prompt` is all of the prompts as one step."""
 
     num_requests: int = 0
-    prompt: StepShape = StepShape()
+    prompt: StepShape = NO_PROMPT
     num_blocks: int = 0
 
     @property
@@ -53,6 +56,14 @@ class Load:
         self.num_requests += 1
         self.prompt += booking.prompt
         self.num_blocks += booking.num_blocks
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was counted."""
+        return bool(self.num_requests or self.num_blocks) or self.prompt is not NO_PROMPT
+
+    def clear(self) -> None:
+        self.num_requests, self.prompt, self.num_blocks = 0, NO_PROMPT, 0
 
     def remove(self, booking: Booking) -> None:
         self.num_requests -= 1
