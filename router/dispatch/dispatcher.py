@@ -52,7 +52,7 @@ class Dispatcher:
         self._counters = DispatchCounters()
         self._last_max_model_len = 0
         self._open = False
-        self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
+        self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock, index=self._index)
         policy = RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold)
         self._placement = Placement(
             self.fleet.registry,
@@ -65,7 +65,7 @@ class Dispatcher:
         has_prefill = bool(config.prefill or config.prefill_services)
         self._demand = DemandMeter(has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self._queue, self._counters)
-        self._admission = Admission(self.fleet.registry, policy, config, self._counters)
+        self._admission = Admission(self.fleet.registry, policy, config, self._counters, self._placement.shortlist)
         self._handovers = HandOvers(self.fleet.registry, self._placement, self._queue, self._counters)
 
     # ------------------------------------------------------------ for the front

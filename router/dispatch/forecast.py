@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import msgspec
+
 from common.latency.step_model import StepModel, StepShape
 from router.fleet.worker import Worker
 
@@ -47,8 +49,7 @@ class RequestShape:
         return StepShape.of_prompt(self.num_tokens - self.uncached(worker), self.num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
+class Forecast(msgspec.Struct, frozen=True, gc=False):
     """Seconds. `wait_s`: prompts that are computed before this one. `prompt_s`: its own. `place_s`: until the decode
     worker's batch has a place. `token_s`: a token after the first. `delay_s`: what all sequences that run there lose.
     """
@@ -67,7 +68,7 @@ class Forecast:
 
 def model_of(worker: Worker) -> StepModel:
     model = worker.likely_model
-    return model if model.is_known else UNKNOWN
+    return model if model.num_steps else UNKNOWN
 
 
 def rows_of(worker: Worker) -> StepShape:
@@ -127,25 +128,26 @@ def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     return Forecast(wait_s=wait_s(worker, now), prompt_s=own_s, is_known=worker.step_model.knows_prompts)
 
 
-def on_decode(worker: Worker, shape: RequestShape, now: float, *, local: bool) -> Forecast:
-    """An answer on a decode worker; with `local` it computes the prompt, too."""
+def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
+    """An answer on a decode worker, whose prompt a prefill worker computes."""
     model, beside = model_of(worker), rows_of(worker)
-    own = StepShape.of_rows(1, shape.num_tokens + shape.num_expected // 2)
-    slower_s = model.row_s * own.num_rows + model.context_s * own.context  # of each step with one row more
-    delay_s = beside.num_rows * shape.num_expected * slower_s
-    before_s = prompt_s = 0.0
-    is_known = worker.step_model.is_known
-    if local:
-        is_known = worker.step_model.knows_prompts
-        prompt = shape.prompt(worker)
-        before_s, prompt_s = wait_s(worker, now), model.steps_s(prompt, step_tokens(worker), beside)
-        num_steps = -(-prompt.num_tokens // step_tokens(worker))
-        delay_s += beside.num_rows * max(0.0, prompt_s - num_steps * model.seconds(beside))
-    else:
-        delay_s += REMOTE_S + TRANSFER_TOKEN_S * shape.uncached(worker)
-    token_s = model.seconds(beside + own)
+    own_s = model.row_s + model.context_s * (shape.num_tokens + shape.num_expected // 2)  # of each step: one row more
+    delay_s = beside.num_rows * shape.num_expected * own_s + REMOTE_S + TRANSFER_TOKEN_S * shape.uncached(worker)
+    token_s = model.seconds(beside) + own_s
     batch_s = place_s(worker, shape.num_expected * token_s)
-    return Forecast(before_s, prompt_s, batch_s, token_s, delay_s, is_known)
+    return Forecast(0.0, 0.0, batch_s, token_s, delay_s, worker.step_model.num_steps > 0)
+
+
+def computed_there(worker: Worker, shape: RequestShape, remote: Forecast, now: float) -> Forecast:
+    """What `remote`, an answer on a decode worker, becomes when the worker computes the prompt, too."""
+    model, beside = model_of(worker), rows_of(worker)
+    prompt, most_tokens = shape.prompt(worker), step_tokens(worker)
+    prompt_s = model.steps_s(prompt, most_tokens, beside)
+    num_steps = -(-prompt.num_tokens // most_tokens)
+    transfer_s = REMOTE_S + TRANSFER_TOKEN_S * prompt.num_tokens
+    delay_s = remote.delay_s - transfer_s + beside.num_rows * max(0.0, prompt_s - num_steps * model.seconds(beside))
+    is_known = worker.step_model.knows_prompts
+    return Forecast(wait_s(worker, now), prompt_s, remote.place_s, remote.token_s, delay_s, is_known)
 
 
 def joined(first: Forecast, then: Forecast) -> Forecast:

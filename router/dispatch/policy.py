@@ -2,7 +2,8 @@
 
 The cost of a place is the time that the request would take there, and the time that it takes from the sequences that
 run there already (`forecast.py`). Costs that differ by less than predictions err count as equal: these go to the worker
-with fewer requests, then to the one that got fewer so far, so equal workers take turns.
+with fewer requests, then to the one that got fewer so far, so equal workers take turns; then each router has an order
+of its own, so that routers do not choose the same worker between two of its reports.
 """
 
 from __future__ import annotations
@@ -10,8 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from common.latency.step_model import StepModel
-from router.dispatch.forecast import Forecast, RequestShape, joined, model_of, on_decode, on_prefill
+from router.dispatch.forecast import (
+    NO_HITS,
+    Forecast,
+    RequestShape,
+    computed_there,
+    joined,
+    model_of,
+    on_decode,
+    on_prefill,
+)
 from router.fleet.registry import by_fingerprint
 from router.fleet.worker import Worker
 
@@ -28,6 +40,8 @@ taken, so one shared prompt never pins all traffic."""
 LEAST_GAIN, LEAST_GAIN_S = 0.8, 0.02
 """Where a prompt is computed against the threshold costs at most this share, and so many seconds less: predictions
 err, and prompts between tokens make gaps."""
+USUAL = RequestShape(2048, 256, NO_HITS)
+"""A request by whose cost workers are compared before one is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +57,7 @@ class Choice:
         return self.prefill is None
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(msgspec.Struct, frozen=True):
     """A worker, the forecast there, and what decides between it and others: the least rank, then the least cost."""
 
     worker: Worker
@@ -54,11 +67,11 @@ class _Place:
     hits: int = 0
 
     @property
-    def turn(self) -> tuple[int, int, str]:
+    def turn(self) -> tuple[int, int, int, str]:
         """Which of equal places is taken: the least. Tokens that are there already count as so many requests less."""
         worker = self.worker
         spared = min(MOST_SPARED, self.hits // HIT_TOKENS)
-        return (worker.num_requests - spared, worker.num_dispatched, worker.address)
+        return (worker.num_requests - spared, worker.num_dispatched, worker.order, worker.address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +103,22 @@ class RoutingPolicy:
         partners = [] if shape.alone else by_fingerprint(prefill).get(decode.identity.fingerprint, [])
         return self._pair(partners, [decode], shape, now)[1]
 
+    def usual_cost(self, worker: Worker) -> tuple[bool, float]:
+        """What a usual request would cost on a worker at its last report: whether it does not fit well, and seconds."""
+        is_prefill = worker.role == "prefill"
+        place = _prefill_place(worker, USUAL, worker.beat_at) if is_prefill else _decode_place(worker, USUAL)
+        return any(place.rank), place.cost_s
+
     def _pair(
         self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape, now: float
     ) -> tuple[tuple[object, ...], Choice]:
         """The best choice among workers of one fingerprint, behind its cost."""
-        local = [self._decode_place(worker, shape, now, local=True) for worker in decode]
+        remote = [_decode_place(worker, shape) for worker in decode]
+        local = [_local_place(place, shape, now) for place in remote]
         if not prefill:
             return _alone(_best(local))
         first = _best([_prefill_place(worker, shape, now) for worker in prefill])
-        then = _best([self._decode_place(worker, shape, now, local=False) for worker in decode])
+        then = _best(remote)
         cost_s = first.cost_s + then.cost_s
         alone = [place for place in local if self._may_be_local(place, first, then, cost_s, shape)]
         if alone:
@@ -116,15 +136,25 @@ class RoutingPolicy:
             return near and not (known and _is_better(remote_s, place.cost_s))
         return known and self.local_prefill_threshold > 0 and _is_better(place.cost_s, remote_s)
 
-    def _decode_place(self, worker: Worker, shape: RequestShape, now: float, *, local: bool) -> _Place:
-        forecast = on_decode(worker, shape, now, local=local)
-        cuts = shape.num_tokens + shape.num_remaining > worker.max_tokens  # an answer of full length
-        reserve = min(shape.num_remaining, OUTPUT_RESERVE)
-        lacks_room = worker.num_blocks_of(shape.uncached(worker) + reserve) > worker.num_available_blocks
-        cost_s = forecast.ttft_s + forecast.place_s + forecast.delay_s + shape.num_expected * forecast.token_s
-        return _Place(
-            worker, forecast, (cuts, worker.suspect, lacks_room), cost_s, shape.num_tokens - shape.uncached(worker)
-        )
+
+def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
+    """A decode worker for an answer whose prompt a prefill worker computes."""
+    forecast, uncached = on_decode(worker, shape), shape.uncached(worker)
+    cuts = shape.num_tokens + shape.num_remaining > worker.max_tokens  # an answer of full length
+    reserve = min(shape.num_remaining, OUTPUT_RESERVE)
+    lacks_room = worker.num_blocks_of(uncached + reserve) > worker.num_available_blocks
+    rank, hits = (cuts, worker.suspect, lacks_room), shape.num_tokens - uncached
+    return _Place(worker, forecast, rank, _decode_cost_s(forecast, shape), hits)
+
+
+def _local_place(place: _Place, shape: RequestShape, now: float) -> _Place:
+    """The same worker, when it computes the prompt itself."""
+    forecast = computed_there(place.worker, shape, place.forecast, now)
+    return _Place(place.worker, forecast, place.rank, _decode_cost_s(forecast, shape), place.hits)
+
+
+def _decode_cost_s(forecast: Forecast, shape: RequestShape) -> float:
+    return forecast.ttft_s + forecast.place_s + forecast.delay_s + shape.num_expected * forecast.token_s
 
 
 def _is_better(cost_s: float, other_s: float) -> bool:

@@ -14,6 +14,9 @@ import zmq.asyncio
 from common.config import RouterConfig
 from common.wire.curve import Curve, warn_of_readers
 from common.wire.messages import (
+    BlockEvents,
+    BlockSnapshot,
+    BlockSnapshotRequest,
     Message,
     PromptLogprobs,
     RequestFailed,
@@ -26,7 +29,9 @@ from common.wire.messages import (
 )
 from router.discovery.endpoint import Endpoint
 from router.discovery.source import open_source
+from router.fleet.block_reports import BlockReports
 from router.fleet.pairing import Pairing
+from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.fleet.worker_connection import Connection, ConnectionEvents
@@ -72,7 +77,7 @@ class FleetListener(Protocol):
 
 
 class WorkerFleet:
-    """Keeps a connection to each known worker, and its state in `registry` up to date.
+    """Keeps a connection to each known worker, and its state in `registry` and `index` up to date.
 
     Workers are configured, or found by discovery; those come and go while the router runs.
     """
@@ -84,9 +89,14 @@ class WorkerFleet:
         *,
         hwm: int = CONTROL_HWM,
         clock: Callable[[], float] = time.monotonic,
+        index: PrefixIndex | None = None,
     ) -> None:
-        self.registry = WorkerRegistry(config.prefill, config.decode, worker_timeout_s=config.worker_timeout_s)
         self.router_id = secrets.token_hex(8)
+        self.registry = WorkerRegistry(
+            config.prefill, config.decode, worker_timeout_s=config.worker_timeout_s, router_id=self.router_id
+        )
+        self.index = index or PrefixIndex()
+        self._reports = BlockReports(self.index)
         self.failure = ""
         self._listener, self._clock, self._heartbeat_s = listener, clock, config.heartbeat_s
         self._hello = RouterHello(router_id=self.router_id, epoch=secrets.randbits(48))
@@ -197,6 +207,7 @@ class WorkerFleet:
         connection, link = self.connections.pop(address), self._links.pop(address, [])
         for task in link:  # at once: no message may come from an address that is no longer registered
             task.cancel()
+        self._reports.end(address)
         self._listener.on_gone(address)
         log.info("worker %s (%s) is gone", address, worker.role)
         parting = asyncio.create_task(_part(connection, link), name=f"fleet: part from {address}")
@@ -238,6 +249,7 @@ class WorkerFleet:
                 self._lost(worker.address)
             self._follow()
             self._compare_layouts()
+            self.index.expire(now)
             for address, connection in self.connections.items():
                 connection.drops.flush(time.monotonic())
                 if self.registry.needs_hello(address):
@@ -267,6 +279,10 @@ class WorkerFleet:
                 self._on_heartbeat(address, message)
             case WorkerHello():
                 self._on_hello(address, message)
+            case BlockEvents():
+                self._reports.on_events(address, message)
+            case BlockSnapshot():
+                self._reports.on_snapshot(address, message)
 
     def _on_hello(self, address: str, hello: WorkerHello) -> None:
         if hello.lost_router:
@@ -286,12 +302,15 @@ class WorkerFleet:
                 hello.fingerprint,
                 hello.weights or "unknown",
             )
+            self._reports.begin(address, hello.epoch)
             self._listener.on_started(address)
         self.connections[address].flush_aborts()
 
     def _on_heartbeat(self, address: str, beat: WorkerHeartbeat) -> None:
         worker = self.registry.workers[address]
         was_ready = worker.ready
+        if self._reports.wants_snapshot(address, beat, self._clock()):
+            self.connections[address].send(BlockSnapshotRequest(epoch=beat.epoch))
         if self.registry.on_heartbeat(address, beat, self._clock()):
             self._lost(address)
         if worker.hello is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 
 from common.latency.step_model import StepModel, StepShape
 from common.observe.ewma import Ewma
@@ -31,9 +32,18 @@ class WorkerRegistry:
     bookings are released.
     """
 
-    def __init__(self, prefill: Iterable[str], decode: Iterable[str], *, worker_timeout_s: float) -> None:
-        self.workers = {address: Worker(address, "prefill") for address in prefill}
-        self.workers |= {address: Worker(address, "decode") for address in decode}
+    def __init__(
+        self, prefill: Iterable[str], decode: Iterable[str], *, worker_timeout_s: float, router_id: str = ""
+    ) -> None:
+        """Each `router_id` has an order of its own for equal workers: routers that see the same loads spread."""
+        self.router_id = router_id
+        self.workers: dict[str, Worker] = {}
+        self.on_changed: Callable[[Worker], None] = lambda worker: None
+        """Is told of a worker whose state, report or bookings changed, or that is gone and thus not ready."""
+        for address in prefill:
+            self.add(address, "prefill")
+        for address in decode:
+            self.add(address, "decode")
         self._worker_timeout_s = worker_timeout_s
         self.explain: Callable[[Role, float], str] = lambda role, now: ""
         """Discovery's answer to why no worker of a role is known; "" without discovery."""
@@ -45,17 +55,20 @@ class WorkerRegistry:
 
     def add(self, address: str, role: Role, withheld: str = "") -> None:
         """Add a worker at a new address."""
-        self.workers[address] = Worker(address, role, withheld=withheld)
+        self.workers[address] = Worker(address, role, withheld=withheld, order=_order(self.router_id, address))
 
     def remove(self, address: str) -> None:
         """Forget the worker; releasing what was booked on it does nothing from now on."""
-        del self.workers[address]
+        worker = self.workers.pop(address)
+        worker.state = WorkerState.UNKNOWN
+        self.on_changed(worker)
 
     def withhold(self, address: str, why: str) -> bool:
         """Give the worker no new work, or with "" give it work again. True when that makes it ready."""
         worker = self.workers[address]
         was_ready = worker.ready
         worker.withheld = why
+        self.on_changed(worker)
         return worker.ready and not was_ready
 
     # ------------------------------------------------------------ what workers say
@@ -78,6 +91,7 @@ class WorkerRegistry:
         worker.hello, worker.known_epoch = hello, hello.epoch
         if misfit := _misfit(worker):
             worker.state, worker.reason = WorkerState.UNKNOWN, misfit
+        self.on_changed(worker)
         return ended
 
     def on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
@@ -105,7 +119,9 @@ class WorkerRegistry:
             worker.idle_since = None
         elif worker.idle_since is None:
             worker.idle_since = now
-        return self._judge(worker, now)
+        died = self._judge(worker, now)
+        self.on_changed(worker)
+        return died
 
     def on_cut(self, address: str) -> bool:
         """The connection broke. Messages may be lost both ways, so the life ends; True when there was one."""
@@ -141,11 +157,15 @@ class WorkerRegistry:
         if worker.num_strikes >= MAX_STRIKES:
             worker.suspect = True
             worker.suspect_until = now + min(MAX_SUSPECT_S, SUSPECT_S * 2.0 ** (worker.num_strikes - MAX_STRIKES))
+            self.on_changed(worker)
 
     def on_request_served(self, address: str) -> None:
         """Tokens came from the worker."""
         worker = self.workers[address]
+        was_suspect = worker.suspect
         worker.num_strikes, worker.suspect = 0, False
+        if was_suspect:
+            self.on_changed(worker)
 
     def on_first_token(self, address: str, slowness: float) -> None:
         """A first token took `slowness` times as long as predicted."""
@@ -172,7 +192,9 @@ class WorkerRegistry:
         self._last_sweep = now
         died = []
         for worker in self.workers.values():
-            worker.suspect = worker.suspect and now < worker.suspect_until
+            if worker.suspect and now >= worker.suspect_until:
+                worker.suspect = False
+                self.on_changed(worker)
             if worker.hello is None or worker.state is WorkerState.DEAD:
                 continue
             if late:
@@ -228,6 +250,7 @@ class WorkerRegistry:
         worker.booked.add(booking)
         worker.fresh.add(booking)
         worker.num_dispatched += 1
+        self.on_changed(worker)
         return booking
 
     def computed(self, booking: Booking) -> Booking:
@@ -241,6 +264,7 @@ class WorkerRegistry:
                 worker.fresh.prompt -= booking.prompt
             else:
                 worker.ended.prompt += booking.prompt
+            self.on_changed(worker)
         return after
 
     def release(self, booking: Booking) -> None:
@@ -253,6 +277,7 @@ class WorkerRegistry:
             worker.fresh.remove(booking)
         else:
             worker.ended.add(booking)
+        self.on_changed(worker)
 
     # ------------------------------------------------------------ inside
 
@@ -284,11 +309,19 @@ class WorkerRegistry:
         worker.state, worker.reason = state, reason
         if keep_beat:  # a stuck engine that still sends heartbeats stays dead until its step moves
             worker.beat, worker.step_changed = beat, step_changed
+        self.on_changed(worker)
 
     def _forget(self, worker: Worker) -> None:
         worker.beat, worker.idle_since = None, None
         worker.bookings.clear()
         worker.booked, worker.fresh, worker.ended = Load(), Load(), Load()
+
+
+def _order(router_id: str, address: str) -> int:
+    """The worker's place among equal ones in the order of one router; 0 for a router without id."""
+    if not router_id:
+        return 0
+    return int.from_bytes(blake2b(f"{router_id} {address}".encode(), digest_size=6).digest())
 
 
 def _is_fresh(worker: Worker, booking: Booking) -> bool:

@@ -71,6 +71,7 @@ class Worker:
     `service_s`: the recent average of how long it decodes a request; 0 before the first.
     `slowness`: the recent average of how many times later than predicted its first tokens came, at least 1.
     `observed_s`: how long requests have waited there for a first token; `lasting_s`: how long they have been decoded.
+    `order`: its place among equal workers, of which each router has an order of its own.
     `pool_model` is that of another worker of its pool, for as long as it has none.
 
     Its load is what it reports, less what `ended` since, and `fresh`, which the report does not count yet. So several
@@ -105,6 +106,7 @@ class Worker:
     fresh: Load = field(default_factory=Load)
     ended: Load = field(default_factory=Load)
     beat_at: float = 0.0
+    order: int = 0
 
     @property
     def ready(self) -> bool:
@@ -173,7 +175,8 @@ class Worker:
     @property
     def likely_model(self) -> StepModel:
         """The same; until something is known, what another worker of its pool said."""
-        return self.step_model if self.step_model.is_known else self.pool_model
+        beat = self.beat
+        return beat.step_model if beat is not None and beat.step_model.num_steps else self.pool_model
 
     def forgive(self, now: float, longest_s: float) -> bool:
         """Count the worker as heard just now, unless its silence has lasted longer than `longest_s`."""
