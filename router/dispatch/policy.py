@@ -20,9 +20,9 @@ from router.dispatch.forecast import (
     RequestShape,
     computed_there,
     joined,
-    model_of,
     on_decode,
     on_prefill,
+    terms_of,
 )
 from router.fleet.registry import by_fingerprint
 from router.fleet.worker import Worker
@@ -71,7 +71,7 @@ class _Place(msgspec.Struct, frozen=True):
         """Which of equal places is taken: the least. Tokens that are there already count as so many requests less."""
         worker = self.worker
         spared = min(MOST_SPARED, self.hits // HIT_TOKENS)
-        return (worker.num_requests - spared, worker.num_dispatched, worker.order, worker.address)
+        return (terms_of(worker).num_requests - spared, worker.num_dispatched, worker.order, worker.address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
     forecast, uncached = on_decode(worker, shape), shape.uncached(worker)
     cuts = shape.num_tokens + shape.num_remaining > worker.max_tokens  # an answer of full length
     reserve = min(shape.num_remaining, OUTPUT_RESERVE)
-    lacks_room = worker.num_blocks_of(uncached + reserve) > worker.num_available_blocks
+    lacks_room = worker.num_blocks_of(uncached + reserve) > terms_of(worker).num_available_blocks
     rank, hits = (cuts, worker.suspect, lacks_room), shape.num_tokens - uncached
     return _Place(worker, forecast, rank, _decode_cost_s(forecast, shape), hits)
 
@@ -174,7 +174,11 @@ def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:
 def _best(places: Sequence[_Place]) -> _Place:
     """The place of the least cost, or the one among about equal ones whose worker has least to do."""
     least = min(places, key=lambda place: (place.rank, place.cost_s))
-    equal = (place for place in places if place.rank == least.rank and place.cost_s <= _equal_s(least, place))
+    most_s = (1.0 + MOST_TOLERANCE) * least.cost_s + TOLERANCE_S
+    near = (place for place in places if place.cost_s <= most_s and place.rank == least.rank)
+    equal = [place for place in near if place.cost_s <= _equal_s(least, place)]
+    if len(equal) == 1:
+        return least
     return min(equal, key=lambda place: place.turn)
 
 
@@ -188,7 +192,7 @@ def _equal_s(least: _Place, other: _Place) -> float:
 
     Two workers that are predicted by one model differ by their work alone.
     """
-    first, second = model_of(least.worker), model_of(other.worker)
+    first, second = terms_of(least.worker).model, terms_of(other.worker).model
     if first == second:
         return least.cost_s + TOLERANCE_S
     share = min(MOST_TOLERANCE, max(TOLERANCE, _error_of(first) + _error_of(second)))

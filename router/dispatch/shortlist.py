@@ -10,7 +10,8 @@ some by chance, seeded with its id, so that routers that have heard the same rep
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from random import Random
 
 from common.wire.message_fields import Role
@@ -21,7 +22,7 @@ from router.fleet.worker import Worker
 
 FEW = 32
 """Up to so many workers all are weighed."""
-NUM_CHEAP, NUM_HOLDERS = 8, 6
+NUM_CHEAP, NUM_HOLDERS = 6, 4
 """Workers of one layout that are weighed: of the cheapest, and of those that hold most of the prompt."""
 NUM_EQUAL = 32
 """Out of at most so many cheapest workers those are drawn; of fewer where the next costs clearly more."""
@@ -65,7 +66,7 @@ class Shortlist:
 
     def has_any(self, role: Role, accept: Accept) -> bool:
         """Whether there is a ready worker of the role that `accept` takes."""
-        return any(True for ranking in self._of(role) for _ in self._accepted(ranking, accept))
+        return any(next(self._accepted(ranking, accept), None) for ranking in self._of(role))
 
     def workers(self, role: Role, accept: Accept, hits: Mapping[int, PrefixHits]) -> list[Worker]:
         """Ready workers of a role that `accept` takes, to weigh for a prompt. `hits`: its own, by size of a block."""
@@ -91,40 +92,36 @@ class Shortlist:
     def _worker(self, entry: Entry) -> Worker:
         return self._registry.workers[entry[3]]
 
-    def _accepted(self, ranking: list[Entry], accept: Accept) -> Iterator[tuple[Entry, Worker]]:
-        for entry in ranking:
-            if accept(worker := self._worker(entry)):
-                yield entry, worker
+    def _accepted(self, entries: Iterable[Entry], accept: Accept) -> Iterator[Worker]:
+        return filter(accept, map(self._worker, entries))
 
     def _cheap(self, ranking: list[Entry], accept: Accept) -> list[Worker]:
-        """Some of the cheapest workers: all of them where the next ones cost clearly more."""
-        equal: list[Worker] = []
-        limit: tuple[bool, float] | None = None
-        for (unfit, cost_s, _, _), worker in self._accepted(ranking, accept):
-            limit = limit or (unfit, (1.0 + EQUAL_SHARE) * cost_s + EQUAL_S)
-            if len(equal) >= NUM_EQUAL or (len(equal) >= NUM_CHEAP and (unfit, cost_s) > limit):
-                break
-            equal.append(worker)
-        return equal if len(equal) <= NUM_CHEAP else self._random.sample(equal, NUM_CHEAP)
+        """Some of the cheapest workers: the very cheapest where the next ones cost clearly more."""
+        unfit, cost_s, _, _ = ranking[0]
+        limit = (unfit, (1.0 + EQUAL_SHARE) * cost_s + EQUAL_S, 0, "")
+        num_equal = max(NUM_CHEAP, bisect_left(ranking, limit, hi=min(len(ranking), NUM_EQUAL)))
+        drawn = self._random.sample(ranking[:num_equal], min(len(ranking), num_equal))
+        return list(islice(self._accepted(chain(drawn, islice(ranking, num_equal, None)), accept), NUM_CHEAP))
 
     def _holders(self, ranking: list[Entry], accept: Accept, hits: PrefixHits | None) -> list[Worker]:
-        """Workers that hold most of the prompt, of equal ones the cheapest where many hold as much."""
+        """Workers that hold most of the prompt, of equal ones the cheapest."""
         found: list[Worker] = []
         seen = num_walks = 0
         for mask in hits.levels() if hits else ():
             new, seen = mask & ~seen, mask
             if new.bit_count() <= NUM_EQUAL:
                 held = [self._places.get(address) for address in self._index.addresses(new)]
-                entries = [place[1] for place in held if place is not None and place[0] is ranking]
+                entries: Iterable[Entry] = sorted(place[1] for place in held if place and place[0] is ranking)
             elif num_walks < MAX_WALKS:
                 num_walks += 1
-                entries = [entry for entry in ranking if self._index.bit_of(entry[3]) & new]
+                bit_of = self._index.bit_of
+                entries = (entry for entry in ranking if bit_of(entry[3]) & new)
             else:
                 continue
-            found += (worker for _, worker in self._accepted(sorted(entries), accept))
-            if len(found) >= NUM_HOLDERS:
+            found += islice(self._accepted(entries, accept), NUM_HOLDERS - len(found))
+            if len(found) == NUM_HOLDERS:
                 break
-        return found[:NUM_HOLDERS]
+        return found
 
     def _on_changed(self, worker: Worker) -> None:
         """Give the worker its new place, or none while it is not ready."""

@@ -61,14 +61,14 @@ class WorkerRegistry:
         """Forget the worker; releasing what was booked on it does nothing from now on."""
         worker = self.workers.pop(address)
         worker.state = WorkerState.UNKNOWN
-        self.on_changed(worker)
+        self._changed(worker)
 
     def withhold(self, address: str, why: str) -> bool:
         """Give the worker no new work, or with "" give it work again. True when that makes it ready."""
         worker = self.workers[address]
         was_ready = worker.ready
         worker.withheld = why
-        self.on_changed(worker)
+        self._changed(worker)
         return worker.ready and not was_ready
 
     # ------------------------------------------------------------ what workers say
@@ -91,7 +91,7 @@ class WorkerRegistry:
         worker.hello, worker.known_epoch = hello, hello.epoch
         if misfit := _misfit(worker):
             worker.state, worker.reason = WorkerState.UNKNOWN, misfit
-        self.on_changed(worker)
+        self._changed(worker)
         return ended
 
     def on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
@@ -120,7 +120,7 @@ class WorkerRegistry:
         elif worker.idle_since is None:
             worker.idle_since = now
         died = self._judge(worker, now)
-        self.on_changed(worker)
+        self._changed(worker)
         return died
 
     def on_cut(self, address: str) -> bool:
@@ -157,7 +157,7 @@ class WorkerRegistry:
         if worker.num_strikes >= MAX_STRIKES:
             worker.suspect = True
             worker.suspect_until = now + min(MAX_SUSPECT_S, SUSPECT_S * 2.0 ** (worker.num_strikes - MAX_STRIKES))
-            self.on_changed(worker)
+            self._changed(worker)
 
     def on_request_served(self, address: str) -> None:
         """Tokens came from the worker."""
@@ -165,7 +165,7 @@ class WorkerRegistry:
         was_suspect = worker.suspect
         worker.num_strikes, worker.suspect = 0, False
         if was_suspect:
-            self.on_changed(worker)
+            self._changed(worker)
 
     def on_first_token(self, address: str, slowness: float) -> None:
         """A first token took `slowness` times as long as predicted."""
@@ -194,7 +194,7 @@ class WorkerRegistry:
         for worker in self.workers.values():
             if worker.suspect and now >= worker.suspect_until:
                 worker.suspect = False
-                self.on_changed(worker)
+                self._changed(worker)
             if worker.hello is None or worker.state is WorkerState.DEAD:
                 continue
             if late:
@@ -250,7 +250,7 @@ class WorkerRegistry:
         worker.booked.add(booking)
         worker.fresh.add(booking)
         worker.num_dispatched += 1
-        self.on_changed(worker)
+        self._changed(worker)
         return booking
 
     def computed(self, booking: Booking) -> Booking:
@@ -264,7 +264,7 @@ class WorkerRegistry:
                 worker.fresh.prompt -= booking.prompt
             else:
                 worker.ended.prompt += booking.prompt
-            self.on_changed(worker)
+            self._changed(worker)
         return after
 
     def release(self, booking: Booking) -> None:
@@ -277,9 +277,13 @@ class WorkerRegistry:
             worker.fresh.remove(booking)
         else:
             worker.ended.add(booking)
-        self.on_changed(worker)
+        self._changed(worker)
 
     # ------------------------------------------------------------ inside
+
+    def _changed(self, worker: Worker) -> None:
+        worker.terms = None
+        self.on_changed(worker)
 
     def _is_late(self, now: float) -> bool:
         """Whether the last sweep is so long ago that messages may be unread."""
@@ -309,7 +313,7 @@ class WorkerRegistry:
         worker.state, worker.reason = state, reason
         if keep_beat:  # a stuck engine that still sends heartbeats stays dead until its step moves
             worker.beat, worker.step_changed = beat, step_changed
-        self.on_changed(worker)
+        self._changed(worker)
 
     def _forget(self, worker: Worker) -> None:
         worker.beat, worker.idle_since = None, None

@@ -72,6 +72,7 @@ class Worker:
     `slowness`: the recent average of how many times later than predicted its first tokens came, at least 1.
     `observed_s`: how long requests have waited there for a first token; `lasting_s`: how long they have been decoded.
     `order`: its place among equal workers, of which each router has an order of its own.
+    `terms`: what forecasts derive from all this; the registry drops it with each change.
     `pool_model` is that of another worker of its pool, for as long as it has none.
 
     Its load is what it reports, less what `ended` since, and `fresh`, which the report does not count yet. So several
@@ -107,6 +108,7 @@ class Worker:
     ended: Load = field(default_factory=Load)
     beat_at: float = 0.0
     order: int = 0
+    terms: object = None
 
     @property
     def ready(self) -> bool:
@@ -136,7 +138,8 @@ class Worker:
     def max_tokens(self) -> int:
         """The longest sequence, prompt and answer, that the worker takes."""
         hello = self.identity
-        return min(hello.max_model_len, hello.num_blocks * hello.block_size)
+        most = hello.num_blocks * hello.block_size
+        return most if most < hello.max_model_len else hello.max_model_len
 
     def num_blocks_of(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""
