@@ -23,6 +23,8 @@ REMOTE_S = 2e-3
 """Messages and wake-ups of a second worker."""
 SCARCE = 0.05
 """A decode worker with less than this share of its blocks to give is full, whatever its number of sequences."""
+STRANGE = 2.0
+"""How many times slower than a prefill worker a decode worker may be at prompts, of which it has computed none."""
 NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -175,15 +177,26 @@ def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
     return Forecast(0.0, 0.0, batch_s, token_s, delay_s, worker.step_model.num_steps > 0)
 
 
-def computed_there(worker: Worker, shape: RequestShape, remote: Forecast, now: float) -> Forecast:
-    """What `remote`, an answer on a decode worker, becomes when the worker computes the prompt, too."""
+def computed_there(
+    worker: Worker, shape: RequestShape, remote: Forecast, now: float, like: Worker | None = None
+) -> Forecast:
+    """What `remote`, an answer on a decode worker, becomes when the worker computes the prompt, too.
+
+    One that has computed no prompt yet is taken to be `STRANGE` times as slow at it as the worker `like`, if given.
+    """
     terms, most_tokens = terms_of(worker), step_tokens(worker)
-    prompt = shape.prompt(worker)
-    prompt_s = terms.model.steps_s(prompt, most_tokens, terms.rows)
+    prompt, model, is_known = shape.prompt(worker), terms.model, terms.knows_prompts
+    if like is not None and not is_known and worker.step_model.is_known:
+        other = terms_of(like)
+        is_known = other.knows_prompts
+        model = msgspec.structs.replace(
+            model, token_s=STRANGE * other.model.token_s, pair_s=STRANGE * other.model.pair_s
+        )
+    prompt_s = model.steps_s(prompt, most_tokens, terms.rows)
     num_steps = -(-prompt.num_tokens // most_tokens)
     stopped_s = terms.rows.num_rows * max(0.0, prompt_s - num_steps * terms.step_s)
     delay_s = remote.delay_s - transfer_s(prompt.num_tokens) + stopped_s
-    return Forecast(wait_s(worker, now), prompt_s, remote.place_s, remote.token_s, delay_s, terms.knows_prompts)
+    return Forecast(wait_s(worker, now), prompt_s, remote.place_s, remote.token_s, delay_s, is_known)
 
 
 def transfer_s(num_tokens: int) -> float:

@@ -114,11 +114,11 @@ class RoutingPolicy:
     ) -> tuple[tuple[object, ...], Choice]:
         """The best choice among workers of one fingerprint, behind its cost."""
         remote = [_decode_place(worker, shape) for worker in decode]
-        local = [_local_place(place, shape, now) for place in remote]
         if not prefill:
-            return _alone(_best(local))
+            return _alone(_best([_local_place(place, shape, now) for place in remote]))
         first = _best([_prefill_place(worker, shape, now) for worker in prefill])
         then = _best(remote)
+        local = [_local_place(place, shape, now, first.worker) for place in remote]
         cost_s = first.cost_s + then.cost_s
         alone = [place for place in local if self._may_be_local(place, first, then, cost_s, shape)]
         if alone:
@@ -134,7 +134,13 @@ class RoutingPolicy:
         if shape.uncached(place.worker) <= self.local_prefill_threshold:
             near = place.worker is then.worker or place.cost_s <= remote_s
             return near and not (known and _is_better(remote_s, place.cost_s))
-        return known and self.local_prefill_threshold > 0 and _is_better(place.cost_s, remote_s)
+        if not known or self.local_prefill_threshold == 0:
+            return False
+        same_s = 0.0
+        if _holds_more(place, first.worker, shape):
+            # The tokens after the first must not hide that the prefill worker would compute an answer again.
+            same_s = shape.num_expected * min(place.forecast.token_s, then.forecast.token_s)
+        return _is_better(place.cost_s - same_s, remote_s - same_s)
 
 
 def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
@@ -147,10 +153,19 @@ def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
     return _Place(worker, forecast, rank, _decode_cost_s(forecast, shape), hits)
 
 
-def _local_place(place: _Place, shape: RequestShape, now: float) -> _Place:
-    """The same worker, when it computes the prompt itself."""
-    forecast = computed_there(place.worker, shape, place.forecast, now)
+def _local_place(place: _Place, shape: RequestShape, now: float, first: Worker | None = None) -> _Place:
+    """The same worker, when it computes the prompt itself instead of the prefill worker `first`.
+
+    When it holds more of the prompt, it is tried although it has computed none yet.
+    """
+    like = first if first is not None and _holds_more(place, first, shape) else None
+    forecast = computed_there(place.worker, shape, place.forecast, now, like)
     return _Place(place.worker, forecast, place.rank, _decode_cost_s(forecast, shape), place.hits)
+
+
+def _holds_more(place: _Place, first: Worker, shape: RequestShape) -> bool:
+    """Whether a decode worker holds more of the prompt than a prefill worker, such as the answer before a next turn."""
+    return place.hits > shape.hits.get(first.address, 0)
 
 
 def _decode_cost_s(forecast: Forecast, shape: RequestShape) -> float:
