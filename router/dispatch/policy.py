@@ -131,15 +131,14 @@ class RoutingPolicy:
         if place.rank > then.rank:
             return False
         known = place.forecast.is_known and first.forecast.is_known
+        holds_more = _holds_more(place, first.worker, shape)
         if shape.uncached(place.worker) <= self.local_prefill_threshold:
-            near = place.worker is then.worker or place.cost_s <= remote_s
+            near = place.worker is then.worker or place.cost_s <= remote_s or (known and holds_more)
             return near and not (known and _is_better(remote_s, place.cost_s))
         if not known or self.local_prefill_threshold == 0:
             return False
-        same_s = 0.0
-        if _holds_more(place, first.worker, shape):
-            # The tokens after the first must not hide that the prefill worker would compute an answer again.
-            same_s = shape.num_expected * min(place.forecast.token_s, then.forecast.token_s)
+        # The tokens after the first must not hide that the prefill worker would compute an answer again.
+        same_s = shape.num_expected * min(place.forecast.token_s, then.forecast.token_s) if holds_more else 0.0
         return _is_better(place.cost_s - same_s, remote_s - same_s)
 
 
