@@ -23,7 +23,8 @@ ALLOWED = {
 EXCEPTIONS: dict[str, set[str]] = {
     # It runs the real worker processes around random weights.
     "benchmarks/gpu_worker.py": {"decode_worker.process", "prefill_worker.process"},
-    # It times the router's own decisions.
+    # They time the router's own decisions, and what it does with block events.
+    "benchmarks/block_events.py": {"router.fleet.block_reports", "router.fleet.prefix_index"},
     "benchmarks/decisions.py": {
         "router.dispatch.client",
         "router.dispatch.forecast",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.wire.messages import SHORT_HASH_BYTES, BlockEvents, BlockSnapshot, WorkerHeartbeat
@@ -78,6 +77,6 @@ class BlockReports:
         return True
 
 
-def shorts_of(packed: bytes) -> Iterator[bytes]:
+def shorts_of(packed: bytes) -> list[bytes]:
     """The block hashes of a message."""
-    return (packed[at : at + SHORT_HASH_BYTES] for at in range(0, len(packed), SHORT_HASH_BYTES))
+    return [packed[at : at + SHORT_HASH_BYTES] for at in range(0, len(packed), SHORT_HASH_BYTES)]

@@ -13,8 +13,9 @@ from itertools import islice
 
 from common.wire.messages import SHORT_HASH_BYTES
 
-CAPACITY = 131_072
-"""Blocks that are kept for one worker; what a worker reports beyond is not seen."""
+CAPACITY, TOTAL = 131_072, 8_388_608
+"""Blocks that are kept for one worker, and for all of them, each with an equal share: about 143 bytes a block, 1.2 GB
+in all. What a worker reports beyond is not seen."""
 EXPECTED_S = 30.0
 """A block that a worker is expected to have, and that it does not report in this time, is not expected any more."""
 
@@ -58,10 +59,11 @@ class PrefixHits:
 
 
 class PrefixIndex:
-    """Bounded: `capacity` blocks a worker. Pure: `now` comes in."""
+    """Bounded: `capacity` blocks a worker, and `total` in all. Pure: `now` comes in."""
 
-    def __init__(self, capacity: int = CAPACITY, expected_s: float = EXPECTED_S) -> None:
-        self._capacity, self._expected_s = capacity, expected_s
+    def __init__(self, capacity: int = CAPACITY, expected_s: float = EXPECTED_S, total: int = TOTAL) -> None:
+        self._capacity, self._expected_s, self._total = capacity, expected_s, total
+        self._num_stored = 0
         self._holders: dict[bytes, int] = {}
         self._workers: dict[str, _Holdings] = {}
         self._addresses: list[str] = []  # by the place of a worker's bit; "" is free
@@ -79,30 +81,38 @@ class PrefixIndex:
                 self._add(short, held)
         self._forget_expected(held, list(islice(held.expected, max(0, len(held.expected) - bound))))
 
-    def store(self, address: str, shorts: Iterable[bytes]) -> None:
+    def store(self, address: str, shorts: Sequence[bytes]) -> None:
         """The worker reports that it holds these blocks."""
         held = self._held(address)
-        for short in shorts:
-            held.expected.pop(short, None)
-            if len(held.stored) < self._capacity:
-                held.stored.add(short)
-            if short in held.stored:
-                self._add(short, held)
-            else:
-                self._drop(short, held)
+        new = set(shorts)
+        new -= held.stored
+        num_more = min(self._capacity, self._total // len(self._workers)) - len(held.stored)
+        num_more = min(num_more, self._total - self._num_stored)
+        if len(new) > num_more:
+            new = set(islice((short for short in shorts if short in new), max(0, num_more)))
+        held.stored |= new
+        self._num_stored += len(new)
+        holders, bit = self._holders, held.bit
+        for short in new:  # thousands of workers report here: about 0.4 us each
+            mask = holders.get(short)
+            holders[short] = bit if mask is None else mask | bit
+        self._end_expectations(held, shorts)
 
-    def remove(self, address: str, shorts: Iterable[bytes]) -> None:
+    def remove(self, address: str, shorts: Sequence[bytes]) -> None:
         """The worker reports that it holds these blocks no longer, which ends every expectation of them."""
         held = self._held(address)
-        for short in shorts:
-            held.expected.pop(short, None)
-            held.stored.discard(short)
+        gone = held.stored.intersection(shorts)
+        held.stored -= gone
+        self._num_stored -= len(gone)
+        for short in gone:
             self._drop(short, held)
+        self._end_expectations(held, shorts)
 
     def clear_stored(self, address: str) -> None:
         """Forget what the worker reported: it will report all again. What is expected of it stays."""
         held = self._held(address)
         stored, held.stored = held.stored, set()
+        self._num_stored -= len(stored)
         for short in stored:
             if short not in held.expected:
                 self._drop(short, held)
@@ -117,12 +127,14 @@ class PrefixIndex:
         """The worker restarted or is gone: it holds nothing."""
         held = self._workers.pop(address, None)
         if held is not None:
+            self._num_stored -= len(held.stored)
             for short in (*held.stored, *held.expected):
                 self._drop(short, held)
             self._addresses[held.bit.bit_length() - 1] = ""
 
     def clear_all(self) -> None:
         """No worker holds anything."""
+        self._num_stored = 0
         self._holders.clear()
         self._workers.clear()
         self._addresses.clear()
@@ -192,6 +204,12 @@ class PrefixIndex:
             self._holders[short] = mask
         else:
             self._holders.pop(short, None)
+
+    def _end_expectations(self, held: _Holdings, shorts: Sequence[bytes]) -> None:
+        """The worker has reported of these blocks."""
+        for short in shorts if held.expected else ():
+            if held.expected.pop(short, None) is not None and short not in held.stored:
+                self._drop(short, held)
 
     def _forget_expected(self, held: _Holdings, shorts: Iterable[bytes]) -> None:
         for short in shorts:

@@ -97,6 +97,21 @@ def test_a_worker_takes_no_more_than_its_share() -> None:
     assert index.size("b") == 2, "those expected first are forgotten first"
 
 
+def test_workers_share_what_the_index_keeps_in_all() -> None:
+    index = PrefixIndex(total=6)
+    for address in "abc":
+        index.store(address, [bytes([n]) for n in range(9)])
+    assert [index.size(address) for address in "abc"] == [6, 0, 0], "the first took all while it was alone"
+    index.remove("a", [bytes([n]) for n in range(5)])
+    for address in "abc":
+        index.store(address, [bytes([n]) for n in range(9)])
+    assert [index.size(address) for address in "abc"] == [2, 2, 2]
+    index.clear("b")
+    index.clear_stored("c")
+    index.store("d", [b"x", b"y", b"z"])
+    assert index.size("d") == 2 and index.size("b") == index.size("c") == 0
+
+
 def test_the_workers_with_the_longest_hits_come_first() -> None:
     index = PrefixIndex()
     for address, count in (("a", 2), ("b", 4), ("c", 2), ("d", 3)):
