@@ -133,7 +133,7 @@ def _measure_policy(
     cluster: Cluster, state: RequestState, shape: RequestShape, times: dict[str, list[float]], *, weigh_all: bool
 ) -> None:
     """The policy's own time, among the shortlisted workers and among all."""
-    prefill, decode = (cluster.placement.shortlist.ready(role) for role in ("prefill", "decode"))
+    prefill, decode = cluster.placement._candidates(state, (), cluster.placement._hits(state))
     _timed(times["choose"], lambda: cluster.policy.choose(prefill, decode, shape, cluster.now))
     if weigh_all:
         prefill, decode = cluster.registry.ready("prefill"), cluster.registry.ready("decode")

@@ -23,6 +23,7 @@ from router.dispatch.forecast import (
     on_decode,
     on_prefill,
     terms_of,
+    transfer_s,
 )
 from router.fleet.registry import by_fingerprint
 from router.fleet.worker import Worker
@@ -57,7 +58,7 @@ class Choice:
         return self.prefill is None
 
 
-class _Place(msgspec.Struct, frozen=True):
+class _Place(msgspec.Struct, frozen=True, gc=False):
     """A worker, the forecast there, and what decides between it and others: the least rank, then the least cost."""
 
     worker: Worker
@@ -118,28 +119,31 @@ class RoutingPolicy:
             return _alone(_best([_local_place(place, shape, now) for place in remote]))
         first = _best([_prefill_place(worker, shape, now) for worker in prefill])
         then = _best(remote)
-        local = [_local_place(place, shape, now, first.worker) for place in remote]
         cost_s = first.cost_s + then.cost_s
-        alone = [place for place in local if self._may_be_local(place, first, then, cost_s, shape)]
-        if alone:
+        local = (self._local(place, first, then, shape, now) for place in remote)
+        if alone := [place for place in local if place is not None]:
             return _alone(_best(alone))
         rank = (max(first.rank, then.rank), cost_s, *then.turn)
         return rank, Choice(first.worker, then.worker, joined(first.forecast, then.forecast))
 
-    def _may_be_local(self, place: _Place, first: _Place, then: _Place, remote_s: float, shape: RequestShape) -> bool:
-        """Whether a decode worker should compute the prompt although there are prefill workers."""
+    def _local(self, place: _Place, first: _Place, then: _Place, shape: RequestShape, now: float) -> _Place | None:
+        """The place of a decode worker that should compute the prompt although there are prefill workers, or None."""
         if place.rank > then.rank:
-            return False
-        known = place.forecast.is_known and first.forecast.is_known
-        holds_more = _holds_more(place, first.worker, shape)
-        if shape.uncached(place.worker) <= self.local_prefill_threshold:
-            near = place.worker is then.worker or place.cost_s <= remote_s or (known and holds_more)
-            return near and not (known and _is_better(remote_s, place.cost_s))
-        if not known or self.local_prefill_threshold == 0:
-            return False
+            return None
+        worker, remote_s = place.worker, first.cost_s + then.cost_s
+        uncached, holds_more = shape.uncached(worker), _holds_more(place, first.worker, shape)
         # The tokens after the first must not hide that the prefill worker would compute an answer again.
         same_s = shape.num_expected * min(place.forecast.token_s, then.forecast.token_s) if holds_more else 0.0
-        return _is_better(place.cost_s - same_s, remote_s - same_s)
+        if uncached > self.local_prefill_threshold:
+            least_s = place.cost_s - transfer_s(uncached)  # before it computes anything
+            if self.local_prefill_threshold == 0 or not _is_better(least_s - same_s, remote_s - same_s):
+                return None
+        local = _local_place(place, shape, now, first.worker)
+        known = local.forecast.is_known and first.forecast.is_known
+        if uncached <= self.local_prefill_threshold:
+            near = worker is then.worker or local.cost_s <= remote_s or (known and holds_more)
+            return local if near and not (known and _is_better(remote_s, local.cost_s)) else None
+        return local if known and _is_better(local.cost_s - same_s, remote_s - same_s) else None
 
 
 def _decode_place(worker: Worker, shape: RequestShape) -> _Place:

@@ -2,9 +2,10 @@
 
 Every worker of a large pool has a place in a ranking by what a usual request would cost there. The place changes only
 when the worker reports, or when this router sends it work or hears of its end. A request is weighed at some of the
-cheapest workers and at those that hold most of its prompt. Of workers that are about equally cheap each router draws
-some by chance, seeded with its id, so that routers that have heard the same reports do not all choose the same worker
-(Mitzenmacher, "The power of two choices", 2001: a few draws balance almost as well as a look at all).
+cheapest workers and at those that hold most of its prompt. Of workers that are about equally cheap each router takes
+some from a place on that it draws by chance, seeded with its id, so that routers that have heard the same reports do
+not all choose the same worker (Mitzenmacher, "The power of two choices", 2001: a look at a few balances almost as well
+as a look at all).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FEW = 32
 NUM_CHEAP, NUM_HOLDERS = 6, 4
 """Workers of one layout that are weighed: of the cheapest, and of those that hold most of the prompt."""
 NUM_EQUAL = 32
-"""Out of at most so many cheapest workers those are drawn; of fewer where the next costs clearly more."""
+"""Out of at most so many cheapest workers those are taken; of fewer where the next costs clearly more."""
 EQUAL_SHARE, EQUAL_S = 0.25, 1e-3
 """A worker costs clearly more beyond this share and so many seconds."""
 MAX_WALKS = 2
@@ -99,9 +100,10 @@ class Shortlist:
         """Some of the cheapest workers: the very cheapest where the next ones cost clearly more."""
         unfit, cost_s, _, _ = ranking[0]
         limit = (unfit, (1.0 + EQUAL_SHARE) * cost_s + EQUAL_S, 0, "")
-        num_equal = max(NUM_CHEAP, bisect_left(ranking, limit, hi=min(len(ranking), NUM_EQUAL)))
-        drawn = self._random.sample(ranking[:num_equal], min(len(ranking), num_equal))
-        return list(islice(self._accepted(chain(drawn, islice(ranking, num_equal, None)), accept), NUM_CHEAP))
+        num_equal = bisect_left(ranking, limit, hi=min(len(ranking), NUM_EQUAL))
+        first = int(self._random.random() * num_equal) if num_equal > NUM_CHEAP else 0
+        turned = chain(islice(ranking, first, num_equal), islice(ranking, first), islice(ranking, num_equal, None))
+        return list(islice(self._accepted(turned, accept), NUM_CHEAP))
 
     def _holders(self, ranking: list[Entry], accept: Accept, hits: PrefixHits | None) -> list[Worker]:
         """Workers that hold most of the prompt, of equal ones the cheapest."""
