@@ -28,6 +28,18 @@ ROOM_ALLOWED = {
 EXCEPTIONS: dict[str, set[str]] = {
     # It runs the real worker processes around random weights.
     "benchmarks/gpu_worker.py": {"decode_worker.process", "prefill_worker.process"},
+    # They time the router's own decisions, and what it does with block events.
+    "benchmarks/block_events.py": {"router.fleet.block_reports", "router.fleet.prefix_index"},
+    "benchmarks/decisions.py": {
+        "router.dispatch.client",
+        "router.dispatch.forecast",
+        "router.dispatch.placement",
+        "router.dispatch.policy",
+        "router.dispatch.request_state",
+        "router.fleet.prefix_index",
+        "router.fleet.registry",
+        "router.fleet.worker",
+    },
 }
 # The rooms of a package, from the lowest to the highest: each imports only those before it.
 ROOMS = {

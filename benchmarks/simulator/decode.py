@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from benchmarks.simulator.coalesced import CoalescedScheduler, StepRun
 from benchmarks.simulator.tokens import CountedTokens, InjectedHasher
 from benchmarks.simulator.transfer import Announced, Arrived, Failed, Transfer
@@ -223,7 +225,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
                 self._report(sequence)
         step_s = run.seconds(num_steps) / num_steps
         more = (num_steps - 1) * self._shape.num_rows // 2
-        self._stepped(replace(self._shape, context=self._shape.context + more), step_s, num_steps)
+        self._stepped(msgspec.structs.replace(self._shape, context=self._shape.context + more), step_s, num_steps)
 
     # ------------------------------------------------------------ reports and ends
 

@@ -22,6 +22,7 @@ from router.dispatch.core import Actions, Cancel, DispatchCore
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.request_state import RequestState
 from router.fleet.lives import WorkerLives
+from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 
 
@@ -37,10 +38,13 @@ class SimulatedRouter:
         on_over: Callable[[SimulatedRequest], None],
     ) -> None:
         self.world, self.name, self._on_over = world, name, on_over
-        self.registry = WorkerRegistry(config.prefill, config.decode, worker_timeout_s=config.worker_timeout_s)
+        self.registry = WorkerRegistry(
+            config.prefill, config.decode, worker_timeout_s=config.worker_timeout_s, router_id=name.decode()
+        )
+        self.index = PrefixIndex()
         actions = Actions(self._send, self._abort, self._later, self._wake)
-        self.core = DispatchCore(config, self.registry, actions, policy)
-        self._lives = WorkerLives(self.registry, self, self.on_up)
+        self.core = DispatchCore(config, self.registry, self.index, actions, policy)
+        self._lives = WorkerLives(self.registry, self.index, self, self.on_up, self._send)
         self._hello = RouterHello(router_id=name.decode(), epoch=1)
         self._config = config
         self._woken: list[str] = []
@@ -120,6 +124,7 @@ class SimulatedRouter:
     def tick(self) -> None:
         """A heartbeat interval has passed."""
         self._lives.sweep(self._now)
+        self.index.expire(self._now)
         for address in self.registry.workers:
             if self.registry.needs_hello(address):
                 self.on_up(address)
@@ -140,9 +145,6 @@ class SimulatedRouter:
     def on_lost(self, address: str, reason: str) -> None:
         self.core.on_lost(address, reason, self._now)
 
-    def on_started(self, address: str) -> None:
-        self.core.on_started(address)
-
     def on_ready(self, address: str) -> None:
         self.core.on_ready(address, self._now)
 
@@ -151,9 +153,6 @@ class SimulatedRouter:
 
     def uses(self, address: str) -> bool:
         return self.core.uses(address)
-
-    def on_gone(self, address: str) -> None:
-        self.core.on_gone(address)
 
     # ------------------------------------------------------------ actions of the core
 

@@ -87,8 +87,14 @@ class Content:
         last = (index + 1) * block_size - 1
         place = last // self.id_tokens
         if place < len(self.ids) and last < self.num_prompt_tokens:
-            return _DIGEST.pack(self.copy << 40 | self.ids[place], index)
-        return _DIGEST.pack(_OWN | self.number, index)
+            return _digest(self.copy << 40 | self.ids[place], index)
+        return _digest(_OWN | self.number, index)
+
+
+def _digest(content: int, index: int) -> bytes:
+    """Its first eight bytes, which routers hear of, differ as the whole does: odd factors mix both numbers."""
+    mixed = (content * 0x9E3779B97F4A7C15 + index * 0xC2B2AE3D27D4EB4F) & 0xFFFF_FFFF_FFFF_FFFF
+    return _DIGEST.pack(mixed, index)
 
 
 class InjectedHasher(BlockHasher):

@@ -11,7 +11,6 @@ because it reads all weights; the others are that of decode (Zhong et al., "Dist
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -21,8 +20,7 @@ Cost = Annotated[float, Meta(ge=0.0, le=1e6)]
 """Seconds; infinity and NaN would spread through every sum."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(msgspec.Struct, frozen=True, gc=False):
     """What a step computes: see the letters above."""
 
     num_tokens: int = 0
@@ -64,6 +62,9 @@ class StepShape:
         return total
 
 
+NOTHING = StepShape()
+
+
 class StepModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The coefficients, in seconds, of one worker.
 
@@ -95,7 +96,7 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         rows_s = self.row_s * shape.num_rows + self.context_s * shape.context
         return self.fixed_s + max(self.floor_s, prompt_s) + rows_s
 
-    def steps_s(self, shape: StepShape, most_tokens: int, beside: StepShape = StepShape()) -> float:
+    def steps_s(self, shape: StepShape, most_tokens: int, beside: StepShape = NOTHING) -> float:
         """The time of steps that compute `shape`, `most_tokens` prompt tokens each and `beside` in each of them."""
         if not shape.num_tokens:
             return 0.0

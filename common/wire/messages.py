@@ -14,11 +14,17 @@ from common.latency.step_model import StepModel
 from common.wire.message_fields import MAX_TOKENS, Address, Count, Finite, Name, Reason, Seconds, Text, TokenBytes
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_BLOCKS_PER_FRAME = 256
 MAX_OUTPUTS = 16_384
 """More sequences than any batch has."""
 NONCE_BYTES = 16
+SHORT_HASH_BYTES = 8
+"""Block hashes are shortened for routers: two that collide make a wrong estimate of hits, never a wrong answer."""
+MAX_SHORT_HASHES = 8192
+"""In one message: 64 KiB."""
+ShortHashes = Annotated[bytes, Meta(max_length=SHORT_HASH_BYTES * MAX_SHORT_HASHES)]
+"""The first bytes of block hashes, one after the other."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -123,6 +129,12 @@ class HandOver(Message, frozen=True, tag=7):
     num_reserved_tokens: Count
 
 
+class BlockSnapshotRequest(Message, frozen=True, tag=8):
+    """Tell all blocks of the prefix cache with the next heartbeat: the router has missed `BlockEvents`, or is new."""
+
+    epoch: Count
+
+
 # ---------------------------------------------------------------- worker -> router
 
 
@@ -157,7 +169,8 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     A turn that takes longer than `turn_limit_s` must be stuck. `full_tokens_per_s` is the rate of full steps, 0 before
     the first; `tokens_per_s` is that of all recent steps. `step_model` is fitted to the worker's steps; by it, the
     prompts that wait here take `waiting_s` seconds. The running sequences have `num_context_tokens` tokens. All of it
-    counts the requests of the receiving router with a serial of at most `serial`.
+    counts the requests of the receiving router with a serial of at most `serial`. The last `BlockEvents` had the number
+    `block_sequence`; 0: the prefix cache has always been empty.
     """
 
     worker_id: Name
@@ -180,6 +193,34 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     num_context_tokens: Count = 0
     step_model: StepModel = StepModel()
     serial: Count = 0
+    block_sequence: Count = 0
+
+
+class BlockEvents(Message, frozen=True, tag=25):
+    """What changed in a worker's prefix cache since the events before, sent to every router before a heartbeat.
+
+    `sequence` grows by one from event to event of a worker's life: after a gap the router asks for a snapshot.
+    With `cleared` the worker forgot all blocks before it `stored` these. No block is in both lists.
+    """
+
+    epoch: Count
+    sequence: Count
+    stored: ShortHashes = b""
+    removed: ShortHashes = b""
+    cleared: bool = False
+
+
+class BlockSnapshot(Message, frozen=True, tag=26):
+    """One of `num_pieces` pieces of all that is in a worker's prefix cache, in order, from piece 0.
+
+    It holds all events up to `sequence`, and maybe some of the next ones, which do no harm when they come again.
+    """
+
+    epoch: Count
+    sequence: Count
+    piece: Count
+    num_pieces: Count
+    hashes: ShortHashes = b""
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True):
@@ -371,8 +412,17 @@ class KVFailed(Message, frozen=True, tag=46):
     reason: Text
 
 
-ToWorker = RouterHello | RouterHeartbeat | PrefillRequest | DecodeRequest | AbortRequest | ResetPrefixCache | HandOver
-ToRouter = WorkerHello | WorkerHeartbeat | TokenOutput | PromptLogprobs | RequestFailed
+ToWorker = (
+    RouterHello
+    | RouterHeartbeat
+    | PrefillRequest
+    | DecodeRequest
+    | AbortRequest
+    | ResetPrefixCache
+    | HandOver
+    | BlockSnapshotRequest
+)
+ToRouter = WorkerHello | WorkerHeartbeat | TokenOutput | PromptLogprobs | RequestFailed | BlockEvents | BlockSnapshot
 ToDecode = KVOpen | KVBlocks | KVDone | KVFailed
 ToPrefill = KVGrant | KVWait | KVAck | KVFailed
 AnyMessage = ToWorker | ToRouter | ToDecode | ToPrefill

@@ -22,6 +22,7 @@ import zmq.asyncio
 
 from common.config import WorkerConfig
 from common.errors import ConfigError, DiptychError, ModelError
+from common.kv.block_log import BlockLog
 from common.kv.block_pool import BlockPool
 from common.machine.allocator import keep_large_buffers
 from common.machine.core_share import CoreShare
@@ -33,7 +34,7 @@ from common.transfer.sender import KVSender
 from common.wire.curve import Curve, warn_of_readers
 from common.wire.gatekeeper import Gatekeeper
 from common.wire.listening import in_url
-from common.wire.messages import AnyMessage, DecodeRequest, PrefillRequest, RequestFailed
+from common.wire.messages import AnyMessage, DecodeRequest, PrefillRequest, RequestFailed, WorkerHeartbeat
 from common.worker.control import ControlServer, bind_control
 from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost, Send
 from common.worker.metrics import WorkerMetrics
@@ -59,6 +60,7 @@ class WorkerProcess:
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
         self.identity = WorkerIdentity.create(self.role, config.worker_id)
+        self.block_log = BlockLog(self.identity.epoch)
         self.context = zmq.asyncio.Context()
         self.blocking_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self.context)
         self.metrics = WorkerMetrics(
@@ -97,7 +99,10 @@ class WorkerProcess:
 
     def new_pool(self, loaded: LoadedModel) -> BlockPool:
         return BlockPool(
-            loaded.kv.num_blocks, loaded.kv.block_size, enable_prefix_caching=self.config.enable_prefix_caching
+            loaded.kv.num_blocks,
+            loaded.kv.block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+            log=self.block_log,
         )
 
     def new_sender(self, loaded: LoadedModel, on_ended: Callable[[TransferEnded], None], **options: Any) -> KVSender:
@@ -166,11 +171,12 @@ class WorkerProcess:
         self.control = ControlServer(
             control_socket,
             lambda: hello_of(self.identity, config, self.loaded, self.kv_address),
-            lambda router: heartbeat_of(self.identity, self.engine, self._status(), router, draining=self._draining),
+            self._heartbeat,
             self._on_message,
             self._on_router_lost,
             heartbeat_s=config.heartbeat_s,
             router_timeout_s=config.router_timeout_s,
+            blocks=self.block_log,
         )
         log.info("%s listens on %s", self.identity.worker_id, address, extra={"kv": self.kv_address, "http": http_port})
         return self.control, http
@@ -282,6 +288,10 @@ class WorkerProcess:
     def _on_router_lost(self, router: bytes) -> None:
         if self.engine is not None:
             self.engine.notify(RouterLost(router))
+
+    def _heartbeat(self, router: bytes) -> WorkerHeartbeat:
+        sequence = self.block_log.sequence
+        return heartbeat_of(self.identity, self.engine, self._status(), router, sequence, draining=self._draining)
 
     def _status(self) -> EngineStatus:
         status = self.engine.status if self.engine is not None else EngineStatus()

@@ -56,7 +56,13 @@ def hello_of(
 
 
 def heartbeat_of(
-    identity: WorkerIdentity, engine: Engine | None, status: EngineStatus, router: bytes, *, draining: bool
+    identity: WorkerIdentity,
+    engine: Engine | None,
+    status: EngineStatus,
+    router: bytes,
+    block_sequence: int,
+    *,
+    draining: bool,
 ) -> WorkerHeartbeat:
     """The heartbeat for a router. `engine` is None while the model loads."""
     return WorkerHeartbeat(
@@ -80,6 +86,7 @@ def heartbeat_of(
         num_context_tokens=status.num_context_tokens,
         step_model=status.step_model,
         serial=status.serials.get(router, 0),
+        block_sequence=block_sequence,
     )
 
 

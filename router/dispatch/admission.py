@@ -14,11 +14,13 @@ from common.config import RouterConfig
 from common.errors import Overloaded
 from common.latency.step_model import StepShape
 from common.observe.ewma import Ewma
+from common.wire.message_fields import Role
 from router.dispatch.forecast import NO_HITS, RequestShape, place_s, places_of, queued_s, step_tokens, wait_s
 from router.dispatch.load import DispatchCounters
 from router.dispatch.patience import Patience
 from router.dispatch.policy import OUTPUT_RESERVE, Choice, RoutingPolicy
 from router.dispatch.request_state import Assignment, RequestState, Stage
+from router.dispatch.shortlist import FEW, Shortlist
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 
@@ -40,9 +42,16 @@ class Admission:
     """Admits new requests, or refuses and counts them."""
 
     def __init__(
-        self, registry: WorkerRegistry, policy: RoutingPolicy, config: RouterConfig, counters: DispatchCounters
+        self,
+        registry: WorkerRegistry,
+        policy: RoutingPolicy,
+        config: RouterConfig,
+        counters: DispatchCounters,
+        shortlist: Shortlist | None = None,
     ) -> None:
         self._registry, self._policy, self._config, self._counters = registry, policy, config, counters
+        self._shortlist = shortlist
+        self._least_turn_s: float | None = None  # of decode workers, at the last tick
         self._prompt_s = Ewma(SMOOTHING, start=0.0)  # what a prompt takes, lately
         longest_s = min(config.max_wait_s, config.queue_timeout_s)
         if config.slo_ttft_ms > 0:
@@ -51,6 +60,7 @@ class Admission:
 
     def observe(self, states: Iterable[RequestState], now: float) -> None:
         """Note how long requests have waited for their first token, or have been decoded; at each tick."""
+        self._least_turn_s = None
         waiting, decoding = [], []
         for state in states:
             stage, worker = state.stage, state.waits_for
@@ -82,7 +92,8 @@ class Admission:
     def place_for(self, num_tokens: int, now: float) -> Choice | None:
         """Where a new prompt of so many tokens would be placed if nothing of it is cached anywhere."""
         shape = RequestShape(num_tokens, OUTPUT_RESERVE, NO_HITS, num_expected=OUTPUT_RESERVE)
-        return self._policy.choose(self._registry.ready("prefill"), self._registry.ready("decode"), shape, now)
+        ready = self._registry.ready if self._shortlist is None else self._shortlist.ready
+        return self._policy.choose(ready("prefill"), ready("decode"), shape, now)
 
     def expect(self, state: RequestState, choice: Choice, now: float) -> None:
         """A request was placed: note when its first token should come, by the worker's own account."""
@@ -130,9 +141,11 @@ class Admission:
         return self._patience.limit_s(self._turn_s())
 
     def _turn_s(self) -> float:
-        """Seconds between two requests that a worker begins, while more wait."""
-        turns_s = (worker.service_s.value / places_of(worker) for worker in self._registry.ready("decode"))
-        return max(self._prompt_s.value, min(turns_s, default=0.0))
+        """Seconds between two requests that a worker begins, while more wait. Of many workers, as of the last tick."""
+        if self._least_turn_s is None or len(self._registry.workers) <= FEW:
+            turns_s = (worker.service_s.value / places_of(worker) for worker in self._registry.ready("decode"))
+            self._least_turn_s = min(turns_s, default=0.0)
+        return max(self._prompt_s.value, self._least_turn_s)
 
     def _counted(self, error: Overloaded) -> Overloaded:
         self._patience.count(refused=True)
@@ -150,11 +163,12 @@ class Admission:
             own_s = min(choice.forecast.prompt_s, (1.0 - LEAST_SHARE) * limit_s)
         if predicted_s <= limit_s - own_s:
             return None
-        return refusal(predicted_s, limit_s - own_s, self._others_s(len(self._registry.ready(first.role))))
+        return refusal(predicted_s, limit_s - own_s, self._others_s(first.role))
 
-    def _others_s(self, num_workers: int) -> float:
+    def _others_s(self, role: Role) -> float:
         """What those take that were refused before, and come back before a client that is refused now."""
-        return self._patience.num_refused * self._turn_s() / max(1, num_workers)
+        num_refused = self._patience.num_refused
+        return num_refused * self._turn_s() / max(1, len(self._registry.ready(role))) if num_refused else 0.0
 
 
 def observed_waits_s(waits: Iterable[tuple[str, float]]) -> dict[str, float]:

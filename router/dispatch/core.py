@@ -64,21 +64,25 @@ class DispatchCore:
     """
 
     def __init__(
-        self, config: RouterConfig, registry: WorkerRegistry, actions: Actions, policy: RoutingPolicy | None = None
+        self,
+        config: RouterConfig,
+        registry: WorkerRegistry,
+        index: PrefixIndex,
+        actions: Actions,
+        policy: RoutingPolicy | None = None,
     ) -> None:
         """Without a `policy`, the usual one routes."""
-        self._config, self._registry, self._actions = config, registry, actions
+        self._config, self._registry, self._index, self._actions = config, registry, index, actions
         self.states: dict[str, RequestState] = {}
         self.waiting = WaitingRequests()
         self.counters = DispatchCounters()
         self._deadlines: dict[str, Cancel] = {}
-        self._index = PrefixIndex()
         policy = policy or RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold)
         self._placement = Placement(registry, policy, self._index, actions.send, actions.abort)
         self.has_prefill = bool(config.prefill or config.prefill_services)
         self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self.waiting, self.counters)
-        self._admission = Admission(registry, policy, config, self.counters)
+        self._admission = Admission(registry, policy, config, self.counters, self._placement.shortlist)
         self._handovers = HandOvers(registry, self._placement, self.waiting, self.counters)
 
     # ------------------------------------------------------------ for the front
@@ -170,12 +174,6 @@ class DispatchCore:
                 if assignment.address == address and not state.done:
                     why = f"{assignment.name} {reason}"
                     self._recover(state, assignment, why, now, died=True)
-
-    def on_started(self, address: str) -> None:
-        self._index.clear(address)
-
-    def on_gone(self, address: str) -> None:
-        self.on_started(address)
 
     def uses(self, address: str) -> bool:
         return any(state.needs(address) for state in self.states.values() if not state.done)
@@ -285,10 +283,10 @@ class DispatchCore:
             self._registry.on_request_served(assignment.address)
             self._placement.computed(assignment)
             if assignment is state.decode:
-                self._placement.remember(state, assignment)
+                self._placement.remember(state, assignment, now)
                 self._placement.spare_prefill(state)
         if state.stream.finish_reason:
-            self._finish(state, assignment)
+            self._finish(state, assignment, now)
         elif state.decode is None:
             self._recover(state, assignment, f"{assignment.name} did not end a one-token request", now)
 
@@ -318,13 +316,13 @@ class DispatchCore:
         self._handovers.fail(state, reason, now)
         self._handovers.leave(self.states.values(), now)
 
-    def _finish(self, state: RequestState, last: Assignment) -> None:
+    def _finish(self, state: RequestState, last: Assignment, now: float) -> None:
         """The last token has come: release the workers, and abort on a decode worker that may still expect KV."""
         state.done = True
         self._placement.settle(state)
         decode = state.decode
         if last is decode:
-            self._placement.remember(state, last)
+            self._placement.remember(state, last, now)
             self._registry.on_request_finished(last.address, last.timeline.decode_s)
         if decode is None:
             return

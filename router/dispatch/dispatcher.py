@@ -31,7 +31,7 @@ class Dispatcher:
         self._open = False
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
-        self.core = DispatchCore(config, self.fleet.registry, actions)
+        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions)
 
     # ------------------------------------------------------------ for the front
 
@@ -114,9 +114,6 @@ class Dispatcher:
     def on_lost(self, address: str, reason: str) -> None:
         self.core.on_lost(address, reason, self._clock())
 
-    def on_started(self, address: str) -> None:
-        self.core.on_started(address)
-
     def on_ready(self, address: str) -> None:
         self.core.on_ready(address, self._clock())
 
@@ -125,9 +122,6 @@ class Dispatcher:
 
     def uses(self, address: str) -> bool:
         return self.core.uses(address)
-
-    def on_gone(self, address: str) -> None:
-        self.core.on_gone(address)
 
     # ------------------------------------------------------------ for the core
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import msgspec
+
 from common.latency.step_model import StepModel, StepShape
 from router.fleet.worker import Worker
 
@@ -21,6 +23,8 @@ REMOTE_S = 2e-3
 """Messages and wake-ups of a second worker."""
 SCARCE = 0.05
 """A decode worker with less than this share of its blocks to give is full, whatever its number of sequences."""
+STRANGE = 2.0
+"""How many times slower than a prefill worker a decode worker may be at prompts, of which it has computed none."""
 NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -47,8 +51,7 @@ class RequestShape:
         return StepShape.of_prompt(self.num_tokens - self.uncached(worker), self.num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
+class Forecast(msgspec.Struct, frozen=True, gc=False):
     """Seconds. `wait_s`: prompts that are computed before this one. `prompt_s`: its own. `place_s`: until the decode
     worker's batch has a place. `token_s`: a token after the first. `delay_s`: what all sequences that run there lose.
     """
@@ -65,9 +68,45 @@ class Forecast:
         return self.wait_s + self.prompt_s
 
 
+class Terms(msgspec.Struct, frozen=True, gc=False):
+    """What forecasts need of a worker and no request changes, until the worker reports or gets work.
+
+    `rows` is what each step of a decode worker computes beside prompts, in `step_s` seconds. Prompts that the last
+    report does not count yet take `fresh_s`.
+    """
+
+    model: StepModel
+    rows: StepShape
+    step_s: float
+    fresh_s: float
+    num_requests: int
+    num_places: int
+    num_available_blocks: int
+    knows_prompts: bool
+
+
+def terms_of(worker: Worker) -> Terms:
+    """The worker's terms, computed once between two of its changes."""
+    terms = worker.terms
+    if not isinstance(terms, Terms):
+        model, rows = model_of(worker), rows_of(worker)
+        beside = rows if worker.role == "decode" else StepShape()
+        terms = worker.terms = Terms(
+            model,
+            rows,
+            model.seconds(rows),
+            model.steps_s(worker.fresh.prompt, step_tokens(worker), beside) if worker.fresh.num_tokens else 0.0,
+            worker.num_requests,
+            places_of(worker),
+            worker.num_available_blocks,
+            worker.step_model.knows_prompts,
+        )
+    return terms
+
+
 def model_of(worker: Worker) -> StepModel:
     model = worker.likely_model
-    return model if model.is_known else UNKNOWN
+    return model if model.num_steps else UNKNOWN
 
 
 def rows_of(worker: Worker) -> StepShape:
@@ -90,10 +129,7 @@ def step_tokens(worker: Worker) -> int:
 def queued_s(worker: Worker, now: float) -> float:
     """Seconds until the worker has computed the prompts that it has, by its own model and report."""
     reported_s = max(0.0, worker.beat.waiting_s - max(0.0, now - worker.beat_at)) if worker.beat else 0.0
-    if not worker.fresh.num_tokens:
-        return reported_s
-    beside = rows_of(worker) if worker.role == "decode" else StepShape()
-    return reported_s + model_of(worker).steps_s(worker.fresh.prompt, step_tokens(worker), beside)
+    return reported_s + terms_of(worker).fresh_s
 
 
 def wait_s(worker: Worker, now: float) -> float:
@@ -106,9 +142,11 @@ def place_s(worker: Worker, least_s: float = 0.0, num_after: int = 0) -> float:
 
     A request takes at least `least_s` there. The last `num_after` of the worker's requests do not count.
     """
-    num_places = places_of(worker)
-    num_before = worker.num_requests - num_after + 1 - num_places
-    return max(0, num_before) * max(worker.service_s.value, worker.lasting_s, least_s) / num_places
+    terms = terms_of(worker)
+    num_before = terms.num_requests - num_after + 1 - terms.num_places
+    if num_before <= 0:
+        return 0.0
+    return num_before * max(worker.service_s.value, worker.lasting_s, least_s) / terms.num_places
 
 
 def places_of(worker: Worker) -> int:
@@ -123,29 +161,47 @@ def places_of(worker: Worker) -> int:
 
 def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     """A prompt on a prefill worker, which samples the first token."""
-    own_s = model_of(worker).steps_s(shape.prompt(worker), step_tokens(worker))
-    return Forecast(wait_s=wait_s(worker, now), prompt_s=own_s, is_known=worker.step_model.knows_prompts)
+    terms = terms_of(worker)
+    own_s = terms.model.steps_s(shape.prompt(worker), step_tokens(worker))
+    return Forecast(wait_s(worker, now), own_s, is_known=terms.knows_prompts)
 
 
-def on_decode(worker: Worker, shape: RequestShape, now: float, *, local: bool) -> Forecast:
-    """An answer on a decode worker; with `local` it computes the prompt, too."""
-    model, beside = model_of(worker), rows_of(worker)
-    own = StepShape.of_rows(1, shape.num_tokens + shape.num_expected // 2)
-    slower_s = model.row_s * own.num_rows + model.context_s * own.context  # of each step with one row more
-    delay_s = beside.num_rows * shape.num_expected * slower_s
-    before_s = prompt_s = 0.0
-    is_known = worker.step_model.is_known
-    if local:
-        is_known = worker.step_model.knows_prompts
-        prompt = shape.prompt(worker)
-        before_s, prompt_s = wait_s(worker, now), model.steps_s(prompt, step_tokens(worker), beside)
-        num_steps = -(-prompt.num_tokens // step_tokens(worker))
-        delay_s += beside.num_rows * max(0.0, prompt_s - num_steps * model.seconds(beside))
-    else:
-        delay_s += REMOTE_S + TRANSFER_TOKEN_S * shape.uncached(worker)
-    token_s = model.seconds(beside + own)
+def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
+    """An answer on a decode worker, whose prompt a prefill worker computes."""
+    terms = terms_of(worker)
+    model = terms.model
+    own_s = model.row_s + model.context_s * (shape.num_tokens + shape.num_expected // 2)  # of each step: one row more
+    delay_s = terms.rows.num_rows * shape.num_expected * own_s + transfer_s(shape.uncached(worker))
+    token_s = terms.step_s + own_s
     batch_s = place_s(worker, shape.num_expected * token_s)
-    return Forecast(before_s, prompt_s, batch_s, token_s, delay_s, is_known)
+    return Forecast(0.0, 0.0, batch_s, token_s, delay_s, worker.step_model.num_steps > 0)
+
+
+def computed_there(
+    worker: Worker, shape: RequestShape, remote: Forecast, now: float, like: Worker | None = None
+) -> Forecast:
+    """What `remote`, an answer on a decode worker, becomes when the worker computes the prompt, too.
+
+    One that has computed no prompt yet is taken to be `STRANGE` times as slow at it as the worker `like`, if given.
+    """
+    terms, most_tokens = terms_of(worker), step_tokens(worker)
+    prompt, model, is_known = shape.prompt(worker), terms.model, terms.knows_prompts
+    if like is not None and not is_known and worker.step_model.is_known:
+        other = terms_of(like)
+        is_known = other.knows_prompts
+        model = msgspec.structs.replace(
+            model, token_s=STRANGE * other.model.token_s, pair_s=STRANGE * other.model.pair_s
+        )
+    prompt_s = model.steps_s(prompt, most_tokens, terms.rows)
+    num_steps = -(-prompt.num_tokens // most_tokens)
+    stopped_s = terms.rows.num_rows * max(0.0, prompt_s - num_steps * terms.step_s)
+    delay_s = remote.delay_s - transfer_s(prompt.num_tokens) + stopped_s
+    return Forecast(wait_s(worker, now), prompt_s, remote.place_s, remote.token_s, delay_s, is_known)
+
+
+def transfer_s(num_tokens: int) -> float:
+    """What it costs that the KV of so many tokens comes from another worker."""
+    return REMOTE_S + TRANSFER_TOKEN_S * num_tokens
 
 
 def joined(first: Forecast, then: Forecast) -> Forecast:

@@ -19,7 +19,8 @@ from router.fleet.worker_connection import Connection
 class WorkerLoad:
     """One worker: what it reports and what is booked on it. `reason` says why it is not ready.
 
-    A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps.
+    A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps. This router knows of
+    `num_known_blocks` in its prefix cache.
     """
 
     address: str
@@ -39,9 +40,10 @@ class WorkerLoad:
     reason: str = ""
     wait_s: float = 0.0
     step_model: Mapping[str, float] = field(default_factory=dict)
+    num_known_blocks: int = 0
 
     @classmethod
-    def of(cls, worker: Worker, connection: Connection, now: float) -> WorkerLoad:
+    def of(cls, worker: Worker, connection: Connection, now: float, num_known_blocks: int = 0) -> WorkerLoad:
         return cls(
             address=worker.address,
             role=worker.role,
@@ -60,6 +62,7 @@ class WorkerLoad:
             reason=worker.withheld or worker.reason,
             wait_s=wait_s(worker, now) if worker.ready else 0.0,
             step_model=msgspec.structs.asdict(worker.step_model),
+            num_known_blocks=num_known_blocks,
         )
 
 
@@ -91,7 +94,10 @@ class DispatchLoad:
         workers = fleet.registry.workers
         return cls(
             stages,
-            tuple(WorkerLoad.of(workers[address], link, now) for address, link in fleet.connections.items()),
+            tuple(
+                WorkerLoad.of(workers[address], link, now, fleet.index.size(address))
+                for address, link in fleet.connections.items()
+            ),
             dict(counters.num_retries),
             dict(counters.num_failures),
             dict(counters.num_choices),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from hashlib import blake2b
 
 from common.latency.step_model import StepModel, StepShape
 from common.observe.ewma import Ewma
@@ -24,33 +25,6 @@ SHOWN = 8
 NOT_READY = "connected, not ready yet"
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyWorkers:
-    """Those of one role, kept until one of them changes: a decision must not look at each of a thousand to know.
-
-    Each takes sequences of `least_tokens`; `weights` are the hashes of the weights that they have.
-    """
-
-    workers: list[Worker]
-    least_tokens: int
-    weights: frozenset[str]
-
-    @classmethod
-    def of(cls, workers: list[Worker]) -> ReadyWorkers:
-        weights = frozenset(worker.identity.weights for worker in workers)
-        return cls(workers, min((worker.max_tokens for worker in workers), default=0), weights)
-
-    def usable(self, num_tokens: int, weights: str | None) -> list[Worker]:
-        """Those that take a sequence of so many tokens and have these weights, if it matters. Not to be changed."""
-        if num_tokens <= self.least_tokens and (weights is None or self.weights == {weights}):
-            return self.workers
-        return [
-            worker
-            for worker in self.workers
-            if worker.max_tokens >= num_tokens and weights in (None, worker.identity.weights)
-        ]
-
-
 class WorkerRegistry:
     """Workers by address. A worker's life is its epoch: a new epoch, silence or a cut connection ends it.
 
@@ -58,28 +32,39 @@ class WorkerRegistry:
     bookings are released.
     """
 
-    def __init__(self, prefill: Iterable[str], decode: Iterable[str], *, worker_timeout_s: float) -> None:
-        self.workers = {address: Worker(address, "prefill") for address in prefill}
-        self.workers |= {address: Worker(address, "decode") for address in decode}
+    def __init__(
+        self, prefill: Iterable[str], decode: Iterable[str], *, worker_timeout_s: float, router_id: str = ""
+    ) -> None:
+        """Each `router_id` has an order of its own for equal workers: routers that see the same loads spread."""
+        self.router_id = router_id
+        self.workers: dict[str, Worker] = {}
+        self._ready: dict[Role, list[Worker]] = {}  # emptied by whatever makes a worker ready, or no longer so
+        self.on_changed: Callable[[Worker], None] = lambda worker: None
+        """Is told of a worker whose state, report or bookings changed, or that is gone and thus not ready."""
+        for address in prefill:
+            self.add(address, "prefill")
+        for address in decode:
+            self.add(address, "decode")
         self._worker_timeout_s = worker_timeout_s
         self.explain: Callable[[Role, float], str] = lambda role, now: ""
         """Discovery's answer to why no worker of a role is known; "" without discovery."""
         self.next_serial = 1
         self._models: dict[Role, StepModel] = {}
-        self._ready: dict[Role, ReadyWorkers] = {}  # emptied by whatever makes a worker ready, or no longer so
         self._last_sweep: float | None = None
 
     # ------------------------------------------------------------ which workers there are
 
     def add(self, address: str, role: Role, withheld: str = "") -> None:
         """Add a worker at a new address."""
-        self.workers[address] = Worker(address, role, withheld=withheld)
+        self.workers[address] = Worker(address, role, withheld=withheld, order=_order(self.router_id, address))
         self._ready.clear()
 
     def remove(self, address: str) -> None:
         """Forget the worker; releasing what was booked on it does nothing from now on."""
-        del self.workers[address]
+        worker = self.workers.pop(address)
+        worker.state = WorkerState.UNKNOWN
         self._ready.clear()
+        self._changed(worker)
 
     def withhold(self, address: str, why: str) -> bool:
         """Give the worker no new work, or with "" give it work again. True when that makes it ready."""
@@ -87,6 +72,7 @@ class WorkerRegistry:
         was_ready = worker.ready
         worker.withheld = why
         self._ready.clear()
+        self._changed(worker)
         return worker.ready and not was_ready
 
     # ------------------------------------------------------------ what workers say
@@ -110,6 +96,7 @@ class WorkerRegistry:
         self._ready.clear()
         if misfit := _misfit(worker):
             worker.state, worker.reason = WorkerState.UNKNOWN, misfit
+        self._changed(worker)
         return ended
 
     def on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
@@ -139,7 +126,9 @@ class WorkerRegistry:
             worker.idle_since = None
         elif worker.idle_since is None:
             worker.idle_since = now
-        return self._judge(worker, now)
+        died = self._judge(worker, now)
+        self._changed(worker)
+        return died
 
     def on_cut(self, address: str) -> bool:
         """The connection broke. Messages may be lost both ways, so the life ends; True when there was one."""
@@ -175,11 +164,15 @@ class WorkerRegistry:
         if worker.num_strikes >= MAX_STRIKES:
             worker.suspect = True
             worker.suspect_until = now + min(MAX_SUSPECT_S, SUSPECT_S * 2.0 ** (worker.num_strikes - MAX_STRIKES))
+            self._changed(worker)
 
     def on_request_served(self, address: str) -> None:
         """Tokens came from the worker."""
         worker = self.workers[address]
+        was_suspect = worker.suspect
         worker.num_strikes, worker.suspect = 0, False
+        if was_suspect:
+            self._changed(worker)
 
     def on_first_token(self, address: str, slowness: float) -> None:
         """A first token took `slowness` times as long as predicted."""
@@ -206,7 +199,9 @@ class WorkerRegistry:
         self._last_sweep = now
         died = []
         for worker in self.workers.values():
-            worker.suspect = worker.suspect and now < worker.suspect_until
+            if worker.suspect and now >= worker.suspect_until:
+                worker.suspect = False
+                self._changed(worker)
             if worker.hello is None or worker.state is WorkerState.DEAD:
                 continue
             if late:
@@ -234,14 +229,10 @@ class WorkerRegistry:
 
     def ready(self, role: Role) -> list[Worker]:
         """Workers that may get new work. Not to be changed."""
-        return self.ready_workers(role).workers
-
-    def ready_workers(self, role: Role) -> ReadyWorkers:
-        """The same, and what they have in common."""
         known = self._ready.get(role)
-        if known is None:
-            found = [worker for worker in self.workers.values() if worker.ready and worker.role == role]
-            known = self._ready[role] = ReadyWorkers.of(found)
+        if known is None:  # kept: a decision must not look at each of a thousand to know
+            known = [worker for worker in self.workers.values() if worker.ready and worker.role == role]
+            self._ready[role] = known
         return known
 
     def missing(self, role: Role, now: float) -> str:
@@ -270,6 +261,7 @@ class WorkerRegistry:
         worker.booked.add(booking)
         worker.fresh.add(booking)
         worker.num_dispatched += 1
+        self._changed(worker)
         return booking
 
     def computed(self, booking: Booking) -> Booking:
@@ -283,6 +275,7 @@ class WorkerRegistry:
                 worker.fresh.prompt -= booking.prompt
             else:
                 worker.ended.prompt += booking.prompt
+            self._changed(worker)
         return after
 
     def release(self, booking: Booking) -> None:
@@ -295,8 +288,13 @@ class WorkerRegistry:
             worker.fresh.remove(booking)
         else:
             worker.ended.add(booking)
+        self._changed(worker)
 
     # ------------------------------------------------------------ inside
+
+    def _changed(self, worker: Worker) -> None:
+        worker.terms = None
+        self.on_changed(worker)
 
     def _is_late(self, now: float) -> bool:
         """Whether the last sweep is so long ago that messages may be unread."""
@@ -330,11 +328,19 @@ class WorkerRegistry:
         self._ready.clear()
         if keep_beat:  # a stuck engine that still sends heartbeats stays dead until its step moves
             worker.beat, worker.step_changed = beat, step_changed
+        self._changed(worker)
 
     def _forget(self, worker: Worker) -> None:
         worker.beat, worker.idle_since = None, None
         worker.bookings.clear()
         worker.booked, worker.fresh, worker.ended = Load(), Load(), Load()
+
+
+def _order(router_id: str, address: str) -> int:
+    """The worker's place among equal ones in the order of one router; 0 for a router without id."""
+    if not router_id:
+        return 0
+    return int.from_bytes(blake2b(f"{router_id} {address}".encode(), digest_size=6).digest())
 
 
 def _is_fresh(worker: Worker, booking: Booking) -> bool:

@@ -82,6 +82,8 @@ class Worker:
     `service_s`: the recent average of how long it decodes a request; 0 before the first.
     `slowness`: the recent average of how many times later than predicted its first tokens came, at least 1.
     `observed_s`: how long requests have waited there for a first token; `lasting_s`: how long they have been decoded.
+    `order`: its place among equal workers, of which each router has an order of its own.
+    `terms`: what forecasts derive from all this; the registry drops it with each change.
     `pool_model` is that of another worker of its pool, for as long as it has none.
 
     Its load is what it reports, less what `ended` since, and `fresh`, which the report does not count yet. So several
@@ -116,6 +118,8 @@ class Worker:
     fresh: Load = field(default_factory=Load)
     ended: Load = field(default_factory=Load)
     beat_at: float = 0.0
+    order: int = 0
+    terms: object = None
 
     @property
     def ready(self) -> bool:
@@ -145,7 +149,8 @@ class Worker:
     def max_tokens(self) -> int:
         """The longest sequence, prompt and answer, that the worker takes."""
         hello = self.identity
-        return min(hello.max_model_len, hello.num_blocks * hello.block_size)
+        most = hello.num_blocks * hello.block_size
+        return most if most < hello.max_model_len else hello.max_model_len
 
     def num_blocks_of(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""
@@ -184,7 +189,8 @@ class Worker:
     @property
     def likely_model(self) -> StepModel:
         """The same; until something is known, what another worker of its pool said."""
-        return self.step_model if self.step_model.is_known else self.pool_model
+        beat = self.beat
+        return beat.step_model if beat is not None and beat.step_model.num_steps else self.pool_model
 
     def forgive(self, now: float, longest_s: float) -> bool:
         """Count the worker as heard just now, unless its silence has lasted longer than `longest_s`."""

@@ -43,6 +43,7 @@ class LoadCollector(Collector):
         waits = [(key, worker.wait_s) for key, worker in workers]
         errors = [(key, worker.step_model["error"]) for key, worker in workers if worker.step_model]
         blocks = [(key, worker.num_available_blocks) for key, worker in workers]
+        known = [(key, worker.num_known_blocks) for key, worker in workers]
         cuts = [(key, worker.num_cuts) for key, worker in workers]
         unsent = [(key, worker.num_unsent) for key, worker in workers]
         dropped = [(key, worker.num_dropped_frames) for key, worker in workers]
@@ -52,6 +53,7 @@ class LoadCollector(Collector):
         yield gauge("diptych_worker_wait_seconds", "How long a new prompt would wait there", waits, WORKER)
         yield gauge("diptych_worker_model_error", "Error of its model of steps, 0.1: a tenth", errors, WORKER)
         yield gauge("diptych_worker_available_blocks", "KV blocks a worker could give", blocks, WORKER)
+        yield gauge("diptych_worker_known_blocks", "KV blocks a worker caches, as this router knows", known, WORKER)
         yield counter("diptych_worker_cuts", "Times the connection to a worker was lost", cuts, WORKER)
         yield counter("diptych_worker_unsent", "Messages a full queue had no room for", unsent, WORKER)
         yield counter("diptych_worker_frames_dropped", "Frames that were no valid message", dropped, WORKER)

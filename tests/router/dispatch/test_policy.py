@@ -224,6 +224,26 @@ def test_a_decode_worker_that_computed_no_prompt_is_not_taken_for_a_fast_one():
     assert choice.prefill is not None
 
 
+ROWS_ONLY = {"model": StepModel(fixed_s=5e-3, row_s=1e-4, num_steps=100)}
+
+
+def test_a_next_turn_is_computed_where_the_answer_before_it_is_cached():
+    """1,000 tokens of the first turn and its answer, then 100 new ones: the prefill worker has only the prompt."""
+    registry = reported()
+    assert names(choose(registry, num_tokens=1100, hits={"p0": 496, "d1": 992})) == (None, "d1")
+    assert names(choose(registry, num_tokens=1100, hits={"p0": 992, "d1": 992}))[0] == "p0", "both have all"
+    busy = {"waiting_s": 1.0}
+    assert names(choose(reported(d1=busy), num_tokens=1100, hits={"p0": 496, "d1": 992}))[0] == "p0"
+
+
+def test_a_decode_worker_that_computed_no_prompt_computes_a_next_turn():
+    registry = reported(d0=ROWS_ONLY, d1=ROWS_ONLY)
+    assert names(choose(registry, num_tokens=1100, hits={"p0": 496, "d1": 992})) == (None, "d1")
+    assert names(choose(registry, num_tokens=1100, hits={"p0": 496, "d1": 496}))[0] == "p0", "it holds no more"
+    assert names(choose(registry, num_tokens=1900, hits={"p0": 496, "d1": 992}))[0] == "p0", "it may be slow at it"
+    assert names(choose(registry, num_tokens=1100, hits={"d1": 992}, policy=REMOTE))[0] == "p0", "the user forbids it"
+
+
 def test_a_forecast_has_every_term():
     crowd = {"num_running": 4, "num_context_tokens": 4000}
     registry = reported(p0={"waiting_s": 0.3}, p1={"waiting_s": 0.3}, d0=crowd, d1=crowd)
