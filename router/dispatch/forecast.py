@@ -72,8 +72,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     """What forecasts need of a worker and no request changes, until the worker reports or gets work.
 
     `rows` is what each step of a decode worker computes beside prompts, in `step_s` seconds. Prompts that the last
-    report does not count yet take `fresh_s`. `is_known`: the model is the worker's own. A step computes at most
-    `max_step_tokens` prompt tokens.
+    report does not count yet take `fresh_s`, those that it counted `waiting_s`. `is_known`: the model is the worker's
+    own. A step computes at most `max_step_tokens` prompt tokens, a sequence has at most `max_tokens`.
     """
 
     model: StepModel
@@ -86,6 +86,9 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     num_places: int
     num_available_blocks: int
     knows_prompts: bool
+    waiting_s: float
+    block_size: int
+    max_tokens: int
 
 
 def terms_of(worker: Worker) -> Terms:
@@ -105,6 +108,9 @@ def terms_of(worker: Worker) -> Terms:
             places_of(worker),
             worker.num_available_blocks,
             worker.step_model.knows_prompts,
+            worker.beat.waiting_s if worker.beat else 0.0,
+            worker.hello.block_size if worker.hello else 1,
+            worker.max_tokens if worker.hello else 0,
         )
     return terms
 
@@ -133,8 +139,9 @@ def step_tokens(worker: Worker) -> int:
 
 def queued_s(worker: Worker, now: float) -> float:
     """Seconds until the worker has computed the prompts that it has, by its own model and report."""
-    reported_s = max(0.0, worker.beat.waiting_s - max(0.0, now - worker.beat_at)) if worker.beat else 0.0
-    return reported_s + terms_of(worker).fresh_s
+    terms = terms_of(worker)
+    left_s = terms.waiting_s - max(0.0, now - worker.beat_at) if terms.waiting_s else 0.0
+    return terms.fresh_s + max(0.0, left_s)
 
 
 def wait_s(worker: Worker, now: float) -> float:

@@ -23,7 +23,7 @@ from router.fleet.worker import Worker
 
 FEW = 32
 """Up to so many workers all are weighed."""
-NUM_CHEAP, NUM_HOLDERS = 6, 4
+NUM_CHEAP, NUM_HOLDERS = 5, 3
 """Workers of one layout that are weighed: of the cheapest, and of those that hold most of the prompt."""
 NUM_EQUAL = 32
 """Out of at most so many cheapest workers those are taken; of fewer where the next costs clearly more."""
@@ -67,9 +67,9 @@ class Shortlist:
         """Ready workers to weigh for a prompt of which nothing is known: all, unless there are many."""
         return self.workers(role, lambda worker: True, {}) if self.is_needed else self._registry.ready(role)
 
-    def has_any(self, role: Role, accept: Accept) -> bool:
-        """Whether there is a ready worker of the role that `accept` takes."""
-        return any(next(self._accepted(ranking, accept), None) for _, ranking in self._of(role))
+    def has_ready(self, role: Role) -> bool:
+        """Whether there is a ready worker of the role, once there are many workers."""
+        return bool(self._of(role))
 
     def workers(self, role: Role, accept: Accept, hits: Mapping[int, PrefixHits]) -> list[Worker]:
         """Ready workers of a role that `accept` takes, to weigh for a prompt. `hits`: its own, by size of a block."""
