@@ -19,7 +19,7 @@ class BlockLog:
 
     def __init__(self, epoch: int = 0, max_changes: int = MAX_CHANGES) -> None:
         """`epoch` is the worker's."""
-        self._epoch, self._max_changes = epoch, max_changes
+        self.epoch, self._max_changes = epoch, max_changes
         self._lock = threading.Lock()
         self._held: set[bytes] = set()
         self._changes: dict[bytes, bool] = {}  # whether the block is there now
@@ -70,7 +70,7 @@ class BlockLog:
                 removed = b"".join(short for short in told if not changes[short])
                 events.append(
                     BlockEvents(
-                        epoch=self._epoch,
+                        epoch=self.epoch,
                         sequence=self._sequence,
                         stored=stored,
                         removed=removed,
@@ -86,7 +86,7 @@ class BlockLog:
         size = SHORT_HASH_BYTES * MAX_SHORT_HASHES
         pieces = [hashes[first : first + size] for first in range(0, len(hashes), size)] or [b""]
         return [
-            BlockSnapshot(epoch=self._epoch, sequence=sequence, piece=number, num_pieces=len(pieces), hashes=piece)
+            BlockSnapshot(epoch=self.epoch, sequence=sequence, piece=number, num_pieces=len(pieces), hashes=piece)
             for number, piece in enumerate(pieces)
         ]
 

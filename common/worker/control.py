@@ -172,7 +172,7 @@ class ControlServer:
         else:
             peer.last_heard = now
             if isinstance(message, BlockSnapshotRequest):
-                peer.wants_snapshot = True
+                peer.wants_snapshot = message.epoch == self._blocks.epoch
             elif not isinstance(message, RouterHeartbeat):
                 self._on_message(router, message)
 

@@ -72,10 +72,13 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     """What forecasts need of a worker and no request changes, until the worker reports or gets work.
 
     `rows` is what each step of a decode worker computes beside prompts, in `step_s` seconds. Prompts that the last
-    report does not count yet take `fresh_s`.
+    report does not count yet take `fresh_s`, those that it counted `waiting_s`. `is_known`: the model is the worker's
+    own. A step computes at most `max_step_tokens` prompt tokens, a sequence has at most `max_tokens`.
     """
 
     model: StepModel
+    is_known: bool
+    max_step_tokens: int
     rows: StepShape
     step_s: float
     fresh_s: float
@@ -83,23 +86,31 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     num_places: int
     num_available_blocks: int
     knows_prompts: bool
+    waiting_s: float
+    block_size: int
+    max_tokens: int
 
 
 def terms_of(worker: Worker) -> Terms:
     """The worker's terms, computed once between two of its changes."""
     terms = worker.terms
     if not isinstance(terms, Terms):
-        model, rows = model_of(worker), rows_of(worker)
+        model, rows, max_step_tokens = model_of(worker), rows_of(worker), step_tokens(worker)
         beside = rows if worker.role == "decode" else StepShape()
         terms = worker.terms = Terms(
             model,
+            worker.step_model.is_known,
+            max_step_tokens,
             rows,
             model.seconds(rows),
-            model.steps_s(worker.fresh.prompt, step_tokens(worker), beside) if worker.fresh.num_tokens else 0.0,
+            model.steps_s(worker.fresh.prompt, max_step_tokens, beside),
             worker.num_requests,
             places_of(worker),
             worker.num_available_blocks,
             worker.step_model.knows_prompts,
+            worker.beat.waiting_s if worker.beat else 0.0,
+            worker.hello.block_size if worker.hello else 1,
+            worker.max_tokens if worker.hello else 0,
         )
     return terms
 
@@ -123,13 +134,14 @@ def rows_of(worker: Worker) -> StepShape:
 
 def step_tokens(worker: Worker) -> int:
     """Prompt tokens that a step of the worker computes at most."""
-    return worker.identity.max_step_tokens or 512
+    return (worker.hello.max_step_tokens if worker.hello else 0) or 512
 
 
 def queued_s(worker: Worker, now: float) -> float:
     """Seconds until the worker has computed the prompts that it has, by its own model and report."""
-    reported_s = max(0.0, worker.beat.waiting_s - max(0.0, now - worker.beat_at)) if worker.beat else 0.0
-    return reported_s + terms_of(worker).fresh_s
+    terms = terms_of(worker)
+    left_s = terms.waiting_s - max(0.0, now - worker.beat_at) if terms.waiting_s else 0.0
+    return terms.fresh_s + max(0.0, left_s)
 
 
 def wait_s(worker: Worker, now: float) -> float:
@@ -162,7 +174,7 @@ def places_of(worker: Worker) -> int:
 def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     """A prompt on a prefill worker, which samples the first token."""
     terms = terms_of(worker)
-    own_s = terms.model.steps_s(shape.prompt(worker), step_tokens(worker))
+    own_s = terms.model.steps_s(shape.prompt(worker), terms.max_step_tokens)
     return Forecast(wait_s(worker, now), own_s, is_known=terms.knows_prompts)
 
 
@@ -174,7 +186,7 @@ def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
     delay_s = terms.rows.num_rows * shape.num_expected * own_s + transfer_s(shape.uncached(worker))
     token_s = terms.step_s + own_s
     batch_s = place_s(worker, shape.num_expected * token_s)
-    return Forecast(0.0, 0.0, batch_s, token_s, delay_s, worker.step_model.num_steps > 0)
+    return Forecast(0.0, 0.0, batch_s, token_s, delay_s, terms.is_known)
 
 
 def computed_there(
@@ -184,16 +196,16 @@ def computed_there(
 
     One that has computed no prompt yet is taken to be `STRANGE` times as slow at it as the worker `like`, if given.
     """
-    terms, most_tokens = terms_of(worker), step_tokens(worker)
+    terms = terms_of(worker)
     prompt, model, is_known = shape.prompt(worker), terms.model, terms.knows_prompts
-    if like is not None and not is_known and worker.step_model.is_known:
+    if like is not None and not is_known and terms.is_known:
         other = terms_of(like)
         is_known = other.knows_prompts
         model = msgspec.structs.replace(
             model, token_s=STRANGE * other.model.token_s, pair_s=STRANGE * other.model.pair_s
         )
-    prompt_s = model.steps_s(prompt, most_tokens, terms.rows)
-    num_steps = -(-prompt.num_tokens // most_tokens)
+    prompt_s = model.steps_s(prompt, terms.max_step_tokens, terms.rows)
+    num_steps = -(-prompt.num_tokens // terms.max_step_tokens)
     stopped_s = terms.rows.num_rows * max(0.0, prompt_s - num_steps * terms.step_s)
     delay_s = remote.delay_s - transfer_s(prompt.num_tokens) + stopped_s
     return Forecast(wait_s(worker, now), prompt_s, remote.place_s, remote.token_s, delay_s, is_known)

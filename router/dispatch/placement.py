@@ -231,9 +231,9 @@ class Placement:
         return self.shortlist.workers(role, accept, hits)
 
     def _may_decode(self, state: RequestState, deaf: Collection[str]) -> bool:
-        """Whether a decode worker can take the request at all."""
+        """Whether a decode worker can take the request at all; of many none is asked yet."""
         if self.shortlist.is_needed:
-            return self.shortlist.has_any("decode", _accepting("decode", state, deaf))
+            return self.shortlist.has_ready("decode")
         return any(worker.address not in deaf for worker in self.usable("decode", state))
 
     def _hits(self, state: RequestState) -> Mapping[int, PrefixHits]:

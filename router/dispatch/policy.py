@@ -153,10 +153,10 @@ class RoutingPolicy:
 
 def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
     """A decode worker for an answer whose prompt a prefill worker computes."""
-    forecast, uncached = on_decode(worker, shape), shape.uncached(worker)
-    cuts = shape.num_tokens + shape.num_remaining > worker.max_tokens  # an answer of full length
+    forecast, uncached, terms = on_decode(worker, shape), shape.uncached(worker), terms_of(worker)
+    cuts = shape.num_tokens + shape.num_remaining > terms.max_tokens  # an answer of full length
     reserve = min(shape.num_remaining, OUTPUT_RESERVE)
-    lacks_room = worker.num_blocks_of(uncached + reserve) > terms_of(worker).num_available_blocks
+    lacks_room = uncached + reserve > terms.num_available_blocks * terms.block_size
     rank, hits = (cuts, worker.suspect, lacks_room), shape.num_tokens - uncached
     return _Place(worker, forecast, rank, _decode_cost_s(forecast, shape), hits)
 

@@ -23,7 +23,7 @@ from router.fleet.worker import Worker
 
 FEW = 32
 """Up to so many workers all are weighed."""
-NUM_CHEAP, NUM_HOLDERS = 6, 4
+NUM_CHEAP, NUM_HOLDERS = 5, 3
 """Workers of one layout that are weighed: of the cheapest, and of those that hold most of the prompt."""
 NUM_EQUAL = 32
 """Out of at most so many cheapest workers those are taken; of fewer where the next costs clearly more."""
@@ -35,6 +35,8 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 Accept = Callable[[Worker], bool]
 Entry = tuple[bool, float, int, str]
 """Whether a usual request does not fit, its cost in seconds, this router's order, the address."""
+Layout = tuple[Role, str]
+"""A role and the fingerprint of a layout."""
 
 
 class Shortlist:
@@ -43,8 +45,8 @@ class Shortlist:
     def __init__(self, registry: WorkerRegistry, policy: RoutingPolicy, index: PrefixIndex) -> None:
         self._registry, self._policy, self._index = registry, policy, index
         self._random = Random(registry.router_id)
-        self._rankings: dict[tuple[Role, str], list[Entry]] = {}
-        self._places: dict[str, tuple[list[Entry], Entry]] = {}
+        self._rankings: dict[Layout, list[Entry]] = {}
+        self._places: dict[str, tuple[Layout, Entry]] = {}
         self._is_kept = False
         registry.on_changed = self._on_changed
 
@@ -58,37 +60,37 @@ class Shortlist:
         """Tokens of a block, of all ready workers."""
         if not self.is_needed:
             return {worker.identity.block_size for worker in self._registry.workers.values() if worker.ready}
-        some = [ranking[0] for role in ROLES for ranking in self._of(role)]
+        some = [ranking[0] for role in ROLES for _, ranking in self._of(role)]
         return {self._worker(entry).identity.block_size for entry in some}
 
     def ready(self, role: Role) -> list[Worker]:
         """Ready workers to weigh for a prompt of which nothing is known: all, unless there are many."""
         return self.workers(role, lambda worker: True, {}) if self.is_needed else self._registry.ready(role)
 
-    def has_any(self, role: Role, accept: Accept) -> bool:
-        """Whether there is a ready worker of the role that `accept` takes."""
-        return any(next(self._accepted(ranking, accept), None) for ranking in self._of(role))
+    def has_ready(self, role: Role) -> bool:
+        """Whether there is a ready worker of the role, once there are many workers."""
+        return bool(self._of(role))
 
     def workers(self, role: Role, accept: Accept, hits: Mapping[int, PrefixHits]) -> list[Worker]:
         """Ready workers of a role that `accept` takes, to weigh for a prompt. `hits`: its own, by size of a block."""
         found: dict[str, Worker] = {}
-        for ranking in self._of(role):
+        for layout, ranking in self._of(role):
             for worker in self._cheap(ranking, accept):
                 found[worker.address] = worker
             block_size = self._worker(ranking[0]).identity.block_size
-            for worker in self._holders(ranking, accept, hits.get(block_size)):
+            for worker in self._holders(layout, accept, hits.get(block_size)):
                 found[worker.address] = worker
         return list(found.values())
 
     # ------------------------------------------------------------ inside
 
-    def _of(self, role: Role) -> list[list[Entry]]:
-        """The rankings of a role that are not empty."""
+    def _of(self, role: Role) -> list[tuple[Layout, list[Entry]]]:
+        """The rankings of a role; none is empty."""
         if not self._is_kept:
             self._is_kept = True
             for worker in self._registry.workers.values():
                 self._on_changed(worker)
-        return [ranking for (of_role, _), ranking in self._rankings.items() if of_role == role and ranking]
+        return [(layout, ranking) for layout, ranking in self._rankings.items() if layout[0] == role]
 
     def _worker(self, entry: Entry) -> Worker:
         return self._registry.workers[entry[3]]
@@ -105,7 +107,7 @@ class Shortlist:
         turned = chain(islice(ranking, first, num_equal), islice(ranking, first), islice(ranking, num_equal, None))
         return list(islice(self._accepted(turned, accept), NUM_CHEAP))
 
-    def _holders(self, ranking: list[Entry], accept: Accept, hits: PrefixHits | None) -> list[Worker]:
+    def _holders(self, layout: Layout, accept: Accept, hits: PrefixHits | None) -> list[Worker]:
         """Workers that hold most of the prompt, of equal ones the cheapest."""
         found: list[Worker] = []
         seen = num_walks = 0
@@ -113,11 +115,11 @@ class Shortlist:
             new, seen = mask & ~seen, mask
             if new.bit_count() <= NUM_EQUAL:
                 held = [self._places.get(address) for address in self._index.addresses(new)]
-                entries: Iterable[Entry] = sorted(place[1] for place in held if place and place[0] is ranking)
+                entries: Iterable[Entry] = sorted(place[1] for place in held if place and place[0] == layout)
             elif num_walks < MAX_WALKS:
                 num_walks += 1
                 bit_of = self._index.bit_of
-                entries = (entry for entry in ranking if bit_of(entry[3]) & new)
+                entries = (entry for entry in self._rankings[layout] if bit_of(entry[3]) & new)
             else:
                 continue
             found += islice(self._accepted(entries, accept), NUM_HOLDERS - len(found))
@@ -137,17 +139,20 @@ class Shortlist:
         before = self._places.get(worker.address)
         if not worker.ready:
             if before is not None:
-                self._take_out(worker.address, *before)
+                self._take_out(*before)
             return
         entry = (*self._policy.usual_cost(worker), worker.order, worker.address)
-        ranking = self._rankings.setdefault((worker.role, worker.identity.fingerprint), [])
+        place = ((worker.role, worker.identity.fingerprint), entry)
+        if place == before:
+            return
         if before is not None:
-            if before[0] is ranking and before[1] == entry:
-                return
-            self._take_out(worker.address, *before)
-        insort(ranking, entry)
-        self._places[worker.address] = (ranking, entry)
+            self._take_out(*before)
+        insort(self._rankings.setdefault(place[0], []), entry)
+        self._places[worker.address] = place
 
-    def _take_out(self, address: str, ranking: list[Entry], entry: Entry) -> None:
+    def _take_out(self, layout: Layout, entry: Entry) -> None:
+        ranking = self._rankings[layout]
         del ranking[bisect_left(ranking, entry)]
-        del self._places[address]
+        if not ranking:
+            del self._rankings[layout]
+        del self._places[entry[3]]

@@ -75,10 +75,11 @@ class PrefixIndex:
         held, bound = self._held(address), min(self._capacity, capacity or self._capacity)
         for digest in hashes[:bound]:
             short = digest[:SHORT_HASH_BYTES]
-            if short not in held.stored:
-                held.expected.pop(short, None)  # behind those that are expected to come sooner
-                held.expected[short] = now + self._expected_s
-                self._add(short, held)
+            if short in held.stored:
+                continue
+            if held.expected.pop(short, None) is None:
+                self._holders[short] = self._holders.get(short, 0) | held.bit
+            held.expected[short] = now + self._expected_s  # behind those that are expected to come sooner
         self._forget_expected(held, list(islice(held.expected, max(0, len(held.expected) - bound))))
 
     def store(self, address: str, shorts: Sequence[bytes]) -> None:
@@ -192,11 +193,6 @@ class PrefixIndex:
                 self._addresses.append(address)
             held = self._workers[address] = _Holdings(1 << place)
         return held
-
-    def _add(self, short: bytes, held: _Holdings) -> None:
-        mask = self._holders.get(short, 0)
-        if not mask & held.bit:
-            self._holders[short] = mask | held.bit if mask else held.bit
 
     def _drop(self, short: bytes, held: _Holdings) -> None:
         mask = self._holders.get(short, 0) & ~held.bit

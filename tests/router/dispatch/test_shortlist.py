@@ -140,8 +140,16 @@ def test_only_accepted_workers_are_weighed() -> None:
     rig.report("d0", max_model_len=100_000, num_running=90, num_context_tokens=200_000)
     long = rig.shortlist.workers("decode", lambda worker: worker.identity.max_model_len > 50_000, {})
     assert [worker.address for worker in long] == ["d0"]
-    assert rig.shortlist.has_any("decode", lambda worker: worker.address == "d59")
-    assert not rig.shortlist.has_any("decode", lambda worker: worker.address == "p1")
+    assert rig.shortlist.workers("decode", lambda worker: worker.role == "prefill", {}) == []
+
+
+def test_a_pool_without_a_ready_worker() -> None:
+    rig = Rig()
+    assert rig.shortlist.has_ready("decode")
+    for number in range(60):
+        rig.registry.on_cut(f"d{number}")
+    assert not rig.shortlist.has_ready("decode") and rig.shortlist.has_ready("prefill")
+    assert rig.shortlist.ready("decode") == []
 
 
 def test_all_are_weighed_again_once_few_are_left_and_the_list_when_they_come_back() -> None:
