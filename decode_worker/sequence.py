@@ -12,6 +12,10 @@ from common.wire.messages import DecodeRequest, KVOpen
 from common.wire.sampling_params import SampledToken, TokenLogprobs
 from decode_worker.draft_tokens import Lookup
 
+AGE_OF_A_LEVEL_S = 2.0
+"""A level of priority counts as so many seconds of waiting: whoever waits long enough has the first turn, so none
+starves."""
+
 
 class RequestStatus(Enum):
     """The state of a request.
@@ -73,6 +77,11 @@ class DecodeSequence(WorkerSequence):
     def __post_init__(self) -> None:
         WorkerSequence.__post_init__(self)  # `super()` fails in a dataclass with slots
         self.num_reported = self.request.num_output_tokens
+
+    @property
+    def rank(self) -> float:
+        """Its place among those that wait for blocks, the least first: its age, and more for its priority."""
+        return self.accepted_at - AGE_OF_A_LEVEL_S * self.priority
 
     @property
     def num_announced_tokens(self) -> int:
