@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from common.latency.step_model import StepModel, StepShape
+from common.wire.message_fields import MAX_PRIORITY
 from router.fleet.worker import Worker
 
 UNKNOWN = StepModel(fixed_s=1e-3, token_s=1e-4, row_s=1e-4, context_s=1e-8)
@@ -29,7 +30,8 @@ class RequestShape:
     """What is weighed of a request. `hits`: prompt tokens that a worker has cached, by its address.
 
     `alone`: the worker that computes the prompt also makes the whole answer. Of the `num_remaining` tokens that the
-    answer may have, `num_expected` are likely.
+    answer may have, `num_expected` are likely. Prompts of lower `priority` do not delay it; those that the router holds
+    take `held_s` seconds of each prefill worker before it.
     """
 
     num_tokens: int
@@ -37,6 +39,8 @@ class RequestShape:
     hits: Mapping[str, int]
     alone: bool = False
     num_expected: int = 256
+    priority: int = 0
+    held_s: float = 0.0
 
     def uncached(self, worker: Worker) -> int:
         """Prompt tokens that the worker must compute: at least the last one, whose logits are needed."""
@@ -87,27 +91,34 @@ def step_tokens(worker: Worker) -> int:
     return worker.identity.max_step_tokens or 512
 
 
-def queued_s(worker: Worker, now: float) -> float:
-    """Seconds until the worker has computed the prompts that it has, by its own model and report."""
+def queued_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
+    """Seconds until the worker has computed the prompts of at least `priority` that it has, by its model and report."""
     reported_s = max(0.0, worker.beat.waiting_s - max(0.0, now - worker.beat_at)) if worker.beat else 0.0
-    if not worker.fresh.num_tokens:
+    lower, _ = worker.booked.below(priority)
+    if not (worker.fresh.num_tokens or lower.num_tokens):
         return reported_s
     beside = rows_of(worker) if worker.role == "decode" else StepShape()
-    return reported_s + model_of(worker).steps_s(worker.fresh.prompt, step_tokens(worker), beside)
+    model, most_tokens = model_of(worker), step_tokens(worker)
+    fresh_s, lower_s = (model.steps_s(prompt, most_tokens, beside) for prompt in (worker.fresh.prompt, lower))
+    return max(0.0, reported_s + fresh_s - lower_s)
 
 
-def wait_s(worker: Worker, now: float) -> float:
+def wait_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
     """The same, corrected by how late first tokens came lately, and by how long others wait already."""
-    return max(queued_s(worker, now) * worker.slowness.value, worker.observed_s)
+    observed_s = worker.observed_from.get(priority, worker.observed_s)
+    return max(queued_s(worker, now, priority) * worker.slowness.value, observed_s)
 
 
-def place_s(worker: Worker, least_s: float = 0.0, num_after: int = 0) -> float:
+def place_s(worker: Worker, least_s: float = 0.0, num_after: int = 0, priority: int = -MAX_PRIORITY) -> float:
     """Seconds until the worker's batch has a place for one more: Little's law over the requests that wait before it.
 
-    A request takes at least `least_s` there. The last `num_after` of the worker's requests do not count.
+    A request takes at least `least_s` there. The last `num_after` of the worker's requests do not count, and of those
+    that wait for a place, as many are passed as are of lower priority among all; one place at least must become free.
     """
     num_places = places_of(worker)
     num_before = worker.num_requests - num_after + 1 - num_places
+    if num_before > 1 and (num_lower := worker.booked.below(priority)[1]):
+        num_before = max(1, num_before - num_before * num_lower // worker.booked.num_requests)
     return max(0, num_before) * max(worker.service_s.value, worker.lasting_s, least_s) / num_places
 
 
@@ -124,7 +135,8 @@ def places_of(worker: Worker) -> int:
 def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     """A prompt on a prefill worker, which samples the first token."""
     own_s = model_of(worker).steps_s(shape.prompt(worker), step_tokens(worker))
-    return Forecast(wait_s=wait_s(worker, now), prompt_s=own_s, is_known=worker.step_model.knows_prompts)
+    before_s = wait_s(worker, now, shape.priority) + shape.held_s
+    return Forecast(wait_s=before_s, prompt_s=own_s, is_known=worker.step_model.knows_prompts)
 
 
 def on_decode(worker: Worker, shape: RequestShape, now: float, *, local: bool) -> Forecast:
@@ -138,13 +150,14 @@ def on_decode(worker: Worker, shape: RequestShape, now: float, *, local: bool) -
     if local:
         is_known = worker.step_model.knows_prompts
         prompt = shape.prompt(worker)
-        before_s, prompt_s = wait_s(worker, now), model.steps_s(prompt, step_tokens(worker), beside)
+        before_s = wait_s(worker, now, shape.priority)
+        prompt_s = model.steps_s(prompt, step_tokens(worker), beside)
         num_steps = -(-prompt.num_tokens // step_tokens(worker))
         delay_s += beside.num_rows * max(0.0, prompt_s - num_steps * model.seconds(beside))
     else:
         delay_s += REMOTE_S + TRANSFER_TOKEN_S * shape.uncached(worker)
     token_s = model.seconds(beside + own)
-    batch_s = place_s(worker, shape.num_expected * token_s)
+    batch_s = place_s(worker, shape.num_expected * token_s, priority=shape.priority)
     return Forecast(before_s, prompt_s, batch_s, token_s, delay_s, is_known)
 
 

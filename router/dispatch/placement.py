@@ -7,6 +7,7 @@ the queue.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from common.latency.step_model import StepShape
 from common.observe.ewma import Ewma
@@ -40,12 +41,17 @@ class Placement:
         self._send, self._abort = send, abort
         self._num_output = Ewma(OUTPUT_SMOOTHING, start=OUTPUT_RESERVE)  # tokens of an answer, lately
 
-    def choose(self, state: RequestState, now: float, deaf: Collection[str] = ()) -> tuple[Choice, RequestShape] | None:
-        """Where a request that is on no worker would be placed now, without the workers `deaf`; None: nowhere."""
+    def choose(
+        self, state: RequestState, now: float, deaf: Collection[str] = (), held_s: float = 0.0
+    ) -> tuple[Choice, RequestShape] | None:
+        """Where a request would be placed now if it were on no worker, without the workers `deaf`; None: nowhere.
+
+        Prompts that the router holds take `held_s` seconds of each prefill worker before it.
+        """
         prefill, decode = self._candidates(state, deaf)
         if not decode and state.num_remaining > 1:
             return None  # before the prompt is hashed: many may wait for a decode worker
-        shape = self._shape(state, [*prefill, *decode])
+        shape = replace(self._shape(state, [*prefill, *decode]), priority=state.request.priority, held_s=held_s)
         choice = self._policy.choose(prefill, decode, shape, now)
         return None if choice is None else (choice, shape)
 
@@ -83,7 +89,7 @@ class Placement:
         while True:
             state.begin_attempt()
             partners, _ = self._candidates(state, deaf)
-            shape = self._shape(state, [*partners, decode])
+            shape = replace(self._shape(state, [*partners, decode]), priority=state.request.priority)
             prefill = self._policy.choose_prefill(partners, decode, shape, now).prefill
             request = self._decode_request(state, prefill, now, serial=assignment.booking.serial)
             if not self._send(decode.address, request):
@@ -108,7 +114,8 @@ class Placement:
         if not self._send(target.address, request):
             return False
         num_blocks = target.num_blocks_of(state.num_tokens + num_reserved_tokens)
-        booking = self._registry.book(target.address, prompt=StepShape(), num_blocks=num_blocks)
+        priority = state.request.priority
+        booking = self._registry.book(target.address, prompt=StepShape(), num_blocks=num_blocks, priority=priority)
         state.successor = _assignment(state, target, booking, num_output)
         order = HandOver(
             request_id=request.request_id,
@@ -251,7 +258,8 @@ class Placement:
         """Book the worker; with `local` it computes the prompt itself."""
         num_blocks = worker.num_blocks_of(shape.uncached(worker))
         prompt = shape.prompt(worker) if local else StepShape()
-        booking = self._registry.book(worker.address, prompt=prompt, num_blocks=num_blocks)
+        priority = state.request.priority
+        booking = self._registry.book(worker.address, prompt=prompt, num_blocks=num_blocks, priority=priority)
         state.assign(_assignment(state, worker, booking, state.num_base_tokens), now)
 
     def _decode_request(
@@ -282,6 +290,8 @@ class Placement:
             traceparent=request.traceparent,
             num_reserved_tokens=num_reserved,
             serial=serial or self._registry.next_serial,
+            tpot_s=request.tpot_s,
+            priority=request.priority,
         )
 
     def _prefill_request(self, state: RequestState, decode: Worker | None, now: float) -> PrefillRequest:
@@ -298,6 +308,8 @@ class Placement:
             ttft_s=state.first_token_s(now),
             traceparent=request.traceparent,
             serial=self._registry.next_serial,
+            tpot_s=request.tpot_s,
+            priority=request.priority,
         )
 
 
