@@ -119,8 +119,8 @@ class GenerationClient(Protocol):
     def check_room(self, is_longer: Callable[[int], bool], caller: Caller = ANYONE) -> None:
         """Refuse, before it is read, a request that `generate` would refuse now whatever it asks for.
 
-        `is_longer` says whether the prompt surely has more than so many tokens, `caller` what it may be. Raises Overloaded or Unavailable. A
-        request that passes may still be refused by `generate`.
+        `is_longer` says whether the prompt surely has more than so many tokens, `caller` which classes it may be of.
+        Raises Overloaded or Unavailable. A request that passes may still be refused by `generate`.
         """
         ...
 

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import InvalidRequest, Overloaded, RequestError, Unavailable
 from common.wire.sampling_params import SamplingParams
-from router.dispatch.client import GenerationRequest, TokenEvent
+from router.dispatch.client import Caller, GenerationRequest, TokenEvent
 from router.dispatch.dispatcher import Dispatcher
 from router.observe.measured_client import MeasuredClient
 from router.observe.slo import RecentShare, SLOWindow
@@ -99,7 +99,7 @@ async def test_a_client_that_stops_early_has_had_what_it_wanted() -> None:
 
 async def test_who_is_refused_unread_got_no_first_token_in_time() -> None:
     class Full:
-        def check_room(self, is_longer: Callable[[int], bool]) -> None:
+        def check_room(self, is_longer: Callable[[int], bool], caller: Caller) -> None:
             if is_longer(64):
                 raise Overloaded("full")
 

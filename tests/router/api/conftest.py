@@ -21,7 +21,7 @@ from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.sampling.finish import finish_reason
 from common.wire.sampling_params import TokenLogprobs
-from router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
+from router.dispatch.client import ANYONE, Caller, GenerationRequest, RequestTimeline, TokenEvent
 from router.dispatch.load import DispatchLoad, WorkerLoad
 from router.generation.tracing import Tracing
 from router.observe.metrics import RouterMetrics
@@ -61,7 +61,7 @@ class Engine:
     with_logprobs: set[str] = field(default_factory=set)
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def check_room(self, is_longer: Callable[[int], bool]) -> None:
+    def check_room(self, is_longer: Callable[[int], bool], caller: Caller = ANYONE) -> None:
         if self.full is not None and (self.most_when_full < 0 or is_longer(self.most_when_full)):
             raise self.full
 
