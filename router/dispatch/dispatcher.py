@@ -14,10 +14,11 @@ from common.config import RouterConfig
 from common.errors import Unavailable
 from common.wire.messages import PromptLogprobs, RequestFailed, ResetPrefixCache, TokenOutput
 from router.dispatch.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest, TokenEvent
-from router.dispatch.core import Actions, Cancel, DispatchCore
+from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.demand import Demand
 from router.dispatch.load import DispatchLoad
 from router.dispatch.request_state import RequestState
+from router.dispatch.turns import Cancel
 from router.fleet.fleet import CONTROL_HWM, WorkerFleet
 
 

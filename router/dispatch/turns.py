@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from common.config import RouterConfig
 from common.errors import RequestError, Unavailable
@@ -63,10 +64,10 @@ class Turns:
     def place_new(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None) -> None:
         """Place a new request where `chosen` says, unless it must wait: for room, or for those that wait already."""
         if chosen is not None and self._waiting.num_held and self._holding.concerns(chosen[0]):
-            self._waiting.hold(state, chosen[0].forecast.prompt_s)
-            self._serve_in(LEAST_PAUSE_S, now)
-        else:
-            self.try_place(state, now, chosen)
+            self._hold(state, chosen[0])
+            if next(self._waiting.in_turn(now)) is not state:
+                return
+        self.try_place(state, now, chosen)
 
     def try_place(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None) -> bool:
         """Place a waiting request whose turn it is. `chosen` is what `Placement.choose` has just said."""
@@ -77,8 +78,11 @@ class Turns:
             chosen = chosen or self._placement.choose(state, now, held_s=held_s)
             if chosen is None or self._holds(state, chosen[0], now):
                 return False
+        admitted = state.forecast if state.held_s is not None else None
         if (choice := self._placement.place(state, now, chosen)) is None:
             return False
+        if admitted is not None:  # the wait that was predicted for it, of which a part was here
+            state.forecast = replace(choice.forecast, wait_s=admitted.wait_s)
         self._admission.expect(state, choice, now)
         self._waiting.placed(state)
         kind = "prefill" if state.decode is None else "remote" if state.prefill else "local"
@@ -145,9 +149,14 @@ class Turns:
         room_in_s = self._holding.room_in_s(choice, state.request.priority, now)
         if room_in_s <= 0:
             return False
-        self._waiting.hold(state, choice.forecast.prompt_s)
+        self._hold(state, choice)
         self._serve_in(max(LEAST_PAUSE_S, room_in_s), now)
         return True
+
+    def _hold(self, state: RequestState, choice: Choice) -> None:
+        if state.held_s is None:
+            state.forecast = choice.forecast
+        self._waiting.hold(state, choice.forecast.prompt_s)
 
     def _serve_in(self, pause_s: float, now: float) -> None:
         """Serve the queue after a pause, unless it is served sooner anyway."""
