@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from common.config.request_class import RequestClass
 from common.errors import InvalidRequest, Overloaded, RequestError, Unavailable
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import Caller, GenerationRequest, TokenEvent
@@ -31,6 +32,18 @@ def test_a_share_of_nothing_is_whole_and_old_promises_are_forgotten() -> None:
 def test_only_goals_that_exist_are_told() -> None:
     assert SLOWindow(0.0, 0.0).attainment(1.0) == {} and not SLOWindow(0.0, 0.0).has_goals
     assert SLOWindow(0.5, 0.0).attainment(1.0) == {"ttft": 1.0}
+
+
+def test_each_class_has_goals_of_its_own() -> None:
+    window = SLOWindow(0.0, 0.1, others=[RequestClass("quick", ttft_s=0.5), RequestClass("batch")])
+    for name in ("default", "quick", "batch", "of no such class"):
+        window.first_token(0.7, 1.0, name)
+        window.finished(0.05, 1.0, name)
+    window.failed(False, 1.0, "batch")
+    window.failed(True, 1.0, "quick")
+    window.first_token(0.4, 1.0, "quick")
+    assert window.class_attainment(1.0) == {"default": {"tpot": 1.0}, "quick": {"ttft": 0.5}, "batch": {}}
+    assert window.attainment(1.0) == {"ttft": 0.5, "tpot": 1.0} and window.tpot_s == 0.1
 
 
 class Script:

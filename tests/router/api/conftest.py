@@ -22,7 +22,7 @@ from common.model_files.resolve import resolve_model
 from common.sampling.finish import finish_reason
 from common.wire.sampling_params import TokenLogprobs
 from router.dispatch.client import ANYONE, Caller, GenerationRequest, RequestTimeline, TokenEvent
-from router.dispatch.load import DispatchLoad, WorkerLoad
+from router.dispatch.load import ClassLoad, DispatchLoad, WorkerLoad
 from router.generation.tracing import Tracing
 from router.observe.metrics import RouterMetrics
 from router.server.app import build_app
@@ -112,7 +112,9 @@ class Engine:
         return self.is_ready
 
     def load(self) -> DispatchLoad:
-        return DispatchLoad({"queue": 0, "decode": 2}, (WORKER,), {"decode": 3}, {"Unavailable": 1}, {"remote": 4}, 5)
+        stages, batch = {"queue": 0, "decode": 2}, ClassLoad("batch", num_waiting=3, num_held=2, num_refused=7)
+        counts = ({"decode": 3}, {"Unavailable": 1}, {"remote": 4}, 5)
+        return DispatchLoad(stages, (WORKER,), *counts, classes=(batch,))
 
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1
