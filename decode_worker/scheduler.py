@@ -3,8 +3,8 @@
 Every step holds one token of each decoding sequence (and draft tokens behind it, see `speculation.py`), plus at most
 `local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that a long prompt does not stall all
 streams; `common/requests/prompt_order.py` says whose. Grants for KV from prefill workers and local prefills take the
-same blocks, oldest first. Younger requests may pass one that does not fit, until they have taken as many blocks as it
-needs itself.
+same blocks, oldest first, where a level of priority counts as some seconds of age. Younger requests may pass one that
+does not fit, until they have taken as many blocks as it needs itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Admission:
 
 
 class DecodeScheduler(Scheduler[DecodeSequence]):
-    """Keeps each request of the worker. `queue` holds, by age, those that wait for blocks.
+    """Keeps each request of the worker. `queue` holds, by age and priority, those that wait for blocks.
 
     A step may be scheduled while the one before it is in flight: its sequences count one pending token each. A sequence
     that is removed meanwhile lingers: `find` does not return it, but it keeps its blocks until no step in flight writes
@@ -246,14 +246,17 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
             self.unready.append(sequence)
             return
         index = len(self.queue)
-        while index and self.queue[index - 1].accepted_at > sequence.accepted_at:
+        while index and self.queue[index - 1].rank > sequence.rank:
             index -= 1
         self.queue.insert(index, sequence)
 
     def _make_room(self, withdraw: Callable[[DecodeSequence], None]) -> list[DecodeSequence]:
-        """Give each running sequence the blocks its next tokens need, preempting the youngest if there are too few."""
+        """Give each running sequence the blocks its next tokens need, preempting others if there are too few.
+
+        The lowest priority goes first, of those the youngest.
+        """
         preempted: list[DecodeSequence] = []
-        for sequence in sorted(self.running, key=lambda s: s.accepted_at):
+        for sequence in sorted(self.running, key=_last_to_go):
             while sequence.status is RequestStatus.RUNNING:
                 missing = self._num_missing(sequence)
                 if not missing:
@@ -261,7 +264,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
                 if missing <= self.pool.num_available:
                     sequence.blocks += self.pool.allocate(missing)
                     break
-                victim = max(self.running, key=lambda s: s.accepted_at)
+                victim = max(self.running, key=_last_to_go)
                 withdraw(victim)
                 self._preempt(victim)
                 preempted.append(victim)
@@ -331,3 +334,8 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
     def _publish_full(self, sequence: DecodeSequence) -> None:
         """Publish the blocks whose KV no step in flight still writes."""
         self._publish(sequence, sequence.num_computed - sequence.num_pending)
+
+
+def _last_to_go(sequence: DecodeSequence) -> tuple[int, float]:
+    """Sorts those that lose their blocks last to the front."""
+    return (-sequence.priority, sequence.accepted_at)

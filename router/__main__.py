@@ -59,7 +59,7 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
     dispatcher = Dispatcher(config)
     name = config.served_model_name or files.model_id
     metrics = RouterMetrics(name, dispatcher.load)
-    window = SLOWindow(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3)
+    window = SLOWindow.of(config.classes)
     metrics.registry.register(PoolCollector(dispatcher, window, {"model_name": name, "engine": ENGINE}))
     client = MeasuredClient(dispatcher, window) if window.has_goals else dispatcher
     tracing = Tracing.of(config)

@@ -18,9 +18,10 @@ from common.wire.messages import (
     ToRouter,
     WorkerHeartbeat,
 )
-from router.dispatch.core import Actions, Cancel, DispatchCore
+from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.request_state import RequestState
+from router.dispatch.turns import Cancel
 from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry

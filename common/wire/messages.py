@@ -11,7 +11,18 @@ import msgspec
 from msgspec import Meta
 
 from common.latency.step_model import StepModel
-from common.wire.message_fields import MAX_TOKENS, Address, Count, Finite, Name, Reason, Seconds, Text, TokenBytes
+from common.wire.message_fields import (
+    MAX_TOKENS,
+    Address,
+    Count,
+    Finite,
+    Name,
+    Priority,
+    Reason,
+    Seconds,
+    Text,
+    TokenBytes,
+)
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 
 PROTOCOL_VERSION = 7
@@ -61,7 +72,8 @@ class PrefillRequest(Message, frozen=True, tag=3):
 
     `decode` is None when no worker needs the KV, as for an answer of one token. The last `num_output_tokens` of the
     prompt are output of an earlier attempt. `deadline_s` is what is left of the request's time when sent, `ttft_s` what
-    is left until its first token is due; 0 if that has no goal. The worker acknowledges `serial` in its heartbeats.
+    is left until its first token is due, `tpot_s` what each later token may take; 0 for no goal. Requests of higher
+    `priority` have their turn first. The worker acknowledges `serial` in its heartbeats.
     """
 
     request_id: Name
@@ -75,6 +87,8 @@ class PrefillRequest(Message, frozen=True, tag=3):
     traceparent: Text = ""
     ttft_s: Seconds = 0.0
     serial: Count = 0
+    tpot_s: Seconds = 0.0
+    priority: Priority = 0
 
 
 class DecodeRequest(Message, frozen=True, tag=4):
@@ -82,7 +96,7 @@ class DecodeRequest(Message, frozen=True, tag=4):
 
     `prefill_worker` names the worker that sends the KV; empty: prefill locally. In a hand-over it is another decode
     worker, which decodes on meanwhile, by at most `num_reserved_tokens` beyond this prompt: the worker allocates blocks
-    for these too until the hand-over is done. `ttft_s` and `serial` are as in `PrefillRequest`.
+    for these too until the hand-over is done. The last four fields are as in `PrefillRequest`.
     """
 
     request_id: Name
@@ -97,6 +111,8 @@ class DecodeRequest(Message, frozen=True, tag=4):
     num_reserved_tokens: Count = 0
     ttft_s: Seconds = 0.0
     serial: Count = 0
+    tpot_s: Seconds = 0.0
+    priority: Priority = 0
 
 
 class AbortRequest(Message, frozen=True, tag=5):

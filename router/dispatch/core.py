@@ -11,17 +11,18 @@ takes the next event. A process (`Dispatcher`) or a simulation in virtual time c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common.config import RouterConfig
 from common.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from common.wire.messages import PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
 from router.dispatch.admission import Admission
-from router.dispatch.client import RETRY_AFTER_S, GenerationRequest
+from router.dispatch.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest
 from router.dispatch.demand import Demand, DemandMeter
 from router.dispatch.forecast import RequestShape
 from router.dispatch.handover import HandOvers
+from router.dispatch.holding import Holding
 from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Abort, Placement, Send
 from router.dispatch.policy import Choice, RoutingPolicy
@@ -29,17 +30,13 @@ from router.dispatch.recovery import Recovery, refusal
 from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.silence import why_left
 from router.dispatch.stream import StreamConflict, TokensDiffer
-from router.dispatch.waiting import WaitingRequests
+from router.dispatch.turns import Cancel, Later, Turns
+from router.dispatch.waiting import OUTPUT_WEIGHT, WaitingRequests
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
 
 log = logging.getLogger(__name__)
-
-MAX_PLACED_A_TURN = 32
-"""Requests of the queue that are placed in one turn of the event loop: each takes most of a millisecond."""
-
-Cancel = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ class Actions:
 
     send: Send
     abort: Abort
-    later: Callable[[float, Callable[[float], None]], Cancel]
+    later: Later
     wake: Callable[[str], None]
 
 
@@ -82,7 +79,21 @@ class DispatchCore:
         self.has_prefill = bool(config.prefill or config.prefill_services)
         self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self.waiting, self.counters)
-        self._admission = Admission(registry, policy, config, self.counters, self._placement.shortlist)
+        holding = Holding(registry, self.waiting)
+        self._admission = Admission(registry, policy, config, self.counters, holding, self._placement.shortlist)
+        self._holding = holding
+        self._turns = Turns(
+            config,
+            registry,
+            self.waiting,
+            self._placement,
+            self._recovery,
+            self._admission,
+            holding,
+            self.counters,
+            actions.later,
+            self._fail,
+        )
         self._handovers = HandOvers(registry, self._placement, self.waiting, self.counters)
 
     # ------------------------------------------------------------ for the front
@@ -94,7 +105,7 @@ class DispatchCore:
         """
         state, chosen = self._admit(request, now)
         try:
-            self._try_place(state, now, chosen)
+            self._turns.place_new(state, now, chosen)
         except BaseException:
             self.end(state)
             raise
@@ -104,29 +115,31 @@ class DispatchCore:
         """The consumer has ended, whether the request is over or not."""
         self._deadlines.pop(state.request.request_id, _nothing)()
         self.waiting.discard(state)
-        self.states.pop(state.request.request_id, None)
+        if self.states.pop(state.request.request_id, None) is not None:
+            self.waiting.charge(state, OUTPUT_WEIGHT * len(state.stream.token_ids))
         if not state.done:
             state.done = True
             self._placement.withdraw(state)
 
     def close(self) -> None:
         """Fail all requests and abort them on the workers."""
+        self._turns.close()
         for state in list(self.states.values()):
             self._fail(state, Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S))
 
-    def check_room(self, is_longer: Callable[[int], bool], now: float) -> None:
+    def check_room(self, is_longer: Callable[[int], bool], now: float, caller: Caller = ANYONE) -> None:
         """See `GenerationClient.check_room`."""
         self._check_bounds()
-        self._admission.check_unread(is_longer, now)
+        self._admission.check_unread(is_longer, now, caller)
 
     def forget_prefixes(self) -> None:
         """Every worker empties its prefix cache."""
         self._index.clear_all()
 
     @property
-    def wait_limit_s(self) -> float:
-        """How long a new request may wait now, in seconds."""
-        return self._admission.limit_s
+    def wait_limits_s(self) -> Mapping[str, float]:
+        """How long a new request of each class may wait now, in seconds."""
+        return self._admission.limits_s
 
     def demand(self, p95_token_s: float, slo_s: float) -> Demand:
         """The load that autoscalers read; see `DemandMeter.measure`."""
@@ -182,14 +195,15 @@ class DispatchCore:
         epoch = self._registry.workers[address].epoch
         for state in self.states.values():
             state.forgive_death(address, epoch)
-        self._serve_queue(now)
+        self._turns.serve(now)
 
     def on_tick(self, now: float) -> None:
         self._handovers.leave(self.states.values(), now)
-        self._serve_queue(now)
+        self._turns.serve(now)
         for state in list(self.states.values()):
             self._check_progress(state, now)
         self._admission.observe(self.states.values(), now)
+        self._turns.take_back(self.states.values(), now)
         for state, error in self._admission.shed(self.states.values(), now):
             self._fail(state, error)
 
@@ -211,39 +225,15 @@ class DispatchCore:
             state = RequestState(request, now)
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"the prompt holds what is no token id: {error}", param="prompt") from error
-        chosen = self._placement.choose(state, now)
-        self._admission.check(chosen and chosen[0], now)
+        request_class = self._admission.class_of(request)
+        held_s = self._holding.ahead_s(request.priority, request.key)
+        chosen = self._placement.choose(state, now, held_s=held_s)
+        self._admission.check(chosen and chosen[0], now, request_class, request.key, state.num_tokens)
         self.states[request.request_id] = state
         deadline = self._actions.later(request.deadline_s, lambda _: self._on_deadline(state))
         self._deadlines[request.request_id] = deadline
         self.waiting.add(state, now)
         return state, chosen
-
-    def _serve_queue(self, now: float) -> None:
-        """Place queued requests, oldest first, `MAX_PLACED_A_TURN` at once; fail those that waited too long."""
-        num_placed = 0
-        for state in self.waiting:
-            if self._try_place(state, now):
-                num_placed += 1
-                if num_placed == MAX_PLACED_A_TURN:
-                    self._actions.later(0.0, self._serve_queue)
-                    return
-                continue
-            if now - state.queued_at <= self._config.queue_timeout_s:
-                continue
-            waited = f"waited {now - state.queued_at:.1f} s for a worker: {self._placement.obstacle(state, now)}"
-            self._fail(state, Unavailable(waited, retry_after_s=RETRY_AFTER_S))
-
-    def _try_place(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None) -> bool:
-        if now < state.not_before or not self._recovery.may_be_placed(state):
-            return False
-        if (choice := self._placement.place(state, now, chosen)) is None:
-            return False
-        self._admission.expect(state, choice, now)
-        self.waiting.discard(state)
-        kind = "prefill" if state.decode is None else "remote" if state.prefill else "local"
-        self.counters.num_choices[kind] += 1
-        return True
 
     def _match_assignment(
         self, address: str, epoch: int, message: TokenDelta | PromptLogprobs
@@ -282,6 +272,7 @@ class DispatchCore:
         if first:
             self._registry.on_request_served(assignment.address)
             self._placement.computed(assignment)
+            self._turns.soon(now)
             if assignment is state.decode:
                 self._placement.remember(state, assignment, now)
                 self._placement.spare_prefill(state)
@@ -306,7 +297,7 @@ class DispatchCore:
         log.info("request %s starts over behind the tokens that were sent: %s", state.request.request_id, what)
         self._recovery.continue_behind(state, assignment, now)
         if state in self.waiting:
-            self._try_place(state, now)
+            self._turns.try_place(state, now)
 
     def _take_over(self, state: RequestState, now: float, *, moved: bool) -> None:
         self._handovers.succeed(state, now, moved=moved)
@@ -320,6 +311,7 @@ class DispatchCore:
         """The last token has come: release the workers, and abort on a decode worker that may still expect KV."""
         state.done = True
         self._placement.settle(state)
+        self._turns.soon(now)
         decode = state.decode
         if last is decode:
             self._placement.remember(state, last, now)
@@ -344,7 +336,7 @@ class DispatchCore:
         if error is not None:
             self._fail(state, error)
         elif state in self.waiting:
-            self._try_place(state, now)
+            self._turns.try_place(state, now)
 
     def _check_progress(self, state: RequestState, now: float) -> None:
         """Move a request whose worker looks healthy but lost a message, or whose message was lost."""

@@ -21,7 +21,7 @@ STATES = (*(str(state) for state in WorkerState), "withheld")
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`held`: sequences that wait for a worker, by role; `backlog_s`: seconds of prompts for one prefill worker;
+    """`held`: sequences that find no worker, by role; `backlog_s`: seconds of prompts for one prefill worker;
     `pressure`: load in decode workers; `workers`: workers by role and state."""
 
     held: Mapping[str, int]
@@ -52,7 +52,10 @@ class DemandMeter:
         self._learn_rate(ready)
         decode = [worker for worker in ready if worker.role == "decode"]
         return Demand(
-            {"decode": len(queue), "prefill": self._num_without_prefill(states, ready)},
+            {
+                "decode": sum(state.held_s is None for state in queue),
+                "prefill": self._num_without_prefill(states, ready),
+            },
             self._backlog_s(queue, workers),
             sum(pressure(_kv_usage(worker), p95_token_s, slo_s) for worker in decode),
             _by_state(workers),

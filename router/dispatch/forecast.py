@@ -14,6 +14,7 @@ from types import MappingProxyType
 import msgspec
 
 from common.latency.step_model import StepModel, StepShape
+from common.wire.message_fields import MAX_PRIORITY
 from router.fleet.worker import Worker
 
 UNKNOWN = StepModel(fixed_s=1e-3, token_s=1e-4, row_s=1e-4, context_s=1e-8)
@@ -33,7 +34,8 @@ class RequestShape:
     """What is weighed of a request. `hits`: prompt tokens that a worker has cached, by its address.
 
     `alone`: the worker that computes the prompt also makes the whole answer. Of the `num_remaining` tokens that the
-    answer may have, `num_expected` are likely.
+    answer may have, `num_expected` are likely. Prompts of lower `priority` do not delay it; those that the router holds
+    take `held_s` seconds of each prefill worker before it.
     """
 
     num_tokens: int
@@ -41,6 +43,8 @@ class RequestShape:
     hits: Mapping[str, int]
     alone: bool = False
     num_expected: int = 256
+    priority: int = 0
+    held_s: float = 0.0
 
     def uncached(self, worker: Worker) -> int:
         """Prompt tokens that the worker must compute: at least the last one, whose logits are needed."""
@@ -137,27 +141,36 @@ def step_tokens(worker: Worker) -> int:
     return (worker.hello.max_step_tokens if worker.hello else 0) or 512
 
 
-def queued_s(worker: Worker, now: float) -> float:
-    """Seconds until the worker has computed the prompts that it has, by its own model and report."""
+def queued_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
+    """Seconds until the worker has computed the prompts of at least `priority` that it has, by its model and report."""
     terms = terms_of(worker)
     left_s = terms.waiting_s - max(0.0, now - worker.beat_at) if terms.waiting_s else 0.0
-    return terms.fresh_s + max(0.0, left_s)
+    all_s = terms.fresh_s + max(0.0, left_s)
+    lower, _ = worker.booked.below(priority)
+    if not lower.num_tokens:
+        return all_s
+    beside = terms.rows if worker.role == "decode" else StepShape()
+    return max(0.0, all_s - terms.model.steps_s(lower, terms.max_step_tokens, beside))
 
 
-def wait_s(worker: Worker, now: float) -> float:
+def wait_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
     """The same, corrected by how late first tokens came lately, and by how long others wait already."""
-    return max(queued_s(worker, now) * worker.slowness.value, worker.observed_s)
+    observed_s = worker.observed_from.get(priority, worker.observed_s)
+    return max(queued_s(worker, now, priority) * worker.slowness.value, observed_s)
 
 
-def place_s(worker: Worker, least_s: float = 0.0, num_after: int = 0) -> float:
+def place_s(worker: Worker, least_s: float = 0.0, num_after: int = 0, priority: int = -MAX_PRIORITY) -> float:
     """Seconds until the worker's batch has a place for one more: Little's law over the requests that wait before it.
 
-    A request takes at least `least_s` there. The last `num_after` of the worker's requests do not count.
+    A request takes at least `least_s` there. The last `num_after` of the worker's requests do not count, and of those
+    that wait for a place, as many are passed as are of lower priority among all; one place at least must become free.
     """
     terms = terms_of(worker)
     num_before = terms.num_requests - num_after + 1 - terms.num_places
     if num_before <= 0:
         return 0.0
+    if num_before > 1 and (num_lower := worker.booked.below(priority)[1]):
+        num_before = max(1, num_before - num_before * num_lower // worker.booked.num_requests)
     return num_before * max(worker.service_s.value, worker.lasting_s, least_s) / terms.num_places
 
 
@@ -175,7 +188,8 @@ def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     """A prompt on a prefill worker, which samples the first token."""
     terms = terms_of(worker)
     own_s = terms.model.steps_s(shape.prompt(worker), terms.max_step_tokens)
-    return Forecast(wait_s(worker, now), own_s, is_known=terms.knows_prompts)
+    before_s = wait_s(worker, now, shape.priority) + shape.held_s
+    return Forecast(before_s, own_s, is_known=terms.knows_prompts)
 
 
 def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
@@ -185,7 +199,7 @@ def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
     own_s = model.row_s + model.context_s * (shape.num_tokens + shape.num_expected // 2)  # of each step: one row more
     delay_s = terms.rows.num_rows * shape.num_expected * own_s + transfer_s(shape.uncached(worker))
     token_s = terms.step_s + own_s
-    batch_s = place_s(worker, shape.num_expected * token_s)
+    batch_s = place_s(worker, shape.num_expected * token_s, priority=shape.priority)
     return Forecast(0.0, 0.0, batch_s, token_s, delay_s, terms.is_known)
 
 
@@ -208,7 +222,8 @@ def computed_there(
     num_steps = -(-prompt.num_tokens // terms.max_step_tokens)
     stopped_s = terms.rows.num_rows * max(0.0, prompt_s - num_steps * terms.step_s)
     delay_s = remote.delay_s - transfer_s(prompt.num_tokens) + stopped_s
-    return Forecast(wait_s(worker, now), prompt_s, remote.place_s, remote.token_s, delay_s, is_known)
+    before_s = wait_s(worker, now, shape.priority)
+    return Forecast(before_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known)
 
 
 def transfer_s(num_tokens: int) -> float:

@@ -42,13 +42,18 @@ class Placement:
         self.shortlist = Shortlist(registry, policy, index)
         self._num_output = Ewma(OUTPUT_SMOOTHING, start=OUTPUT_RESERVE)  # tokens of an answer, lately
 
-    def choose(self, state: RequestState, now: float, deaf: Collection[str] = ()) -> tuple[Choice, RequestShape] | None:
-        """Where a request that is on no worker would be placed now, without the workers `deaf`; None: nowhere."""
+    def choose(
+        self, state: RequestState, now: float, deaf: Collection[str] = (), held_s: float = 0.0
+    ) -> tuple[Choice, RequestShape] | None:
+        """Where a request would be placed now if it were on no worker, without the workers `deaf`; None: nowhere.
+
+        Prompts that the router holds take `held_s` seconds of each prefill worker before it.
+        """
         if state.num_remaining > 1 and not self._may_decode(state, deaf):
             return None  # before the prompt is hashed: many may wait for a decode worker
         hits = self._hits(state)
         prefill, decode = self._candidates(state, deaf, hits)
-        shape = self._shape(state, [*prefill, *decode], hits)
+        shape = self._shape(state, [*prefill, *decode], hits, held_s)
         choice = self._policy.choose(prefill, decode, shape, now)
         return None if choice is None else (choice, shape)
 
@@ -112,7 +117,8 @@ class Placement:
         if not self._send(target.address, request):
             return False
         num_blocks = target.num_blocks_of(state.num_tokens + num_reserved_tokens)
-        booking = self._registry.book(target.address, prompt=StepShape(), num_blocks=num_blocks)
+        priority = state.request.priority
+        booking = self._registry.book(target.address, prompt=StepShape(), num_blocks=num_blocks, priority=priority)
         state.successor = _assignment(state, target, booking, num_output)
         order = HandOver(
             request_id=request.request_id,
@@ -242,18 +248,24 @@ class Placement:
             return {}
         return {size: self._index.hits(state.hashes(size)) for size in self.shortlist.block_sizes}
 
-    def _shape(self, state: RequestState, workers: Sequence[Worker], hits: Mapping[int, PrefixHits]) -> RequestShape:
-        num_tokens = len(state.request.prompt_token_ids) + state.num_base_tokens
+    def _shape(
+        self, state: RequestState, workers: Sequence[Worker], hits: Mapping[int, PrefixHits], held_s: float = 0.0
+    ) -> RequestShape:
         num_remaining = state.request.params.max_tokens - state.num_base_tokens
-        num_expected = min(num_remaining, round(self._num_output.value))
-        if state.wants_prompt_logprobs:
-            return RequestShape(num_tokens, num_remaining, NO_HITS, alone=True, num_expected=num_expected)
         tokens = {}
         for worker in workers:
             size = worker.identity.block_size
             if size in hits and (num_blocks := hits[size].num_blocks(worker.address)):
                 tokens[worker.address] = size * num_blocks
-        return RequestShape(num_tokens, num_remaining, tokens, num_expected=num_expected)
+        return RequestShape(
+            len(state.request.prompt_token_ids) + state.num_base_tokens,
+            num_remaining,
+            tokens or NO_HITS,
+            alone=state.wants_prompt_logprobs,
+            num_expected=min(num_remaining, round(self._num_output.value)),
+            priority=state.request.priority,
+            held_s=held_s,
+        )
 
     def _dispatch(self, state: RequestState, choice: Choice, shape: RequestShape, now: float) -> str | None:
         """Send the messages of a choice. Returns the address of a worker that could not take its own, or None."""
@@ -279,7 +291,8 @@ class Placement:
         """Book the worker; with `local` it computes the prompt itself."""
         num_blocks = worker.num_blocks_of(shape.uncached(worker))
         prompt = shape.prompt(worker) if local else StepShape()
-        booking = self._registry.book(worker.address, prompt=prompt, num_blocks=num_blocks)
+        priority = state.request.priority
+        booking = self._registry.book(worker.address, prompt=prompt, num_blocks=num_blocks, priority=priority)
         state.assign(_assignment(state, worker, booking, state.num_base_tokens), now)
 
     def _decode_request(
@@ -310,6 +323,8 @@ class Placement:
             traceparent=request.traceparent,
             num_reserved_tokens=num_reserved,
             serial=serial or self._registry.next_serial,
+            tpot_s=request.tpot_s,
+            priority=request.priority,
         )
 
     def _prefill_request(self, state: RequestState, decode: Worker | None, now: float) -> PrefillRequest:
@@ -326,6 +341,8 @@ class Placement:
             ttft_s=state.first_token_s(now),
             traceparent=request.traceparent,
             serial=self._registry.next_serial,
+            tpot_s=request.tpot_s,
+            priority=request.priority,
         )
 
 

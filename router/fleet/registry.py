@@ -178,10 +178,19 @@ class WorkerRegistry:
         """A first token took `slowness` times as long as predicted."""
         self.workers[address].slowness.observe(min(MAX_SLOWNESS, max(1.0, slowness)))
 
-    def on_observed(self, waits_s: Mapping[str, float], lasting_s: Mapping[str, float]) -> None:
-        """By address, how long requests have waited for first tokens, and been decoded; of no others is that known."""
+    def on_observed(
+        self,
+        waits_s: Mapping[str, float],
+        lasting_s: Mapping[str, float],
+        waits_from: Mapping[int, Mapping[str, float]] | None = None,
+    ) -> None:
+        """By address, how long requests have waited for first tokens, and been decoded; of no others is that known.
+
+        `waits_from`: how long those of at least such a priority have waited.
+        """
         for address, worker in self.workers.items():
             worker.observed_s, worker.lasting_s = waits_s.get(address, 0.0), lasting_s.get(address, 0.0)
+            worker.observed_from = {priority: found.get(address, 0.0) for priority, found in (waits_from or {}).items()}
 
     def on_request_finished(self, address: str, decode_s: float) -> None:
         """The worker decoded a request, from its first token to its last, in `decode_s` seconds."""
@@ -252,10 +261,10 @@ class WorkerRegistry:
 
     # ------------------------------------------------------------ bookings
 
-    def book(self, address: str, *, prompt: StepShape, num_blocks: int) -> Booking:
+    def book(self, address: str, *, prompt: StepShape, num_blocks: int, priority: int = 0) -> Booking:
         """Count work that is sent under `next_serial`: `prompt` to compute, `num_blocks` of KV to hold."""
         worker = self.workers[address]
-        booking = Booking(self.next_serial, address, prompt, num_blocks)
+        booking = Booking(self.next_serial, address, prompt, num_blocks, priority)
         self.next_serial += 1
         worker.bookings[booking.serial] = booking
         worker.booked.add(booking)
@@ -270,9 +279,9 @@ class WorkerRegistry:
         after = replace(booking, prompt=StepShape())
         if worker is not None and booking.serial in worker.bookings:
             worker.bookings[booking.serial] = after
-            worker.booked.prompt -= booking.prompt
+            worker.booked.computed(booking)
             if _is_fresh(worker, booking):
-                worker.fresh.prompt -= booking.prompt
+                worker.fresh.computed(booking)
             else:
                 worker.ended.prompt += booking.prompt
             self._changed(worker)

@@ -32,7 +32,22 @@ class LoadCollector(Collector):
             "diptych_handovers", "Running answers handed over between workers", _by(load.num_handovers), ("outcome",)
         )
         yield counter("diptych_stale_deltas", "Tokens that came from a worker given up", load.num_stale_deltas)
+        yield from self._classes(load)
         yield from self._workers(load)
+
+    def _classes(self, load: DispatchLoad) -> Iterator[Metric]:
+        gauge, counter = self._families.gauge, self._families.counter
+        in_flight = [((one.name,), one.num_in_flight) for one in load.classes]
+        waiting = [((one.name,), one.num_waiting) for one in load.classes]
+        oldest = [((one.name,), one.oldest_wait_s) for one in load.classes]
+        limits = [((one.name,), one.wait_limit_s) for one in load.classes]
+        refused = [((one.name,), one.num_refused) for one in load.classes]
+        yield gauge("diptych_class_requests", "Sequences in the router, by class", in_flight, ("class",))
+        yield gauge("diptych_class_waiting_requests", "Those of them on no worker", waiting, ("class",))
+        yield gauge("diptych_class_oldest_wait_seconds", "How long the oldest of these waits", oldest, ("class",))
+        yield gauge("diptych_class_wait_limit_seconds", "How long a new one may be bound to wait", limits, ("class",))
+        yield counter("diptych_class_refusals", "Refused for a goal that they would miss", refused, ("class",))
+        yield counter("diptych_taken_back", "Prompts taken back from slow workers", load.num_taken_back)
 
     def _workers(self, load: DispatchLoad) -> Iterator[Metric]:
         gauge, counter = self._families.gauge, self._families.counter

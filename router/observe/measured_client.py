@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
+from common.config.request_class import DEFAULT
 from common.errors import Overloaded, RequestError
-from router.dispatch.client import GenerationRequest, TokenEvent
+from router.dispatch.client import ANYONE, Caller, GenerationRequest, TokenEvent
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.load import DispatchLoad
 from router.observe.slo import SLOWindow
@@ -21,16 +23,16 @@ class MeasuredClient:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """See `GenerationClient.generate`."""
         began, first, last, num_tokens = self._clock(), 0.0, 0.0, 0
-        failed = False
+        failed, name, window = False, request.request_class, self._window
         stream = self._client.generate(request)
         try:
             async for event in stream:
                 now, count = self._clock(), len(event.token_ids)
                 if not num_tokens and count:
                     first = now
-                    self._window.first_token(now - began, now)
+                    window.first_token(now - began, now, name)
                 elif count:
-                    self._window.gap((now - last) / count, now)
+                    window.gap((now - last) / count, now)
                 last, num_tokens = now, num_tokens + count
                 yield event
         except RequestError as error:
@@ -38,18 +40,18 @@ class MeasuredClient:
             raise
         finally:
             now = self._clock()
-            if failed or (not num_tokens and now - began > self._window.ttft_s):
-                self._window.failed(num_tokens > 0, now)
+            if failed or (not num_tokens and now - began > window.ttft_s(name)):
+                window.failed(num_tokens > 0, now, name)
             elif num_tokens > 1:
-                self._window.finished((last - first) / (num_tokens - 1), now)
+                window.finished((last - first) / (num_tokens - 1), now, name)
             await stream.aclose()
 
-    def check_room(self, is_longer: Callable[[int], bool]) -> None:
+    def check_room(self, is_longer: Callable[[int], bool], caller: Caller = ANYONE) -> None:
         """See `GenerationClient.check_room`. A refused request got no first token in time."""
         try:
-            self._client.check_room(is_longer)
+            self._client.check_room(is_longer, caller)
         except RequestError:
-            self._window.failed(False, self._clock())
+            self._window.failed(False, self._clock(), caller.classes[0].name if caller.classes else DEFAULT)
             raise
 
     @property
@@ -64,4 +66,6 @@ class MeasuredClient:
         self._client.reset_prefix_cache()
 
     def load(self) -> DispatchLoad:
-        return self._client.load()
+        load, attained = self._client.load(), self._window.class_attainment(self._clock())
+        classes = tuple(replace(one, attainment=attained.get(one.name, {})) for one in load.classes)
+        return replace(load, classes=classes)

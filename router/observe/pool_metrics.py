@@ -44,6 +44,13 @@ class PoolCollector(Collector):
             yield gauge(
                 "diptych_slo_attainment_ratio", "Share of the last minute that met a goal", attained.items(), ("slo",)
             )
+            by_class = window.class_attainment(now).items()
+            yield gauge(
+                "diptych_class_attainment_ratio",
+                "The same, by class of requests",
+                [((name, slo), share) for name, shares in by_class for slo, share in shares.items()],
+                ("class", "slo"),
+            )
         if fleet.source is not None:
             yield from self._discovery(fleet.source.status, now)
 
