@@ -69,8 +69,8 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
                 if sequence is not None and self._incoming.get(transfer.request_id) is transfer:
                     self._release(sequence, "")
                     self._fail(sequence, "transfer", f"transfer failed: {why}")
-            case Received(_, HandOver()):
-                raise NotImplementedError("hand-overs are not simulated: no simulated worker drains")
+            case Received(router, HandOver() as order):  # modelled as one that fails: the stream ends where it runs
+                self._refuse(router, order.request_id, order.new_attempt, "handover", "hand-overs are not simulated")
             case _:
                 raise TypeError(f"a decode worker takes no {command!r}")
 
