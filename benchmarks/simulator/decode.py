@@ -41,6 +41,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         self._chunks: Sequence[DecodeChunk] = ()
         self._run: StepRun | None = None
         self._told_at = 0.0
+        self._are_known, self._left = False, list[int]()
         self._shape, self._is_plain = StepShape(), False
 
     def _new_scheduler(self, pool: BlockPool) -> CoalescedScheduler:
@@ -70,8 +71,8 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
                 if sequence is not None and self._incoming.get(transfer.request_id) is transfer:
                     self._release(sequence, "")
                     self._fail(sequence, "transfer", f"transfer failed: {why}")
-            case Received(_, HandOver()):
-                raise NotImplementedError("hand-overs are not simulated: no simulated worker drains")
+            case Received(router, HandOver() as order):  # modelled as one that fails: the stream ends where it runs
+                self._refuse(router, order.request_id, order.new_attempt, "handover", "hand-overs are not simulated")
             case _:
                 raise TypeError(f"a decode worker takes no {command!r}")
 
@@ -167,11 +168,10 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
 
     def _num_alike(self) -> int:
         """How many steps are like the one that begins: no sequence joins, ends or speaks for the first time."""
-        least = self.most_steps if self._is_plain else 1
-        for chunk in self._chunks:
-            if least == 1 or not self._has_spoken(chunk.sequence):
-                return 1
-            least = min(least, self._num_left(chunk.sequence))
+        sequences = [chunk.sequence for chunk in self._chunks]
+        self._are_known = self._is_plain and all(map(self._has_spoken, sequences))
+        self._left = [self._num_left(sequence) for sequence in sequences] if self._are_known else []
+        least = min(self.most_steps, *self._left) if self._are_known else 1
         return self.scheduler.num_steps_with_room(least) if least > 1 else 1
 
     def _interrupt(self) -> None:
@@ -203,25 +203,26 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         run, chunks = self._run, self._chunks
         if run is None:
             return
+        sampled = [chunk.sequence for chunk in chunks if chunk.sample]
         if self._is_plain:
-            sampled = [chunk.sequence for chunk in chunks]
             self.scheduler.advance_steps(num_steps)
         else:
-            sampled = [chunk.sequence for chunk in chunks if chunk.sample]
             for chunk in chunks:
                 self.scheduler.advance(chunk)
             for sequence in sampled:
                 sequence.token_ids.append(0)
         self.num_prompt_tokens += self._shape.num_tokens
         self.num_output_tokens += num_steps * len(sampled)
-        tells_all = now - self._told_at >= REPORT_S
+        tells_all = not self._are_known or now - self._told_at >= REPORT_S
         if tells_all:
             self._told_at = now
+        else:  # of sequences that are known there is only news when they end
+            sampled = [sequence for sequence, left in zip(sampled, self._left, strict=True) if left == num_steps]
         for sequence in sampled:
             if not sequence.first_token_at:
                 sequence.first_token_at = now
                 sequence.prefill_s = now - sequence.admitted_at
-            if not self._end_if_over(sequence) and (tells_all or not self._has_spoken(sequence)):
+            if not self._end_if_over(sequence):
                 self._report(sequence)
         step_s = run.seconds(num_steps) / num_steps
         more = (num_steps - 1) * self._shape.num_rows // 2

@@ -6,7 +6,7 @@ Each sends prompts of more than `local_prefill_threshold` tokens to a prefill wo
 from __future__ import annotations
 
 import random
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from router.fleet.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
-class PlainPolicy(RoutingPolicy):
+class PlainPolicy(RoutingPolicy, ABC):
     """A rule that looks at one pool at a time."""
 
     @property

@@ -165,7 +165,11 @@ class Simulation:
     def _beat(self, slot: int) -> None:
         """The workers of one slot send heartbeats."""
         world, scenario = self.world, self.scenario
-        beating = [worker for worker in list(self.workers.values())[slot::SLOTS] if worker.alive]
+        here = list(self.workers.values())[slot::SLOTS]
+        for worker in here:
+            if worker.has_drained:
+                worker.die(said=True)
+        beating = [worker for worker in here if worker.alive]
         for name, router in world.routers.items():
             beats = [(worker.address, worker.heartbeat(name)) for worker in beating]
 
@@ -184,6 +188,8 @@ class Simulation:
             match event.kind:
                 case "death" | "silence":
                     self.workers[event.worker].die(said=event.kind == "death", back_s=event.back_s)
+                case "stop":
+                    self.workers[event.worker].drain()
                 case "slow":
                     self.workers[event.worker].slow_down(event.factor)
                 case "start":

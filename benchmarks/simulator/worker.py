@@ -53,12 +53,15 @@ class Received:
 class SimulatedWorker(ABC, Generic[S]):
     """One worker, through all of its lives."""
 
+    scheduler: Scheduler[S]
+    _drains_since: float | None
+    _beaten: WorkerHeartbeat | None  # the latest load reported, at `_beaten_at`
+
     def __init__(self, world: World, pool: PoolSpec, name: str, address: str) -> None:
         self.world, self.pool, self.name, self.address = world, pool, name, address
         self.inbound, self.outbound = Link(f"{name} in", pool.link_rate), Link(f"{name} out", pool.link_rate)
         self.slow_down(1.0)
         self.num_steps = self.num_prompt_tokens = self.num_output_tokens = 0
-        self.scheduler: Scheduler[S]
         self._chance = world.chance(name)
         self._began_at = self._past_up_s = 0.0
         self._exists = self.reachable = self.alive = False
@@ -109,6 +112,22 @@ class SimulatedWorker(ABC, Generic[S]):
         for router in self.world.routers.values():
             router.on_cut(self.address)
 
+    def drain(self) -> None:
+        """Take no new requests, and end once the last one has ended."""
+        if self.alive:
+            self._drains_since = self.world.clock.now
+            self._beats.clear()
+            self._beaten = None
+        else:
+            self.die(said=True)
+
+    @property
+    def has_drained(self) -> bool:
+        """Whether it may end: it has none left, and every router knows that it takes no more."""
+        if self._drains_since is None or len(self.scheduler) or self._inbox:
+            return False
+        return self.world.clock.now - self._drains_since > 2 * self.world.scenario.heartbeat_s
+
     @property
     def up_s(self) -> float:
         """How long it was there so far, the time of its starts included."""
@@ -125,10 +144,11 @@ class SimulatedWorker(ABC, Generic[S]):
         self._deltas: defaultdict[bytes, list[TokenDelta]] = defaultdict(list)
         self._serials: dict[bytes, int] = {}
         self._is_woken = False
+        self._drains_since = None
         self._step_timer: Timer | None = None
         self._published_at = 0.0
         self._beats: dict[bytes, WorkerHeartbeat] = {}
-        self._beaten: WorkerHeartbeat | None = None
+        self._beaten = None
         self._beaten_at = 0.0
 
     # ------------------------------------------------------------ messages
@@ -192,7 +212,7 @@ class SimulatedWorker(ABC, Generic[S]):
             epoch=self.epoch,
             step=self.num_steps,
             ready=True,
-            draining=False,
+            draining=self._drains_since is not None,
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             num_transferring=scheduler.num_in_transfer,
@@ -260,15 +280,14 @@ class SimulatedWorker(ABC, Generic[S]):
     def _fail(self, sequence: S, phase: str, why: str) -> None:
         """Give a request up; another worker may succeed."""
         self._drop(sequence, why)
+        self._refuse(sequence.router, sequence.request_id, sequence.attempt, phase, why)
+
+    def _refuse(self, router: bytes, request_id: str, attempt: int, phase: str, why: str) -> None:
+        """Tell a router that this worker does not do it; another one may."""
         failed = RequestFailed(
-            worker_id=self.name,
-            request_id=sequence.request_id,
-            attempt=sequence.attempt,
-            phase=phase,
-            message=why,
-            retryable=True,
+            worker_id=self.name, request_id=request_id, attempt=attempt, phase=phase, message=why, retryable=True
         )
-        self._outbox[sequence.router].append(failed)
+        self._outbox[router].append(failed)
 
     def _flush(self) -> None:
         for router, deltas in self._deltas.items():

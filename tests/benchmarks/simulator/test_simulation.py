@@ -117,6 +117,17 @@ def test_a_worker_that_starts_serves_once_it_is_ready(scenario: Callable[..., Sc
     assert run.worker_seconds == pytest.approx(5 * run.seconds - 2.0)
 
 
+def test_a_worker_that_stops_ends_its_streams_first(scenario: Callable[..., Scenario]) -> None:
+    event = [{"at_s": 4.0, "kind": "stop", "worker": name} for name in ("decode-0", "prefill-0")]
+    simulation = Simulation(scenario(event=event, load={"output_len": "100-200"}))
+    run = simulation.run()
+    found = Findings.of(run)
+    assert found.num_ok == found.num_requests
+    up_s = {name: worker.up_s for name, worker in simulation.workers.items()}
+    assert 4.5 < up_s["prefill-0"] < 6.0 and 4.5 < up_s["decode-0"] < 8.0
+    assert up_s["decode-1"] > run.seconds
+
+
 def test_models_can_be_fitted_as_in_life(scenario: Callable[..., Scenario]) -> None:
     simulation = Simulation(scenario(fit=True))
     found = Findings.of(simulation.run())
