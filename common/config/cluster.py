@@ -102,7 +102,11 @@ class DiscoverySettings(ClusterSettings):
         **GOAL_MS,
     )
     slo_tpot_ms: float = setting(
-        0.0, "milliseconds that a token after the first should take; 0: no such goal", group="Scaling", **GOAL_MS
+        0.0,
+        "milliseconds that a token after the first should take: a request whose tokens would take longer beside those "
+        "that run gets 429 at once; 0: no such goal",
+        group="Scaling",
+        **GOAL_MS,
     )
 
     def check(self) -> None:

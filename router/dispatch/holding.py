@@ -43,7 +43,7 @@ class Holding:
             return 0.0
         fingerprint = first.identity.fingerprint
         spans_s = (
-            queued_s(worker, now, priority) - enough_s(worker) if worker.step_model.knows_prompts else 0.0
+            queued_s(worker, now, priority) - enough_s(worker) if _is_known(worker) else 0.0
             for worker in self._registry.ready(first.role)
             if worker.identity.fingerprint == fingerprint and not worker.suspect
         )
@@ -69,3 +69,8 @@ class Holding:
     def _num_workers(self) -> int:
         """Workers that compute prompts: those of the prefill pool, or of the decode pool alone."""
         return max(1, len(self._registry.ready("prefill") or self._registry.ready("decode")))
+
+
+def _is_known(worker: Worker) -> bool:
+    """Whether something is known of prompts there: each step of a prefill worker has some."""
+    return worker.step_model.knows_prompts or (worker.role == "prefill" and worker.step_model.is_known)

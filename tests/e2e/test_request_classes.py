@@ -27,13 +27,18 @@ async def load_of(http: httpx.AsyncClient, name: str) -> dict[str, Any]:
     return next(one for one in classes if one["name"] == name)
 
 
+async def workers_of(http: httpx.AsyncClient, role: str) -> list[dict[str, Any]]:
+    return [worker for worker in (await http.get("/load")).json()["workers"] if worker["role"] == role]
+
+
 async def flood(url: str, batch: list[list[int]], interactive: list[list[int]]) -> None:
     async with (
         httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http,
-        asyncio.timeout(150),
+        asyncio.timeout(100),
         asyncio.TaskGroup() as tasks,
     ):
-        await ask(http, batch[:1], "batch")  # from now on the workers know how long their steps take
+        while not all(worker["step_model"]["num_steps"] for worker in await workers_of(http, "prefill")):
+            await ask(http, batch[:2], "batch")
         whole = tasks.create_task(ask(http, batch, "batch"))
         while (await load_of(http, "batch"))["num_held"] < NUM_BATCH // 4:
             assert not whole.done(), "the flood is over before it is one"
@@ -44,7 +49,7 @@ async def flood(url: str, batch: list[list[int]], interactive: list[list[int]]) 
         assert (await load_of(http, "interactive"))["attainment"] == {"ttft": 1.0}
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(120)
 def test_interactive_requests_pass_a_flood_of_batch_requests(system_of: Any, random_prompts: Any) -> None:
     system = system_of(router_flags=("--local-prefill-threshold", "0", *CLASSES))
     prompts = random_prompts([LENGTH] * (NUM_BATCH + NUM_INTERACTIVE), vocab_size=256, seed=5)
