@@ -94,6 +94,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self.step_fit.observe(StepShape.sum(shapes), done_at - now)
         self.metrics.steps.inc()
         self.metrics.step_seconds.observe(done_at - now)
+        self._note_knobs({}, done_at)
 
     def expire(self, now: float) -> None:
         if self._sender.failure is not None:

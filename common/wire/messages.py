@@ -157,7 +157,8 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     A turn that takes longer than `turn_limit_s` must be stuck. `full_tokens_per_s` is the rate of full steps, 0 before
     the first; `tokens_per_s` is that of all recent steps. `step_model` is fitted to the worker's steps; by it, the
     prompts that wait here take `waiting_s` seconds. The running sequences have `num_context_tokens` tokens. All of it
-    counts the requests of the receiving router with a serial of at most `serial`.
+    counts the requests of the receiving router with a serial of at most `serial`. At present `batch_cap` requests run
+    side by side at most, and a step computes at most `step_tokens` prompt tokens; 0: as the hello says.
     """
 
     worker_id: Name
@@ -180,6 +181,8 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     num_context_tokens: Count = 0
     step_model: StepModel = StepModel()
     serial: Count = 0
+    batch_cap: Count = 0
+    step_tokens: Count = 0
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True):

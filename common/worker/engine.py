@@ -69,6 +69,8 @@ class EngineConfig:
 class EngineStatus:
     """A snapshot for heartbeats, health and metrics, published after every turn of the loop.
 
+    `batch_cap` requests run side by side at most, and `step_tokens` prompt tokens are computed in one step, as things
+    are.
     `serials`: by router, the largest serial of a request that the snapshot counts. `at`: when it was published.
     """
 
@@ -86,6 +88,8 @@ class EngineStatus:
     num_context_tokens: int = 0
     step_model: StepModel = StepModel()
     serials: Mapping[bytes, int] = field(default_factory=dict)
+    batch_cap: int = 0
+    step_tokens: int = 0
     at: float = 0.0
 
     def waiting_left_s(self, now: float) -> float:

@@ -80,6 +80,8 @@ def heartbeat_of(
         num_context_tokens=status.num_context_tokens,
         step_model=status.step_model,
         serial=status.serials.get(router, 0),
+        batch_cap=status.batch_cap,
+        step_tokens=status.step_tokens,
     )
 
 
