@@ -21,7 +21,6 @@ from common.wire.messages import DecodeRequest, HandOver, Message
 from common.wire.sampling_params import SampledToken
 from common.worker.engine import EngineConfig, RequestReceived, Send
 from common.worker.metrics import WorkerMetrics
-from common.worker.step_times import work_of
 from decode_worker.grants import IncomingTransfers
 from decode_worker.handover import Handovers
 from decode_worker.pace import StepPace
@@ -157,9 +156,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         chunks = self._speculation.extend(certain, self._room)
         self._in_step = [chunk.sequence for chunk in chunks]
         if chunks:
-            work = sum(work_of(chunk.num_rows, chunk.start + chunk.num_rows) for chunk in chunks)
             self._num_rows = sum(chunk.num_rows for chunk in chunks)
-            self.planned(self._num_rows, work)
+            self.planned(shape_of(chunks))
         sampling = chunks if self._pipeline.possible else ()
         rows = [row for chunk in sampling if chunk.sample for row in self._rules.rows(chunk)]
         if prepared := self._pipeline.prepare(chunks, rows):

@@ -104,6 +104,7 @@ class RequestEngine(Engine, Generic[R, S]):
             tokens_per_s=self._rate.tokens_per_s,
             step_time_s=self._rate.step_time_s,
             num_dropped_frames=self._num_dropped_frames,
+            full_tokens_per_s=model.tokens_per_s(scheduler.most_step_tokens),
             waiting_s=model.steps_s(waiting, scheduler.max_step_tokens, self._beside) if waiting.num_tokens else 0.0,
             num_context_tokens=scheduler.num_context_tokens,
             step_model=model,
