@@ -6,13 +6,14 @@ import math
 
 import pytest
 
-from common.requests.token_goal import DECREASE, INCREASE, LEAST, MOST, PERIOD, START, TokenGoal
+from common.requests.token_goal import DECREASE, INCREASE, LEAST, MOST, PERIOD, START, STRETCH, TokenGoal
 
 
-def after(goal: TokenGoal, gaps: list[float], periods: int = 1, predicted_s: float = 0.01) -> TokenGoal:
-    for _ in range(periods):
-        for gap_s in gaps:
-            goal.observe(gap_s, predicted_s)
+def after(goal: TokenGoal, means: list[float], periods: int = 1, predicted_s: float = 0.01) -> TokenGoal:
+    """Stretches of tokens with these mean gaps."""
+    for mean_s in means * periods:
+        for _ in range(STRETCH):
+            goal.observe(mean_s, predicted_s)
     return goal
 
 
@@ -22,10 +23,17 @@ def test_no_goal_limits_nothing() -> None:
 
 
 def test_the_share_follows_the_tail_and_not_the_mean() -> None:
-    few_late = [0.01] * (PERIOD - 5) + [9.0] * 5
+    few_late = [0.01] * (PERIOD - 1) + [9.0]
     assert after(TokenGoal(0.05), few_late).share == pytest.approx(START + INCREASE)
     assert after(TokenGoal(0.05), [*few_late[1:], 0.06]).share == pytest.approx(START * DECREASE)
     assert after(TokenGoal(0.05), [9.0] * (PERIOD - 1)).share == START, "before the period is over nothing changes"
+
+
+def test_single_long_gaps_count_by_what_they_add() -> None:
+    goal = TokenGoal(0.05)
+    for number in range(PERIOD * STRETCH):
+        goal.observe(0.2 if number % STRETCH == 0 else 0.02, 0.02)
+    assert goal.share == pytest.approx(START + INCREASE)
 
 
 def test_the_share_is_bounded() -> None:
