@@ -4,9 +4,8 @@ Every step holds one token of each decoding sequence (and draft tokens behind it
 `local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that a long prompt does not stall all
 streams; `common/requests/prompt_order.py` says whose. With a goal for the time of a token, predicted times say how many
 of these, and how many sequences run side by side (`common/requests/step_budget.py`); one that has waited for
-`PATIENCE_S` runs besides. Grants for KV from prefill workers and local prefills take the
-same blocks, oldest first. Younger requests may pass one that does not fit, until they have taken as many blocks as it
-needs itself.
+`PATIENCE` times as long runs besides. Grants for KV from prefill workers and local prefills take the same blocks, oldest
+first. Younger requests may pass one that does not fit, until they have taken as many blocks as it needs itself.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from common.requests.token_goal import TokenGoal
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import DecodeChunk, SchedulerOutput
 
-PATIENCE_S = 2.0
-"""How long a goal for the time of a token keeps a request out of the batch. Its client reads already, as a rule: a
-longer pause misses the goal, too."""
+PATIENCE = 8
+"""How many times the goal for a token may keep a request out of the batch. Its client reads already, as a rule, so the
+wait counts for its tokens: an answer of 64, whose steps take 0.8 of the goal, has 13 times the goal to spare in all."""
 MAX_PASSING = 16
 """How many waiting requests a step tries, so that a long queue does not slow it down."""
 
@@ -310,8 +309,10 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
     @property
     def _num_places(self) -> int:
         """Of the batch: one more than there are for a request that has waited for too long."""
-        if self.queue and self._now - max(self.queue[0].accepted_at, self.queue[0].opened_at) > PATIENCE_S:
-            return self.max_num_seqs
+        if self.queue:
+            waits_since = max(self.queue[0].accepted_at, self.queue[0].opened_at)
+            if self._now - waits_since > PATIENCE * self.goal.goal_s:
+                return self.max_num_seqs
         return min(self.batch_cap.value, self.max_num_seqs)
 
     def _next(self) -> _Admission | None:

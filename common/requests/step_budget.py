@@ -18,6 +18,9 @@ LEAST_CHUNK = 16
 """Prompt tokens of a decode step, whatever the goal: prompts must come to their end."""
 LEAST_BATCH = 4
 """Sequences that run side by side, whatever the goal: fewer would save hardly any of a step's time."""
+LEARNT = 64
+"""Steps that a model must have been fitted to before it caps a batch: from the first few, which are of one sequence, it
+takes the whole time of a step for that of a row."""
 LEAST_STEP = 64
 """Prompt tokens of a prefill step."""
 SIZES = 16
@@ -49,7 +52,7 @@ def local_chunk(model: StepModel, rows: StepShape, start: int, goal: TokenGoal, 
 
 def batch_cap(model: StepModel, context: float, goal: TokenGoal, most: int) -> Knob:
     """How many sequences of `context` tokens on average may run side by side: at most `most`."""
-    if not goal.is_set or not model.is_known:
+    if not goal.is_set or model.num_steps < LEARNT:
         return Knob(most, "bound")
     empty_s, row_s = model.seconds(StepShape()), model.row_s + model.context_s * context
     if empty_s + row_s > goal.goal_s:

@@ -16,7 +16,7 @@ from common.requests.token_goal import TokenGoal
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SamplingParams
-from decode_worker.scheduler import PATIENCE_S, DecodeScheduler
+from decode_worker.scheduler import PATIENCE, DecodeScheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.token_gaps import TokenGaps
 
@@ -50,8 +50,9 @@ def test_as_many_run_as_keep_the_goal_and_the_others_wait() -> None:
     plan = scheduler()
     decoding(plan, 20)
     assert (len(plan.running), plan.num_waiting, plan.batch_cap.reason) == (15, 5, "goal")
-    assert len(plan.schedule(PATIENCE_S, MODEL).chunks) == 15
-    assert len(plan.schedule(PATIENCE_S + 0.1, MODEL).chunks) == 20, "who has waited for long runs, too"
+    patience_s = PATIENCE * plan.goal.goal_s
+    assert len(plan.schedule(patience_s, MODEL).chunks) == 15
+    assert len(plan.schedule(patience_s + 0.1, MODEL).chunks) == 20, "one that has waited for long runs, too"
     plan.check_integrity()
 
 
@@ -76,13 +77,13 @@ def test_a_prompt_gets_what_the_sequences_leave_of_the_goal() -> None:
 
 
 def test_a_goal_that_nothing_keeps_changes_nothing() -> None:
-    plan, slow = scheduler(), StepModel(fixed_s=0.06, row_s=1e-3, token_s=1e-3, num_steps=9)
+    plan, slow = scheduler(), StepModel(fixed_s=0.06, row_s=1e-3, token_s=1e-3, num_steps=99)
     decoding(plan, 20, slow)
     assert (len(plan.running), plan.batch_cap.reason) == (20, "missed")
 
 
 def test_the_least_batch_runs_whatever_the_goal() -> None:
-    plan, slow = scheduler(), StepModel(fixed_s=0.045, row_s=1e-3, num_steps=9)
+    plan, slow = scheduler(), StepModel(fixed_s=0.045, row_s=1e-3, num_steps=99)
     decoding(plan, 20, slow)
     assert (len(plan.running), plan.batch_cap.reason) == (LEAST_BATCH, "least")
 
@@ -93,7 +94,7 @@ def test_tokens_are_the_true_ones_whatever_the_knobs(
 ) -> None:
     monkeypatch.setattr(StepFit, "observe", lambda *observed: None)
     rig = make_engine(slo_tpot_s=goal_s, num_blocks=48, chunk=48, max_draft_tokens=3)
-    rig.engine.step_fit.model = StepModel(fixed_s=0.002, token_s=4e-4, row_s=1e-3, num_steps=9)
+    rig.engine.step_fit.model = StepModel(fixed_s=0.002, token_s=4e-4, row_s=1e-3, num_steps=99)
     rig.mix(5)
 
 

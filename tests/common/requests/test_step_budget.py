@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from common.latency.step_model import StepModel, StepShape
 from common.requests.step_budget import (
     EFFICIENT,
+    LEARNT,
     LEAST_BATCH,
     LEAST_CHUNK,
     LEAST_STEP,
@@ -27,7 +28,7 @@ MODELS = st.builds(
     **{name: st.floats(0, 0.1) for name in ("fixed_s", "floor_s", "row_s")},
     **{name: st.floats(0, 1e-3) for name in ("token_s", "context_s")},
     pair_s=st.floats(0, 1e-6),
-    num_steps=st.just(1),
+    num_steps=st.just(100),
 )
 
 
@@ -37,7 +38,10 @@ def test_without_a_goal_the_bounds_hold() -> None:
 
 
 def test_while_nothing_is_known_the_bounds_hold() -> None:
-    new, no_prompts = StepModel(), msgspec.structs.replace(MODEL, token_s=0.0, pair_s=0.0)
+    new, no_prompts = (
+        msgspec.structs.replace(MODEL, num_steps=LEARNT - 1),
+        msgspec.structs.replace(MODEL, token_s=0.0, pair_s=0.0),
+    )
     assert local_chunk(no_prompts, ROWS, 0, GOAL, 128) == batch_cap(new, 500, GOAL, 128) == Knob(128, "bound")
     assert prefill_step(no_prompts, 0, 512, has_goals=True) == Knob(512, "bound")
 
