@@ -4,8 +4,8 @@ Every step holds one token of each decoding sequence (and draft tokens behind it
 `local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that a long prompt does not stall all
 streams; `common/requests/prompt_order.py` says whose. With a goal for the time of a token, predicted times say how many
 of these, and how many sequences run side by side (`common/requests/step_budget.py`); one that has waited for
-`PATIENCE` times as long runs besides. Grants for KV from prefill workers and local prefills take the same blocks, oldest
-first. Younger requests may pass one that does not fit, until they have taken as many blocks as it needs itself.
+`PATIENCE` times as long runs besides. Grants for KV from prefill workers and local prefills take the same blocks,
+oldest first. Younger requests may pass one that does not fit, until they have taken as many blocks as it needs itself.
 """
 
 from __future__ import annotations
