@@ -16,6 +16,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+MOST_TOKENS = 1 << 30
+"""Where tokens cost nothing."""
 Cost = Annotated[float, Meta(ge=0.0, le=1e6)]
 """Seconds; infinity and NaN would spread through every sum."""
 
@@ -96,6 +98,12 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         rows_s = self.row_s * shape.num_rows + self.context_s * shape.context
         return self.fixed_s + max(self.floor_s, prompt_s) + rows_s
 
+    def tokens_per_s(self, num_tokens: int) -> float:
+        """The rate of steps of so many tokens at the beginning of prompts; 0 while nothing is known of prompts."""
+        if not self.knows_prompts:
+            return 0.0
+        return num_tokens / max(1e-6, self.seconds(StepShape.of_prompt(0, num_tokens)))
+
     def steps_s(self, shape: StepShape, most_tokens: int, beside: StepShape = NOTHING) -> float:
         """The time of steps that compute `shape`, `most_tokens` prompt tokens each and `beside` in each of them."""
         if not shape.num_tokens:
@@ -115,8 +123,7 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         left_s = limit_s - self.seconds(beside) + self.floor_s
         if left_s < self.floor_s:
             return 0
-        if self.pair_s <= 0.0:
-            return int(left_s / self.token_s) if self.token_s > 0 else 1 << 30
-        # token * t + pair * ((start + t)^2 - start^2) = left_s, solved for t
+        # token * t + pair * ((start + t)^2 - start^2) = left_s, solved for t without a difference of near numbers
         linear = self.token_s + 2 * self.pair_s * start
-        return int(((linear * linear + 4 * self.pair_s * left_s) ** 0.5 - linear) / (2 * self.pair_s))
+        slope_s = linear + (linear * linear + 4 * self.pair_s * left_s) ** 0.5
+        return int(min(MOST_TOKENS, 2 * left_s / slope_s)) if slope_s > 0.0 else MOST_TOKENS

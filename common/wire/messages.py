@@ -186,7 +186,8 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     the first; `tokens_per_s` is that of all recent steps. `step_model` is fitted to the worker's steps; by it, the
     prompts that wait here take `waiting_s` seconds. The running sequences have `num_context_tokens` tokens. All of it
     counts the requests of the receiving router with a serial of at most `serial`. The last `BlockEvents` had the number
-    `block_sequence`; 0: the prefix cache has always been empty.
+    `block_sequence`; 0: the prefix cache has always been empty. At present `batch_cap` requests run side by side at
+    most, and a step computes at most `step_tokens` prompt tokens; 0: as the hello says.
     """
 
     worker_id: Name
@@ -210,6 +211,8 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     step_model: StepModel = StepModel()
     serial: Count = 0
     block_sequence: Count = 0
+    batch_cap: Count = 0
+    step_tokens: Count = 0
 
 
 class BlockEvents(Message, frozen=True, tag=25):

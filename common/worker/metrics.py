@@ -143,6 +143,18 @@ class WorkerMetrics:
             "From a stream's last token here to its safe arrival on another worker",
             SHORT_SECONDS,
         )
+        self._knob = Gauge(
+            "diptych_knob",
+            "Numbers that the worker chooses by itself: step_tokens, batch_cap, draft_tokens",
+            [*self._labels, "knob"],
+            registry=self.registry,
+        )
+        self._knob_changes = Counter(
+            "diptych_knob_changes",
+            "Times that the reason for such a number changed, by the new reason",
+            [*self._labels, "knob", "reason"],
+            registry=self.registry,
+        )
         self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
 
     def describe_cache(self, block_size: int, num_blocks: int, dtype: str) -> None:
@@ -154,6 +166,11 @@ class WorkerMetrics:
             registry=self.registry,
         )
         info.labels(*self._labels.values(), str(block_size), dtype, str(num_blocks)).set(1)
+
+    def set_knob(self, name: str, value: int, reason: str, *, is_new_reason: bool) -> None:
+        self._knob.labels(*self._labels.values(), name).set(value)
+        if is_new_reason:
+            self._knob_changes.labels(*self._labels.values(), name, reason).inc()
 
     def count_finished(self, reason: str) -> None:
         self._finished.labels(*self._labels.values(), reason).inc()

@@ -87,6 +87,8 @@ def heartbeat_of(
         step_model=status.step_model,
         serial=status.serials.get(router, 0),
         block_sequence=block_sequence,
+        batch_cap=status.batch_cap,
+        step_tokens=status.step_tokens,
     )
 
 

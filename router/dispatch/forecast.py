@@ -137,8 +137,9 @@ def rows_of(worker: Worker) -> StepShape:
 
 
 def step_tokens(worker: Worker) -> int:
-    """Prompt tokens that a step of the worker computes at most."""
-    return (worker.hello.max_step_tokens if worker.hello else 0) or 512
+    """Prompt tokens that a step of the worker computes at most, as it says."""
+    now = worker.beat.step_tokens if worker.beat else 0
+    return now or (worker.hello.max_step_tokens if worker.hello else 0) or 512
 
 
 def queued_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
@@ -181,7 +182,7 @@ def places_of(worker: Worker) -> int:
         return 1
     if beat.num_waiting and worker.num_available_blocks < SCARCE * hello.num_blocks:
         return max(1, beat.num_running + beat.num_transferring)
-    return max(1, hello.max_num_seqs)
+    return max(1, beat.batch_cap or hello.max_num_seqs)
 
 
 def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
