@@ -19,7 +19,9 @@ from common.wire.messages import (
 )
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
-from router.dispatch.core import MAX_PLACED_A_TURN, Actions, DispatchCore
+from router.dispatch.core import Actions, DispatchCore
+from router.dispatch.turns import MAX_PLACED_A_TURN
+from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 
 D = "tcp://d:1"
@@ -35,7 +37,7 @@ class Rig:
         self.registry = WorkerRegistry((), (D,), worker_timeout_s=1.0)
         actions = Actions(self.send, self.abort, self.call_later, self.woken.append)
         settings = RouterConfig(decode=(D,), **config)  # type: ignore[arg-type]
-        self.core = DispatchCore(settings, self.registry, actions)
+        self.core = DispatchCore(settings, self.registry, PrefixIndex(), actions)
 
     def send(self, address: str, message: Message) -> bool:
         self.sent.append(message)
