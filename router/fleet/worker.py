@@ -72,6 +72,7 @@ class Worker:
     `slowness`: the recent average of how many times later than predicted its first tokens came, at least 1.
     `observed_s`: how long requests have waited there for a first token; `lasting_s`: how long they have been decoded.
     `order`: its place among equal workers, of which each router has an order of its own.
+    `rivals`: how many requests other routers send to decode workers for each of this router's.
     `terms`: what forecasts derive from all this; the registry drops it with each change.
     `pool_model` is that of another worker of its pool, for as long as it has none.
 
@@ -108,6 +109,7 @@ class Worker:
     ended: Load = field(default_factory=Load)
     beat_at: float = 0.0
     order: int = 0
+    rivals: float = 0.0
     terms: object = None
 
     @property
