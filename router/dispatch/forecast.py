@@ -77,7 +77,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
 
     `rows` is what each step of a decode worker computes beside prompts, in `step_s` seconds. Prompts that the last
     report does not count yet take `fresh_s`, those that it counted `waiting_s`. `is_known`: the model is the worker's
-    own. A step computes at most `max_step_tokens` prompt tokens, a sequence has at most `max_tokens`.
+    own. A step computes at most `max_step_tokens` prompt tokens, a sequence has at most `max_tokens`. Since the report
+    other routers are likely to have sent prompts of `rivals_s`, and so many requests that there are `num_likely`.
     """
 
     model: StepModel
@@ -93,6 +94,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     waiting_s: float
     block_size: int
     max_tokens: int
+    rivals_s: float
+    num_likely: int
 
 
 def terms_of(worker: Worker) -> Terms:
@@ -101,13 +104,14 @@ def terms_of(worker: Worker) -> Terms:
     if not isinstance(terms, Terms):
         model, rows, max_step_tokens = model_of(worker), rows_of(worker), step_tokens(worker)
         beside = rows if worker.role == "decode" else StepShape()
+        fresh_s = model.steps_s(worker.fresh.prompt, max_step_tokens, beside)
         terms = worker.terms = Terms(
             model,
             worker.step_model.is_known,
             max_step_tokens,
             rows,
             model.seconds(rows),
-            model.steps_s(worker.fresh.prompt, max_step_tokens, beside),
+            fresh_s,
             worker.num_requests,
             places_of(worker),
             worker.num_available_blocks,
@@ -115,6 +119,8 @@ def terms_of(worker: Worker) -> Terms:
             worker.beat.waiting_s if worker.beat else 0.0,
             worker.hello.block_size if worker.hello else 1,
             worker.max_tokens if worker.hello else 0,
+            worker.rivals * fresh_s,
+            likely_requests(worker),
         )
     return terms
 
@@ -124,12 +130,22 @@ def model_of(worker: Worker) -> StepModel:
     return model if model.num_steps else UNKNOWN
 
 
+def likely_requests(worker: Worker) -> int:
+    """The worker's requests, with those that other routers are likely to have sent there since it reported.
+
+    They heard the same reports and choose by the same rule, so for each of this router's they sent as many as usual.
+    Without that each would fill the emptiest worker by itself.
+    """
+    return worker.num_requests + int(worker.rivals * worker.fresh.num_requests)
+
+
 def rows_of(worker: Worker) -> StepShape:
     """What each step of a decode worker computes beside prompts."""
     beat = worker.beat
+    num_requests = likely_requests(worker)
     if beat is None:
-        return StepShape.of_rows(worker.num_requests, 0)
-    num_rows = max(0, worker.num_requests - beat.num_waiting)
+        return StepShape.of_rows(num_requests, 0)
+    num_rows = max(0, num_requests - beat.num_waiting)
     context = beat.num_context_tokens
     if beat.num_running:  # those that are on their way are about as long as those that run
         context = context * num_rows // beat.num_running

@@ -240,7 +240,8 @@ class Placement:
         """Whether a decode worker can take the request at all; of many none is asked yet."""
         if self.shortlist.is_needed:
             return self.shortlist.has_ready("decode")
-        return any(worker.address not in deaf for worker in self.usable("decode", state))
+        accept, workers = _accepting("decode", state, deaf), self._registry.workers.values()
+        return any(worker.role == "decode" and worker.ready and accept(worker) for worker in workers)
 
     def _hits(self, state: RequestState) -> Mapping[int, PrefixHits]:
         """What workers hold of the prompt, by size of a block."""

@@ -72,7 +72,7 @@ class _Place(msgspec.Struct, frozen=True, gc=False):
         """Which of equal places is taken: the least. Tokens that are there already count as so many requests less."""
         worker = self.worker
         spared = min(MOST_SPARED, self.hits // HIT_TOKENS)
-        return (terms_of(worker).num_requests - spared, worker.num_dispatched, worker.order, worker.address)
+        return (terms_of(worker).num_likely - spared, worker.num_dispatched, worker.order, worker.address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,8 @@ def _is_better(cost_s: float, other_s: float) -> bool:
 
 def _prefill_place(worker: Worker, shape: RequestShape, now: float) -> _Place:
     forecast = on_prefill(worker, shape, now)
-    return _Place(worker, forecast, (False, worker.suspect, False), forecast.ttft_s)
+    cost_s = forecast.ttft_s + terms_of(worker).rivals_s
+    return _Place(worker, forecast, (False, worker.suspect, False), cost_s)
 
 
 def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:

@@ -20,6 +20,8 @@ MAX_SLOWNESS = 8.0
 """How many times later than predicted a first token counts at most."""
 MAX_FORGIVEN = 4
 """A router that was held up forgives silence for this many times `worker_timeout_s`."""
+MAX_RIVALS, RIVALS_SMOOTHING = 15.0, 0.2
+"""Requests of other routers for each of this one, at most; the share of one more sweep in their average."""
 SHOWN = 8
 """Workers that one line names."""
 NOT_READY = "connected, not ready yet"
@@ -51,6 +53,7 @@ class WorkerRegistry:
         self.next_serial = 1
         self._models: dict[Role, StepModel] = {}
         self._last_sweep: float | None = None
+        self._rivals = Ewma(RIVALS_SMOOTHING, start=0.0)
 
     # ------------------------------------------------------------ which workers there are
 
@@ -222,6 +225,7 @@ class WorkerRegistry:
                 died.append(worker)
             elif self._judge(worker, now):
                 died.append(worker)
+        self._compare_routers()
         return died
 
     def is_in_doubt(self, now: float) -> bool:
@@ -300,6 +304,16 @@ class WorkerRegistry:
         self._changed(worker)
 
     # ------------------------------------------------------------ inside
+
+    def _compare_routers(self) -> None:
+        """Find out how much other routers send: what decode workers report beside this router's own requests."""
+        decode = [worker for worker in self.workers.values() if worker.ready and worker.role == "decode"]
+        own = sum(worker.booked.num_requests - worker.fresh.num_requests for worker in decode)
+        if own:
+            reported = sum(worker.num_requests - worker.fresh.num_requests for worker in decode)
+            self._rivals.observe(min(MAX_RIVALS, max(0.0, reported / own - 1.0)))
+        for worker in self.workers.values():
+            worker.rivals = self._rivals.value
 
     def _changed(self, worker: Worker) -> None:
         worker.terms = None

@@ -106,6 +106,7 @@ class Worker:
     `observed_s`: how long requests have waited there for a first token, `observed_from` by the least priority that
     counts; `lasting_s`: how long they have been decoded.
     `order`: its place among equal workers, of which each router has an order of its own.
+    `rivals`: how many requests other routers send to decode workers for each of this router's.
     `terms`: what forecasts derive from all this; the registry drops it with each change.
     `pool_model` is that of another worker of its pool, for as long as it has none.
 
@@ -143,6 +144,7 @@ class Worker:
     ended: Load = field(default_factory=Load)
     beat_at: float = 0.0
     order: int = 0
+    rivals: float = 0.0
     terms: object = None
 
     @property

@@ -224,6 +224,38 @@ def test_a_decode_worker_that_computed_no_prompt_is_not_taken_for_a_fast_one():
     assert choice.prefill is not None
 
 
+def test_a_router_counts_on_others_that_fill_the_emptiest_worker_as_it_does():
+    loads = {"d0": {"num_running": 4, "num_context_tokens": 4000}, "d1": {"num_running": 1, "num_context_tokens": 1000}}
+    registry, picks = reported(**loads), Counter()
+    for worker in registry.workers.values():
+        worker.rivals = 3.0
+    for _ in range(4):
+        picks[(decode := choose(registry).decode).address] += 1
+        registry.book(decode.address, prompt=StepShape(), num_blocks=1)
+    assert picks == {"d0": 2, "d1": 2}, "alone it would send three to d1, and four routers twelve"
+
+
+def test_how_much_other_routers_send_is_seen_in_reports():
+    registry = reported()
+    registry.book("d0", prompt=StepShape(), num_blocks=1)
+    serial = registry.book("d1", prompt=StepShape(), num_blocks=1).serial
+    for now in range(40):
+        for address in ("d0", "d1"):
+            report(registry, address, num_running=4, num_context_tokens=400, serial=serial)
+            registry.workers[address].last_seen = float(now)
+        for address in ("p0", "p1"):
+            registry.workers[address].last_seen = float(now)
+        registry.sweep(float(now))
+    assert registry.workers["d0"].rivals == pytest.approx(3.0, rel=0.01)
+    for address in ("d0", "d1"):
+        report(registry, address, num_running=1, num_context_tokens=100, serial=serial)
+    for now in range(40, 58):
+        for worker in registry.workers.values():
+            worker.last_seen = float(now)
+        registry.sweep(float(now))
+    assert registry.workers["d0"].rivals < 0.1, "it is alone again"
+
+
 ROWS_ONLY = {"model": StepModel(fixed_s=5e-3, row_s=1e-4, num_steps=100)}
 
 
