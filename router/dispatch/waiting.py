@@ -79,17 +79,18 @@ class WaitingRequests:
         self._insert(state)
 
     def placed(self, state: RequestState) -> None:
-        """A waiting request got a place: its key pays for the prompt."""
-        priority, _ = group = _group(state)
-        self._floor[priority] = max(self._floor.get(priority, 0), self._num_tokens.get(group, 0))
-        self.charge(state, len(state.request.prompt_token_ids))
+        """A waiting request got a place: its key pays for the prompt, once the answer has begun no more."""
+        if state.request.request_id not in self._begun:
+            priority, _ = group = _group(state)
+            self._floor[priority] = max(self._floor.get(priority, 0), self._num_tokens.get(group, 0))
+            self.charge(state, len(state.request.prompt_token_ids))
         self._num_turns = 0 if state is next(iter(self._states.values()), None) else self._num_turns + 1
         self.discard(state)
 
     def charge(self, state: RequestState, num_tokens: int) -> None:
         """The key of a request got so many tokens."""
-        group = _group(state)
-        self._num_tokens[group] = self._num_tokens.get(group, 0) + num_tokens
+        priority, _ = group = _group(state)
+        self._num_tokens[group] = max(self._num_tokens.get(group, 0), self._floor.get(priority, 0)) + num_tokens
 
     def discard(self, state: RequestState) -> None:
         """The request was placed, or is over. Does nothing for one that does not wait."""

@@ -111,6 +111,8 @@ def test_a_prompt_waits_in_the_router_while_every_worker_has_enough() -> None:
     assert sorted(address for address, _ in rig.sent) == rig.addresses
     rig.ask("next")
     assert rig.held == ["next"] and len(rig.placed) == 2
+    demand = rig.core.demand(0.0, 0.0)
+    assert demand.held["decode"] == 0, "to be held is not to lack a worker"
     rig.first_token(first[1])
     rig.run(rig.now + 0.001)
     assert rig.sent[-1][0] == first[1].prefill.address and rig.placed[-1] == "next" and not rig.held
@@ -144,6 +146,13 @@ def test_requests_of_higher_priority_do_not_see_those_below() -> None:
     assert rig.placed[-1] == "i0", "5.4 s of prompts of lower priority wait, and it has a goal of a second"
     assert rig.core.states["i0"].forecast.wait_s == 0.0
     assert (batch[5].held_s, batch[5].forecast.wait_s) == pytest.approx((0.3, 1.5))
+
+
+def test_workers_hear_of_goals_and_priority() -> None:
+    rig = Rig(request_class=("name=fast,ttft_ms=700,tpot_ms=30,priority=3",))
+    rig.ask("a", of="fast")
+    _, sent = rig.sent[-1]
+    assert (sent.ttft_s, sent.tpot_s, sent.priority) == (0.7, 0.03, 3)
 
 
 def test_a_class_is_refused_by_its_own_goal_alone() -> None:
