@@ -179,6 +179,18 @@ def test_a_patient_class_waits_no_longer_than_requests_may() -> None:
         rig.ask("late", of="batch")
 
 
+def test_those_that_are_held_will_take_places_of_the_batch_too() -> None:
+    rig = Rig(num_prefill=0, max_wait_s=20.0)
+    rig.registry.on_request_finished("tcp://d:1", 64 * 2.0)  # a place becomes free every two seconds
+    rig.beat("tcp://d:1", num_running=64, num_context_tokens=6400, waiting_s=1.0, num_waiting=1)
+    for i in range(8):
+        rig.ask(f"r{i}")
+    assert len(rig.held) == 8 and rig.core.waiting.held_s == pytest.approx(8 * 0.164, rel=0.1)
+    rig.ask("ninth")
+    with pytest.raises(Overloaded, match=r"would wait about 22\.0 s, the most it may is 20 s"):
+        rig.ask("late")
+
+
 def test_who_is_held_too_long_hears_why() -> None:
     rig, _ = full(queue_timeout_s=1.0)
     state = rig.ask("next")
