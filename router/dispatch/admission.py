@@ -230,9 +230,9 @@ class Admission:
         first = None if choice is None else choice.prefill or choice.decode
         if choice is None or first is None:
             return None
-        held_s = self._holding.ahead_s(one.priority, key) if self._holding.concerns(choice) else 0.0
+        held_s, num_held = self._holding.ahead(one.priority, key) if self._holding.concerns(choice) else (0.0, 0)
         meanwhile_s = choice.forecast.prompt_s if choice.prefill is not None else 0.0
-        predicted_s = waiting_s(first, choice.decode, now, one.priority, held_s, meanwhile_s)
+        predicted_s = waiting_s(first, choice.decode, now, one.priority, held_s, num_held, meanwhile_s)
         limit_s, own_s = self._limit_s(one.name), 0.0
         if one.ttft_s > 0 and choice.forecast.is_known:
             own_s = min(choice.forecast.prompt_s, (1.0 - LEAST_SHARE) * limit_s)
@@ -313,17 +313,19 @@ def waiting_s(
     now: float,
     priority: int = -MAX_PRIORITY,
     held_s: float = 0.0,
+    num_held: int = 0,
     meanwhile_s: float = 0.0,
 ) -> float:
     """Seconds that a prompt waits at `first`, which computes it, and its answer for a place at `decode`.
 
-    A worker that has computed nothing yet counts as idle, unless others wait there. The router holds prompts that take
-    `held_s` seconds before it. A place that becomes free while the prompt is computed, for `meanwhile_s` seconds,
-    delays nothing.
+    A worker that has computed nothing yet counts as idle, unless others wait there. The router holds `num_held`
+    requests before it for each decode worker, whose prompts take `held_s` seconds of `first`. A place that becomes free
+    while the prompt is computed, for `meanwhile_s` seconds, delays nothing.
     """
     is_known = first.step_model.is_known
     prompts_s = wait_s(first, now, priority) if is_known else first.observed_from.get(priority, first.observed_s)
-    return max(prompts_s + held_s, place_s(decode, priority=priority) - meanwhile_s if decode is not None else 0.0)
+    batch_s = place_s(decode, priority=priority, num_more=num_held) if decode is not None else 0.0
+    return max(prompts_s + held_s, batch_s - meanwhile_s)
 
 
 def refusal(predicted_s: float, limit_s: float, others_s: float = 0.0) -> Overloaded | None:

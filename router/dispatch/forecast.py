@@ -176,18 +176,22 @@ def wait_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
     return max(queued_s(worker, now, priority) * worker.slowness.value, observed_s)
 
 
-def place_s(worker: Worker, least_s: float = 0.0, num_after: int = 0, priority: int = -MAX_PRIORITY) -> float:
+def place_s(
+    worker: Worker, least_s: float = 0.0, num_after: int = 0, priority: int = -MAX_PRIORITY, num_more: int = 0
+) -> float:
     """Seconds until the worker's batch has a place for one more: Little's law over the requests that wait before it.
 
     A request takes at least `least_s` there. The last `num_after` of the worker's requests do not count, and of those
     that wait for a place, as many are passed as are of lower priority among all; one place at least must become free.
+    `num_more` will come before it.
     """
     terms = terms_of(worker)
     num_before = terms.num_requests - num_after + 1 - terms.num_places
-    if num_before <= 0:
-        return 0.0
     if num_before > 1 and (num_lower := worker.booked.below(priority)[1]):
         num_before = max(1, num_before - num_before * num_lower // worker.booked.num_requests)
+    num_before += num_more
+    if num_before <= 0:
+        return 0.0
     return num_before * max(worker.service_s.value, worker.lasting_s, least_s) / terms.num_places
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from common.latency.step_model import StepShape
-from router.dispatch.forecast import model_of, queued_s, step_tokens
+from router.dispatch.forecast import model_of, place_s, queued_s, step_tokens
 from router.dispatch.policy import Choice
 from router.dispatch.request_state import RequestState
 from router.dispatch.waiting import WaitingRequests
@@ -49,15 +49,22 @@ class Holding:
         )
         return min(spans_s, default=0.0)
 
-    def ahead_s(self, priority: int, key: str) -> float:
-        """Seconds that held prompts take of each worker before a new one of this priority and key."""
-        return self._waiting.ahead_s(priority, key) / self._num_workers if self._waiting.num_held else 0.0
+    def ahead(self, priority: int, key: str) -> tuple[float, int]:
+        """What held requests before a new one of this priority and key take: seconds of each worker that computes
+        prompts, and places of each decode worker."""
+        if not self._waiting.num_held:
+            return 0.0, 0
+        seconds, num = self._waiting.ahead(priority, key)
+        return seconds / self._num_workers, -(-num // max(1, len(self._registry.ready("decode"))))
 
     def waits(self, now: float) -> Iterator[tuple[RequestState, float]]:
         """Held requests in turn, with the seconds until a worker takes each."""
+        decode = self._registry.ready("decode")
+        first = min(decode, key=place_s, default=None)
         before_s = 0.0
-        for state in self._waiting.held(now):
-            yield state, before_s / self._num_workers
+        for number, state in enumerate(self._waiting.held(now)):
+            batch_s = place_s(first, num_more=number // len(decode)) if first is not None else 0.0
+            yield state, max(before_s / self._num_workers, batch_s)
             before_s += state.held_s or 0.0
 
     @property

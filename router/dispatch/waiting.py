@@ -34,10 +34,11 @@ Turn = tuple[float, int, float, str]
 
 @dataclass(slots=True)
 class _Line:
-    """The waiting requests of a group. Those that are held have `held_s` seconds of prompts."""
+    """The waiting requests of a group. The `num_held` that are held have `held_s` seconds of prompts."""
 
     turns: list[Turn] = field(default_factory=list)
     held_s: float = 0.0
+    num_held: int = 0
 
     def in_turn(self, now: float) -> list[str]:
         """Ids, those that cannot be in time any more behind those that can."""
@@ -79,17 +80,18 @@ class WaitingRequests:
         self._insert(state)
 
     def placed(self, state: RequestState) -> None:
-        """A waiting request got a place: its key pays for the prompt."""
-        priority, _ = group = _group(state)
-        self._floor[priority] = max(self._floor.get(priority, 0), self._num_tokens.get(group, 0))
-        self.charge(state, len(state.request.prompt_token_ids))
+        """A waiting request got a place: its key pays for the prompt, once the answer has begun no more."""
+        if state.request.request_id not in self._begun:
+            priority, _ = group = _group(state)
+            self._floor[priority] = max(self._floor.get(priority, 0), self._num_tokens.get(group, 0))
+            self.charge(state, len(state.request.prompt_token_ids))
         self._num_turns = 0 if state is next(iter(self._states.values()), None) else self._num_turns + 1
         self.discard(state)
 
     def charge(self, state: RequestState, num_tokens: int) -> None:
         """The key of a request got so many tokens."""
-        group = _group(state)
-        self._num_tokens[group] = self._num_tokens.get(group, 0) + num_tokens
+        priority, _ = group = _group(state)
+        self._num_tokens[group] = max(self._num_tokens.get(group, 0), self._floor.get(priority, 0)) + num_tokens
 
     def discard(self, state: RequestState) -> None:
         """The request was placed, or is over. Does nothing for one that does not wait."""
@@ -119,19 +121,17 @@ class WaitingRequests:
                 seen.add(request_id)
                 yield state
 
-    def ahead_s(self, priority: int, key: str, own_s: float = 0.0) -> float:
-        """Seconds of held prompts that are computed before a new one, which takes `own_s` itself.
-
-        Other keys of its priority get as much as its own.
-        """
-        line = self._lines.get((priority, key))
-        mine_s = own_s + (line.held_s if line is not None else 0.0)
-        others = (
-            line.held_s if group[0] > priority else min(line.held_s, mine_s)
-            for group, line in self._lines.items()
-            if group[0] >= priority and group != (priority, key)
-        )
-        return mine_s - own_s + sum(others)
+    def ahead(self, priority: int, key: str) -> tuple[float, int]:
+        """Seconds of held prompts before a new request, and their number. Other keys get as much as its own."""
+        mine = self._lines.get((priority, key), _Line())
+        held_s, num_held = mine.held_s, mine.num_held
+        for group, line in self._lines.items():
+            if group[0] > priority:
+                held_s, num_held = held_s + line.held_s, num_held + line.num_held
+            elif group[0] == priority and group[1] != key:
+                held_s += min(line.held_s, mine.held_s)
+                num_held += min(line.num_held, mine.num_held)
+        return held_s, num_held
 
     def held(self, now: float) -> list[RequestState]:
         """Held requests, in turn."""
@@ -169,12 +169,14 @@ class WaitingRequests:
         turn = self._turns[state.request.request_id] = _turn(state)
         insort(line.turns, turn)
         line.held_s += state.held_s or 0.0
+        line.num_held += state.held_s is not None
 
     def _remove(self, state: RequestState) -> None:
         group, turn = _group(state), self._turns.pop(state.request.request_id)
         line = self._lines[group]
         del line.turns[bisect_left(line.turns, turn)]
-        line.held_s = line.held_s - (state.held_s or 0.0) if line.turns else 0.0
+        line.held_s -= state.held_s or 0.0
+        line.num_held -= state.held_s is not None
         if not line.turns:
             del self._lines[group]
             if self._num_tokens.get(group, 0) <= self._floor.get(group[0], 0):

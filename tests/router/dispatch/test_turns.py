@@ -112,6 +112,8 @@ def test_a_prompt_waits_in_the_router_while_every_worker_has_enough() -> None:
     assert sorted(address for address, _ in rig.sent) == rig.addresses
     rig.ask("next")
     assert rig.held == ["next"] and len(rig.placed) == 2
+    demand = rig.core.demand(0.0, 0.0)
+    assert demand.held["decode"] == 0, "to be held is not to lack a worker"
     rig.first_token(first[1])
     rig.run(rig.now + 0.001)
     assert rig.sent[-1][0] == first[1].prefill.address and rig.placed[-1] == "next" and not rig.held
@@ -147,6 +149,13 @@ def test_requests_of_higher_priority_do_not_see_those_below() -> None:
     assert (batch[5].held_s, batch[5].forecast.wait_s) == pytest.approx((0.3, 1.5))
 
 
+def test_workers_hear_of_goals_and_priority() -> None:
+    rig = Rig(request_class=("name=fast,ttft_ms=700,tpot_ms=30,priority=3",))
+    rig.ask("a", of="fast")
+    _, sent = rig.sent[-1]
+    assert (sent.ttft_s, sent.tpot_s, sent.priority) == (0.7, 0.03, 3)
+
+
 def test_a_class_is_refused_by_its_own_goal_alone() -> None:
     rig = Rig()
     for i in range(2):
@@ -169,6 +178,18 @@ def test_a_patient_class_waits_no_longer_than_requests_may() -> None:
         rig.ask(f"b{i}", 300, of="batch")
     with pytest.raises(Overloaded, match=r"about 2\.1 s, the most it may is 2 s"):
         rig.ask("late", of="batch")
+
+
+def test_those_that_are_held_will_take_places_of_the_batch_too() -> None:
+    rig = Rig(num_prefill=0, max_wait_s=20.0)
+    rig.registry.on_request_finished("tcp://d:1", 64 * 2.0)  # a place becomes free every two seconds
+    rig.beat("tcp://d:1", num_running=64, num_context_tokens=6400, waiting_s=1.0, num_waiting=1)
+    for i in range(8):
+        rig.ask(f"r{i}")
+    assert len(rig.held) == 8 and rig.core.waiting.held_s == pytest.approx(8 * 0.164, rel=0.1)
+    rig.ask("ninth")
+    with pytest.raises(Overloaded, match=r"would wait about 22\.0 s, the most it may is 20 s"):
+        rig.ask("late")
 
 
 def test_who_is_held_too_long_hears_why() -> None:

@@ -124,8 +124,8 @@ def test_what_is_held_ahead_of_a_new_request() -> None:
     queue = queue_of(*states)
     for state, prompt_s in zip(states, (1.0, 0.5, 8.0, 3.0, 50.0), strict=True):
         queue.hold(state, prompt_s)
-    assert queue.ahead_s(0, "mine") == 1.0 + 0.5 + 1.0 + 3.0, "as much of each other key as of its own"
-    assert queue.ahead_s(5, "new") == 0.0
+    assert queue.ahead(0, "mine") == (1.0 + 0.5 + 1.0 + 3.0, 4), "as much of each other key as of its own"
+    assert queue.ahead(5, "new") == (0.0, 0)
     assert queue.held_s == 62.5 and queue.num_held == 5
     queue.discard(states[2])
     queue.placed(states[3])
