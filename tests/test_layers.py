@@ -32,7 +32,8 @@ ROOMS = {
         "grammar", "model", "sampling", "runner", "worker", "requests",
     ),
     "router": (
-        "discovery", "fleet", "dispatch", "text", "observe", "auth", "request", "generation", "api", "server", "local",
+        "discovery", "fleet", "dispatch", "planner", "text", "observe", "auth", "request", "generation", "api",
+        "server", "local",
     ),
 }  # fmt: skip
 HEAVY = ("torch", "triton", "transformers", "safetensors")

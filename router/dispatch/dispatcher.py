@@ -130,10 +130,10 @@ class Dispatcher:
         states, limit_s = self._states.values(), self._admission.limit_s
         return DispatchLoad.of(states, self.fleet, self._counters, limit_s, self._clock())
 
-    def demand(self, p95_token_s: float, slo_s: float) -> Demand:
+    def demand(self, slo_s: float) -> Demand:
         """The load that autoscalers read; see `DemandMeter.measure`."""
         queue, workers = self._queue.values(), self.fleet.registry.workers.values()
-        return self._demand.measure(self._states.values(), queue, workers, p95_token_s, slo_s)
+        return self._demand.measure(self._states.values(), queue, workers, slo_s)
 
     # ------------------------------------------------------------ for the fleet
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.observe.recent_quantile import RecentQuantile
 from common.observe.sliding_window import SlidingWindow
 
 WINDOW_S, NUM_SLOTS = 60.0, 12
@@ -44,7 +43,6 @@ class SLOWindow:
     def __init__(self, ttft_s: float, tpot_s: float, window_s: float = WINDOW_S) -> None:
         self.ttft_s, self.tpot_s = ttft_s, tpot_s
         self._ttft, self._tpot = RecentShare(window_s), RecentShare(window_s)
-        self._gaps = RecentQuantile(window_s)
 
     @property
     def has_goals(self) -> bool:
@@ -53,10 +51,6 @@ class SLOWindow:
     def first_token(self, ttft_s: float, now: float) -> None:
         """A first token came."""
         self._ttft.add(ttft_s <= self.ttft_s, now)
-
-    def gap(self, token_s: float, now: float) -> None:
-        """A token came `token_s` after the one before it."""
-        self._gaps.observe(token_s, now)
 
     def finished(self, tpot_s: float, now: float) -> None:
         """A sequence ended well."""
@@ -70,7 +64,3 @@ class SLOWindow:
         """The share of sequences that kept each goal, by its name."""
         goals = (("ttft", self.ttft_s, self._ttft), ("tpot", self.tpot_s, self._tpot))
         return {name: share.value(now) for name, goal_s, share in goals if goal_s > 0}
-
-    def p95_token_s(self, now: float) -> float:
-        """Seconds that 95 % of the tokens after the first took at most; 0 without any."""
-        return self._gaps.quantile(0.95, now)
