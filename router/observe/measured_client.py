@@ -55,9 +55,9 @@ class MeasuredClient:
                 self._window.finished(token_s, now)
                 self._load.token_time(token_s, now)
             if num_tokens:
-                self._load.ended(SampledRequest(len(request.prompt_token_ids), num_cached, num_tokens))
+                self._load.ended(SampledRequest(len(request.prompt_token_ids), num_cached, num_tokens), now)
             elif refused:
-                self._load.refused(len(request.prompt_token_ids))
+                self._load.refused(len(request.prompt_token_ids), now)
             await stream.aclose()
 
     def check_room(self, is_longer: Callable[[int], bool]) -> None:

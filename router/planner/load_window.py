@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.observe.recent_quantile import RecentQuantile
@@ -16,8 +17,10 @@ from router.planner.load import OfferedLoad, SampledRequest
 SLOT_S, NUM_SLOTS = 5.0, 24
 NUM_RECENT, NUM_LATEST = 12, 3
 """Slots of the rate: a minute. A burst shows in the latest ones before it shows in that."""
-NUM_REMEMBERED, NUM_SAMPLED = 512, 48
-SIGNIFICANT = 2.5
+NUM_REMEMBERED, REMEMBERED_S, FEWEST_REMEMBERED = 1024, 300.0, 64
+"""Requests that the sample is made of: the latest, none older than so long unless there are fewer than the third."""
+NUM_SAMPLED = 40
+SIGNIFICANT = 3.0
 """Standard errors by which a rate must differ from the minute's before it counts as a burst or as a trend."""
 FEWEST_ARRIVALS = 20
 """For an estimate of burstiness."""
@@ -36,7 +39,7 @@ class LoadWindow:
 
     def __init__(self, quantile: float = 0.95) -> None:
         self._arrivals = SlidingWindow(SLOT_S * NUM_SLOTS, NUM_SLOTS, _Slot)
-        self._requests: deque[SampledRequest] = deque(maxlen=NUM_REMEMBERED)
+        self._requests: deque[tuple[float, SampledRequest]] = deque(maxlen=NUM_REMEMBERED)
         self._ttft, self._tpot = RecentQuantile(), RecentQuantile()
         self._quantile = quantile
         self._last_arrival: float | None = None
@@ -50,15 +53,15 @@ class LoadWindow:
         self._last_arrival = now
         self._first_at = now if self._first_at is None else self._first_at
 
-    def refused(self, num_prompt: int) -> None:
-        """A request was refused that would have computed this prompt, and answered like others."""
-        known = self._requests[-1] if self._requests else SampledRequest(num_prompt, 0, ASSUMED_OUTPUT)
+    def refused(self, num_prompt: int, now: float) -> None:
+        """A request was refused that would have computed this prompt, and answered like the one before it."""
+        known = self._requests[-1][1] if self._requests else SampledRequest(num_prompt, 0, ASSUMED_OUTPUT)
         cached = int(num_prompt * known.num_cached / known.num_prompt) if known.num_prompt else 0
-        self._requests.append(SampledRequest(num_prompt, cached, known.num_output))
+        self._requests.append((now, SampledRequest(num_prompt, cached, known.num_output)))
 
-    def ended(self, request: SampledRequest) -> None:
+    def ended(self, request: SampledRequest, now: float) -> None:
         """A request was served."""
-        self._requests.append(request)
+        self._requests.append((now, request))
 
     def first_token(self, ttft_s: float, now: float) -> None:
         """A first token came `ttft_s` after its request."""
@@ -91,7 +94,7 @@ class LoadWindow:
             rate=rate,
             rate_ahead=min(ahead, 4.0 * now_rate),  # nothing is known of what lies further ahead
             burstiness=_burstiness(counts),
-            requests=self._sample(),
+            requests=self._sample(now),
             idle_s=math.inf if self._last_arrival is None else now - self._last_arrival,
         )
 
@@ -103,10 +106,24 @@ class LoadWindow:
         num_known = min(len(slots), max(1, math.ceil((now - self._first_at) / SLOT_S)))
         return [slot.num_arrived if slot else 0 for slot in slots[-num_known:]]
 
-    def _sample(self) -> tuple[SampledRequest, ...]:
-        """Evenly over the remembered requests, the latest included."""
-        step = max(1, math.ceil(len(self._requests) / NUM_SAMPLED))
-        return tuple(list(self._requests)[::-1][::step])
+    def _sample(self, now: float) -> tuple[SampledRequest, ...]:
+        """Averages of groups of remembered requests of about one length.
+
+        A random sample of so few would change from look to look, and the pools with it.
+        """
+        while len(self._requests) > FEWEST_REMEMBERED and self._requests[0][0] < now - REMEMBERED_S:
+            self._requests.popleft()
+        ordered = sorted((one for _, one in self._requests), key=lambda one: (one.num_uncached, one.num_output))
+        num_groups = min(NUM_SAMPLED, len(ordered))
+        edges = [index * len(ordered) // num_groups for index in range(num_groups + 1)] if num_groups else []
+        return tuple(_average(ordered[begin:end]) for begin, end in zip(edges, edges[1:], strict=False))
+
+
+def _average(requests: Sequence[SampledRequest]) -> SampledRequest:
+    sums = [
+        sum(each) for each in zip(*((one.num_prompt, one.num_cached, one.num_output) for one in requests), strict=True)
+    ]
+    return SampledRequest(*(round(total / len(requests)) for total in sums))
 
 
 def _trend(counts: list[int]) -> tuple[float, float]:
@@ -126,10 +143,14 @@ def _trend(counts: list[int]) -> tuple[float, float]:
 
 
 def _burstiness(counts: list[int]) -> float:
-    """Variance over mean of the numbers of arrivals, from differences of neighbours, which a trend does not change."""
+    """Variance over mean of the numbers of arrivals, from differences of neighbours, which a trend does not change.
+
+    The largest is left out: it may be the one step of a load that is steady before and after.
+    """
     total = sum(counts)
-    if total < FEWEST_ARRIVALS or len(counts) < 2:
+    if total < FEWEST_ARRIVALS or len(counts) < 2 * NUM_LATEST:
         return 1.0
-    differences = [(after - before) ** 2 for before, after in zip(counts, counts[1:], strict=False)]
-    variance = sum(differences) / len(differences) / 2
-    return min(MOST_BURSTINESS, max(1.0, variance * len(counts) / total))
+    differences = sorted((after - before) ** 2 for before, after in zip(counts, counts[1:], strict=False))[:-1]
+    found = sum(differences) / len(differences) / 2 * len(counts) / total
+    chance = 2.0 * math.sqrt(3.0 / len(differences))  # two standard errors of the estimate where the truth is 1
+    return min(MOST_BURSTINESS, max(1.0, found - chance))

@@ -19,9 +19,9 @@ from router.planner.load import OfferedLoad
 from router.planner.pool import Bounds, Fleet, Goals, PoolState
 from router.planner.sizing import Need, Prediction, fit, parts, predict, size
 
-KEEP_MARGIN = 1.15
+KEEP_MARGIN = 1.1
 """A pool shrinks only to what holds this many times the load."""
-LEAST_HOLD_S, STARTS_HELD = 60.0, 2.0
+LEAST_HOLD_S, STARTS_HELD = 90.0, 1.0
 """A need lasts for so long before a pool shrinks to it, and at least for so many starts of a worker."""
 ASSUMED_START_S = 30.0
 """Before the first start was measured."""
