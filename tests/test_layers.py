@@ -23,6 +23,13 @@ ALLOWED = {
 EXCEPTIONS: dict[str, set[str]] = {
     # It runs the real worker processes around random weights.
     "benchmarks/gpu_worker.py": {"decode_worker.process", "prefill_worker.process"},
+    # They run the router's own planner in virtual time.
+    "benchmarks/planner.py": {"router.planner.load", "router.planner.planner", "router.planner.pool"},
+    "benchmarks/planner_rules.py": {
+        *("router.planner.load", "router.planner.load_window", "router.planner.planner", "router.planner.pool"),
+        "router.planner.sizing",
+    },
+    "benchmarks/planner_world.py": {"router.planner.forecast", "router.planner.load", "router.planner.pool"},
 }
 # The rooms of a package, from the lowest to the highest: each imports only those before it.
 ROOMS = {

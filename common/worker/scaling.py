@@ -70,13 +70,13 @@ def pressure(work: DecodeWork, slo_tpot_s: float) -> float:
     """
     coming = 1.0 + work.num_waiting / work.num_held if work.num_held else 1.0
     by_memory = work.kv_usage * coming / KV_TARGET
-    if slo_tpot_s <= 0.0 or not work.model.is_known:
+    num_rows = work.num_held + work.num_waiting
+    if slo_tpot_s <= 0.0 or not num_rows or not work.model.is_known:
         return by_memory
     goal_s = reachable_goal_s(work.model, work.context_each, slo_tpot_s)
-    num_rows = work.num_held + work.num_waiting
     step_s = work.model.seconds(StepShape.of_rows(num_rows, round(num_rows * work.context_each)))
-    by_speed = num_rows / max(1.0, work.model.most_rows(work.context_each, goal_s)) * max(1.0, goal_s / step_s)
-    return max(by_memory, by_speed)
+    faster = goal_s / step_s if 0.0 < step_s < goal_s else 1.0
+    return max(by_memory, faster * num_rows / max(1.0, work.model.most_rows(work.context_each, goal_s)))
 
 
 def active_requests(status: EngineStatus) -> int:

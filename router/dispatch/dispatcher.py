@@ -62,7 +62,7 @@ class Dispatcher:
             self.fleet.abort,
             self._clock,
         )
-        has_prefill = bool(config.prefill or config.prefill_services)
+        has_prefill = bool(config.prefill or config.prefill_services or config.discovery_file)
         self._demand = DemandMeter(has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self._queue, self._counters)
         self._admission = Admission(self.fleet.registry, policy, config, self._counters)

@@ -52,6 +52,7 @@ def test_a_goal_that_a_lone_row_misses_does_not_fill_an_idle_worker() -> None:
 
 def test_without_a_model_pressure_is_memory() -> None:
     assert pressure(work(0.4, 60, model=StepModel()), 0.05) == 0.5
+    assert pressure(work(0.0, 0, model=StepModel(token_s=1e-4, num_steps=9)), 0.05) == 0.0, "rows that take no time"
 
 
 def test_prompts_behind_a_full_decode_pool_ask_for_no_prefill_worker() -> None:
