@@ -99,12 +99,16 @@ class LoadWindow:
         )
 
     def _counts(self, now: float) -> list[int]:
-        """Arrivals by slot, oldest first: complete slots, and since the first arrival only."""
-        slots = self._arrivals.series(now)[:-1]
+        """Arrivals by slot, oldest first: complete slots, and since the first arrival only.
+
+        The slot of the first arrival is not a whole one; it counts only while there is no other.
+        """
         if self._first_at is None:
             return []
-        num_known = min(len(slots), max(1, math.ceil((now - self._first_at) / SLOT_S)))
-        return [slot.num_arrived if slot else 0 for slot in slots[-num_known:]]
+        num_known = int(now / SLOT_S) - int(self._first_at / SLOT_S)
+        slots = self._arrivals.series(now)[:-1][-num_known:] if num_known else []
+        found = [slot.num_arrived if slot else 0 for slot in slots]
+        return found[1:] if 1 < num_known == len(found) else found
 
     def _sample(self, now: float) -> tuple[SampledRequest, ...]:
         """Averages of groups of remembered requests of about one length.

@@ -14,6 +14,7 @@ from router.planner.pool import PoolState, WorkerKind
 
 LOST_S = 60.0
 """A worker that has been silent for longer is gone."""
+STARTING = (WorkerState.UNKNOWN, WorkerState.CONNECTED)
 SHARE_SMOOTHING = 0.2
 MOST_ROUTERS = 64.0
 
@@ -82,12 +83,12 @@ def _state(pool: Sequence[Worker], kind: WorkerKind, num_unschedulable: int, now
     ready = [worker for worker in pool if worker.ready]
     silent = [worker for worker in pool if _is_silent(worker, now)]
     draining = [worker for worker in pool if worker.state is WorkerState.DRAINING or worker.withheld]
-    starting = [worker for worker in pool if not worker.has_served and not worker.withheld and not worker.ready]
+    starting = [worker for worker in pool if not worker.has_served and not worker.withheld and worker.state in STARTING]
     num_waiting = sum(worker.beat.num_waiting for worker in ready if worker.beat)
     return PoolState(
         kind=kind,
         num_ready=len(ready),
-        num_starting=len([worker for worker in starting if worker.state is not WorkerState.DEAD]) + num_unschedulable,
+        num_starting=len(starting) + num_unschedulable,
         num_unschedulable=num_unschedulable,
         num_silent=len(silent),
         num_draining=len(draining),
