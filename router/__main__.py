@@ -49,7 +49,7 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
     from router.observe.pool_metrics import PoolCollector
     from router.observe.slo import SLOWindow
     from router.planner.load_window import LoadWindow
-    from router.planner.loop import PlanLoop
+    from router.planner.loop import PlanLoop, scaler_of
     from router.server.app import build_app
     from router.server.server import serve, stop_on_signals
     from router.text.pipeline import TextPipeline
@@ -72,6 +72,7 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
         load,
         lambda: dispatcher.fleet.registry.workers.values(),
         lambda: dispatcher.demand(window.tpot_s).held,
+        scaler_of(config),
         has_prefill=bool(config.prefill or config.prefill_services or config.discovery_file),
     )
     metrics.registry.register(PlanCollector(lambda: planning.outlook, {"model_name": name, "engine": ENGINE}))

@@ -135,3 +135,8 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
     def check(self) -> None:
         super().check()
         self.check_silence("worker_timeout_s")
+
+    def check_start(self) -> None:
+        super().check_start()
+        if self.planner == "kubernetes":
+            self.cluster.namespace(self.discovery_namespace, "discovery_namespace")

@@ -12,6 +12,13 @@ DEFAULT_MOST = 64
 """Of a pool, where no other bound is set."""
 
 
+_NAME = {
+    "pattern": r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?",
+    "expects": "a name as Kubernetes takes it",
+    "metavar": "NAME",
+}
+
+
 @dataclass(frozen=True)
 class PlannerSettings(Config):
     """Whether a router plans the sizes of the pools, and what it may plan."""
@@ -67,6 +74,22 @@ class PlannerSettings(Config):
         group="Scaling",
         **DURATION,
     )
+    prefill_deployment: str = setting(
+        "",
+        "with --planner kubernetes: the Deployment of the prefill workers, in the namespace of discovery; empty: there "
+        "is none",
+        group="Scaling",
+        **_NAME,
+    )
+    decode_deployment: str = setting(
+        "", "with --planner kubernetes: the Deployment of the decode workers", group="Scaling", **_NAME
+    )
+    planner_lease: str = setting(
+        "diptych-planner",
+        "with --planner kubernetes: the Lease that the one router holds which scales the Deployments",
+        group="Scaling",
+        **_NAME,
+    )
     planner_interval_s: float = setting(
         5.0, "seconds between two looks of the planner", group="Scaling", ge=0.1, le=300
     )
@@ -77,6 +100,7 @@ class PlannerSettings(Config):
 
     def check(self) -> None:
         super().check()
+        self._check_kubernetes()
         for role in ("prefill", "decode"):
             least, most = getattr(self, f"min_{role}"), getattr(self, f"max_{role}")
             if 0 < most < least:
@@ -84,3 +108,16 @@ class PlannerSettings(Config):
         cheapest = self.min_prefill * self.price_prefill + max(1, self.min_decode) * self.price_decode
         if 0.0 < self.max_cost < cheapest:
             raise ConfigError("max_cost", self.max_cost, f"at least {cheapest:g}, the cost of the fewest workers, or 0")
+
+    def _check_kubernetes(self) -> None:
+        scales = self.planner == "kubernetes"
+        for role in ("prefill", "decode"):
+            name = getattr(self, f"{role}_deployment")
+            if name and not scales:
+                raise ConfigError(f"{role}_deployment", name, "empty without --planner kubernetes")
+            if name and not getattr(self, f"max_{role}"):
+                raise ConfigError(f"max_{role}", 0, "at least 1 with --planner kubernetes")
+        if scales and not self.decode_deployment:
+            raise ConfigError("decode_deployment", "", "the name of a Deployment with --planner kubernetes")
+        if scales and not self.planner_lease:
+            raise ConfigError("planner_lease", "", "the name of a Lease with --planner kubernetes")

@@ -31,7 +31,8 @@ DISCOVERY = (
     *("discovery", "prefill_services", "decode_services", "discovery_namespace", "discovery_interval_s"),
     "discovery_file",
 )
-ROUTER_OWN = OWN | {"prefill", "decode", "planner", *DISCOVERY}
+PLANNER = ("planner", "prefill_deployment", "decode_deployment", "planner_lease")
+ROUTER_OWN = OWN | {"prefill", "decode", *PLANNER, *DISCOVERY}
 ADDRESSES = ("host", "port", "kv_port", "http_port", "advertise_host", "allow_remote", "address_file")
 WORKER_OWN = OWN | {"worker_id", "core_share", "pod_deletion_cost", *ADDRESSES}
 

@@ -48,6 +48,16 @@ def planner_of(config: RouterConfig) -> Planner:
     return Planner(goals, bounds, budget=config.max_cost, idle_s=config.scale_to_zero_s)
 
 
+def scaler_of(config: RouterConfig) -> Scaler | None:
+    """Who carries out the plan of this router; None where others read it. Raises ConfigError."""
+    if config.planner != "kubernetes":
+        return None
+    # Imported here, because no other router needs this HTTP client.
+    from router.planner.kubernetes_scaler import KubernetesScaler
+
+    return KubernetesScaler.of(config)
+
+
 class PlanLoop:
     """Owned by the router's event loop. `outlook` is the latest look; None before the first.
 
