@@ -70,7 +70,8 @@ class PlannerSettings(Config):
     )
     scale_to_zero_s: float = setting(
         300.0,
-        "seconds without a request after which a pool whose minimum is 0 is planned with no worker",
+        "seconds without a need for it after which a pool whose minimum is 0 is planned with no worker; at least 90, "
+        "and the time that a worker takes to start",
         group="Scaling",
         **DURATION,
     )

@@ -6,6 +6,7 @@ predicts all requests on a pool that there may be.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from router.planner.queueing import NO_LIMIT, Wait, late, peak, response_quantil
 MOST_USED = 0.9
 """Share of a worker's KV blocks, and of its time, that a pool is planned to use: the rest is for the unforeseen."""
 NO_ROWS = StepShape()
+CACHED = 32
+"""Results that are kept: one plan asks for the same times again and again."""
 MOST_ERROR = 0.5
 """A model's error counts up to this; predictions are longer by so much."""
 
@@ -32,6 +35,18 @@ def packed_s(kind: WorkerKind, request: SampledRequest) -> float:
     num_steps = prompt.num_tokens / max(1, kind.step_tokens)
     computed_s = model.token_s * prompt.num_tokens + model.pair_s * prompt.num_pairs
     return num_steps * model.fixed_s + max(num_steps * model.floor_s, computed_s)
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _alone_s(requests: tuple[SampledRequest, ...], kind: WorkerKind, beside: StepShape) -> tuple[float, ...]:
+    """Of each request, with the model's error."""
+    return tuple(careful(kind) * alone_s(kind, request, beside) for request in requests)
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _packed_s(requests: tuple[SampledRequest, ...], kind: WorkerKind) -> tuple[float, ...]:
+    """Of each request, with the model's error."""
+    return tuple(careful(kind) * packed_s(kind, request) for request in requests)
 
 
 def careful(kind: WorkerKind) -> float:
@@ -70,15 +85,14 @@ def of_prompts(load: OfferedLoad, kind: WorkerKind, num_workers: int, beside: St
     """
     if not load.requests or load.rate <= 0.0:
         return PromptForecast()
-    factor = careful(kind)
-    alone = [factor * alone_s(kind, request, beside) for request in load.requests]
+    alone = _alone_s(load.requests, kind, beside)
     if num_workers <= 0:
-        return PromptForecast(NO_LIMIT, tuple(alone), math.inf)
-    packed = [min(a, factor * packed_s(kind, request)) for a, request in zip(alone, load.requests, strict=True)]
+        return PromptForecast(NO_LIMIT, alone, math.inf)
+    packed = [min(a, p) for a, p in zip(alone, _packed_s(load.requests, kind), strict=True)]
     by_alone, by_packed = (load.rate * sum(each) / len(each) / num_workers for each in (alone, packed))
     used = by_alone / (1.0 + by_alone - by_packed)
     service = [p + (a - p) * (1.0 - used) for a, p in zip(alone, packed, strict=True)]
-    return PromptForecast(wait(num_workers, load.rate, service, load.burstiness), tuple(alone), by_packed)
+    return PromptForecast(wait(num_workers, load.rate, service, load.burstiness), alone, by_packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +127,13 @@ def of_decode(
     if not load.requests or (load.rate <= 0.0 and least_rows <= 0.0):
         return DecodeForecast()
     model, factor = kind.model, careful(kind)
-    num_output = sum(max(1, one.num_output) for one in load.requests) / len(load.requests)
-    tokens, squares = _context(load)
+    num_output, tokens, squares = _context(load.requests)
     lone_s = factor * model.seconds(StepShape.of_rows(1, round(tokens)))
     if num_workers <= 0:
         return DecodeForecast(math.inf, math.inf, lone_s, math.inf, math.inf)
     fixed_s = factor * (model.fixed_s + model.floor_s)
     row_s = factor * (model.row_s + model.context_s * tokens)
-    prompt_s = factor * sum(packed_s(kind, one) for one in local.requests) / max(1, len(local.requests))
+    prompt_s = sum(_packed_s(local.requests, kind)) / max(1, len(local.requests))
     share_left = 1.0 - local.rate * prompt_s / num_workers  # of a worker's time, beside prompts
     busy = load.rate * num_output / num_workers / share_left if share_left > 0.0 else math.inf  # tokens a second
     used = busy * row_s
@@ -144,13 +157,14 @@ def of_decode(
     )
 
 
-def _context(load: OfferedLoad) -> tuple[float, float]:
-    """Mean and mean square of a running sequence's tokens: long answers run for longer."""
+@functools.lru_cache(maxsize=CACHED)
+def _context(requests: tuple[SampledRequest, ...]) -> tuple[float, float, float]:
+    """Mean tokens of an answer; mean and mean square of a running sequence's tokens: long answers run for longer."""
     weight = mean = square = 0.0
-    for one in load.requests:
+    for one in requests:
         num_output = max(1, one.num_output)
         tokens = one.num_prompt + num_output / 2
         weight += num_output
         mean += num_output * tokens
         square += num_output * tokens**2
-    return mean / weight, square / weight
+    return weight / len(requests), mean / weight, square / weight

@@ -38,9 +38,13 @@ class PoolObserver:
         }
 
     def num_routers(self, workers: Collection[Worker]) -> float:
-        """How many times this router's own load all routers have together, by the requests that workers report."""
-        own = sum(worker.booked.num_requests for worker in workers if worker.ready)
-        total = sum(max(worker.num_requests, worker.booked.num_requests) for worker in workers if worker.ready)
+        """How many times this router's own load all routers have together, by the requests that decode workers report.
+
+        A prefill worker still reports a prompt whose first token has come: it holds the KV until that is taken.
+        """
+        decode = [worker for worker in workers if worker.ready and worker.role == "decode"]
+        own = sum(worker.booked.num_requests for worker in decode)
+        total = sum(max(worker.num_requests, worker.booked.num_requests) for worker in decode)
         if own:
             self._others.observe(min(MOST_ROUTERS, total / own))
         return self._others.value
