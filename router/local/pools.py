@@ -35,7 +35,8 @@ class Gauges:
 
     @classmethod
     def of(cls, page: str) -> Gauges:
-        lines = "\n".join(line for line in page.splitlines() if line.startswith((WANTED, REQUESTS)))
+        whole = page.rpartition("\n")[0]  # of a router that died meanwhile the last line may be a part
+        lines = "\n".join(line for line in whole.splitlines() if line.startswith((WANTED, REQUESTS)))
         samples = [sample for family in text_string_to_metric_families(lines + "\n") for sample in family.samples]
         return cls(
             {one.labels["role"]: int(one.value) for one in samples if one.name == WANTED},

@@ -29,6 +29,8 @@ other{role="decode"} 9.0
 def test_the_plan_is_read_from_the_gauges() -> None:
     assert Gauges.of(PAGE) == Gauges({"prefill": 0, "decode": 3}, {"decode-0": 7.0})
     assert Gauges.of("") == Gauges({}, {})
+    for end in range(len(PAGE)):
+        assert Gauges.of(PAGE[:end]).wanted.get("decode", 3) == 3, "half a page"
 
 
 def test_autoscale_has_bounds() -> None:
