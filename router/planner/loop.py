@@ -27,6 +27,9 @@ from router.planner.start_times import StartTimes
 
 log = logging.getLogger(__name__)
 
+REMIND_S = 60.0
+"""How often the log says anew what is missing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
@@ -81,6 +84,7 @@ class PlanLoop:
         self._scaler, self._clock, self._roles = scaler, clock, roles
         self._planner, self._observer = planner_of(config), PoolObserver(roles)
         self._starts = StartTimes(ASSUMED_START_S)
+        self._unmet, self._unmet_at = "", 0.0
         self.outlook: Outlook | None = None
         self.failure = ""
         self._task: asyncio.Task[None] | None = None
@@ -143,7 +147,16 @@ class PlanLoop:
                 if 0.0 < seconds < math.inf:
                     fields[f"predicted_{name}"] = seconds * 1e3
             log.info("the plan wants workers", extra=fields)
-        if plan.unmet != (before.unmet if before else "") and plan.unmet:
-            log.warning("the goals cannot be met: %s", plan.unmet)
+        self._log_unmet(plan.unmet)
         if plan.held != (before.held if before else ""):
             log.warning("the plan %s", f"is held: {plan.held}" if plan.held else "is made again")
+
+    def _log_unmet(self, unmet: str) -> None:
+        """Say that the goals cannot be met, again when the numbers have changed, once a minute; and the end of it."""
+        now = self._clock()
+        if not unmet and self._unmet:
+            log.info("the goals can be met again")
+            self._unmet = ""
+        elif unmet != self._unmet and (not self._unmet or now - self._unmet_at >= REMIND_S):
+            log.warning("the goals cannot be met: %s", unmet)
+            self._unmet, self._unmet_at = unmet, now

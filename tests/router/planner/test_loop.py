@@ -168,14 +168,26 @@ def test_a_look_becomes_a_plan_a_log_line_and_gauges(caplog: pytest.LogCaptureFi
 
 
 def test_infeasible_goals_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    planning, window, now = loop(registry(prefill=beat("prefill"), decode=beat("decode")), slo_tpot_ms=2.0)
+    workers = registry(prefill=beat("prefill"), decode=beat("decode"))
+    planning, window, now = loop(workers, slo_tpot_ms=2.0)
     for second in range(30):
         window.arrived(float(second))
         window.ended(SampledRequest(100, 0, 20), float(second))
     now[0] = 30.0
-    for _ in range(3):
+    planning.look()
+    for number in range(1, 10):  # another number at each look
+        slower = StepModel(fixed_s=0.01 * number, row_s=3e-5, num_steps=99)
+        workers.on_heartbeat(DECODE, beat("decode", slower), 30.0)
         planning.look()
     assert caplog.text.count("TPOT of 2 ms at p95 cannot be met") == 1
+    for second in range(30, 95):
+        window.arrived(float(second), 3)
+    now[0] = 95.0
+    workers.on_heartbeat(PREFILL, beat("prefill", step=2), 95.0)
+    slower = StepModel(fixed_s=0.02, row_s=3e-5, num_steps=199)
+    workers.on_heartbeat(DECODE, beat("decode", slower, step=2), 95.0)
+    planning.look()
+    assert caplog.text.count("TPOT of 2 ms at p95 cannot be met") == 2
 
 
 async def test_the_scaler_gets_each_plan_but_none_without_data() -> None:
