@@ -42,6 +42,13 @@ EXCEPTIONS: dict[str, set[str]] = {
     },
     # It runs them around a model that waits.
     "benchmarks/paced_worker.py": {"decode_worker.process", "prefill_worker.process"},
+    # They run the router's own planner in virtual time.
+    "benchmarks/planner.py": {"router.planner.load", "router.planner.planner", "router.planner.pool"},
+    "benchmarks/planner_rules.py": {
+        *("router.planner.load", "router.planner.load_window", "router.planner.planner", "router.planner.pool"),
+        "router.planner.sizing",
+    },
+    "benchmarks/planner_world.py": {"router.planner.forecast", "router.planner.load", "router.planner.pool"},
 }
 # The rooms of a package, from the lowest to the highest: each imports only those before it.
 ROOMS = {
@@ -51,7 +58,8 @@ ROOMS = {
         "grammar", "model", "sampling", "runner", "worker", "requests",
     ),
     "router": (
-        "discovery", "fleet", "dispatch", "text", "observe", "auth", "request", "generation", "api", "server", "local",
+        "discovery", "fleet", "dispatch", "planner", "text", "observe", "auth", "request", "generation", "api",
+        "server", "local",
     ),
 }  # fmt: skip
 HEAVY = ("torch", "triton", "transformers", "safetensors")

@@ -12,10 +12,11 @@ from common.config.cluster import DiscoverySettings
 from common.config.common import CommonConfig
 from common.config.field import DURATION, HOST, PORT, TIMEOUT, setting
 from common.config.request_class import EXPECTS, RequestClass, request_classes
+from common.config.scaling import PlannerSettings
 
 
 @dataclass(frozen=True)
-class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings):
+class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSettings):
     """The router: HTTP in front, workers behind. It holds the tokeniser, never the weights."""
 
     section: ClassVar[str] = "router"
@@ -146,6 +147,11 @@ class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings):
         super().check()
         self.check_silence("worker_timeout_s")
         request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms)
+
+    def check_start(self) -> None:
+        super().check_start()
+        if self.planner == "kubernetes":
+            self.cluster.namespace(self.discovery_namespace, "discovery_namespace")
 
     @cached_property
     def classes(self) -> Mapping[str, RequestClass]:

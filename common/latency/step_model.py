@@ -10,6 +10,7 @@ because it reads all weights; the others are that of decode (Zhong et al., "Dist
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -117,6 +118,17 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             computed_s += max(self.floor_s, (1.0 - share) * prompt_s)
         rows_s = self.row_s * beside.num_rows + self.context_s * beside.context
         return -int(-num_steps // 1) * (self.fixed_s + rows_s) + computed_s
+
+    def most_rows(self, context_each: float, limit_s: float) -> float:
+        """The most decoded rows, each of which sees `context_each` tokens, in a step of at most `limit_s`.
+
+        Not rounded: a pool's load is a sum of shares. At least 0; infinity where rows take no time.
+        """
+        each_s = self.row_s + self.context_s * context_each
+        left_s = limit_s - self.fixed_s - self.floor_s
+        if each_s <= 0.0:
+            return math.inf if left_s >= 0.0 else 0.0
+        return max(0.0, left_s / each_s)
 
     def most_tokens(self, start: int, beside: StepShape, limit_s: float) -> int:
         """The most prompt tokens from `start` on that a step of at most `limit_s` holds beside `beside`."""

@@ -76,7 +76,7 @@ class DispatchCore:
         self._deadlines: dict[str, Cancel] = {}
         policy = policy or RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold)
         self._placement = Placement(registry, policy, self._index, actions.send, actions.abort)
-        self.has_prefill = bool(config.prefill or config.prefill_services)
+        self.has_prefill = bool(config.prefill or config.prefill_services or config.discovery_file)
         self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self.waiting, self.counters)
         holding = Holding(registry, self.waiting)
@@ -141,10 +141,10 @@ class DispatchCore:
         """How long a new request of each class may wait now, in seconds."""
         return self._admission.limits_s
 
-    def demand(self, p95_token_s: float, slo_s: float) -> Demand:
+    def demand(self, slo_s: float) -> Demand:
         """The load that autoscalers read; see `DemandMeter.measure`."""
         workers = self._registry.workers.values()
-        return self._demand.measure(self.states.values(), self.waiting, workers, p95_token_s, slo_s)
+        return self._demand.measure(self.states.values(), self.waiting, workers, slo_s)
 
     # ------------------------------------------------------------ what happens to workers
 

@@ -100,9 +100,9 @@ class Dispatcher:
             core.states.values(), self.fleet, core.counters, self._classes, core.wait_limits_s, self._clock()
         )
 
-    def demand(self, p95_token_s: float, slo_s: float) -> Demand:
+    def demand(self, slo_s: float) -> Demand:
         """The load that autoscalers read; see `DemandMeter.measure`."""
-        return self.core.demand(p95_token_s, slo_s)
+        return self.core.demand(slo_s)
 
     # ------------------------------------------------------------ for the fleet
 

@@ -29,7 +29,7 @@ class PoolCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         now = self._clock()
         fleet, window = self._dispatcher.fleet, self._window
-        demand = self._dispatcher.demand(window.p95_token_s(now), window.tpot_s)
+        demand = self._dispatcher.demand(window.tpot_s)
         unpaired = {("prefill",): len(fleet.pairing.prefill), ("decode",): len(fleet.pairing.decode)}
         attained = {(slo,): share for slo, share in window.attainment(now).items()}
         held = {(role,): num for role, num in demand.held.items()}

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from common.config.request_class import DEFAULT, RequestClass
-from common.observe.recent_quantile import RecentQuantile
 from common.observe.sliding_window import SlidingWindow
 
 WINDOW_S, NUM_SLOTS = 60.0, 12
@@ -70,7 +69,6 @@ class SLOWindow:
         self.tpot_s = min((one.tpot_s for one in classes if one.tpot_s > 0), default=0.0)
         any_ttft_s = max(one.ttft_s for one in classes)
         self._all = _Kept(RequestClass("all", any_ttft_s, self.tpot_s), RecentShare(window_s), RecentShare(window_s))
-        self._gaps = RecentQuantile(window_s)
 
     @classmethod
     def of(cls, classes: Mapping[str, RequestClass]) -> SLOWindow:
@@ -90,10 +88,6 @@ class SLOWindow:
         """A first token came."""
         self._add_ttft(name, ttft_s <= self.ttft_s(name), now)
 
-    def gap(self, token_s: float, now: float) -> None:
-        """A token came `token_s` after the one before it."""
-        self._gaps.observe(token_s, now)
-
     def finished(self, tpot_s: float, now: float, name: str = DEFAULT) -> None:
         """A sequence ended well."""
         self._add_tpot(name, tpot_s <= self._of(name).request_class.tpot_s, now)
@@ -109,10 +103,6 @@ class SLOWindow:
     def class_attainment(self, now: float) -> dict[str, dict[str, float]]:
         """The same by the name of the class."""
         return {name: kept.shares(now) for name, kept in self._kept.items()}
-
-    def p95_token_s(self, now: float) -> float:
-        """Seconds that 95 % of the tokens after the first took at most; 0 without any."""
-        return self._gaps.quantile(0.95, now)
 
     def _of(self, name: str) -> _Kept:
         return self._kept.get(name) or self._kept[DEFAULT]

@@ -80,9 +80,8 @@ async def attained(script: Script, *, take: int = 100) -> tuple[dict[str, float]
 
 
 async def test_a_stream_within_its_goals() -> None:
-    shares, window = await attained(Script((0.4, 1), (0.08, 1), (0.09, 1), (0.0, 0)))
+    shares, _ = await attained(Script((0.4, 1), (0.08, 1), (0.09, 1), (0.0, 0)))
     assert shares == {"ttft": 1.0, "tpot": 1.0}
-    assert window.p95_token_s(100.6) == pytest.approx(0.09, rel=0.05)
 
 
 async def test_a_stream_that_misses_both() -> None:
