@@ -95,6 +95,8 @@ class Turns:
         self.close()
         num_placed, is_full = 0, False
         for state in self._waiting.in_turn(now):
+            if is_full and self._waiting.num_held == len(self._waiting):
+                break
             if is_full and state.held_s is not None:
                 continue
             if self.try_place(state, now):

@@ -16,6 +16,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from router.dispatch.request_state import RequestState
 
@@ -115,7 +116,7 @@ class WaitingRequests:
     def in_turn(self, now: float) -> Iterator[RequestState]:
         """Each once, in the order in which places are given. Requests may be placed and discarded meanwhile."""
         seen: set[str] = set()
-        for request_id in (*list(self._begun), *self._by_priority(now)):
+        for request_id in chain(list(self._begun), self._by_priority(now)):
             yield from self._elder(now, seen)
             if request_id not in seen and (state := self._states.get(request_id)) is not None:
                 seen.add(request_id)

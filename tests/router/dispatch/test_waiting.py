@@ -79,6 +79,15 @@ def test_a_key_with_many_requests_does_not_starve_one_with_few() -> None:
     assert Counter(state.request.key for state in order)["few"] == 10
 
 
+def test_keys_take_turns_within_one_pass() -> None:
+    queue = queue_of(*(request(f"{key}{i}", key=key) for i in range(3) for key in "ab"))
+    order = []
+    for state in queue.in_turn(0.0):
+        order.append(state)
+        queue.placed(state)
+    assert names(order) == "a0b0a1b1a2b2"
+
+
 def test_keys_share_tokens_and_not_requests() -> None:
     long = [request(f"l{i}", key="long", num_tokens=400) for i in range(20)]
     short = [request(f"s{i}", key="short", num_tokens=100) for i in range(80)]
