@@ -1,6 +1,6 @@
 """The router's core: it chooses the workers of a request, and joins what they send into one token stream.
 
-dispatcher -> placement -> policy (pure), prefix_index (pure)
+dispatcher -> placement -> shortlist (pure), policy (pure), prefix_index (pure)
     └─────> fleet -> connection (ZeroMQ), registry (pure) -> worker
               └────> discovery: which addresses exist
 """
