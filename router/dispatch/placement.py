@@ -176,10 +176,11 @@ class Placement:
         state.begin_attempt()
 
     def remember(self, state: RequestState, assignment: Assignment, now: float) -> None:
-        """The worker holds the KV of the prompt and of the output so far: expect later prompts to hit it."""
+        """The worker holds the KV of all tokens so far but the last: expect later prompts to hit it."""
         worker = self._registry.workers[assignment.address]
         if worker.hello is not None and worker.epoch == assignment.epoch:
-            hashes = state.hashes(worker.identity.block_size)
+            size = worker.identity.block_size
+            hashes = state.hashes(size)[: (state.num_tokens - 1) // size]
             self._index.expect(worker.address, hashes, now, capacity=worker.identity.num_blocks)
 
     def usable(self, role: Role, state: RequestState) -> list[Worker]:
