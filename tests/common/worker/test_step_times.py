@@ -49,7 +49,7 @@ def test_before_the_model_is_known_steps_take_what_the_slowest_took() -> None:
     assert known(t64=0.5).limit_s(tokens(128), UNKNOWN) == FACTOR * 1.0
 
 
-def test_the_model_says_what_a_step_takes() -> None:
+def test_a_slow_worker_gets_its_time() -> None:
     times = known(FAST, t512=0.001)
     assert times.limit_s(FULL, FAST) == FLOOR_S
     assert times.limit_s(FULL, SLOW) == pytest.approx(FACTOR * SLOW.seconds(FULL))
