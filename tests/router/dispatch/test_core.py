@@ -97,7 +97,7 @@ def test_a_request_is_sent_and_its_tokens_wake_its_consumer() -> None:
 
 def test_what_has_no_worker_waits_in_order_and_is_placed_a_few_a_turn() -> None:
     rig = Rig()
-    names = [f"r{number}" for number in range(MAX_PLACED_A_TURN + 5)]
+    names = [f"r{number:02}" for number in range(MAX_PLACED_A_TURN + 5)]
     states = [rig.core.submit(request(name), 0.0) for name in names]
     assert [state.request.request_id for state in rig.core.waiting] == names
     assert all(state in rig.core.waiting for state in states) and not rig.requested

@@ -25,7 +25,7 @@ class Placing(Rig):
         self.deaf: set[str] = set()
         self.sent: list[str] = []
         self.placement = Placement(
-            self.registry, self.policy, self.index, self.send, lambda address, request_id, attempt: None, lambda: 0.0
+            self.registry, self.policy, self.index, self.send, lambda address, request_id, attempt: None
         )
 
     def send(self, address: str, message: Message) -> bool:
