@@ -128,6 +128,19 @@ def test_a_worker_that_stops_ends_its_streams_first(scenario: Callable[..., Scen
     assert up_s["decode-1"] > run.seconds
 
 
+def test_routers_miss_an_idle_worker_that_falls_silent(scenario: Callable[..., Scenario]) -> None:
+    """It had nothing to say for seconds: what they have not heard since then, they must notice."""
+    event = [{"at_s": at_s, "kind": "silence", "worker": f"decode-{n}"} for n, at_s in enumerate((5.0, 5.0002))]
+    made = scenario(event=event, decode={"count": 3}, load={"rates": [[0.0, 1.0], [3.0, 0.0], [9.0, 3.0]]}, routers=2)
+    simulation = Simulation(made)
+    found = Findings.of(simulation.run())
+    assert found.num_ok == found.num_requests
+    for router in simulation.routers:
+        states = {address: str(worker.state) for address, worker in router.registry.workers.items()}
+        assert states["tcp://decode-0:7001"] == states["tcp://decode-1:7001"] == "dead"
+        assert states["tcp://decode-2:7001"] == states["tcp://prefill-0:7001"] == "ready"
+
+
 def test_models_can_be_fitted_as_in_life(scenario: Callable[..., Scenario]) -> None:
     simulation = Simulation(scenario(fit=True))
     found = Findings.of(simulation.run())
