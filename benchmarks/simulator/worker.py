@@ -82,6 +82,7 @@ class SimulatedWorker(ABC, Generic[S]):
         self.world.clock.after(0.0 if ready else self.pool.start_s, lambda: self.become_ready(epoch))
 
     def become_ready(self, epoch: int) -> None:
+        """The process that was started as `epoch` serves from now on, unless it died meanwhile."""
         if not self._exists or epoch != self.epoch:
             return
         self._reset()

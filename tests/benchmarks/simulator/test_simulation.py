@@ -87,6 +87,13 @@ def test_each_policy_serves_all(scenario: Callable[..., Scenario], policy: str) 
     assert found.num_ok == found.num_requests > 5
 
 
+def test_one_pool_serves_alone(scenario: Callable[..., Scenario]) -> None:
+    run = simulate(scenario(prefill={"count": 0}, duration_s=4.0))
+    assert {request.outcome for request in run.requests} == {"ok"}
+    assert set(run.num_choices) == {"local"}
+    assert run.conserved.num_bytes == 0.0
+
+
 def test_turns_are_taken_and_shared_prefixes_are_followed(scenario: Callable[..., Scenario]) -> None:
     """The first prompts come before anything is cached; after that one worker of each pool has the prefix."""
     load = {"shared_prefix_len": 512, "input_len": "600", "output_len": "2"}
