@@ -28,7 +28,10 @@ from router.fleet.registry import WorkerRegistry
 
 
 class SimulatedRouter:
-    """See `Dispatcher` and `WorkerFleet`. `on_over` is told of each request that has ended."""
+    """See `Dispatcher` and `WorkerFleet`. `on_over` is told of each request that has ended.
+
+    `quiet` workers would say the same in their next heartbeats: all that would change is when they were last seen.
+    """
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class SimulatedRouter:
         self._hello = RouterHello(router_id=name.decode(), epoch=1)
         self._config = config
         self._woken: list[str] = []
+        self.quiet: set[str] = set()
         self._served: dict[str, tuple[SimulatedRequest, RequestState]] = {}
 
     # ------------------------------------------------------------ clients
@@ -103,14 +107,12 @@ class SimulatedRouter:
         self._serve_woken()
 
     def hear_beats(self, beats: Sequence[tuple[str, WorkerHeartbeat]]) -> None:
-        """Heartbeats have arrived. One that says nothing new to a router without work there only shows life."""
+        """Heartbeats of workers have arrived, by address."""
         now, workers = self._now, self.registry.workers
         for address, beat in beats:
-            known = workers[address]
-            if known.beat is beat and known.ready and not (known.fresh.is_used or known.ended.is_used):
-                known.last_seen = known.beat_at = known.step_changed = now
-            else:
-                self._lives.on_message(address, beat, now)
+            self._lives.on_message(address, beat, now)
+            if workers[address].ready and self.world.workers[address].still_says(self.name, beat):
+                self.quiet.add(address)
         self._serve_woken()
 
     def on_up(self, address: str) -> None:
@@ -124,6 +126,8 @@ class SimulatedRouter:
 
     def tick(self) -> None:
         """A heartbeat interval has passed."""
+        for address in self.quiet:
+            self.registry.workers[address].last_seen = self._now
         self._lives.sweep(self._now)
         self.index.expire(self._now)
         for address in self.registry.workers:
@@ -162,6 +166,7 @@ class SimulatedRouter:
         return self.world.clock.now
 
     def _send(self, address: str, message: Message) -> bool:
+        self.quiet.discard(address)
         return self.world.tell_worker(self.name, address, message)
 
     def _abort(self, address: str, request_id: str, attempt: int) -> None:

@@ -171,7 +171,8 @@ class Simulation:
                 worker.die(said=True)
         beating = [worker for worker in here if worker.alive]
         for name, router in world.routers.items():
-            beats = [(worker.address, worker.heartbeat(name)) for worker in beating]
+            told = [worker for worker in beating if worker.address not in router.quiet]
+            beats = [(worker.address, worker.heartbeat(name)) for worker in told]
 
             world.soon(partial(router.hear_beats, beats))
         world.clock.after(scenario.heartbeat_s / SLOTS, lambda: self._beat((slot + 1) % SLOTS))

@@ -60,13 +60,13 @@ class SimulatedWorker(ABC, Generic[S]):
     def __init__(self, world: World, pool: PoolSpec, name: str, address: str) -> None:
         self.world, self.pool, self.name, self.address = world, pool, name, address
         self.inbound, self.outbound = Link(f"{name} in", pool.link_rate), Link(f"{name} out", pool.link_rate)
-        self.slow_down(1.0)
         self.num_steps = self.num_prompt_tokens = self.num_output_tokens = 0
         self._chance = world.chance(name)
         self._began_at = self._past_up_s = 0.0
         self._exists = self.reachable = self.alive = False
         self.epoch = 0
         self._reset()
+        self.slow_down(1.0)
 
     def step_s(self, shape: StepShape) -> float:
         """The time of a step, without noise."""
@@ -82,6 +82,7 @@ class SimulatedWorker(ABC, Generic[S]):
         self.world.clock.after(0.0 if ready else self.pool.start_s, lambda: self.become_ready(epoch))
 
     def become_ready(self, epoch: int) -> None:
+        """The process that was started as `epoch` serves from now on, unless it died meanwhile."""
         if not self._exists or epoch != self.epoch:
             return
         self._reset()
@@ -94,6 +95,7 @@ class SimulatedWorker(ABC, Generic[S]):
         clock = self.world.clock
         if not self._exists:
             return
+        self.world.stir(self.address)
         if self.alive:
             self._settle()
             self._flush()
@@ -116,6 +118,7 @@ class SimulatedWorker(ABC, Generic[S]):
         """Take no new requests, and end once the last one has ended."""
         if self.alive:
             self._drains_since = self.world.clock.now
+            self.world.stir(self.address)
             self._beats.clear()
             self._beaten = None
         else:
@@ -164,6 +167,7 @@ class SimulatedWorker(ABC, Generic[S]):
     def take(self, command: object) -> None:
         if not self.alive:
             return
+        self.world.stir(self.address)
         self._inbox.append(command)
         if self._step_timer is not None:
             self._interrupt()
@@ -200,6 +204,10 @@ class SimulatedWorker(ABC, Generic[S]):
         beat = self._beats[router] = msgspec.structs.replace(self._beaten, serial=serial) if serial else self._beaten
         return beat
 
+    def still_says(self, router: bytes, beat: WorkerHeartbeat) -> bool:
+        """Whether this is what it would report until another command comes."""
+        return self.alive and self._step_timer is None and not self._inbox and self._beats.get(router) is beat
+
     def _report_load(self) -> WorkerHeartbeat:
         """What every router hears."""
         scheduler, model = self.scheduler, self.model
@@ -235,7 +243,10 @@ class SimulatedWorker(ABC, Generic[S]):
 
     def slow_down(self, factor: float) -> None:
         """From now on, steps take `factor` times as long as the pool's coefficients say."""
-        self.slowness, self._known_model = factor, self.pool.coefficients.model(self.world.scenario.noise, factor)
+        self._known_model = self.pool.coefficients.model(self.world.scenario.noise, factor)
+        self._beats.clear()
+        self._beaten = None
+        self.world.stir(self.address)
 
     # ------------------------------------------------------------ turns
 

@@ -60,7 +60,6 @@ class WorkerRegistry:
     def add(self, address: str, role: Role, withheld: str = "") -> None:
         """Add a worker at a new address."""
         self.workers[address] = Worker(address, role, withheld=withheld, order=_order(self.router_id, address))
-        self._ready.clear()
 
     def remove(self, address: str) -> None:
         """Forget the worker; releasing what was booked on it does nothing from now on."""
