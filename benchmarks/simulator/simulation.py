@@ -170,6 +170,8 @@ class Simulation:
             if worker.has_drained:
                 worker.die(said=True)
         beating = [worker for worker in here if worker.alive]
+        for worker in beating:
+            worker.tell_blocks()
         for name, router in world.routers.items():
             told = [worker for worker in beating if worker.address not in router.quiet]
             beats = [(worker.address, worker.heartbeat(name)) for worker in told]

@@ -17,12 +17,14 @@ from benchmarks.simulator.clock import Timer
 from benchmarks.simulator.network import Link
 from benchmarks.simulator.scenario import PoolSpec
 from benchmarks.simulator.world import World
+from common.kv.block_log import BlockLog
 from common.kv.block_pool import BlockPool
 from common.latency.step_fit import StepFit
 from common.latency.step_model import StepModel, StepShape
 from common.requests.scheduler import Scheduler
 from common.requests.sequence import WorkerSequence
 from common.wire.messages import (
+    BlockSnapshotRequest,
     Message,
     RequestFailed,
     RouterHello,
@@ -139,7 +141,9 @@ class SimulatedWorker(ABC, Generic[S]):
     def _reset(self) -> None:
         """As a new process is: nothing is known or cached."""
         pool, block_size = self.pool, self.world.scenario.model.block_size
-        self.scheduler = self._new_scheduler(BlockPool(pool.num_blocks, block_size))
+        self._block_log = BlockLog(self.epoch)
+        self._wanting: set[bytes] = set()  # routers that asked for a snapshot
+        self.scheduler = self._new_scheduler(BlockPool(pool.num_blocks, block_size, log=self._block_log))
         self.step_fit = StepFit()
         self._has_stepped = False
         self._inbox: list[object] = []
@@ -161,6 +165,8 @@ class SimulatedWorker(ABC, Generic[S]):
             return
         if isinstance(message, RouterHello):
             self.world.tell_router(router, self.address, (self.hello(), self.heartbeat(router)))
+        elif isinstance(message, BlockSnapshotRequest):
+            self._wanting.add(router)
         else:
             self.take(Received(router, message))
 
@@ -192,6 +198,16 @@ class SimulatedWorker(ABC, Generic[S]):
             weights=FINGERPRINT,
             max_step_tokens=self.pool.step_tokens,
         )
+
+    def tell_blocks(self) -> None:
+        """Tell every router what changed in the prefix cache, or all that is in it; before each heartbeat."""
+        events, (wanting, self._wanting) = self._block_log.take(), (self._wanting, set())
+        if events:
+            self._beats.clear()
+            self._beaten = None
+        for router in self.world.routers if events else wanting:
+            messages = self._block_log.snapshot() if router in wanting else events
+            self.world.tell_router(router, self.address, messages)
 
     def heartbeat(self, router: bytes) -> WorkerHeartbeat:
         """What it would report now. One that does nothing says the same again."""
@@ -232,6 +248,7 @@ class SimulatedWorker(ABC, Generic[S]):
             waiting_s=max(0.0, waiting_s - (self.world.clock.now - self._published_at)),
             num_context_tokens=scheduler.num_context_tokens + more_context,
             step_model=model,
+            block_sequence=self._block_log.sequence,
         )
 
     @property

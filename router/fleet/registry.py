@@ -222,7 +222,7 @@ class WorkerRegistry:
             if now - (worker.last_seen or 0.0) > self._worker_timeout_s:
                 self._end(worker, WorkerState.DEAD, f"silent for more than {self._worker_timeout_s:g} s")
                 died.append(worker)
-            elif self._judge(worker, now):
+            elif _is_stuck(worker, now) and self._judge(worker, now):
                 died.append(worker)
         self._compare_routers()
         return died
@@ -328,7 +328,7 @@ class WorkerRegistry:
         alive = was is not WorkerState.DEAD
         if beat is None or _misfit(worker):
             return False
-        if beat.ready and now - worker.step_changed > beat.turn_limit_s:
+        if _is_stuck(worker, now):
             if alive:
                 stuck = f"stuck at step {beat.step} for more than {beat.turn_limit_s:g} s"
                 self._end(worker, WorkerState.DEAD, stuck, keep_beat=True)
@@ -363,6 +363,12 @@ def _order(router_id: str, address: str) -> int:
     if not router_id:
         return 0
     return int.from_bytes(blake2b(f"{router_id} {address}".encode(), digest_size=6).digest())
+
+
+def _is_stuck(worker: Worker, now: float) -> bool:
+    """Whether its engine has not turned for longer than a turn may take."""
+    beat = worker.beat
+    return beat is not None and beat.ready and now - worker.step_changed > beat.turn_limit_s
 
 
 def _is_fresh(worker: Worker, booking: Booking) -> bool:
