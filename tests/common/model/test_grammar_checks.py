@@ -228,6 +228,8 @@ def test_what_was_not_found_out_is_asked_again(worker: Grammars) -> None:
     found: list[CompiledGrammar] = []
     os.kill(pid_of(worker._checks), signal.SIGSTOP)  # on a busy machine it would find out before it is killed
     assert worker.get(ENDLESS, lambda each: (found.append(each), lost.set())) is None
+    compiler = worker._checks._compiler
+    wait_until(lambda: compiler is not None and compiler._asked)  # else the next process is asked
     os.kill(pid_of(worker._checks), signal.SIGKILL)
     assert lost.wait(WAIT_S)
     assert found[0].problem and not found[0].is_final
