@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from common.kv.shared_memory import PeerMemory
 from common.requests.sequence import WorkerSequence
-from common.sampling.penalties import TokenCounts
 from common.wire.messages import DecodeRequest, KVOpen
 from common.wire.sampling_params import SampledToken, TokenLogprobs
 from decode_worker.draft_tokens import Lookup
+
+if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
+    from common.sampling.penalties import TokenCounts
 
 
 class RequestStatus(Enum):

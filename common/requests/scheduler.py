@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from common.errors import BlockError
-from common.grammar.grammar import Constraint
 from common.kv.block_pool import BlockCounts, BlockPool
 from common.latency.step_model import StepShape
 from common.requests.prompt_order import PromptOrder
 from common.requests.sequence import WorkerSequence
+
+if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
+    from common.grammar.grammar import Constraint
 
 S = TypeVar("S", bound=WorkerSequence)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from common.grammar.grammar import Constraint
 from common.kv.block_hash import BlockHasher
 from common.latency.step_model import StepShape
 from common.wire.messages import DecodeRequest, PrefillRequest
 from common.wire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
+    from common.grammar.grammar import Constraint
 
 
 @dataclass(slots=True, eq=False)

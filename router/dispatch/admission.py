@@ -125,11 +125,13 @@ class Admission:
     @property
     def limit_s(self) -> float:
         """How long a new request may wait now, in seconds."""
-        return self._patience.limit_s(self._turn_s(self._registry.ready("decode")))
+        if not self._patience.is_brief:  # then it does not depend on turns, of which there are many to look at
+            return self._patience.longest_s
+        return self._patience.limit_s(self._turn_s())
 
-    def _turn_s(self, decode: Iterable[Worker]) -> float:
+    def _turn_s(self) -> float:
         """Seconds between two requests that a worker begins, while more wait."""
-        turns_s = (worker.service_s.value / places_of(worker) for worker in decode)
+        turns_s = (worker.service_s.value / places_of(worker) for worker in self._registry.ready("decode"))
         return max(self._prompt_s.value, min(turns_s, default=0.0))
 
     def _counted(self, error: Overloaded) -> Overloaded:
@@ -143,15 +145,16 @@ class Admission:
         if choice is None or first is None:
             return None
         predicted_s = waiting_s(first, choice.decode, now)
-        turn_s = self._turn_s(self._registry.ready("decode"))
-        limit_s, own_s = self._patience.limit_s(turn_s), 0.0
+        limit_s, own_s = self.limit_s, 0.0
         if self._config.slo_ttft_ms > 0 and choice.forecast.is_known:
             own_s = min(choice.forecast.prompt_s, (1.0 - LEAST_SHARE) * limit_s)
-        return refusal(predicted_s, limit_s - own_s, self._others_s(turn_s, len(self._registry.ready(first.role))))
+        if predicted_s <= limit_s - own_s:
+            return None
+        return refusal(predicted_s, limit_s - own_s, self._others_s(len(self._registry.ready(first.role))))
 
-    def _others_s(self, turn_s: float, num_workers: int) -> float:
+    def _others_s(self, num_workers: int) -> float:
         """What those take that were refused before, and come back before a client that is refused now."""
-        return self._patience.num_refused * turn_s / max(1, num_workers)
+        return self._patience.num_refused * self._turn_s() / max(1, num_workers)
 
 
 def observed_waits_s(waits: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -63,14 +63,17 @@ class DispatchCore:
     `states` has every request between `submit` and `end`, by id; `waiting` those of them that are on no worker.
     """
 
-    def __init__(self, config: RouterConfig, registry: WorkerRegistry, actions: Actions) -> None:
+    def __init__(
+        self, config: RouterConfig, registry: WorkerRegistry, actions: Actions, policy: RoutingPolicy | None = None
+    ) -> None:
+        """Without a `policy`, the usual one routes."""
         self._config, self._registry, self._actions = config, registry, actions
         self.states: dict[str, RequestState] = {}
         self.waiting = WaitingRequests()
         self.counters = DispatchCounters()
         self._deadlines: dict[str, Cancel] = {}
         self._index = PrefixIndex()
-        policy = RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold)
+        policy = policy or RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold)
         self._placement = Placement(registry, policy, self._index, actions.send, actions.abort)
         self.has_prefill = bool(config.prefill or config.prefill_services)
         self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)

@@ -178,11 +178,7 @@ class Placement:
         A prefill worker needs room for two more tokens, if the answer may have them.
         """
         num_tokens = state.num_tokens + (1 if role == "decode" else min(2, state.num_remaining))
-        return [
-            worker
-            for worker in self._registry.ready(role)
-            if worker.max_tokens >= num_tokens and state.weights in (None, worker.identity.weights)
-        ]
+        return self._registry.ready_workers(role).usable(num_tokens, state.weights)
 
     def obstacle(self, state: RequestState, now: float) -> str:
         """Why the request has no place yet."""
@@ -209,8 +205,11 @@ class Placement:
         When no other worker is left, one that failed gets a second chance. A failed prefill worker gets none beside a
         decode worker, which can prefill itself.
         """
-        prefill = [worker for worker in self.usable("prefill", state) if worker.address not in deaf]
-        decode = [worker for worker in self.usable("decode", state) if worker.address not in deaf]
+        prefill, decode = self.usable("prefill", state), self.usable("decode", state)
+        if not deaf and not state.failed_lives:
+            return prefill, decode
+        prefill = [worker for worker in prefill if worker.address not in deaf]
+        decode = [worker for worker in decode if worker.address not in deaf]
         spared = [worker for worker in prefill if (worker.address, worker.epoch) not in state.failed_lives]
         others = [worker for worker in decode if (worker.address, worker.epoch) not in state.failed_lives]
         return (spared if decode else spared or prefill), (others or decode)

@@ -7,25 +7,16 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import zmq.asyncio
 
 from common.config import RouterConfig
 from common.wire.curve import Curve, warn_of_readers
-from common.wire.messages import (
-    Message,
-    PromptLogprobs,
-    RequestFailed,
-    RouterHeartbeat,
-    RouterHello,
-    TokenOutput,
-    ToRouter,
-    WorkerHeartbeat,
-    WorkerHello,
-)
+from common.wire.messages import Message, RouterHeartbeat, RouterHello, ToRouter, WorkerHello
 from router.discovery.endpoint import Endpoint
 from router.discovery.source import open_source
+from router.fleet.lives import FleetListener, WorkerLives
 from router.fleet.pairing import Pairing
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
@@ -46,31 +37,6 @@ TURNS_TO_LISTEN = 16
 judges a worker's silence."""
 
 
-class FleetListener(Protocol):
-    """Gets what workers send, and news of them. All calls come from the fleet's event loop."""
-
-    def on_output(self, address: str, output: TokenOutput) -> None: ...
-    def on_prompt_logprobs(self, address: str, prompt_logprobs: PromptLogprobs) -> None: ...
-    def on_failed(self, address: str, failed: RequestFailed) -> None: ...
-    def on_lost(self, address: str, reason: str) -> None:
-        """The worker's life ended: all requests on it have failed."""
-
-    def on_started(self, address: str) -> None:
-        """A worker with a new epoch said hello: its caches are empty."""
-
-    def on_ready(self, address: str) -> None:
-        """The worker may get work from now on."""
-
-    def on_tick(self, now: float) -> None:
-        """A heartbeat interval has passed."""
-
-    def uses(self, address: str) -> bool:
-        """Whether a request still needs the worker."""
-
-    def on_gone(self, address: str) -> None:
-        """The worker was removed, unused, and its connection closes."""
-
-
 class WorkerFleet:
     """Keeps a connection to each known worker, and its state in `registry` up to date.
 
@@ -89,12 +55,13 @@ class WorkerFleet:
         self.router_id = secrets.token_hex(8)
         self.failure = ""
         self._listener, self._clock, self._heartbeat_s = listener, clock, config.heartbeat_s
+        self._lives = WorkerLives(self.registry, listener, self._greet)
         self._hello = RouterHello(router_id=self.router_id, epoch=secrets.randbits(48))
         self._beat = RouterHeartbeat(router_id=self.router_id)
         self._curve = Curve.load(config.curve_key, config.curve_authorized)
         warn_of_readers(config.curve_key)
         self._hwm = hwm
-        self._events = ConnectionEvents(self._on_message, self._on_up, self._on_cut, self.registry.on_refused)
+        self._events = ConnectionEvents(self._on_message, self._greet, self._lives.on_cut, self.registry.on_refused)
         self.connections = {address: self._connection(address) for address in self.registry.workers}
         self.pairing = Pairing()
         self.source = open_source(config, self.reconcile)
@@ -234,8 +201,7 @@ class WorkerFleet:
                 for _ in range(TURNS_TO_LISTEN):
                     await asyncio.sleep(0)
             now = self._clock()
-            for worker in self.registry.sweep(now):
-                self._lost(worker.address)
+            self._lives.sweep(now)
             self._follow()
             self._compare_layouts()
             for address, connection in self.connections.items():
@@ -248,74 +214,19 @@ class WorkerFleet:
             self._listener.on_tick(now)
             await asyncio.sleep(self._heartbeat_s)
 
-    def _on_up(self, address: str) -> None:
+    def _greet(self, address: str) -> None:
         self.connections[address].send(self._hello)
 
-    def _on_cut(self, address: str) -> None:
-        if self.registry.on_cut(address):
-            self._lost(address)
-
     def _on_message(self, address: str, message: ToRouter) -> None:
-        match message:
-            case TokenOutput():
-                self._listener.on_output(address, message)
-            case PromptLogprobs():
-                self._listener.on_prompt_logprobs(address, message)
-            case RequestFailed():
-                self._listener.on_failed(address, message)
-            case WorkerHeartbeat():
-                self._on_heartbeat(address, message)
-            case WorkerHello():
-                self._on_hello(address, message)
-
-    def _on_hello(self, address: str, hello: WorkerHello) -> None:
-        if hello.lost_router:
-            if self.registry.on_forgotten(address):
-                self._lost(address)
-                self.connections[address].send(self._hello)
-            return
-        worker = self.registry.workers[address]
-        started, had_served = worker.known_epoch != hello.epoch, worker.has_served
-        if self.registry.on_hello(address, hello, self._clock()):
-            self._end_life(address, f"restarted as epoch {hello.epoch}", had_served)
-        if started:
-            log.info(
-                "worker %s (%s, layout %s, weights %s) says hello",
-                hello.worker_id,
-                address,
-                hello.fingerprint,
-                hello.weights or "unknown",
-            )
-            self._listener.on_started(address)
-        self.connections[address].flush_aborts()
-
-    def _on_heartbeat(self, address: str, beat: WorkerHeartbeat) -> None:
-        worker = self.registry.workers[address]
-        was_ready = worker.ready
-        if self.registry.on_heartbeat(address, beat, self._clock()):
-            self._lost(address)
-        if worker.hello is None:
-            self.connections[address].send(self._hello)
-        if worker.ready and not was_ready:
-            log.info("worker %s", worker.describe(self._clock()))
-            self._listener.on_ready(address)
+        self._lives.on_message(address, message, self._clock())
+        if isinstance(message, WorkerHello) and not message.lost_router:
+            self.connections[address].flush_aborts()
 
     def _compare_layouts(self) -> None:
         pairing = Pairing.of(self.registry.ready("prefill"), self.registry.ready("decode"))
         if pairing.reason != self.pairing.reason and pairing.reason:
             log.warning("%s", pairing.reason)
         self.pairing = pairing
-
-    def _lost(self, address: str) -> None:
-        worker = self.registry.workers[address]
-        self._end_life(address, worker.reason, worker.has_served)
-
-    def _end_life(self, address: str, reason: str, had_served: bool) -> None:
-        if had_served:
-            log.warning("worker %s is lost: %s", address, reason)
-        else:
-            log.info("worker %s went away before it was ready: %s", address, reason)
-        self._listener.on_lost(address, reason)
 
 
 async def _part(connection: Connection, link: Sequence[asyncio.Task[None]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from common.latency.step_model import StepModel, StepShape
 from common.observe.ewma import Ewma
@@ -24,6 +24,33 @@ SHOWN = 8
 NOT_READY = "connected, not ready yet"
 
 
+@dataclass(frozen=True, slots=True)
+class ReadyWorkers:
+    """Those of one role, kept until one of them changes: a decision must not look at each of a thousand to know.
+
+    Each takes sequences of `least_tokens`; `weights` are the hashes of the weights that they have.
+    """
+
+    workers: list[Worker]
+    least_tokens: int
+    weights: frozenset[str]
+
+    @classmethod
+    def of(cls, workers: list[Worker]) -> ReadyWorkers:
+        weights = frozenset(worker.identity.weights for worker in workers)
+        return cls(workers, min((worker.max_tokens for worker in workers), default=0), weights)
+
+    def usable(self, num_tokens: int, weights: str | None) -> list[Worker]:
+        """Those that take a sequence of so many tokens and have these weights, if it matters. Not to be changed."""
+        if num_tokens <= self.least_tokens and (weights is None or self.weights == {weights}):
+            return self.workers
+        return [
+            worker
+            for worker in self.workers
+            if worker.max_tokens >= num_tokens and weights in (None, worker.identity.weights)
+        ]
+
+
 class WorkerRegistry:
     """Workers by address. A worker's life is its epoch: a new epoch, silence or a cut connection ends it.
 
@@ -39,6 +66,7 @@ class WorkerRegistry:
         """Discovery's answer to why no worker of a role is known; "" without discovery."""
         self.next_serial = 1
         self._models: dict[Role, StepModel] = {}
+        self._ready: dict[Role, ReadyWorkers] = {}  # emptied by whatever makes a worker ready, or no longer so
         self._last_sweep: float | None = None
 
     # ------------------------------------------------------------ which workers there are
@@ -46,16 +74,19 @@ class WorkerRegistry:
     def add(self, address: str, role: Role, withheld: str = "") -> None:
         """Add a worker at a new address."""
         self.workers[address] = Worker(address, role, withheld=withheld)
+        self._ready.clear()
 
     def remove(self, address: str) -> None:
         """Forget the worker; releasing what was booked on it does nothing from now on."""
         del self.workers[address]
+        self._ready.clear()
 
     def withhold(self, address: str, why: str) -> bool:
         """Give the worker no new work, or with "" give it work again. True when that makes it ready."""
         worker = self.workers[address]
         was_ready = worker.ready
         worker.withheld = why
+        self._ready.clear()
         return worker.ready and not was_ready
 
     # ------------------------------------------------------------ what workers say
@@ -76,6 +107,7 @@ class WorkerRegistry:
         if worker.hello is None or new_life:
             worker.state, worker.reason, worker.step_changed = WorkerState.CONNECTED, NOT_READY, now
         worker.hello, worker.known_epoch = hello, hello.epoch
+        self._ready.clear()
         if misfit := _misfit(worker):
             worker.state, worker.reason = WorkerState.UNKNOWN, misfit
         return ended
@@ -92,7 +124,9 @@ class WorkerRegistry:
             return True
         if worker.beat is None or worker.beat.step != beat.step or not worker.beat.ready:
             worker.step_changed = now
-        worker.beat, worker.beat_at, worker.fresh, worker.ended = beat, now, Load(), Load()
+        worker.beat, worker.beat_at = beat, now
+        worker.fresh.clear()
+        worker.ended.clear()
         if beat.step_model.is_known:
             self._models[worker.role] = beat.step_model
         else:
@@ -199,8 +233,16 @@ class WorkerRegistry:
     # ------------------------------------------------------------ what the router asks
 
     def ready(self, role: Role) -> list[Worker]:
-        """Workers that may get new work."""
-        return [worker for worker in self.workers.values() if worker.ready and worker.role == role]
+        """Workers that may get new work. Not to be changed."""
+        return self.ready_workers(role).workers
+
+    def ready_workers(self, role: Role) -> ReadyWorkers:
+        """The same, and what they have in common."""
+        known = self._ready.get(role)
+        if known is None:
+            found = [worker for worker in self.workers.values() if worker.ready and worker.role == role]
+            known = self._ready[role] = ReadyWorkers.of(found)
+        return known
 
     def missing(self, role: Role, now: float) -> str:
         """Why no worker of `role` is ready, in one line; "" when one is."""
@@ -262,7 +304,8 @@ class WorkerRegistry:
 
     def _judge(self, worker: Worker, now: float) -> bool:
         """Set the state that the last heartbeat implies. True when the worker died of it."""
-        beat, alive = worker.beat, worker.state is not WorkerState.DEAD
+        beat, was = worker.beat, worker.state
+        alive = was is not WorkerState.DEAD
         if beat is None or _misfit(worker):
             return False
         if beat.ready and now - worker.step_changed > beat.turn_limit_s:
@@ -276,12 +319,15 @@ class WorkerRegistry:
             worker.state, worker.reason, worker.has_served = WorkerState.READY, "", True
         else:
             worker.state, worker.reason = WorkerState.CONNECTED, NOT_READY
+        if worker.state is not was:
+            self._ready.clear()
         return False
 
     def _end(self, worker: Worker, state: WorkerState, reason: str, *, keep_beat: bool = False) -> None:
         beat, step_changed = worker.beat, worker.step_changed
         self._forget(worker)
         worker.state, worker.reason = state, reason
+        self._ready.clear()
         if keep_beat:  # a stuck engine that still sends heartbeats stays dead until its step moves
             worker.beat, worker.step_changed = beat, step_changed
 

@@ -14,6 +14,9 @@ SMOOTHING = 0.1
 """The share of one more request in a worker's averages."""
 
 
+NO_PROMPT = StepShape()
+
+
 class WorkerState(StrEnum):
     """unknown ─ hello ─> connected ─ heartbeat ─> ready <─> draining; dead while silent or stuck."""
 
@@ -53,6 +56,9 @@ class Load:
         self.num_requests += 1
         self.prompt += booking.prompt
         self.num_blocks += booking.num_blocks
+
+    def clear(self) -> None:
+        self.num_requests, self.prompt, self.num_blocks = 0, NO_PROMPT, 0
 
     def remove(self, booking: Booking) -> None:
         self.num_requests -= 1

@@ -209,7 +209,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 self.hear(worker)
             worker.alive = worker.awake = False
             worker.forget()
-            self.run(lambda: self.dispatcher.fleet._on_cut(worker.address))
+            self.run(lambda: self.dispatcher.fleet._lives.on_cut(worker.address))
 
     @precondition(lambda self: any(self.transferring()))
     @rule()
@@ -408,8 +408,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                     self.run(lambda worker=worker: fleet._on_message(worker.address, worker.heartbeat(ROUTER)))
 
         def tick() -> None:
-            for lost in fleet.registry.sweep(self.now):
-                fleet._lost(lost.address)
+            fleet._lives.sweep(self.now)
             for connection in fleet.connections.values():
                 connection.flush_aborts()
             self.dispatcher.on_tick(self.now)

@@ -187,7 +187,7 @@ async def test_discovery_cannot_bring_more_workers_than_the_router_holds(
 async def test_only_the_loss_of_a_worker_that_served_is_a_warning(
     cluster: Any, tools: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="router.fleet.fleet")
+    caplog.set_level(logging.INFO, logger="router.fleet.lives")
     loading, served = cluster.add("decode"), cluster.add("decode")
     loading.beat["ready"] = False
     dispatcher = await cluster.start(0, 0, wait=False)

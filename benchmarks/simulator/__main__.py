@@ -1,0 +1,83 @@
+"""`diptych simulate`: what a scenario would do, in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks.report import open_console, write_json
+from benchmarks.simulator.policies import POLICIES
+from benchmarks.simulator.report import Findings, as_json, print_findings
+from benchmarks.simulator.scenario import Scenario, read_scenario
+from benchmarks.simulator.simulation import Run, Simulation
+from benchmarks.trace import TraceError
+from common.config.sources import exit_refused
+from common.errors import ConfigError
+
+PROG = "diptych simulate"
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="Simulates a scenario in virtual time: real routers and schedulers, modelled steps and links.",
+    )
+    parser.add_argument("scenario", type=Path, help="TOML or JSON file; docs/simulator.md describes it")
+    parser.add_argument(
+        "--policy", default="", metavar="NAME[,NAME...]", help=f"instead of the scenario's: {', '.join(POLICIES)}"
+    )
+    parser.add_argument("--seed", type=int, default=-1, help="instead of the scenario's")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write scenario and numbers to this file")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
+    return parser.parse_args(argv)
+
+
+def simulated(scenario: Scenario, console: Console, *, progress: bool) -> Run:
+    """Run one scenario behind a progress bar."""
+    simulation = Simulation(scenario)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[now]:,.0f} s"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, refresh_per_second=4, disable=not progress) as shown:
+        bar = shown.add_task(scenario.policy, total=len(simulation.requests), now=0.0)
+        run = simulation.run(lambda num_over, now: shown.update(bar, completed=num_over, now=now))
+        shown.update(bar, completed=len(simulation.requests), now=run.seconds)
+    return run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, or 2 for a refused scenario."""
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    logging.getLogger("router").setLevel(logging.ERROR)  # what it logs happens in virtual time
+    console = open_console()
+    try:
+        scenario = read_scenario(arguments.scenario)
+        if arguments.seed >= 0:
+            scenario = msgspec.structs.replace(scenario, seed=arguments.seed)
+        policies = arguments.policy.split(",") if arguments.policy else [scenario.policy]
+        scenarios = [msgspec.structs.replace(scenario, policy=policy) for policy in policies]
+        runs = [simulated(one, console, progress=not arguments.no_progress) for one in scenarios]
+    except (ConfigError, TraceError) as error:
+        exit_refused(error, PROG)
+    findings = [Findings.of(run) for run in runs]
+    print_findings(console, findings, title=f"{arguments.scenario.name}, seed {scenario.seed}")
+    if arguments.json:
+        write_json(arguments.json, as_json(runs, findings))
+        console.print(f"wrote {arguments.json}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

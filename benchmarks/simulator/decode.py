@@ -1,0 +1,298 @@
+"""A decode worker in virtual time: production's scheduler, steps that are alike taken at once, modelled transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from benchmarks.simulator.coalesced import CoalescedScheduler, StepRun
+from benchmarks.simulator.tokens import CountedTokens, InjectedHasher
+from benchmarks.simulator.transfer import Announced, Arrived, Failed, Transfer
+from benchmarks.simulator.worker import Received, SimulatedWorker
+from common.kv.block_pool import BlockPool
+from common.latency.step_model import StepShape
+from common.wire.messages import AbortRequest, DecodeRequest, HandOver, Timeline, TokenDelta
+from decode_worker.sequence import DecodeSequence, RequestStatus
+from decode_worker.step import DecodeChunk, shape_of
+
+MOST_STEPS = 512
+"""Steps that are taken at once at most."""
+GRANT_TIMEOUT_S = 30.0
+"""How long a prompt may wait for blocks, as the setting's default."""
+EARLY_S = 10.0
+"""How long an announcement is kept whose request has not come."""
+
+
+class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
+    """See `DecodeEngine`. It takes each step by itself with a `most_steps` of 1."""
+
+    scheduler: CoalescedScheduler
+    most_steps = MOST_STEPS
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._incoming: dict[str, Transfer] = {}  # announced, of the present attempt
+        self._early: dict[tuple[str, int], tuple[float, Transfer]] = {}
+        self._chunks: Sequence[DecodeChunk] = ()
+        self._run: StepRun | None = None
+        self._shape, self._is_plain = StepShape(), False
+
+    def _new_scheduler(self, pool: BlockPool) -> CoalescedScheduler:
+        return CoalescedScheduler(
+            pool,
+            max_num_seqs=self.pool.num_seqs,
+            local_prefill_chunk=self.pool.step_tokens,
+            watermark=self.pool.watermark,
+        )
+
+    # ------------------------------------------------------------ commands
+
+    def _apply(self, command: object) -> None:
+        match command:
+            case Received(router, DecodeRequest() as request):
+                self._accept(router, request)
+            case Received(router, AbortRequest(request_id=request_id, attempt=attempt)):
+                sequence = self.scheduler.find(request_id)
+                if sequence is not None and sequence.attempt <= attempt and sequence.router == router:
+                    self._drop(sequence, "aborted")
+            case Announced(transfer):
+                self._on_announced(transfer)
+            case Arrived(transfer):
+                self._on_arrived(transfer)
+            case Failed(transfer, why):
+                sequence = self.scheduler.find(transfer.request_id)
+                if sequence is not None and self._incoming.get(transfer.request_id) is transfer:
+                    self._release(sequence, "")
+                    self._fail(sequence, "transfer", f"transfer failed: {why}")
+            case Received(_, HandOver()):
+                raise NotImplementedError("hand-overs are not simulated: no simulated worker drains")
+            case _:
+                raise TypeError(f"a decode worker takes no {command!r}")
+
+    def _accept(self, router: bytes, request: DecodeRequest) -> None:
+        self._serials[router] = max(request.serial, self._serials.get(router, 0))
+        known = self.scheduler.find(request.request_id)
+        if known is not None:
+            if known.attempt >= request.attempt or self._continue(known, request):
+                return
+            self._drop(known, "superseded by a new attempt")
+        content, now = self.world.requests[request.request_id].content, self.world.clock.now
+        tokens = CountedTokens(content.num_prompt_tokens + request.num_output_tokens)
+        status = RequestStatus.EXPECTING if request.prefill_worker else RequestStatus.WAITING
+        hasher = InjectedHasher(content, self.scheduler.block_size)
+        sequence = DecodeSequence(router, request, tokens, hasher, now, now + request.deadline_s, status=status)
+        self.scheduler.add(sequence)
+        self.scheduler.expect_hits(sequence)
+        self._take_early(sequence)
+
+    def _continue(self, known: DecodeSequence, request: DecodeRequest) -> bool:
+        """Go on with a sequence under a new attempt, with the blocks that have arrived."""
+        if not known.is_continued_by(request):
+            return False
+        if known.is_incoming:
+            self._release(known, "superseded by a new attempt")
+            self.scheduler.expect_again(known)
+        known.restart_reporting(request)
+        if not known.is_incoming:
+            if known.has_first_token:
+                self._report(known)
+        elif not request.prefill_worker:
+            self.scheduler.prefill_locally(known, known.num_received_blocks)
+        self._take_early(known)
+        return True
+
+    def _take_early(self, sequence: DecodeSequence) -> None:
+        now = self.world.clock.now
+        self._early = {key: early for key, early in self._early.items() if early[0] > now}
+        early = self._early.pop((sequence.request_id, sequence.attempt), None)
+        if early is not None:
+            self._on_announced(early[1])
+
+    def _on_announced(self, transfer: Transfer) -> None:
+        sequence = self.scheduler.find(transfer.request_id)
+        if transfer.over:
+            return
+        if sequence is None or sequence.attempt < transfer.attempt:
+            self._early[transfer.request_id, transfer.attempt] = (self.world.clock.now + EARLY_S, transfer)
+        elif sequence.attempt > transfer.attempt:
+            transfer.fail(by_sender=False, why="superseded by a new attempt")
+        elif not sequence.is_incoming:
+            transfer.acknowledge()
+        else:
+            self._incoming[transfer.request_id] = transfer
+            sequence.opened_at = self.world.clock.now
+            if sequence.status is RequestStatus.EXPECTING:
+                self.scheduler.open(sequence)
+            elif sequence.status is RequestStatus.TRANSFERRING:
+                self._grant(sequence, sequence.num_received_blocks)
+
+    def _on_arrived(self, transfer: Transfer) -> None:
+        sequence = self.scheduler.find(transfer.request_id)
+        if sequence is None or self._incoming.get(transfer.request_id) is not transfer:
+            return
+        now = self.world.clock.now
+        del self._incoming[transfer.request_id]
+        transfer.acknowledge()
+        sequence.lent = False
+        sequence.transfer_s = now - transfer.granted_at
+        sequence.first_token_at = now
+        self.scheduler.start_decoding(sequence)
+        sequence.token_ids.append(0)
+        self._end_if_over(sequence)
+
+    # ------------------------------------------------------------ steps
+
+    def _begin(self, now: float) -> float | None:
+        self._expire(now)
+        output = self.scheduler.schedule(now, self.model)
+        for sequence in output.granted:
+            sequence.num_received_blocks = sequence.num_computed // self.scheduler.block_size
+            self._grant(sequence, sequence.num_received_blocks)
+        if not output.chunks:
+            return None
+        self._chunks, self._shape = output.chunks, shape_of(output.chunks)
+        are_rows = all(chunk.num_tokens == 1 and chunk.sample for chunk in output.chunks)
+        self._is_plain = are_rows and len(output.chunks) == len(self.scheduler.running)
+        num_steps = self._num_alike()
+        growth_s = self._known_model.context_s * self._shape.num_rows
+        noise = self._noise(num_steps)
+        self._run = StepRun(now, num_steps, noise * self.step_s(self._shape), noise * growth_s)
+        return self._run.ends_at - now
+
+    def _num_alike(self) -> int:
+        """How many steps are like the one that begins: no sequence joins, ends or speaks for the first time."""
+        least = self.most_steps if self._is_plain else 1
+        for chunk in self._chunks:
+            if least == 1 or chunk.sequence.num_reported == chunk.sequence.request.num_output_tokens:
+                return 1
+            least = min(least, self._num_left(chunk.sequence))
+        return self.scheduler.num_steps_with_room(least) if least > 1 else 1
+
+    def _interrupt(self) -> None:
+        """The run ends with the step that is being computed: then commands are carried out."""
+        run, timer = self._run, self._step_timer
+        if run is None or timer is None or run.num_steps == 1:
+            return
+        now = self.world.clock.now
+        if (num_begun := run.num_begun(now)) < run.num_steps:
+            timer.cancel()
+            self._run = replace(run, num_steps=num_begun)
+            self._set_step_timer(self._run.ends_at - now)
+
+    def _complete(self, now: float) -> None:
+        if self._run is not None:
+            self._advance(self._run.num_steps, now)
+            self._run = None
+
+    def _settle(self) -> None:
+        if self._run is not None and (num_ended := self._run.num_ended(self.world.clock.now)):
+            self._advance(num_ended, self.world.clock.now)
+            self._run = None
+
+    def _advance(self, num_steps: int, now: float) -> None:
+        """So many steps of the run have been computed."""
+        run, chunks = self._run, self._chunks
+        if run is None:
+            return
+        if self._is_plain:
+            sampled = [chunk.sequence for chunk in chunks]
+            self.scheduler.advance_steps(num_steps)
+        else:
+            sampled = [chunk.sequence for chunk in chunks if chunk.sample]
+            for chunk in chunks:
+                self.scheduler.advance(chunk)
+            for sequence in sampled:
+                sequence.token_ids.append(0)
+        self.num_prompt_tokens += self._shape.num_tokens
+        self.num_output_tokens += num_steps * len(sampled)
+        for sequence in sampled:
+            if not sequence.first_token_at:
+                sequence.first_token_at = now
+                sequence.prefill_s = now - sequence.admitted_at
+            if not self._end_if_over(sequence):
+                self._report(sequence)
+        step_s = run.seconds(num_steps) / num_steps
+        more = (num_steps - 1) * self._shape.num_rows // 2
+        self._stepped(replace(self._shape, context=self._shape.context + more), step_s, num_steps)
+
+    # ------------------------------------------------------------ reports and ends
+
+    def _num_left(self, sequence: DecodeSequence) -> int:
+        """Tokens that its answer still lacks."""
+        return self.world.requests[sequence.request_id].output_len - sequence.num_output_tokens
+
+    def _end_if_over(self, sequence: DecodeSequence) -> bool:
+        if self._num_left(sequence) > 0:
+            return False
+        now = self.world.clock.now
+        queue_s = 0.0 if sequence.opened_at else max(0.0, sequence.admitted_at - sequence.accepted_at)
+        timeline = Timeline(
+            queue_s=queue_s,
+            prefill_s=sequence.prefill_s,
+            transfer_s=sequence.transfer_s,
+            decode_s=now - sequence.first_token_at,
+            num_preemptions=sequence.num_preemptions,
+        )
+        reason = "length" if sequence.num_output_tokens >= sequence.params.max_tokens else "stop"
+        self._report(sequence, reason, timeline)
+        self.scheduler.remove(sequence)
+        return True
+
+    def _report(self, sequence: DecodeSequence, reason: str = "", timeline: Timeline | None = None) -> None:
+        num_new = sequence.num_output_tokens - sequence.num_reported
+        delta = TokenDelta(
+            sequence.request_id,
+            sequence.attempt,
+            sequence.num_reported,
+            (0,) * num_new,
+            reason,
+            sequence.num_cached,
+            (),
+            timeline,
+        )
+        sequence.num_reported += num_new
+        self._deltas[sequence.router].append(delta)
+
+    def _grant(self, sequence: DecodeSequence, first_block: int) -> None:
+        sequence.lent = True
+        sequence.granted_at = self.world.clock.now
+        self._incoming[sequence.request_id].grant(first_block)
+
+    def _expire(self, now: float) -> None:
+        """Fail prompts that have waited for room for too long."""
+        for sequence in list(self.scheduler.queue):
+            if sequence.status is RequestStatus.OPENED and sequence.opened_at < now - GRANT_TIMEOUT_S:
+                why = f"no room for {sequence.num_tokens} tokens within {GRANT_TIMEOUT_S:g} s"
+                self._fail(sequence, "grant", why)
+
+    def _release(self, sequence: DecodeSequence, why: str) -> None:
+        """Take a sequence's blocks back from its transfer."""
+        transfer = self._incoming.pop(sequence.request_id, None)
+        if transfer is not None:
+            if sequence.status is RequestStatus.TRANSFERRING:
+                sequence.num_received_blocks = min(transfer.num_received, len(sequence.blocks))
+            if why:
+                transfer.fail(by_sender=False, why=why)
+            else:
+                transfer.drop()
+        sequence.lent = False
+
+    def _drop(self, sequence: DecodeSequence, why: str) -> None:
+        self._release(sequence, why)
+        self.scheduler.remove(sequence, sequence.num_received_blocks)
+
+    def _transfers(self) -> list[Callable[[], None]]:
+        return [transfer.drop for transfer in self._incoming.values()]
+
+    # ------------------------------------------------------------ for heartbeats
+
+    def _grown(self) -> tuple[int, int]:
+        run = self._run
+        if run is None or run.num_steps == 1:
+            return 0, 0
+        num_tokens = run.num_ended(self.world.clock.now) * len(self._chunks)
+        return num_tokens // self.scheduler.block_size, num_tokens
+
+    def _beside(self) -> StepShape:
+        num_rows = sum(sequence.num_remaining == 1 for sequence in self.scheduler.running)
+        return StepShape.of_rows(num_rows, self.scheduler.num_context_tokens)

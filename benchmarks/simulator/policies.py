@@ -1,0 +1,79 @@
+"""Policies to compare with, by name. They choose; forecasts, admission and all else stay production's.
+
+Each sends prompts of more than `local_prefill_threshold` tokens to a prefill worker, and chooses among all workers.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from router.dispatch.forecast import RequestShape, joined, on_decode, on_prefill
+from router.dispatch.policy import Choice, RoutingPolicy
+from router.fleet.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class PlainPolicy(RoutingPolicy):
+    """A rule that looks at one pool at a time."""
+
+    @abstractmethod
+    def pick(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
+        """The worker of a pool for a request; `workers` is not empty."""
+
+    def choose(
+        self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape, now: float
+    ) -> Choice | None:
+        if shape.num_remaining == 1 and prefill:
+            first = self.pick(prefill, shape)
+            return Choice(first, None, on_prefill(first, shape, now))
+        return self.choose_prefill(prefill, self.pick(decode, shape), shape, now) if decode else None
+
+    def choose_prefill(self, prefill: Sequence[Worker], decode: Worker, shape: RequestShape, now: float) -> Choice:
+        if shape.alone or not prefill or shape.uncached(decode) <= self.local_prefill_threshold:
+            return Choice(None, decode, on_decode(decode, shape, now, local=True))
+        first = self.pick(prefill, shape)
+        forecast = joined(on_prefill(first, shape, now), on_decode(decode, shape, now, local=False))
+        return Choice(first, decode, forecast)
+
+
+@dataclass(frozen=True, slots=True)
+class Random(PlainPolicy):
+    source: random.Random = field(default_factory=random.Random)
+
+    def pick(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
+        return self.source.choice(workers)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin(PlainPolicy):
+    def pick(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
+        return min(workers, key=lambda worker: (worker.num_dispatched, worker.address))
+
+
+@dataclass(frozen=True, slots=True)
+class LeastLoaded(PlainPolicy):
+    """The fewest requests, as reported and booked."""
+
+    def pick(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
+        return min(workers, key=lambda worker: (worker.num_requests, worker.num_dispatched, worker.address))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOnly(PlainPolicy):
+    """The most tokens in the prefix cache, whatever the load; in turn among equals."""
+
+    def pick(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
+        return min(workers, key=lambda worker: (shape.uncached(worker), worker.num_dispatched, worker.address))
+
+
+POLICIES: dict[str, Callable[[int, random.Random], RoutingPolicy]] = {
+    "diptych": lambda threshold, source: RoutingPolicy(threshold),
+    "random": lambda threshold, source: Random(threshold, source),
+    "round-robin": lambda threshold, source: RoundRobin(threshold),
+    "least-loaded": lambda threshold, source: LeastLoaded(threshold),
+    "prefix-only": lambda threshold, source: PrefixOnly(threshold),
+}
+"""By name, made from the router's `local_prefill_threshold` and a source of chance."""

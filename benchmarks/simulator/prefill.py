@@ -1,0 +1,157 @@
+"""A prefill worker in virtual time: production's scheduler, modelled steps and transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.simulator.load import SimulatedRequest
+from benchmarks.simulator.tokens import CountedTokens, InjectedHasher
+from benchmarks.simulator.transfer import Acknowledged, Failed, Transfer, TransferEnd
+from benchmarks.simulator.worker import Received, SimulatedWorker
+from common.kv.block_pool import BlockPool
+from common.latency.step_model import StepShape
+from common.wire.messages import AbortRequest, PrefillRequest, Timeline, TokenDelta
+from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
+from prefill_worker.sequence import PrefillSequence
+
+
+class SimulatedPrefillWorker(SimulatedWorker[PrefillSequence]):
+    """See `PrefillEngine`."""
+
+    scheduler: PrefillScheduler
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._open: dict[str, Transfer] = {}
+        self._chunks: Sequence[PrefillChunk] = ()
+        self._step_shape, self._began_step_at = StepShape(), 0.0
+
+    def _new_scheduler(self, pool: BlockPool) -> PrefillScheduler:
+        return PrefillScheduler(pool, max_num_batched_tokens=self.pool.step_tokens, max_num_seqs=self.pool.num_seqs)
+
+    def _apply(self, command: object) -> None:
+        match command:
+            case Received(router, PrefillRequest() as request):
+                self._accept(router, request)
+            case Received(router, AbortRequest(request_id=request_id, attempt=attempt)):
+                sequence = self.scheduler.find(request_id)
+                if sequence is not None and sequence.attempt <= attempt and sequence.router == router:
+                    self._drop(sequence, "aborted")
+            case Acknowledged(transfer):
+                if (sequence := self._sequence_of(transfer)) is not None:
+                    self._forget(sequence)
+            case Failed(transfer, why):
+                if (sequence := self._sequence_of(transfer)) is not None:
+                    self._fail(sequence, "transfer", why)
+            case _:
+                raise TypeError(f"a prefill worker takes no {command!r}")
+
+    def _begin(self, now: float) -> float | None:
+        output = self.scheduler.schedule(now, self.model)
+        for sequence in output.admitted:
+            self._admitted(sequence)
+        if not output.chunks:
+            return None
+        self._chunks, self._began_step_at = output.chunks, now
+        shapes = (StepShape.of_prompt(chunk.start, chunk.start + chunk.num_tokens) for chunk in output.chunks)
+        self._step_shape = StepShape.sum(shapes)
+        return self.step_s(self._step_shape) * self._noise()
+
+    def _complete(self, now: float) -> None:
+        self.num_prompt_tokens += self._step_shape.num_tokens
+        for chunk in self._chunks:
+            self._computed(chunk, now)
+        self._chunks = ()
+        self._stepped(self._step_shape, now - self._began_step_at)
+
+    # ------------------------------------------------------------ inside
+
+    def _accept(self, router: bytes, request: PrefillRequest) -> None:
+        self._serials[router] = max(request.serial, self._serials.get(router, 0))
+        known = self.scheduler.find(request.request_id)
+        if known is not None:
+            if known.attempt >= request.attempt:
+                return
+            self._drop(known, "superseded by a new attempt")
+        asked, now = self._asked(request), self.world.clock.now
+        tokens = CountedTokens(asked.content.num_prompt_tokens + request.num_output_tokens)
+        hasher = InjectedHasher(asked.content, self.scheduler.block_size)
+        sequence = PrefillSequence(router, request, tokens, hasher, now, now + request.deadline_s)
+        self.scheduler.add(sequence)
+        self.scheduler.expect_hits(sequence)
+
+    def _asked(self, request: PrefillRequest) -> SimulatedRequest:
+        return self.world.requests[request.request_id]
+
+    def _end_of(self, name: str) -> TransferEnd:
+        worker = self.world.worker_named(name)
+        if not isinstance(worker, SimulatedWorker):
+            raise TypeError(f"{name} is no worker that takes KV")
+        return worker
+
+    def _admitted(self, sequence: PrefillSequence) -> None:
+        target = sequence.request.decode
+        if target is None:
+            return
+        size = self.scheduler.block_size
+        transfer = Transfer(
+            self.world,
+            self,
+            self._end_of(target.worker_id),
+            sequence.request_id,
+            sequence.attempt,
+            len(sequence.blocks),
+            size * self.world.scenario.model.kv_bytes_per_token,
+            num_ready=sequence.num_computed // size,
+        )
+        self._open[sequence.request_id] = transfer
+        sequence.lent = True
+        transfer.announce()
+
+    def _computed(self, chunk: PrefillChunk, now: float) -> None:
+        sequence, sampled = chunk.sequence, chunk.sample
+        num_ready = self.scheduler.advance(chunk, now)
+        transfer = self._open.get(sequence.request_id)
+        if sampled:
+            self._report_first_token(sequence)
+        if transfer is not None:
+            transfer.progress(num_ready, computed=sampled)
+        elif sampled:
+            self._forget(sequence)
+
+    def _report_first_token(self, sequence: PrefillSequence) -> None:
+        self.num_output_tokens += 1
+        num_output = sequence.request.num_output_tokens + 1
+        reason = ""
+        if num_output >= self._asked(sequence.request).output_len:
+            reason = "length" if num_output >= sequence.params.max_tokens else "stop"
+        delta = TokenDelta(
+            sequence.request_id,
+            sequence.attempt,
+            sequence.request.num_output_tokens,
+            (0,),
+            reason,
+            sequence.num_cached,
+            (),
+            Timeline(queue_s=sequence.admitted_at - sequence.accepted_at, prefill_s=sequence.prefill_s),
+        )
+        self._deltas[sequence.router].append(delta)
+
+    def _sequence_of(self, transfer: Transfer) -> PrefillSequence | None:
+        """The sequence of a transfer that is still the present one."""
+        if self._open.get(transfer.request_id) is not transfer:
+            return None
+        return self.scheduler.find(transfer.request_id)
+
+    def _drop(self, sequence: PrefillSequence, why: str) -> None:
+        if (transfer := self._open.get(sequence.request_id)) is not None:
+            transfer.fail(by_sender=True, why=why)
+        self._forget(sequence)
+
+    def _forget(self, sequence: PrefillSequence) -> None:
+        self._open.pop(sequence.request_id, None)
+        sequence.lent = False
+        self.scheduler.remove(sequence)
+
+    def _transfers(self) -> list[Callable[[], None]]:
+        return [transfer.drop for transfer in self._open.values()]

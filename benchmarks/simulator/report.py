@@ -1,0 +1,112 @@
+"""What a simulation found, as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from benchmarks.report import print_table
+from benchmarks.simulator.conservation import Conserved
+from benchmarks.simulator.simulation import Run
+from benchmarks.summary import Distribution
+from common.errors import Overloaded
+
+COLUMNS = (
+    "policy",
+    *(f"{name} {quantile}" for name in ("TTFT", "TPOT") for quantile in ("p50", "p90", "p99")),
+    "goodput /s",
+    "met goals",
+    "refused",
+    "failed",
+    "worker-s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """A run in numbers. `goodput` is requests a second that met both goals; `seconds` and rates are in virtual time.
+
+    Refused requests were not admitted, or shed in an overload; failed ones ended with another error.
+    """
+
+    policy: str
+    num_requests: int
+    num_ok: int
+    num_good: int
+    num_refused: int
+    num_failed: int
+    failures: dict[str, int]
+    seconds: float
+    goodput: float
+    ttft_ms: Distribution
+    tpot_ms: Distribution
+    output_tokens_per_s: float
+    cached_share: float
+    worker_seconds: float
+    choices: dict[str, int]
+    retries: dict[str, int]
+    num_events: int
+    conserved: Conserved
+
+    @classmethod
+    def of(cls, run: Run) -> Findings:
+        goals, requests = run.scenario.goals, run.requests
+        served = [request for request in requests if request.outcome == "ok"]
+        num_good = sum(request.meets(goals.ttft_ms, goals.tpot_ms) for request in served)
+        failures = Counter(request.outcome for request in requests if request.outcome != "ok")
+        num_refused = failures[Overloaded.__name__]
+        num_prompt = sum(request.content.num_prompt_tokens for request in served)
+        return cls(
+            policy=run.scenario.policy,
+            num_requests=len(requests),
+            num_ok=len(served),
+            num_good=num_good,
+            num_refused=num_refused,
+            num_failed=failures.total() - num_refused,
+            failures=dict(failures),
+            seconds=run.seconds,
+            goodput=num_good / run.seconds,
+            ttft_ms=Distribution.of_seconds(request.ttft_s for request in served),
+            tpot_ms=Distribution.of_seconds(request.tpot_s for request in served),
+            output_tokens_per_s=sum(request.num_tokens for request in served) / run.seconds,
+            cached_share=sum(request.num_cached for request in served) / max(1, num_prompt),
+            worker_seconds=run.worker_seconds,
+            choices=dict(run.num_choices),
+            retries=dict(run.num_retries),
+            num_events=run.num_events,
+            conserved=run.conserved,
+        )
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table; latencies in milliseconds."""
+        latencies = (value for found in (self.ttft_ms, self.tpot_ms) for value in (found.p50, found.p90, found.p99))
+        return (
+            self.policy,
+            *(f"{value:,.1f}" for value in latencies),
+            f"{self.goodput:.2f}",
+            f"{self.num_good / self.num_requests:.1%}",
+            f"{self.num_refused:,}",
+            f"{self.num_failed:,}",
+            f"{self.worker_seconds:,.0f}",
+        )
+
+
+def print_findings(console: Console, findings: Sequence[Findings], *, title: str) -> None:
+    """Print a table with a row for each run."""
+    print_table(console, f"{title} (latencies in ms)", COLUMNS, [found.cells for found in findings])
+
+
+def as_json(runs: Sequence[Run], findings: Sequence[Findings]) -> dict[str, Any]:
+    """Scenario and numbers of each run as JSON values."""
+    return {
+        "runs": [
+            {"scenario": msgspec.to_builtins(run.scenario), "findings": asdict(found)}
+            for run, found in zip(runs, findings, strict=True)
+        ]
+    }

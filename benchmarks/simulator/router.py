@@ -1,0 +1,166 @@
+"""A router in virtual time: production's dispatch core, registry and lives, without sockets and HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.simulator.load import SimulatedRequest
+from benchmarks.simulator.world import World
+from common.config import RouterConfig
+from common.errors import RequestError
+from common.wire.messages import (
+    AbortRequest,
+    Message,
+    PromptLogprobs,
+    RequestFailed,
+    RouterHello,
+    TokenOutput,
+    ToRouter,
+)
+from router.dispatch.core import Actions, Cancel, DispatchCore
+from router.dispatch.policy import RoutingPolicy
+from router.dispatch.request_state import RequestState
+from router.fleet.lives import WorkerLives
+from router.fleet.registry import WorkerRegistry
+
+
+class SimulatedRouter:
+    """See `Dispatcher` and `WorkerFleet`. `on_over` is told of each request that has ended."""
+
+    def __init__(
+        self,
+        world: World,
+        name: bytes,
+        config: RouterConfig,
+        policy: RoutingPolicy,
+        on_over: Callable[[SimulatedRequest], None],
+    ) -> None:
+        self.world, self.name, self._on_over = world, name, on_over
+        self.registry = WorkerRegistry(config.prefill, config.decode, worker_timeout_s=config.worker_timeout_s)
+        actions = Actions(self._send, self._abort, self._later, self._wake)
+        self.core = DispatchCore(config, self.registry, actions, policy)
+        self._lives = WorkerLives(self.registry, self, self.on_up)
+        self._hello = RouterHello(router_id=name.decode(), epoch=1)
+        self._config = config
+        self._woken: list[str] = []
+        self._served: dict[str, tuple[SimulatedRequest, RequestState]] = {}
+
+    # ------------------------------------------------------------ clients
+
+    def ask(self, request: SimulatedRequest) -> None:
+        """A client sends a request."""
+        scenario = self.world.scenario
+        goal_s, deadline_s = scenario.goals.ttft_ms / 1000, self._config.request_timeout_s
+        try:
+            state = self.core.submit(request.ask(scenario.load.max_tokens, goal_s, deadline_s), self._now)
+        except RequestError as error:
+            request.outcome, request.ended_at = type(error).__name__, self._now
+            self._on_over(request)
+            return
+        self._served[request.request_id] = (request, state)
+        self._serve_woken()
+
+    def _serve_woken(self) -> None:
+        """Let the clients read whose requests have something new."""
+        while self._woken:
+            woken, self._woken = self._woken, []
+            for request_id in woken:
+                if request_id in self._served:
+                    self._read(*self._served[request_id])
+
+    def _read(self, request: SimulatedRequest, state: RequestState) -> None:
+        try:
+            event = state.take_event()
+        except RequestError as error:
+            self._over(request, state, type(error).__name__)
+            return
+        if event is None:
+            return
+        if not request.num_tokens and event.token_ids:
+            request.first_token_at = self._now
+        request.num_tokens += len(event.token_ids)
+        request.num_cached = event.num_cached_tokens
+        if event.finish_reason:
+            self._over(request, state, "ok")
+
+    def _over(self, request: SimulatedRequest, state: RequestState, outcome: str) -> None:
+        request.outcome, request.ended_at = outcome, self._now
+        del self._served[request.request_id]
+        self.core.end(state)
+        self._on_over(request)
+
+    # ------------------------------------------------------------ workers
+
+    def hear(self, address: str, message: ToRouter) -> None:
+        """A message of a worker has arrived."""
+        self._lives.on_message(address, message, self._now)
+        self._serve_woken()
+
+    def on_up(self, address: str) -> None:
+        """The connection to a worker has come up, or the worker is to say who it is."""
+        self.world.tell_worker(self.name, address, self._hello)
+
+    def on_cut(self, address: str) -> None:
+        """The connection to a worker broke."""
+        self._lives.on_cut(address)
+        self._serve_woken()
+
+    def tick(self) -> None:
+        """A heartbeat interval has passed."""
+        self._lives.sweep(self._now)
+        for address in self.registry.workers:
+            if self.registry.needs_hello(address):
+                self.on_up(address)
+        self.core.on_tick(self._now)
+        self._serve_woken()
+
+    # ------------------------------------------------------------ news of workers, see FleetListener
+
+    def on_output(self, address: str, output: TokenOutput) -> None:
+        self.core.on_output(address, output, self._now)
+
+    def on_prompt_logprobs(self, address: str, prompt_logprobs: PromptLogprobs) -> None:
+        self.core.on_prompt_logprobs(address, prompt_logprobs, self._now)
+
+    def on_failed(self, address: str, failed: RequestFailed) -> None:
+        self.core.on_failed(address, failed, self._now)
+
+    def on_lost(self, address: str, reason: str) -> None:
+        self.core.on_lost(address, reason, self._now)
+
+    def on_started(self, address: str) -> None:
+        self.core.on_started(address)
+
+    def on_ready(self, address: str) -> None:
+        self.core.on_ready(address, self._now)
+
+    def on_tick(self, now: float) -> None:
+        self.core.on_tick(now)
+
+    def uses(self, address: str) -> bool:
+        return self.core.uses(address)
+
+    def on_gone(self, address: str) -> None:
+        self.core.on_gone(address)
+
+    # ------------------------------------------------------------ actions of the core
+
+    @property
+    def _now(self) -> float:
+        return self.world.clock.now
+
+    def _send(self, address: str, message: Message) -> bool:
+        return self.world.tell_worker(self.name, address, message)
+
+    def _abort(self, address: str, request_id: str, attempt: int) -> None:
+        self._send(address, AbortRequest(request_id=request_id, attempt=attempt))
+
+    def _later(self, delay_s: float, then: Callable[[float], None]) -> Cancel:
+        def happen() -> None:
+            then(self._now)
+            self._serve_woken()
+
+        return self.world.clock.after(delay_s, happen).cancel
+
+    def _wake(self, request_id: str) -> None:
+        self._woken.append(request_id)

@@ -1,0 +1,213 @@
+"""What is simulated: pools of workers, links, routers, a load, goals, and what happens meanwhile.
+
+A scenario is a TOML or JSON file; docs/simulator.md describes it with examples.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import ConfigError
+from common.latency.step_model import StepModel
+from common.wire.message_fields import Role
+
+Positive = Annotated[float, Meta(gt=0.0, le=1e18)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Share = Annotated[float, Meta(ge=0.0, le=0.5)]
+Number = Annotated[int, Meta(ge=1, le=10**9)]
+Coefficient = Annotated[float, Meta(ge=0.0, le=1e6)]
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all parts: an unknown field is refused."""
+
+
+class Coefficients(Part, frozen=True):
+    """Of a worker's steps, in seconds, as `/load` of a router shows them under `step_model`."""
+
+    fixed_s: Coefficient = 0.0
+    floor_s: Coefficient = 0.0
+    token_s: Coefficient = 0.0
+    pair_s: Coefficient = 0.0
+    row_s: Coefficient = 0.0
+    context_s: Coefficient = 0.0
+    error: Coefficient = 0.0
+    num_steps: Annotated[int, Meta(ge=0)] = 0
+
+    def model(self, error: float, factor: float = 1.0) -> StepModel:
+        """The model that a worker which has fitted it reports, for steps that take `factor` times as long."""
+        return StepModel(
+            fixed_s=factor * self.fixed_s,
+            floor_s=factor * self.floor_s,
+            token_s=factor * self.token_s,
+            pair_s=factor * self.pair_s,
+            row_s=factor * self.row_s,
+            context_s=factor * self.context_s,
+            error=error,
+            num_steps=max(1, self.num_steps),
+        )
+
+
+class PoolSpec(Part, frozen=True):
+    """`count` equal workers named `name-0`, `name-1`, ...; their links take `link_rate` bytes a second each way.
+
+    `start_s` is how long a worker takes from its start until it is ready. With 0 `max_step_tokens` is the default of
+    its role's setting, as are the others.
+    """
+
+    name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,40}$")]
+    role: Role
+    coefficients: Coefficients
+    count: Annotated[int, Meta(ge=0, le=100_000)] = 1
+    num_blocks: Annotated[int, Meta(ge=1, le=10**8)] = 65_536
+    max_num_seqs: Annotated[int, Meta(ge=0, le=4096)] = 0
+    max_step_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    watermark: Share = 0.02
+    link_rate: Positive = 12.5e9
+    start_s: Seconds = 30.0
+
+    @property
+    def num_seqs(self) -> int:
+        return self.max_num_seqs or (32 if self.role == "prefill" else 64)
+
+    @property
+    def step_tokens(self) -> int:
+        return self.max_step_tokens or (512 if self.role == "prefill" else 128)
+
+
+class ModelSpec(Part, frozen=True):
+    """What a token's KV takes, and how long a sequence may be."""
+
+    kv_bytes_per_token: Annotated[int, Meta(ge=1, le=10**9)] = 131_072
+    block_size: Annotated[int, Meta(ge=1, le=65_536)] = 16
+    max_model_len: Number = 131_072
+
+
+class LoadSpec(Part, frozen=True):
+    """Requests of a trace file, or at `rate` a second with lengths of the two ranges.
+
+    `copies` replays a trace so many times at once, each copy with prefixes of its own. `rates` are steps, as pairs of
+    a time and the rate from then on; they win over `rate`. With `max_tokens` routers know only this bound of an
+    answer's length.
+    """
+
+    trace: str = ""
+    copies: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    speedup: Positive = 1.0
+    jitter_s: Seconds = 0.0
+    max_input_len: Annotated[int, Meta(ge=0)] = 0
+    max_output_len: Annotated[int, Meta(ge=0)] = 0
+    rate: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
+    rates: tuple[tuple[Seconds, Annotated[float, Meta(ge=0.0, le=1e6)]], ...] = ()
+    input_len: str = "512"
+    output_len: str = "128"
+    shared_prefix_len: Annotated[int, Meta(ge=0)] = 0
+    max_tokens: Annotated[int, Meta(ge=0)] = 0
+
+
+class Goals(Part, frozen=True):
+    """Milliseconds; 0: no such goal."""
+
+    ttft_ms: Annotated[float, Meta(ge=0.0, le=3.6e6)] = 0.0
+    tpot_ms: Annotated[float, Meta(ge=0.0, le=3.6e6)] = 0.0
+
+
+class EventSpec(Part, frozen=True):
+    """Something that happens to a worker at `at_s`.
+
+    death: its process ends, and connections to it break. With `back_s` another one is started so much later.
+    silence: its machine is gone without a word: routers notice by missing heartbeats. `back_s` as above.
+    slow: its steps take `factor` times as long from then on.
+    start: another worker of the pool `worker` is started, and ready after its pool's `start_s`.
+    """
+
+    at_s: Seconds
+    kind: Literal["death", "silence", "slow", "start"]
+    worker: str
+    factor: Positive = 1.0
+    back_s: Seconds = 0.0
+
+
+class Scenario(Part, frozen=True):
+    """`duration_s` is how long requests arrive; 0: the whole trace. `noise` is that of each step's time.
+
+    `settings` are router settings by name, such as `local_prefill_threshold`. With `fit` workers fit their models to
+    their steps, as in life; without, they report their coefficients from their first step on.
+    """
+
+    pool: Annotated[tuple[PoolSpec, ...], Meta(min_length=1)]
+    load: LoadSpec
+    model: ModelSpec = ModelSpec()
+    goals: Goals = Goals()
+    event: tuple[EventSpec, ...] = ()
+    settings: dict[str, Any] = {}
+    policy: str = "diptych"
+    routers: Annotated[int, Meta(ge=1, le=64)] = 1
+    seed: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    duration_s: Seconds = 0.0
+    noise: Share = 0.04
+    heartbeat_s: Annotated[float, Meta(ge=0.01, le=10.0)] = 0.25
+    message_s: Seconds = 0.0005
+    link_s: Seconds = 0.0001
+    fit: bool = False
+
+    def check(self) -> None:
+        """Checks over several fields. Raises ConfigError."""
+        names = [pool.name for pool in self.pool]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError("pool.name", name, "a name of its own for each pool")
+        if not any(pool.role == "decode" for pool in self.pool):
+            raise ConfigError("pool.role", sorted({pool.role for pool in self.pool}), "at least one pool of decode")
+        load = self.load
+        if bool(load.trace) == bool(load.rate or load.rates):
+            raise ConfigError("load.rate", load.rate, "above 0 without a trace, 0 with one")
+        if not load.trace and not self.duration_s:
+            raise ConfigError("duration_s", self.duration_s, "above 0 without a trace")
+        sizes = {f"{pool.name}-{number}" for pool in self.pool for number in range(pool.count)}
+        for event in self.event:
+            allowed = set(names) if event.kind == "start" else sizes
+            if event.worker not in allowed:
+                some = ", ".join(sorted(allowed)[:8])
+                raise ConfigError("event.worker", event.worker, f"for {event.kind} one of {some}, ...")
+
+
+def read_scenario(path: Path) -> Scenario:
+    """The scenario of a `.toml` or `.json` file. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise ConfigError("scenario", str(path), f"a file that can be read ({error})") from error
+    except ValueError as error:
+        raise ConfigError("scenario", str(path), f"a TOML or JSON file ({error})") from error
+    return scenario_of(values)
+
+
+def scenario_of(values: Any) -> Scenario:
+    """The scenario of decoded TOML or JSON. Raises ConfigError with the field, its value and what is allowed."""
+    try:
+        scenario = msgspec.convert(values, Scenario, strict=True)
+    except msgspec.ValidationError as error:
+        allowed, _, where = str(error).partition(" - at `")
+        field = where.rstrip("`").removeprefix("$").lstrip(".") or "scenario"
+        raise ConfigError(field, _value_at(values, field), allowed) from error
+    scenario.check()
+    return scenario
+
+
+def _value_at(values: Any, field: str) -> Any:
+    """What a path such as `pool[0].count` leads to; None where it leads to nothing."""
+    for key, index in re.findall(r"([A-Za-z_]\w*)|\[(\d+)\]", field):
+        try:
+            values = values[key] if key else values[int(index)]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return values

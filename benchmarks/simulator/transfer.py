@@ -1,0 +1,145 @@
+"""A prompt's KV on its way from a prefill to a decode worker, as bytes of a flow. It models `common/transfer`.
+
+The prefill worker announces it, the decode worker grants room, and from then on each block crosses as soon as it is
+computed. Both ends are told of the end by commands, after the time that a message takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from benchmarks.simulator.network import Flow, Link
+from benchmarks.simulator.world import World
+
+
+class TransferEnd(Protocol):
+    """One of the two workers. `alive`: its present life is the one in which the transfer began."""
+
+    inbound: Link
+    outbound: Link
+
+    def take(self, command: object) -> None:
+        """Take a command in its next turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """To the decode worker: KV can come."""
+
+    transfer: Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """To the decode worker: all blocks and the first token are there."""
+
+    transfer: Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """To the prefill worker: its blocks are no longer needed."""
+
+    transfer: Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """To either: the other one gave up."""
+
+    transfer: Transfer
+    why: str
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """`sender_epoch` and `receiver_epoch` are the lives of the two workers that it belongs to.
+
+    Of `num_blocks` blocks, `num_ready` are computed; those from `first_block` on must cross. -1: not granted yet.
+    """
+
+    world: World
+    sender: TransferEnd
+    receiver: TransferEnd
+    request_id: str
+    attempt: int
+    num_blocks: int
+    block_bytes: int
+    num_ready: int = 0
+    first_block: int = -1
+    computed: bool = False
+    over: bool = False
+    opened_at: float = 0.0
+    granted_at: float = 0.0
+    _num_added: int = 0
+    _flow: Flow | None = field(default=None, repr=False)
+
+    def announce(self) -> None:
+        self.opened_at = self.world.clock.now
+        self.world.soon(lambda: self.receiver.take(Announced(self)))
+
+    def grant(self, first_block: int) -> None:
+        """The decode worker has room, and the blocks before `first_block`."""
+        self.granted_at = self.world.clock.now
+        self.world.soon(lambda: self._granted(first_block))
+
+    def progress(self, num_ready: int, *, computed: bool = False) -> None:
+        """The prefill worker has computed more blocks, or all and the first token."""
+        self.num_ready, self.computed = num_ready, computed
+        self._ship()
+
+    @property
+    def num_received(self) -> int:
+        """Leading blocks that the decode worker has."""
+        crossed = int(self._flow.num_crossed // self.block_bytes) if self._flow else 0
+        return max(0, self.first_block) + crossed
+
+    def acknowledge(self) -> None:
+        """The decode worker needs nothing more."""
+        self._close()
+        self.world.soon(lambda: self.sender.take(Acknowledged(self)))
+
+    def fail(self, *, by_sender: bool, why: str) -> None:
+        """One of the two gives up, and tells the other."""
+        if self.over:
+            return
+        self._close()
+        other = self.receiver if by_sender else self.sender
+        self.world.soon(lambda: other.take(Failed(self, why)))
+
+    def drop(self) -> None:
+        """One of the two is gone: nobody tells the other."""
+        self._close()
+
+    # ------------------------------------------------------------ inside
+
+    def _granted(self, first_block: int) -> None:
+        if self.over:
+            return
+        self.first_block = self._num_added = first_block
+        self._flow = self.world.network.open(self.sender.outbound, self.receiver.inbound, self._on_empty)
+        self._ship()
+
+    def _ship(self) -> None:
+        if self._flow is None or self.over:
+            return
+        num_new, self._num_added = self.num_ready - self._num_added, max(self.num_ready, self._num_added)
+        if num_new > 0:
+            self.world.network.add(self._flow, num_new * self.block_bytes)
+        elif self._flow.left <= 0.0:
+            self._on_empty()
+
+    def _on_empty(self) -> None:
+        if self.computed and not self.over:
+            delay_s = self.world.scenario.message_s + self.world.scenario.link_s
+            self.world.clock.after(delay_s, self._arrive)
+
+    def _arrive(self) -> None:
+        if not self.over:
+            self.receiver.take(Arrived(self))
+
+    def _close(self) -> None:
+        self.over = True
+        if self._flow is not None:
+            self.world.network.close(self._flow)

@@ -1,0 +1,306 @@
+"""What simulated prefill and decode workers share: a life, an inbox, steps, heartbeats. It models `common/worker`.
+
+The scheduler is production's; so are heartbeats and what is in them. Steps take what the coefficients say, with noise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from benchmarks.simulator.clock import Timer
+from benchmarks.simulator.network import Link
+from benchmarks.simulator.scenario import PoolSpec
+from benchmarks.simulator.world import World
+from common.kv.block_pool import BlockPool
+from common.latency.step_fit import StepFit
+from common.latency.step_model import StepModel, StepShape
+from common.requests.scheduler import Scheduler
+from common.requests.sequence import WorkerSequence
+from common.wire.messages import (
+    Message,
+    RequestFailed,
+    RouterHello,
+    TokenDelta,
+    TokenOutput,
+    ToRouter,
+    WorkerHeartbeat,
+    WorkerHello,
+)
+
+S = TypeVar("S", bound=WorkerSequence)
+AnyWorker: TypeAlias = "SimulatedWorker[Any]"
+LEAST_NOISE = 0.5
+"""No step takes less than this share of its time, however the dice fall."""
+NEVER_S = 1e9
+"""Simulated engines do not get stuck."""
+FINGERPRINT = "simulated"
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of a router."""
+
+    router: bytes
+    message: Message
+
+
+class SimulatedWorker(ABC, Generic[S]):
+    """One worker, through all of its lives."""
+
+    def __init__(self, world: World, pool: PoolSpec, name: str, address: str) -> None:
+        self.world, self.pool, self.name, self.address = world, pool, name, address
+        self.inbound, self.outbound = Link(f"{name} in", pool.link_rate), Link(f"{name} out", pool.link_rate)
+        self.slow_down(1.0)
+        self.num_steps = self.num_prompt_tokens = self.num_output_tokens = 0
+        self.scheduler: Scheduler[S]
+        self._chance = world.chance(name)
+        self._began_at = self._past_up_s = 0.0
+        self._exists = self.reachable = self.alive = False
+        self.epoch = 0
+        self._reset()
+
+    def step_s(self, shape: StepShape) -> float:
+        """The time of a step, without noise."""
+        return self._known_model.seconds(shape)
+
+    # ------------------------------------------------------------ its life
+
+    def start(self, *, ready: bool = False) -> None:
+        """Start a process that is ready after the pool's `start_s`, or at once."""
+        self._exists, self._began_at = True, self.world.clock.now
+        self.epoch = self.world.new_epoch()
+        epoch = self.epoch
+        self.world.clock.after(0.0 if ready else self.pool.start_s, lambda: self.become_ready(epoch))
+
+    def become_ready(self, epoch: int) -> None:
+        if not self._exists or epoch != self.epoch:
+            return
+        self._reset()
+        self.alive = self.reachable = True
+        for router in self.world.routers.values():
+            router.on_up(self.address)
+
+    def die(self, *, said: bool, back_s: float = 0.0) -> None:
+        """The process ends. `said`: connections break; else messages to it are lost, and its routers only miss it."""
+        clock = self.world.clock
+        if not self._exists:
+            return
+        if self.alive:
+            self._settle()
+            self._flush()
+        self._past_up_s = self.up_s
+        self._exists = self.alive = False
+        self.reachable = self.reachable and not said
+        for transfer in self._transfers():
+            transfer()
+        self._reset()
+        if said:
+            self.world.soon(self._cut)
+        if back_s:
+            clock.after(back_s, self.start)
+
+    def _cut(self) -> None:
+        for router in self.world.routers.values():
+            router.on_cut(self.address)
+
+    @property
+    def up_s(self) -> float:
+        """How long it was there so far, the time of its starts included."""
+        return self._past_up_s + (self.world.clock.now - self._began_at if self._exists else 0.0)
+
+    def _reset(self) -> None:
+        """As a new process is: nothing is known or cached."""
+        pool, block_size = self.pool, self.world.scenario.model.block_size
+        self.scheduler = self._new_scheduler(BlockPool(pool.num_blocks, block_size))
+        self.step_fit = StepFit()
+        self._has_stepped = False
+        self._inbox: list[object] = []
+        self._outbox: defaultdict[bytes, list[ToRouter]] = defaultdict(list)
+        self._deltas: defaultdict[bytes, list[TokenDelta]] = defaultdict(list)
+        self._serials: dict[bytes, int] = {}
+        self._is_woken = False
+        self._step_timer: Timer | None = None
+        self._published_at = 0.0
+        self._beats: dict[bytes, WorkerHeartbeat] = {}
+
+    # ------------------------------------------------------------ messages
+
+    def hear(self, router: bytes, message: Message) -> None:
+        if not self.alive:
+            return
+        if isinstance(message, RouterHello):
+            self.world.tell_router(router, self.address, (self.hello(), self.heartbeat(router)))
+        else:
+            self.take(Received(router, message))
+
+    def take(self, command: object) -> None:
+        if not self.alive:
+            return
+        self._inbox.append(command)
+        if self._step_timer is not None:
+            self._interrupt()
+        elif not self._is_woken:
+            self._is_woken = True
+            epoch = self.epoch
+            self.world.clock.after(0.0, lambda: self._turn(epoch))
+
+    def hello(self) -> WorkerHello:
+        model = self.world.scenario.model
+        return WorkerHello(
+            worker_id=self.name,
+            role=self.pool.role,
+            epoch=self.epoch,
+            fingerprint=FINGERPRINT,
+            model=FINGERPRINT,
+            block_size=model.block_size,
+            num_blocks=self.pool.num_blocks,
+            max_model_len=model.max_model_len,
+            max_num_seqs=self.pool.num_seqs,
+            kv_address=self.address if self.pool.role == "decode" else "",
+            weights=FINGERPRINT,
+            max_step_tokens=self.pool.step_tokens,
+        )
+
+    def heartbeat(self, router: bytes) -> WorkerHeartbeat:
+        """What it would report now. One that does nothing says the same again."""
+        if self._step_timer is None and router in self._beats:
+            return self._beats[router]
+        scheduler, model = self.scheduler, self.model
+        waiting, counts = scheduler.waiting_shape, scheduler.pool.counts
+        num_more, more_context = self._grown()
+        num_taken = min(num_more, counts.free + counts.cached)
+        waiting_s = model.steps_s(waiting, scheduler.max_step_tokens, self._beside()) if waiting.num_tokens else 0.0
+        beat = self._beats[router] = WorkerHeartbeat(
+            worker_id=self.name,
+            epoch=self.epoch,
+            step=self.num_steps,
+            ready=True,
+            draining=False,
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_transferring=scheduler.num_in_transfer,
+            num_waiting_tokens=waiting.num_tokens,
+            num_free_blocks=max(0, counts.free - num_taken),
+            num_cached_blocks=counts.cached - max(0, num_taken - counts.free),
+            num_owned_blocks=counts.owned + num_taken,
+            turn_limit_s=NEVER_S,
+            waiting_s=max(0.0, waiting_s - (self.world.clock.now - self._published_at)),
+            num_context_tokens=scheduler.num_context_tokens + more_context,
+            step_model=model,
+            serial=self._serials.get(router, 0),
+        )
+        return beat
+
+    @property
+    def model(self) -> StepModel:
+        """What the worker knows of its steps."""
+        if self.world.scenario.fit:
+            return self.step_fit.model
+        return self._known_model if self._has_stepped else StepModel()
+
+    def slow_down(self, factor: float) -> None:
+        """From now on, steps take `factor` times as long as the pool's coefficients say."""
+        self.slowness, self._known_model = factor, self.pool.coefficients.model(self.world.scenario.noise, factor)
+
+    # ------------------------------------------------------------ turns
+
+    def _turn(self, epoch: int) -> None:
+        """As an engine's loop: commands, then a step if there is one to compute."""
+        if not self.alive or epoch != self.epoch:
+            return
+        self._is_woken = False
+        self._beats.clear()
+        self._published_at = self.world.clock.now
+        commands, self._inbox = self._inbox, []
+        for command in commands:
+            self._apply(command)
+        step_s = self._begin(self.world.clock.now)
+        if step_s is not None:
+            self._set_step_timer(step_s)
+        self._flush()
+
+    def _set_step_timer(self, step_s: float) -> None:
+        epoch = self.epoch
+        self._step_timer = self.world.clock.after(step_s, lambda: self._step_ended(epoch))
+
+    def _step_ended(self, epoch: int) -> None:
+        if not self.alive or epoch != self.epoch:
+            return
+        self._step_timer = None
+        self._complete(self.world.clock.now)
+        self._turn(epoch)
+
+    def _noise(self, num_steps: int = 1) -> float:
+        """What the time of so many steps is multiplied by."""
+        noise = self.world.scenario.noise
+        return max(LEAST_NOISE, 1.0 + self._chance.gauss(0.0, noise / num_steps**0.5)) if noise else 1.0
+
+    def _stepped(self, shape: StepShape, step_s: float, num_steps: int = 1) -> None:
+        self.num_steps += num_steps
+        self._has_stepped = True
+        if self.world.scenario.fit:
+            self.step_fit.observe(shape, step_s)
+
+    def _fail(self, sequence: S, phase: str, why: str) -> None:
+        """Give a request up; another worker may succeed."""
+        self._drop(sequence, why)
+        failed = RequestFailed(
+            worker_id=self.name,
+            request_id=sequence.request_id,
+            attempt=sequence.attempt,
+            phase=phase,
+            message=why,
+            retryable=True,
+        )
+        self._outbox[sequence.router].append(failed)
+
+    def _flush(self) -> None:
+        for router, deltas in self._deltas.items():
+            self._outbox[router].append(TokenOutput(worker_id=self.name, epoch=self.epoch, outputs=tuple(deltas)))
+        self._deltas.clear()
+        for router, messages in self._outbox.items():
+            self.world.tell_router(router, self.address, messages)
+        self._outbox.clear()
+
+    # ------------------------------------------------------------ what the two kinds do
+
+    @abstractmethod
+    def _new_scheduler(self, pool: BlockPool) -> Scheduler[S]: ...
+
+    @abstractmethod
+    def _apply(self, command: object) -> None:
+        """Carry a command out, between two steps."""
+
+    @abstractmethod
+    def _begin(self, now: float) -> float | None:
+        """Begin a step: the seconds until it ends; None when there is nothing to compute."""
+
+    @abstractmethod
+    def _complete(self, now: float) -> None:
+        """The step that was begun has ended."""
+
+    @abstractmethod
+    def _drop(self, sequence: S, why: str) -> None:
+        """Forget a sequence without a word to its router."""
+
+    @abstractmethod
+    def _transfers(self) -> list[Callable[[], None]]:
+        """What drops each transfer of this life."""
+
+    def _interrupt(self) -> None:
+        """A command came during a step."""
+
+    def _settle(self) -> None:
+        """Bring what is counted up to the present, before the worker dies."""
+
+    def _grown(self) -> tuple[int, int]:
+        """Blocks and tokens that running sequences have gained since they were last counted."""
+        return 0, 0
+
+    def _beside(self) -> StepShape:
+        """What steps compute beside prompts."""
+        return StepShape()

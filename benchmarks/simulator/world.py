@@ -1,0 +1,92 @@
+"""What every part of a simulation shares: the clock, the network, the requests, and delays of messages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from benchmarks.simulator.clock import Clock
+from benchmarks.simulator.load import SimulatedRequest
+from benchmarks.simulator.network import Network
+from benchmarks.simulator.scenario import Scenario
+from common.wire.messages import Message, ToRouter
+
+
+class RouterEnd(Protocol):
+    """A router, as workers see it."""
+
+    def hear(self, address: str, message: ToRouter) -> None:
+        """A message of a worker has arrived."""
+
+    def on_up(self, address: str) -> None:
+        """The connection to a worker has come up."""
+
+    def on_cut(self, address: str) -> None:
+        """The connection to a worker broke."""
+
+
+class WorkerEnd(Protocol):
+    """A worker, as routers see it."""
+
+    name: str
+    reachable: bool
+
+    def hear(self, router: bytes, message: Message) -> None:
+        """A message of a router has arrived."""
+
+
+def address_of(name: str) -> str:
+    """Where routers find the worker of this name."""
+    return f"tcp://{name}:7001"
+
+
+@dataclass(slots=True)
+class World:
+    """`requests` by id, `routers` by their name in messages, `workers` by address."""
+
+    scenario: Scenario
+    requests: Mapping[str, SimulatedRequest]
+    clock: Clock = field(default_factory=Clock)
+    network: Network = field(init=False)
+    routers: dict[bytes, RouterEnd] = field(default_factory=dict)
+    workers: dict[str, WorkerEnd] = field(default_factory=dict)
+    _num_epochs: int = 0
+
+    def __post_init__(self) -> None:
+        self.network = Network(self.clock)
+
+    def chance(self, name: str) -> random.Random:
+        """A source of its own for each name, the same for each run of the scenario."""
+        return random.Random(f"{self.scenario.seed}/{name}")
+
+    def new_epoch(self) -> int:
+        self._num_epochs += 1
+        return self._num_epochs
+
+    def worker_named(self, name: str) -> WorkerEnd:
+        """Raises KeyError for a worker that never was."""
+        return self.workers[address_of(name)]
+
+    def soon(self, then: Callable[[], None]) -> None:
+        """Have something happen after the time that a message takes."""
+        self.clock.after(self.scenario.message_s, then)
+
+    def tell_router(self, router: bytes, address: str, messages: Sequence[ToRouter]) -> None:
+        """Messages leave a worker for a router."""
+        end = self.routers[router]
+
+        def arrive() -> None:
+            for message in messages:
+                end.hear(address, message)
+
+        self.soon(arrive)
+
+    def tell_worker(self, router: bytes, address: str, message: Message) -> bool:
+        """A message leaves a router for a worker; False when there is no connection."""
+        worker = self.workers.get(address)
+        if worker is None or not worker.reachable:
+            return False
+        self.soon(lambda: worker.hear(router, message))
+        return True

@@ -1,0 +1,111 @@
+"""What workers' messages, and their silence, mean for their lives. No I/O: a fleet of connections feeds it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from common.wire.messages import PromptLogprobs, RequestFailed, TokenOutput, ToRouter, WorkerHeartbeat, WorkerHello
+from router.fleet.registry import WorkerRegistry
+
+log = logging.getLogger(__name__)
+
+
+class FleetListener(Protocol):
+    """Gets what workers send, and news of them. All calls come from the fleet's event loop."""
+
+    def on_output(self, address: str, output: TokenOutput) -> None: ...
+    def on_prompt_logprobs(self, address: str, prompt_logprobs: PromptLogprobs) -> None: ...
+    def on_failed(self, address: str, failed: RequestFailed) -> None: ...
+    def on_lost(self, address: str, reason: str) -> None:
+        """The worker's life ended: all requests on it have failed."""
+
+    def on_started(self, address: str) -> None:
+        """A worker with a new epoch said hello: its caches are empty."""
+
+    def on_ready(self, address: str) -> None:
+        """The worker may get work from now on."""
+
+    def on_tick(self, now: float) -> None:
+        """A heartbeat interval has passed."""
+
+    def uses(self, address: str) -> bool:
+        """Whether a request still needs the worker."""
+
+    def on_gone(self, address: str) -> None:
+        """The worker was removed, unused, and its connection closes."""
+
+
+class WorkerLives:
+    """Keeps `registry` up to date, and tells `listener` what it means. `greet(address)` sends a worker a hello."""
+
+    def __init__(self, registry: WorkerRegistry, listener: FleetListener, greet: Callable[[str], None]) -> None:
+        self._registry, self._listener, self._greet = registry, listener, greet
+
+    def on_message(self, address: str, message: ToRouter, now: float) -> None:
+        match message:
+            case TokenOutput():
+                self._listener.on_output(address, message)
+            case PromptLogprobs():
+                self._listener.on_prompt_logprobs(address, message)
+            case RequestFailed():
+                self._listener.on_failed(address, message)
+            case WorkerHeartbeat():
+                self._on_heartbeat(address, message, now)
+            case WorkerHello():
+                self._on_hello(address, message, now)
+
+    def on_cut(self, address: str) -> None:
+        """The connection to the worker broke."""
+        if self._registry.on_cut(address):
+            self._lost(address)
+
+    def sweep(self, now: float) -> None:
+        """End the lives of workers that are silent or stuck."""
+        for worker in self._registry.sweep(now):
+            self._lost(worker.address)
+
+    # ------------------------------------------------------------ inside
+
+    def _on_hello(self, address: str, hello: WorkerHello, now: float) -> None:
+        if hello.lost_router:
+            if self._registry.on_forgotten(address):
+                self._lost(address)
+                self._greet(address)
+            return
+        worker = self._registry.workers[address]
+        started, had_served = worker.known_epoch != hello.epoch, worker.has_served
+        if self._registry.on_hello(address, hello, now):
+            self._end_life(address, f"restarted as epoch {hello.epoch}", had_served)
+        if started:
+            log.info(
+                "worker %s (%s, layout %s, weights %s) says hello",
+                hello.worker_id,
+                address,
+                hello.fingerprint,
+                hello.weights or "unknown",
+            )
+            self._listener.on_started(address)
+
+    def _on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> None:
+        worker = self._registry.workers[address]
+        was_ready = worker.ready
+        if self._registry.on_heartbeat(address, beat, now):
+            self._lost(address)
+        if worker.hello is None:
+            self._greet(address)
+        if worker.ready and not was_ready:
+            log.info("worker %s", worker.describe(now))
+            self._listener.on_ready(address)
+
+    def _lost(self, address: str) -> None:
+        worker = self._registry.workers[address]
+        self._end_life(address, worker.reason, worker.has_served)
+
+    def _end_life(self, address: str, reason: str, had_served: bool) -> None:
+        if had_served:
+            log.warning("worker %s is lost: %s", address, reason)
+        else:
+            log.info("worker %s went away before it was ready: %s", address, reason)
+        self._listener.on_lost(address, reason)

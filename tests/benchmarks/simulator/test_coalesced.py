@@ -1,0 +1,97 @@
+"""Many steps at once are what single steps are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from benchmarks.simulator.coalesced import CoalescedScheduler, StepRun
+from benchmarks.simulator.scenario import Scenario
+from benchmarks.simulator.simulation import Simulation
+from benchmarks.simulator.tokens import Content, CountedTokens, InjectedHasher
+from common.kv.block_pool import BlockPool
+from common.latency.step_model import StepModel
+from common.wire.messages import DecodeRequest
+from common.wire.sampling_params import SamplingParams
+from decode_worker.sequence import DecodeSequence, RequestStatus
+
+
+def scheduler(num_blocks: int, lengths: tuple[int, ...]) -> CoalescedScheduler:
+    """Sequences of these lengths that decode: their prompts are computed."""
+    made = CoalescedScheduler(BlockPool(num_blocks, 4), max_num_seqs=8, local_prefill_chunk=1000, watermark=0.0)
+    for number, length in enumerate(lengths):
+        request = DecodeRequest(request_id=str(number), attempt=0, prompt=b"", params=SamplingParams(max_tokens=99))
+        hasher = InjectedHasher(Content(number, length), 4)
+        made.add(DecodeSequence(b"r", request, CountedTokens(length), hasher, 0.0, 99.0, status=RequestStatus.WAITING))
+    for chunk in made.schedule(0.0, StepModel()).chunks:
+        made.advance(chunk)
+        chunk.sequence.token_ids.append(0)
+    return made
+
+
+def step(made: CoalescedScheduler) -> None:
+    for chunk in made.schedule(0.0, StepModel()).chunks:
+        made.advance(chunk)
+        chunk.sequence.token_ids.append(0)
+
+
+def state(made: CoalescedScheduler) -> object:
+    sequences = [(s.num_computed, len(s.token_ids), len(s.blocks), s.num_published) for s in made.running]
+    return sequences, made.pool.counts, made.check_integrity()
+
+
+@pytest.mark.parametrize("num_steps", (1, 3, 4, 17))
+def test_steps_at_once_leave_what_single_steps_leave(num_steps: int) -> None:
+    one_by_one, at_once = scheduler(64, (5, 8, 11)), scheduler(64, (5, 8, 11))
+    for _ in range(num_steps):
+        step(one_by_one)
+    at_once.schedule(0.0, StepModel())
+    at_once.advance_steps(num_steps)
+    assert state(at_once) == state(one_by_one)
+
+
+def test_room_ends_where_a_step_would_preempt() -> None:
+    made = scheduler(12, (5, 8, 11))
+    made.schedule(0.0, StepModel())
+    most = made.num_steps_with_room(100)
+    single = scheduler(12, (5, 8, 11))
+    num_steps = 0
+    while not single.schedule(0.0, StepModel()).preempted:
+        for sequence in list(single.running):
+            sequence.num_computed += 1
+            sequence.token_ids.append(0)
+        num_steps += 1
+    assert most == num_steps > 1
+
+
+def test_the_time_of_steps_is_the_sum_of_their_times() -> None:
+    run = StepRun(10.0, 50, first_s=0.01, growth_s=0.002)
+    times = [0.01 + 0.002 * number for number in range(50)]
+    ends = [sum(times[: count + 1]) for count in range(50)]
+    assert run.seconds(50) == pytest.approx(ends[-1])
+    for count, end in enumerate(ends[:-1], 1):
+        assert run.num_ended(10.0 + end - 1e-6) == count - 1
+        assert run.num_ended(10.0 + end + 1e-6) == run.num_begun(10.0 + end - 1e-6) == count
+    assert run.num_begun(10.0) == 1 and run.num_ended(99.0) == 50
+
+
+def ends(scenario: Scenario, most_steps: int | None) -> list[tuple[str, float, float]]:
+    run = Simulation(scenario, most_steps=most_steps).run()
+    return [(request.outcome, request.first_token_at, request.ended_at) for request in run.requests]
+
+
+@pytest.mark.parametrize("num_blocks", (4096, 160))
+def test_a_simulation_takes_steps_at_once_and_ends_alike(scenario: Callable[..., Scenario], num_blocks: int) -> None:
+    """With few blocks, sequences are preempted as well."""
+    one = {"count": 1}
+    made = scenario(
+        prefill=one, decode=one | {"num_blocks": num_blocks}, noise=0.0, duration_s=5.0, load={"rate": 8.0},
+        event=[{"at_s": 3.0, "kind": "death", "worker": "decode-0", "back_s": 0.1}],
+    )  # fmt: skip
+    made = msgspec.structs.replace(made, pool=tuple(msgspec.structs.replace(pool, start_s=0.2) for pool in made.pool))
+    coalesced, single = ends(made, None), ends(made, 1)
+    assert [outcome for outcome, *_ in coalesced] == [outcome for outcome, *_ in single]
+    for (_, *times), (_, *expected) in zip(coalesced, single, strict=True):
+        assert times == pytest.approx(expected, abs=1e-6, nan_ok=True)
