@@ -11,10 +11,10 @@ import msgspec
 from msgspec import Meta
 
 from common.latency.step_model import StepModel
-from common.wire.message_fields import MAX_TOKENS, Address, Count, Finite, Name, Reason, Seconds, Text, TokenBytes
+from common.wire.message_fields import MAX_TOKENS, Address, Count, Finite, Name, Reason, Role, Seconds, Text, TokenBytes
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_BLOCKS_PER_FRAME = 256
 MAX_OUTPUTS = 16_384
 """More sequences than any batch has."""
@@ -29,11 +29,15 @@ class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class RouterHello(Message, frozen=True, tag=1):
-    """The first message on a connection names the router. The worker answers `WorkerHello`."""
+    """The first message on a connection names the router. The worker answers `WorkerHello`.
+
+    `changes_roles`: the router changes the roles of workers, if it is the `WorkerHeartbeat.planner`.
+    """
 
     router_id: Name
     epoch: Count
     protocol: Count = PROTOCOL_VERSION
+    changes_roles: bool = False
 
 
 class RouterHeartbeat(Message, frozen=True, tag=2):
@@ -123,6 +127,17 @@ class HandOver(Message, frozen=True, tag=7):
     num_reserved_tokens: Count
 
 
+class ChangeRole(Message, frozen=True, tag=8):
+    """Drain, and come back in `role`: the worker answers with a `WorkerHello` of a new epoch, and owns no block then.
+
+    A worker that is not drained in time, or cannot, stays what it is, and its heartbeats stop saying that it drains. It
+    ignores an order for the role that it has, and a second one while it carries out the first.
+    """
+
+    role: Role
+    reason: Text
+
+
 # ---------------------------------------------------------------- worker -> router
 
 
@@ -133,6 +148,8 @@ class WorkerHello(Message, frozen=True, tag=20):
     that has begun goes on only on workers with equal `weights`, which covers the model and how its weights are kept.
     `lost_router`: the receiving router was silent for too long, which also a frozen worker finds when it wakes up. Its
     requests here are gone, and it must say hello again. `max_step_tokens` prompt tokens are computed in one step.
+    `home` is the role that the process was started with, `role` the one that it has now; with `changes_role` a router
+    may change it, which begins a new epoch.
     """
 
     worker_id: Name
@@ -149,6 +166,8 @@ class WorkerHello(Message, frozen=True, tag=20):
     lost_router: bool = False
     weights: Annotated[str, Meta(max_length=256)] = ""
     max_step_tokens: Count = 0
+    home: Text = ""
+    changes_role: bool = False
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):
@@ -157,7 +176,8 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     A turn that takes longer than `turn_limit_s` must be stuck. `full_tokens_per_s` is the rate of full steps, 0 before
     the first; `tokens_per_s` is that of all recent steps. `step_model` is fitted to the worker's steps; by it, the
     prompts that wait here take `waiting_s` seconds. The running sequences have `num_context_tokens` tokens. All of it
-    counts the requests of the receiving router with a serial of at most `serial`.
+    counts the requests of the receiving router with a serial of at most `serial`. `planner` is the id of the router
+    that may change roles: the least of those that said they would; "" if none did.
     """
 
     worker_id: Name
@@ -180,6 +200,7 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     num_context_tokens: Count = 0
     step_model: StepModel = StepModel()
     serial: Count = 0
+    planner: Text = ""
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True):
@@ -371,7 +392,16 @@ class KVFailed(Message, frozen=True, tag=46):
     reason: Text
 
 
-ToWorker = RouterHello | RouterHeartbeat | PrefillRequest | DecodeRequest | AbortRequest | ResetPrefixCache | HandOver
+ToWorker = (
+    RouterHello
+    | RouterHeartbeat
+    | PrefillRequest
+    | DecodeRequest
+    | AbortRequest
+    | ResetPrefixCache
+    | HandOver
+    | ChangeRole
+)
 ToRouter = WorkerHello | WorkerHeartbeat | TokenOutput | PromptLogprobs | RequestFailed
 ToDecode = KVOpen | KVBlocks | KVDone | KVFailed
 ToPrefill = KVGrant | KVWait | KVAck | KVFailed

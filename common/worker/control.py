@@ -52,6 +52,7 @@ class RouterPeer:
     router_id: str
     epoch: int
     last_heard: float
+    changes_roles: bool = False
     num_cut: int = 0
     """Heartbeats in a row that found no connection."""
 
@@ -90,6 +91,14 @@ class ControlServer:
         return len(self._routers)
 
     @property
+    def planner(self) -> str:
+        """The router that may change roles: of those that would, the one with the least id; "" if none would.
+
+        Routers do not know each other, so the workers tell them.
+        """
+        return min((peer.router_id for peer in self._routers.values() if peer.changes_roles), default="")
+
+    @property
     def num_dropped_frames(self) -> int:
         return self._drops.num_dropped
 
@@ -124,7 +133,7 @@ class ControlServer:
             peer.num_cut = peer.num_cut + 1 if is_cut else 0
 
     def broadcast_hello(self) -> None:
-        """Send every router another hello, because the model is loaded."""
+        """Send every router another hello, because the model is loaded, or the role is another."""
         for router in self._routers:
             self.send(router, self._hello())
             self.send(router, self._heartbeat(router))
@@ -186,7 +195,7 @@ class ControlServer:
             self._on_router_lost(router)
         if peer is None:
             log.info("router %s connected", message.router_id)
-        self._routers[router] = RouterPeer(message.router_id, message.epoch, now)
+        self._routers[router] = RouterPeer(message.router_id, message.epoch, now, message.changes_roles)
         self.send(router, self._hello())
         self.send(router, self._heartbeat(router))
 

@@ -35,6 +35,10 @@ class StepSeconds:
         self._histogram.observe(step_s)
         self._recent.observe(step_s / tokens_each, self._clock())
 
+    def forget(self) -> None:
+        """Begin the last minute anew: the steps of another role say nothing about those to come."""
+        self._recent = RecentQuantile()
+
     @property
     def p95(self) -> float:
         """Seconds for a token of each sequence that 95 % of the last minute's steps did not exceed; 0 without steps."""
@@ -48,7 +52,7 @@ class _StatusCollector(Collector):
         self,
         status: Callable[[], EngineStatus],
         labels: dict[str, str],
-        role: str,
+        role: Callable[[], str],
         tpot_s: Callable[[], float],
         slo_tpot_s: float,
     ) -> None:
@@ -79,10 +83,11 @@ class _StatusCollector(Collector):
     def _scaling(self, status: EngineStatus, usage: float) -> Iterator[Metric]:
         active, gauge = active_requests(status), self._families.gauge
         yield gauge("diptych_active_requests", "Requests that would be cut if this worker ended now", active)
-        if self._role == "prefill":
+        role = self._role()
+        if role == "prefill":
             waiting_s = backlog_s(status.num_waiting_tokens, status.full_tokens_per_s)
             yield gauge("diptych_prefill_backlog_seconds", "Seconds of prompts that wait here", waiting_s)
-        elif self._role == "decode":
+        elif role == "decode":
             full = pressure(usage, self._tpot_s(), self._slo_tpot_s)
             yield gauge("diptych_decode_pressure", "How full this worker is, 1 at its limit", full)
 
@@ -99,10 +104,14 @@ class WorkerMetrics:
         role: str = "",
         slo_tpot_s: float = 0.0,
     ) -> None:
-        """`slo_tpot_s` is the goal for a token after the first; 0: no goal."""
+        """`slo_tpot_s` is the goal for a token after the first; 0: no goal. `role` is the first one."""
+        self._role = role
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": worker_id}
-        self.registry.register(_StatusCollector(status, self._labels, role, lambda: self.step_seconds.p95, slo_tpot_s))
+        collector = _StatusCollector(
+            status, self._labels, lambda: self._role, lambda: self.step_seconds.p95, slo_tpot_s
+        )
+        self.registry.register(collector)
         register_process(self.registry, self._labels)
         histogram, counter = self._histogram, self._counter
         self.queue_seconds = histogram("vllm:request_queue_time_seconds", "From acceptance to the first computed token")
@@ -144,6 +153,11 @@ class WorkerMetrics:
             SHORT_SECONDS,
         )
         self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
+
+    def change_role(self, role: str) -> None:
+        """Signals for autoscalers are those of this role from now on."""
+        self._role = role
+        self.step_seconds.forget()
 
     def describe_cache(self, block_size: int, num_blocks: int, dtype: str) -> None:
         """Export the cache's shape as labels, the way vLLM does."""
