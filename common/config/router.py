@@ -9,10 +9,11 @@ from common.config.access import AccessSettings
 from common.config.cluster import DiscoverySettings
 from common.config.common import CommonConfig
 from common.config.field import DURATION, HOST, PORT, TIMEOUT, setting
+from common.config.roles import RoleSettings
 
 
 @dataclass(frozen=True)
-class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings):
+class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings, RoleSettings):
     """The router: HTTP in front, workers behind. It holds the tokeniser, never the weights."""
 
     section: ClassVar[str] = "router"

@@ -27,6 +27,7 @@ from router.dispatch.placement import Abort, Placement, Send
 from router.dispatch.policy import Choice, RoutingPolicy
 from router.dispatch.recovery import Recovery, refusal
 from router.dispatch.request_state import Assignment, RequestState
+from router.dispatch.role_changes import RoleChanges
 from router.dispatch.silence import why_left
 from router.dispatch.stream import StreamConflict, TokensDiffer
 from router.dispatch.waiting import WaitingRequests
@@ -64,9 +65,14 @@ class DispatchCore:
     """
 
     def __init__(
-        self, config: RouterConfig, registry: WorkerRegistry, actions: Actions, policy: RoutingPolicy | None = None
+        self,
+        config: RouterConfig,
+        registry: WorkerRegistry,
+        actions: Actions,
+        policy: RoutingPolicy | None = None,
+        router_id: str = "",
     ) -> None:
-        """Without a `policy`, the usual one routes."""
+        """Without a `policy`, the usual one routes. `router_id` is what workers know this router by."""
         self._config, self._registry, self._actions = config, registry, actions
         self.states: dict[str, RequestState] = {}
         self.waiting = WaitingRequests()
@@ -80,6 +86,7 @@ class DispatchCore:
         self._recovery = Recovery(config.max_retries, self._placement, self.waiting, self.counters)
         self._admission = Admission(registry, policy, config, self.counters)
         self._handovers = HandOvers(registry, self._placement, self.waiting, self.counters)
+        self._roles = RoleChanges(config, registry, actions.send, router_id)
 
     # ------------------------------------------------------------ for the front
 
@@ -194,6 +201,7 @@ class DispatchCore:
         self._admission.observe(self.states.values(), now)
         for state, error in self._admission.shed(self.states.values(), now):
             self._fail(state, error)
+        self._roles.tick(now)
 
     # ------------------------------------------------------------ a request's life
 

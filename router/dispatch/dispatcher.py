@@ -31,7 +31,7 @@ class Dispatcher:
         self._open = False
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
-        self.core = DispatchCore(config, self.fleet.registry, actions)
+        self.core = DispatchCore(config, self.fleet.registry, actions, router_id=self.fleet.router_id)
 
     # ------------------------------------------------------------ for the front
 

@@ -17,7 +17,8 @@ from router.fleet.worker_connection import Connection
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """One worker: what it reports and what is booked on it. `reason` says why it is not ready.
+    """One worker: what it reports and what is booked on it. `reason` says why it is not ready. `role` is its present
+    role, `home` the one that it was started with.
 
     A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps.
     """
@@ -39,6 +40,7 @@ class WorkerLoad:
     reason: str = ""
     wait_s: float = 0.0
     step_model: Mapping[str, float] = field(default_factory=dict)
+    home: str = ""
 
     @classmethod
     def of(cls, worker: Worker, connection: Connection, now: float) -> WorkerLoad:
@@ -60,13 +62,14 @@ class WorkerLoad:
             reason=worker.withheld or worker.reason,
             wait_s=wait_s(worker, now) if worker.ready else 0.0,
             step_model=msgspec.structs.asdict(worker.step_model),
+            home=worker.home,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchLoad:
     """A snapshot. `stages` counts requests by stage, `wait_limit_s` is how long a new one may have to wait; the rest
-    counts since the start."""
+    counts since the start, `role_changes` by (from, to)."""
 
     stages: Mapping[str, int]
     workers: tuple[WorkerLoad, ...]
@@ -76,6 +79,7 @@ class DispatchLoad:
     num_stale_deltas: int
     num_handovers: Mapping[str, int] = field(default_factory=dict)
     wait_limit_s: float = 0.0
+    role_changes: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -98,6 +102,7 @@ class DispatchLoad:
             counters.num_stale_deltas,
             dict(counters.num_handovers),
             wait_limit_s,
+            dict(fleet.registry.role_changes),
         )
 
 

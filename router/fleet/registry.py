@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,7 @@ MAX_FORGIVEN = 4
 SHOWN = 8
 """Workers that one line names."""
 NOT_READY = "connected, not ready yet"
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class WorkerRegistry:
         self.explain: Callable[[Role, float], str] = lambda role, now: ""
         """Discovery's answer to why no worker of a role is known; "" without discovery."""
         self.next_serial = 1
+        self.role_changes: Counter[tuple[str, str]] = Counter()
+        """How often workers changed their roles, by (from, to), whichever router had ordered it."""
         self._models: dict[Role, StepModel] = {}
         self._ready: dict[Role, ReadyWorkers] = {}  # emptied by whatever makes a worker ready, or no longer so
         self._last_sweep: float | None = None
@@ -106,6 +110,7 @@ class WorkerRegistry:
             worker.slowness = Ewma(SMOOTHING, start=1.0)
         if worker.hello is None or new_life:
             worker.state, worker.reason, worker.step_changed = WorkerState.CONNECTED, NOT_READY, now
+        self._follow_role(worker, hello)
         worker.hello, worker.known_epoch = hello, hello.epoch
         self._ready.clear()
         if misfit := _misfit(worker):
@@ -298,6 +303,15 @@ class WorkerRegistry:
 
     # ------------------------------------------------------------ inside
 
+    def _follow_role(self, worker: Worker, hello: WorkerHello) -> None:
+        """Take over the present role of a worker whose home is the configured one."""
+        role = next((role for role in ROLES if role == hello.role), None)
+        if role is None or role == worker.role or (hello.home or hello.role) != worker.home:
+            return
+        if worker.known_epoch is not None:  # else it had changed before this router knew it
+            self.role_changes[worker.role, role] += 1
+        worker.role, worker.pool_model = role, self._models.get(role, StepModel())
+
     def _is_late(self, now: float) -> bool:
         """Whether the last sweep is so long ago that messages may be unread."""
         return self._last_sweep is not None and now - self._last_sweep > self._worker_timeout_s / 2
@@ -347,8 +361,10 @@ def _misfit(worker: Worker) -> str:
     hello = worker.hello
     if hello is None:
         return "never said hello"
-    if hello.role != worker.role:
-        return f"is a {hello.role} worker, not {worker.role}"
+    if (home := hello.home or hello.role) != worker.home:
+        return f"is a {home} worker, not {worker.home}"
+    if hello.role not in ROLES:
+        return f"has the role {hello.role}"
     return "" if hello.block_size else "has blocks of no tokens"
 
 
