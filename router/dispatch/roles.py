@@ -165,9 +165,11 @@ def _load_of(worker: Worker, share: float, tpot_s: float) -> float:
     # Cached blocks count as free, and requests that are on their way count with what was booked for them.
     blocks = (hello.num_blocks - worker.num_available_blocks) / max(1, hello.num_blocks) / KV_TARGET
     load = share * max(places, blocks)
-    if tpot_s > 0 and rows.num_rows:
+    model = model_of(worker)
+    # A goal that one sequence alone misses counts for nothing: no number of workers would meet it.
+    if tpot_s > 0 and rows.num_rows and model.seconds(StepShape.of_rows(1, rows.context // rows.num_rows)) <= tpot_s:
         shared = StepShape.of_rows(round(share * rows.num_rows), round(share * rows.context))
-        load = max(load, model_of(worker).seconds(shared) / tpot_s)
+        load = max(load, model.seconds(shared) / tpot_s)
     return load
 
 
