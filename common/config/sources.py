@@ -223,6 +223,16 @@ def counterpart(config: WorkerConfig, cls: type[W], environ: Mapping[str, str] |
     return cls(**values)
 
 
+def counterpart_env(config: WorkerConfig) -> dict[str, str]:
+    """The variables from which `counterpart` makes this `config` in a worker of the other role."""
+    shared = {field.name for field in fields_of(WorkerConfig)}
+    return {
+        f"DIPTYCH_{config.env_prefix}_{field.name.upper()}": field.render(getattr(config, field.name))
+        for field in fields_of(type(config))
+        if field.name not in shared and getattr(config, field.name) != field.default
+    }
+
+
 def load(cls: type[C], argv: Sequence[str] | None = None, *, prog: str = "") -> C:
     """`read` for a `main()`: a refused setting is one line on stderr and exit status 2."""
     try:

@@ -8,7 +8,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,13 +57,20 @@ def _sharing(config: W, runtime: Path) -> W:
     return config if config.cores else dataclasses.replace(config, core_share=str(runtime / "cores"))
 
 
+def _children(
+    module: str, configs: Sequence[WorkerConfig], other: WorkerConfig | None, runtime: Path
+) -> list[WorkerChild]:
+    """The workers of a pool; `other` are the settings of the other pool."""
+    return [WorkerChild(module, _sharing(config, runtime), runtime, other) for config in configs]
+
+
 class Supervisor:
     """Owns every child process. `run` returns after `stop` was called and every child has ended."""
 
     def __init__(self, plan: ServePlan, runtime: Path) -> None:
         self.plan = plan
-        self.prefill = [WorkerChild("prefill_worker", _sharing(config, runtime), runtime) for config in plan.prefill]
-        self.decode = [WorkerChild("decode_worker", _sharing(config, runtime), runtime) for config in plan.decode]
+        self.prefill = _children("prefill_worker", plan.prefill, next(iter(plan.decode), None), runtime)
+        self.decode = _children("decode_worker", plan.decode, next(iter(plan.prefill), None), runtime)
         self.router = RouterChild(plan.router)
         self.workers = (*self.prefill, *self.decode)
         self.children: tuple[Child, ...] = (self.router, *self.workers)
