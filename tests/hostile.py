@@ -11,6 +11,7 @@ from common.wire.codec import encode, seal
 from common.wire.message_fields import MAX_MESSAGE_BYTES, pack_tokens
 from common.wire.messages import (
     AbortRequest,
+    ChangeRole,
     DecodeRequest,
     HandOver,
     KVAck,
@@ -52,6 +53,7 @@ def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epo
         AbortRequest(request_id=request_id, attempt=BIG),
         HandOver(**name, new_attempt=BIG, target=TARGET, num_output_tokens=BIG, num_reserved_tokens=BIG),
         ResetPrefixCache(request_id=request_id),
+        ChangeRole(role="prefill", reason=request_id),
         WorkerHello(
             worker_id=worker_id, role="decode", epoch=BIG, fingerprint="f", model="m", block_size=BIG, num_blocks=BIG,
             max_model_len=BIG, max_num_seqs=BIG, kv_address="tcp://127.0.0.1:1",
