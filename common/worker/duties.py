@@ -4,7 +4,8 @@
                    │                           └── fails: build one of the role before, hello with a new epoch
                    └── requests are left after ROLE_DRAIN_S: go on as before
 
-The model, its KV memory, the compiled grammars and what is known of the worker's steps outlast a duty.
+The model, its KV memory, the compiled grammars and how long steps took outlast a duty. The fit of steps is kept for
+each role: that of one knows little of the other, and a router takes the pool's until a worker has its own.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Duties:
         self._grammars: Grammars | None = None
         self._duty = self._new(home.role, identity)
         self._has_unused_socket = False
+        self._fits = {role: StepFit() for role in self._offers}
         self._change: asyncio.Task[None] | None = None
         self._is_leaving = False
 
@@ -99,7 +101,7 @@ class Duties:
     ) -> None:
         """Begin the first duty. Owns `grammars` from now on."""
         self._files, self.loaded, self._grammars = files, loaded, grammars
-        self.engine = self._start_engine(self._duty, control, times, StepFit())
+        self.engine = self._start_engine(self._duty, control, times)
         self._has_unused_socket = False
 
     def stop(self) -> bool:
@@ -182,7 +184,7 @@ class Duties:
         duty = self._new(role, identity)
         address = await _bind_again(duty.bind_kv)
         try:
-            engine = self._start_engine(duty, control, former.step_times, former.step_fit)
+            engine = self._start_engine(duty, control, former.step_times)
         except BaseException:
             duty.close_kv()
             raise
@@ -192,8 +194,8 @@ class Duties:
     def _new(self, role: Role, identity: WorkerIdentity) -> Duty:
         return self._offers[role].begin(WorkerParts(identity, self._context, self._curve, self._metrics))
 
-    def _start_engine(self, duty: Duty, control: ControlServer, times: StepTimes, fit: StepFit) -> Engine:
-        """`times` and `fit` are what is known of this worker's steps."""
+    def _start_engine(self, duty: Duty, control: ControlServer, times: StepTimes) -> Engine:
+        """`times` are those of all steps of this worker, in whatever role."""
         files, loaded, grammars = self._files, self.loaded, self._grammars
         assert files is not None and loaded is not None and grammars is not None  # set before the first engine
         shared = grammars.shared()
@@ -202,7 +204,7 @@ class Duties:
         except BaseException:
             shared.close()
             raise
-        engine.step_times, engine.step_fit = times, fit
+        engine.step_times, engine.step_fit = times, self._fits[duty.role]
         config = duty.config
         if config.core_share and config.device == "cpu":
             cores = CoreShare(config.core_share, loaded.num_threads)

@@ -67,7 +67,7 @@ def works_as(system: Any, worker: StackProcess, role: str) -> bool:
 def test_a_decode_worker_becomes_a_prefill_worker_and_back_while_streams_run(
     system_of: Any, random_prompts: Any
 ) -> None:
-    shape = flags("tcp")
+    shape = flags("auto")  # through shared memory, which outlasts a duty
     system = system_of(1, 2, **shape | {"worker_flags": (*shape["worker_flags"], "--role-change")})
     worker = system.stack.workers("decode")[0]
     with under_load(system, random_prompts(LENGTHS, vocab_size=256, seed=1)) as load:

@@ -149,10 +149,10 @@ async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., R
         rig.duties.stop()
 
 
-def started(self: Duties, duty: Duty, control: Any, times: StepTimes, fit: Any) -> Engine:
+def started(self: Duties, duty: Duty, control: Any, times: StepTimes) -> Engine:
     """As `_start_engine`, without a model."""
     engine = duty.build_engine(None, None, None, None)  # type: ignore[arg-type]
-    engine.step_times, engine.step_fit = times, fit
+    engine.step_times, engine.step_fit = times, self._fits[duty.role]
     engine.start()
     return engine
 
@@ -169,7 +169,18 @@ async def test_a_change_waits_for_requests_and_ends_with_a_hello_of_a_new_epoch(
     assert rig.duties.role == rig.duties.identity.role == "prefill" and rig.duties.identity.home == "decode"
     assert [role for role, _ in rig.control.hellos] == ["prefill"] and rig.control.hellos[0][1] > epoch
     assert not before.alive and rig.engine.alive
-    assert rig.engine.step_times is before.step_times and rig.engine.step_fit is before.step_fit
+    assert rig.engine.step_times is before.step_times
+
+
+async def test_each_role_keeps_what_it_knows_of_its_steps(make: Callable[..., Rig]) -> None:
+    rig = make()
+    decode = rig.engine.step_fit
+    rig.order("prefill")
+    await rig.ends()
+    assert rig.engine.step_fit is not decode
+    rig.order("decode")
+    await rig.ends()
+    assert rig.engine.step_fit is decode
 
 
 async def test_a_second_order_meanwhile_is_ignored(make: Callable[..., Rig], caplog: pytest.LogCaptureFixture) -> None:
