@@ -39,6 +39,7 @@ class VirtualPrompt:
     num_computed: int = 0
     first_token_at: float = 0.0
     has_output: bool = False
+    priority: int = 0
 
     @property
     def num_remaining(self) -> int:

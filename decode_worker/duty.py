@@ -63,6 +63,7 @@ class DecodeDuty(Duty):
             local_prefill_chunk=settings.local_prefill_chunk,
             watermark=settings.watermark,
             max_prompt_logprobs=max_prompt_logprobs(loaded.vocab_size),
+            slo_tpot_s=settings.slo_tpot_ms / 1000,
         )
         transfers = IncomingTransfers(
             receiver,
@@ -90,7 +91,6 @@ class DecodeDuty(Duty):
             transfer_timeout_s=settings.transfer_timeout_s,
             handover_timeout_s=settings.handover_timeout_s,
             max_draft_tokens=settings.max_draft_tokens,
-            slo_tpot_s=settings.slo_tpot_ms / 1000,
             launcher=step_launcher(loaded.runner, sampler),
             grammars=grammars,
         )

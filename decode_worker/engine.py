@@ -21,7 +21,6 @@ from common.wire.messages import DecodeRequest, HandOver, Message
 from common.wire.sampling_params import SampledToken
 from common.worker.engine import EngineConfig, RequestReceived, Send
 from common.worker.metrics import WorkerMetrics
-from common.worker.step_times import work_of
 from decode_worker.grants import IncomingTransfers
 from decode_worker.handover import Handovers
 from decode_worker.pace import StepPace
@@ -34,6 +33,7 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.speculation import Speculation
 from decode_worker.step import DecodeChunk, shape_of
+from decode_worker.token_gaps import TokenGaps
 
 FEW_SEQUENCES = 4
 """A step of fewer sequences reads the weights with one core nearly as fast as with two (docs/performance.md)."""
@@ -64,11 +64,10 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         transfer_timeout_s: float,
         handover_timeout_s: float,
         max_draft_tokens: int = 0,
-        slo_tpot_s: float = 0.0,
         launcher: Launcher | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """A step checks at most `max_draft_tokens` tokens for each sequence. `slo_tpot_s`: the goal for a token, or 0.
+        """A step checks at most `max_draft_tokens` tokens for each sequence.
 
         A `launcher` launches the steps that it takes before the tokens of the step before are known. Without
         `grammars`, requests with a grammar are refused.
@@ -96,8 +95,10 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             transfer_timeout_s=transfer_timeout_s,
         )
         self._pipeline = Pipeline(scheduler, launcher)
-        self._speculation = Speculation(rules, max_tokens=max_draft_tokens, max_rows=scheduler.max_num_seqs)
-        self._pace = StepPace(slo_tpot_s)
+        self._speculation = Speculation(
+            rules, scheduler.goal, max_tokens=max_draft_tokens, max_rows=scheduler.max_num_seqs
+        )
+        self._pace, self._gaps = StepPace(scheduler.goal), TokenGaps(scheduler.goal)
         self._completed_at = 0.0
         self._num_rows = 0
         self._expire_at = 0.0
@@ -155,9 +156,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         chunks = self._speculation.extend(certain, self._room)
         self._in_step = [chunk.sequence for chunk in chunks]
         if chunks:
-            work = sum(work_of(chunk.num_rows, chunk.start + chunk.num_rows) for chunk in chunks)
             self._num_rows = sum(chunk.num_rows for chunk in chunks)
-            self.planned(self._num_rows, work)
+            self.planned(shape_of(chunks))
         sampling = chunks if self._pipeline.possible else ()
         rows = [row for chunk in sampling if chunk.sample for row in self._rules.rows(chunk)]
         if prepared := self._pipeline.prepare(chunks, rows):
@@ -217,8 +217,13 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._speculation.stepped(chunks, step_s)
         self._recorder.stepped(chunks, num_tokens, num_accepted, step_s)
         self._rate.add(sum(chunk.num_tokens for chunk in chunks) + num_accepted, step_s)
-        self.step_fit.observe(shape_of(chunks), step_s)
+        shape = shape_of(chunks)
+        decoding = [chunk.sequence for chunk in chunks if chunk.num_tokens == 1]
+        tokens_each = 1.0 + num_accepted / max(1, len(decoding))
+        self._gaps.stepped(decoding, now, predicted_s=self.step_fit.model.seconds(shape), tokens_each=tokens_each)
+        self.step_fit.observe(shape, step_s)
         self._pace.took(step_s)
+        self._note_knobs(self._speculation.knobs, now)
 
     @property
     def _beside(self) -> StepShape:

@@ -8,9 +8,8 @@ the time of a token that often, without one often enough that steps take a quart
 from __future__ import annotations
 
 from common.observe.ewma import Ewma
+from common.requests.token_goal import TokenGoal
 
-GOAL_SHARE = 0.8
-"""Of the goal for a token that lies between two steps: the rest is for what cannot be foreseen."""
 STEPS_SHARE = 0.25
 """Of the time that steps take without a goal while prompts are computed."""
 LONGEST_GAP_S = 0.1
@@ -19,10 +18,10 @@ SMOOTHING = 0.2
 
 
 class StepPace:
-    """`goal_s`: how long a token may take; 0: no goal."""
+    """Keeps `goal`, for how long a token may take, if it is set."""
 
-    def __init__(self, goal_s: float) -> None:
-        self._goal_s = goal_s
+    def __init__(self, goal: TokenGoal) -> None:
+        self._goal = goal
         self._step_s = Ewma(SMOOTHING)
         self._began_at = 0.0
 
@@ -37,8 +36,8 @@ class StepPace:
     @property
     def gap_s(self) -> float:
         """From the begin of a step to the begin of the next."""
-        if self._goal_s > 0:
-            return GOAL_SHARE * self._goal_s
+        if self._goal.is_set:
+            return self._goal.limit_s
         return min(LONGEST_GAP_S, self._step_s.value / STEPS_SHARE)
 
     def wait_s(self, now: float) -> float:

@@ -30,8 +30,7 @@ class Recorder:
             self._metrics.draft_tokens.inc(sum(drafts))
             self._metrics.accepted_tokens.inc(num_accepted)
         self._metrics.steps.inc()
-        num_sequences = num_sampled - num_accepted
-        self._metrics.step_seconds.observe(step_s, num_sampled / num_sequences if num_sequences > 0 else 1.0)
+        self._metrics.step_seconds.observe(step_s)
         self._metrics.generation_tokens.inc(num_sampled)
 
     def transfer_completed(self, sequence: DecodeSequence, transfer: IncomingTransfer) -> None:

@@ -2,9 +2,11 @@
 
 Every step holds one token of each decoding sequence (and draft tokens behind it, see `speculation.py`), plus at most
 `local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that a long prompt does not stall all
-streams; `common/requests/prompt_order.py` says whose. Grants for KV from prefill workers and local prefills take the
-same blocks, oldest first. Younger requests may pass one that does not fit, until they have taken as many blocks as it
-needs itself.
+streams; `common/requests/prompt_order.py` says whose. With a goal for the time of a token, predicted times say how many
+of these, and how many sequences run side by side (`common/requests/step_budget.py`); one that has waited for
+`PATIENCE` times as long runs besides. Grants for KV from prefill workers and local prefills take the same blocks,
+oldest first, where a level of priority counts as some seconds of age. Younger requests may pass one that does not fit,
+until they have taken as many blocks as it needs itself.
 """
 
 from __future__ import annotations
@@ -17,9 +19,14 @@ from common.kv.block_pool import BlockCounts, BlockPool
 from common.latency.step_model import StepModel, StepShape
 from common.requests.prompt_order import prompt_order
 from common.requests.scheduler import Scheduler
+from common.requests.step_budget import batch_cap, local_chunk
+from common.requests.token_goal import TokenGoal
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import DecodeChunk, SchedulerOutput
 
+PATIENCE = 8
+"""How many times the goal for a token may keep a request out of the batch. Its client reads already, as a rule, so the
+wait counts for its tokens: an answer of 64, whose steps take 0.8 of the goal, has 13 times the goal to spare in all."""
 MAX_PASSING = 16
 """How many waiting requests a step tries, so that a long queue does not slow it down."""
 
@@ -34,7 +41,7 @@ class _Admission:
 
 
 class DecodeScheduler(Scheduler[DecodeSequence]):
-    """Keeps each request of the worker. `queue` holds, by age, those that wait for blocks.
+    """Keeps each request of the worker. `queue` holds, by age and priority, those that wait for blocks.
 
     A step may be scheduled while the one before it is in flight: its sequences count one pending token each. A sequence
     that is removed meanwhile lingers: `find` does not return it, but it keeps its blocks until no step in flight writes
@@ -49,9 +56,17 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         local_prefill_chunk: int,
         watermark: float,
         max_prompt_logprobs: int = 1024,
+        slo_tpot_s: float = 0.0,
     ) -> None:
-        super().__init__(pool, max_num_seqs=max_num_seqs, max_prompt_logprobs=max_prompt_logprobs)
-        self.max_step_tokens = local_prefill_chunk
+        """`slo_tpot_s`: the goal for the time of a token after the first; 0: none."""
+        super().__init__(
+            pool,
+            max_num_seqs=max_num_seqs,
+            max_step_tokens=local_prefill_chunk,
+            max_prompt_logprobs=max_prompt_logprobs,
+        )
+        self.goal = TokenGoal(slo_tpot_s)
+        self._now = 0.0
         self.num_watermark_blocks = int(watermark * pool.num_blocks)
         self.queue: list[DecodeSequence] = []
         self._lingering: list[DecodeSequence] = []
@@ -144,11 +159,15 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         `model` predicts the times that decide in which order prompts are computed (`prompt_order.py`).
         `withdraw` takes the blocks of a sequence back from any transfer before it is preempted.
         """
+        self._now = now
+        self.batch_cap = batch_cap(model, self._mean_context, self.goal, self.max_num_seqs)
         preempted = self._make_room(withdraw)
         granted = self._admit(now)
         chunks = [DecodeChunk(s, s.num_computed, 1) for s in self.running if s.num_remaining == 1]
         prompts = [sequence for sequence in self.running if sequence.num_remaining > 1]
         rows = StepShape.of_rows(len(chunks), sum(chunk.start + 1 for chunk in chunks))
+        start = max((sequence.num_computed for sequence in prompts), default=0)
+        self.step_tokens = local_chunk(model, rows, start, self.goal, self.most_step_tokens)
         order = prompt_order(prompts, now, model, self.max_step_tokens, rows)
         chunks += [
             DecodeChunk(sequence, sequence.num_computed, num_tokens) for sequence, num_tokens in self._chunks(order)
@@ -246,14 +265,17 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
             self.unready.append(sequence)
             return
         index = len(self.queue)
-        while index and self.queue[index - 1].accepted_at > sequence.accepted_at:
+        while index and self.queue[index - 1].rank > sequence.rank:
             index -= 1
         self.queue.insert(index, sequence)
 
     def _make_room(self, withdraw: Callable[[DecodeSequence], None]) -> list[DecodeSequence]:
-        """Give each running sequence the blocks its next tokens need, preempting the youngest if there are too few."""
+        """Give each running sequence the blocks its next tokens need, preempting others if there are too few.
+
+        The lowest priority goes first, of those the youngest.
+        """
         preempted: list[DecodeSequence] = []
-        for sequence in sorted(self.running, key=lambda s: s.accepted_at):
+        for sequence in sorted(self.running, key=_last_to_go):
             while sequence.status is RequestStatus.RUNNING:
                 missing = self._num_missing(sequence)
                 if not missing:
@@ -261,7 +283,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
                 if missing <= self.pool.num_available:
                     sequence.blocks += self.pool.allocate(missing)
                     break
-                victim = max(self.running, key=lambda s: s.accepted_at)
+                victim = max(self.running, key=_last_to_go)
                 withdraw(victim)
                 self._preempt(victim)
                 preempted.append(victim)
@@ -280,9 +302,26 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
     def _num_active(self) -> int:
         return len(self.running) + self.num_transferring + self.num_leaving
 
+    @property
+    def _mean_context(self) -> float:
+        """Of the sequences in the batch; of those that wait for it while it is empty."""
+        if self.running:
+            return self.num_context_tokens / len(self.running)
+        waiting = self.queue[:MAX_PASSING]
+        return sum(sequence.num_tokens for sequence in waiting) / max(1, len(waiting))
+
+    @property
+    def _num_places(self) -> int:
+        """Of the batch: one more than there are for a request that has waited for too long."""
+        if self.queue:
+            waits_since = max(self.queue[0].accepted_at, self.queue[0].opened_at)
+            if self._now - waits_since > PATIENCE * self.goal.goal_s:
+                return self.max_num_seqs
+        return min(self.batch_cap.value, self.max_num_seqs)
+
     def _next(self) -> _Admission | None:
         """The oldest waiting request that fits and may pass those before it."""
-        if self._num_active >= self.max_num_seqs:
+        if self._num_active >= self._num_places:
             return None
         limit = self.pool.num_blocks  # of blocks that younger ones may take
         for place, sequence in enumerate(self.queue[:MAX_PASSING]):
@@ -331,3 +370,8 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
     def _publish_full(self, sequence: DecodeSequence) -> None:
         """Publish the blocks whose KV no step in flight still writes."""
         self._publish(sequence, sequence.num_computed - sequence.num_pending)
+
+
+def _last_to_go(sequence: DecodeSequence) -> tuple[int, float]:
+    """Sorts those that lose their blocks last to the front."""
+    return (-sequence.priority, sequence.accepted_at)

@@ -15,6 +15,10 @@ from decode_worker.draft_tokens import Lookup
 if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
     from common.sampling.penalties import TokenCounts
 
+AGE_OF_A_LEVEL_S = 2.0
+"""A level of priority counts as so many seconds of waiting: a sequence that waits long enough has the first turn, so
+none starves."""
+
 
 class RequestStatus(Enum):
     """The state of a request.
@@ -76,6 +80,11 @@ class DecodeSequence(WorkerSequence):
     def __post_init__(self) -> None:
         WorkerSequence.__post_init__(self)  # `super()` fails in a dataclass with slots
         self.num_reported = self.request.num_output_tokens
+
+    @property
+    def rank(self) -> float:
+        """Its place among those that wait for blocks, the least first: its age, and more for its priority."""
+        return self.accepted_at - AGE_OF_A_LEVEL_S * self.priority
 
     @property
     def num_announced_tokens(self) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from common.requests.step_budget import Knob
+from common.requests.token_goal import TokenGoal
 from decode_worker.draft_tokens import FORCED, NOTHING, Draft, HitRates, Lookup, num_accepted
 from decode_worker.rules import DecodeRules
 from decode_worker.sequence import DecodeSequence
@@ -18,7 +20,9 @@ LEAST_CHANCE = 0.1
 LEAST_GAIN = 1.05
 """In tokens a second, for draft tokens to pay: the step behind them is not launched ahead."""
 SLOWEST = 1.5
-"""A step may take so many times as long with draft tokens: sequences without any wait as long, too."""
+"""A step may take so many times as long with draft tokens: sequences without any wait as long, too. With a goal for the
+time of a token, a step that would keep it may take as long as that allows."""
+NO_GOAL = TokenGoal()
 
 
 class RowCosts:
@@ -55,16 +59,17 @@ class RowCosts:
         (low, high), (fast, slow) = self._sizes[at - 1 : at + 1], self._seconds[at - 1 : at + 1]
         return fast + (slow - fast) * (num_rows - low) / (high - low)
 
-    def worthwhile(self, num_rows: int, chances: Sequence[float]) -> int:
+    def worthwhile(self, num_rows: int, chances: Sequence[float], goal: TokenGoal = NO_GOAL) -> int:
         """How many draft tokens with these chances of acceptance, best first, bring the most tokens a second."""
         plain = self.seconds(num_rows)
         if not plain:
             return 0
+        longest_s = goal.limit_s if goal.is_set and plain <= goal.limit_s else SLOWEST * plain
         count, tokens, best = 0, float(num_rows), LEAST_GAIN * num_rows / plain
         for extra, chance in enumerate(chances, 1):
             tokens += chance
             seconds = self.seconds(num_rows + extra)
-            if seconds > SLOWEST * plain:
+            if seconds > longest_s:
                 break
             if tokens / seconds > best:
                 count, best = extra, tokens / seconds
@@ -74,10 +79,19 @@ class RowCosts:
 class Speculation:
     """Drafts tokens for the sequences of one engine, and learns which are accepted."""
 
-    def __init__(self, rules: DecodeRules, *, max_tokens: int, max_rows: int) -> None:
-        """At most `max_tokens` for one sequence, 0 for none; at most `max_rows` in a step, certain ones included."""
-        self._rules, self._max_tokens, self._max_rows = rules, max_tokens, max_rows
+    def __init__(self, rules: DecodeRules, goal: TokenGoal, *, max_tokens: int, max_rows: int) -> None:
+        """At most `max_tokens` for one sequence, 0 for none; at most `max_rows` in a step, certain ones included.
+
+        Steps with draft tokens keep `goal`.
+        """
+        self._rules, self._goal, self._max_tokens, self._max_rows = rules, goal, max_tokens, max_rows
         self._rates, self._costs = HitRates(), RowCosts()
+        self._knob = Knob(0, "bound" if not max_tokens else "cost")
+
+    @property
+    def knobs(self) -> Mapping[str, Knob]:
+        """How many tokens the last step drafted, for all of its sequences."""
+        return {"draft_tokens": self._knob}
 
     def extend(
         self, chunks: Sequence[DecodeChunk], room: Callable[[DecodeSequence, int], int]
@@ -87,6 +101,7 @@ class Speculation:
         `room(sequence, n)` says for how many of n draft tokens there is room.
         """
         if not self._pays(chunks):
+            self._knob = Knob(0, "cost" if self._max_tokens else "bound")
             return chunks
         drafts = [self._draft_for(chunk.sequence, room) for chunk in chunks]
         candidates = sorted(
@@ -97,7 +112,9 @@ class Speculation:
         )
         del candidates[self._max_rows - len(chunks) :]
         taken = [0] * len(chunks)
-        for _, _, index in candidates[: self._costs.worthwhile(len(chunks), [-chance for chance, _, _ in candidates])]:
+        best = self._costs.worthwhile(len(chunks), [-chance for chance, _, _ in candidates], self._goal)
+        self._knob = Knob(best, "gain" if best else "cost")
+        for _, _, index in candidates[:best]:
             taken[index] += 1
         return [
             replace(chunk, draft=draft.first(count)) if count else chunk
@@ -124,7 +141,7 @@ class Speculation:
             return False
         if not all(chunk.sample and chunk.num_tokens == 1 for chunk in chunks):
             return False
-        return self._costs.worthwhile(len(chunks), [1.0]) > 0
+        return self._costs.worthwhile(len(chunks), [1.0], self._goal) > 0
 
     def _draft_for(self, sequence: DecodeSequence, room: Callable[[DecodeSequence, int], int]) -> Draft:
         num_tokens = self._rules.num_drafts(sequence, self._max_tokens)

@@ -104,6 +104,29 @@ OVERVIEW = (
     ),
     (
         Panel(
+            "Workers planned",
+            "By the router's plan, where one is made: wanted within the bounds, and needed without them.",
+            "short",
+            (
+                ("{{role}} wanted", f"max by (role) (diptych_pool_wanted_workers{{{ROUTER}}})"),
+                ("{{role}} needed", f"max by (role) (diptych_pool_needed_workers{{{ROUTER}}})"),
+            ),
+        ),
+        Panel(
+            "Requests offered",
+            "Of the last minute, refused ones included.",
+            "reqps",
+            (("offered", f"max(diptych_offered_requests_per_second{{{ROUTER}}})"),),
+        ),
+        Panel(
+            "Tails, predicted and measured",
+            "TTFT and TPOT at the quantile of the goals.",
+            "s",
+            (("{{slo}} {{kind}}", f"max by (slo, kind) (diptych_plan_tail_seconds{{{ROUTER}}})"),),
+        ),
+    ),
+    (
+        Panel(
             "Where prompts run",
             "remote: both pools; local: a decode worker alone; prefill: one token only.",
             "reqps",

@@ -20,6 +20,7 @@ CHART_SETS = frozenset(
         *("prefill", "decode", "prefill_services", "decode_services", "discovery", "discovery_namespace"),
         *("kubernetes_api", "kubernetes_credentials", "pod_deletion_cost", "slo_ttft_ms", "slo_tpot_ms"),
         *("curve_key", "curve_authorized", "api_key", "api_key_file", "tls_cert", "tls_key"),
+        *("discovery_file", "prefill_deployment", "decode_deployment", "planner_lease"),
     )
 )
 LABEL = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
@@ -143,7 +144,7 @@ def pool(role: str, *, named: bool) -> Schema:
     """A pool, or the defaults of all pools of a role ("" for both)."""
     scaling = closed(
         {
-            "type": text("none", "hpa", "keda"),
+            "type": text("none", "hpa", "keda", "planner"),
             "minReplicas": whole(0),
             "maxReplicas": whole(1),
             "target": {"type": "number", "minimum": 0},

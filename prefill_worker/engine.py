@@ -21,7 +21,6 @@ from common.wire.messages import KVDone, PrefillRequest, Timeline, TokenDelta
 from common.wire.sampling_params import SampledToken
 from common.worker.engine import EngineConfig, RequestReceived, Send
 from common.worker.metrics import WorkerMetrics
-from common.worker.step_times import work_of
 from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
 from prefill_worker.sequence import PrefillSequence
 
@@ -75,7 +74,8 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             self._on_admitted(sequence, now)
         self._in_step = [chunk.sequence for chunk in output.chunks]
         num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
-        self.planned(num_tokens, sum(work_of(c.num_tokens, c.start + c.num_tokens) for c in output.chunks))
+        shape = StepShape.sum(StepShape.of_prompt(c.start, c.start + c.num_tokens) for c in output.chunks)
+        self.planned(shape)
         chunks = [_model_chunk(chunk) for chunk in output.chunks]
         logits, prompt_logits = separate(self._runner.forward(chunks), chunks)
         for chunk, rows in zip(output.chunks, prompt_logits, strict=True):
@@ -90,10 +90,10 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             self._on_computed(chunk, tokens.get(chunk.sequence.request_id), done_at)
         self._in_step = ()
         self._rate.add(num_tokens, done_at - now)
-        shapes = (StepShape.of_prompt(chunk.start, chunk.start + chunk.num_tokens) for chunk in output.chunks)
-        self.step_fit.observe(StepShape.sum(shapes), done_at - now)
+        self.step_fit.observe(shape, done_at - now)
         self.metrics.steps.inc()
         self.metrics.step_seconds.observe(done_at - now)
+        self._note_knobs({}, done_at)
 
     def expire(self, now: float) -> None:
         if self._sender.failure is not None:

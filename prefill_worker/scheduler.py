@@ -1,9 +1,10 @@
 """Which prompt tokens a prefill worker computes next. Pure: no clocks, sockets or tensors.
 
 One order (`common/requests/prompt_order.py`) decides which prompts are admitted and which admitted ones share the token
-budget of a step: a long prompt comes in chunks, and others pass it between two of them. An admitted prompt owns all
-blocks that it needs, so those that are passed always come to their end. A prompt is admitted only when it is about to
-be computed: those that wait own no blocks that a more urgent one could lack.
+budget of a step: a long prompt comes in chunks, and others pass it between two of them. While prompts have goals, steps
+are as small as they can be without losing tokens a second (`common/requests/step_budget.py`). An admitted prompt owns
+all blocks that it needs, so those that are passed always come to their end. A prompt is admitted only when it is about
+to be computed: those that wait own no blocks that a more urgent one could lack.
 
 A prompt that does not fit is passed by others that do. But once the oldest that waits did not fit, others get only as
 many blocks as it needs itself. Then nothing else is admitted before it.
@@ -11,6 +12,7 @@ many blocks as it needs itself. Then nothing else is admitted before it.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ from common.kv.block_pool import BlockCounts, BlockPool
 from common.latency.step_model import StepModel, StepShape
 from common.requests.prompt_order import PromptOrder, prompt_order
 from common.requests.scheduler import Scheduler
+from common.requests.step_budget import prefill_step
 from prefill_worker.sequence import PrefillSequence
 
 STEPS_AHEAD = 2
@@ -66,8 +69,12 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         max_num_seqs: int,
         max_prompt_logprobs: int = 1024,
     ) -> None:
-        super().__init__(pool, max_num_seqs=max_num_seqs, max_prompt_logprobs=max_prompt_logprobs)
-        self.max_step_tokens = max_num_batched_tokens
+        super().__init__(
+            pool,
+            max_num_seqs=max_num_seqs,
+            max_step_tokens=max_num_batched_tokens,
+            max_prompt_logprobs=max_prompt_logprobs,
+        )
         self.waiting: list[PrefillSequence] = []  # the oldest first
         self.held: dict[str, PrefillSequence] = {}
 
@@ -94,7 +101,11 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
 
     def schedule(self, now: float, model: StepModel) -> SchedulerOutput:
         """The next step. Admitted prompts own their blocks from here on. `model` predicts the times that order them."""
-        order = prompt_order([*self.running, *self.waiting], now, model, self.max_step_tokens)
+        prompts = [*self.running, *self.waiting]
+        start = max((sequence.num_computed for sequence in self.running), default=0)
+        has_goals = any(sequence.due_at < math.inf for sequence in prompts)
+        self.step_tokens = prefill_step(model, start, self.most_step_tokens, has_goals=has_goals)
+        order = prompt_order(prompts, now, model, self.max_step_tokens)
         admitted = self._admit(order, now)
         running = replace(order, prompts=[sequence for sequence in order.prompts if sequence.blocks])
         chunks = [

@@ -45,8 +45,11 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
     from router.generation.tracing import Tracing
     from router.observe.measured_client import MeasuredClient
     from router.observe.metrics import ENGINE, RouterMetrics
+    from router.observe.plan_metrics import PlanCollector
     from router.observe.pool_metrics import PoolCollector
     from router.observe.slo import SLOWindow
+    from router.planner.load_window import LoadWindow
+    from router.planner.loop import PlanLoop, scaler_of
     from router.server.app import build_app
     from router.server.server import serve, stop_on_signals
     from router.text.pipeline import TextPipeline
@@ -59,19 +62,33 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
     dispatcher = Dispatcher(config)
     name = config.served_model_name or files.model_id
     metrics = RouterMetrics(name, dispatcher.load)
-    window = SLOWindow(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3)
+    window = SLOWindow.of(config.classes)
     metrics.registry.register(PoolCollector(dispatcher, window, {"model_name": name, "engine": ENGINE}))
-    client = MeasuredClient(dispatcher, window) if window.has_goals else dispatcher
+    load = LoadWindow(config.slo_quantile)
+    plans = config.planner != "off"
+    client = MeasuredClient(dispatcher, window, load=load) if window.has_goals or plans else dispatcher
+    planning = PlanLoop(
+        config,
+        load,
+        lambda: dispatcher.fleet.registry.workers.values(),
+        lambda: dispatcher.demand(window.tpot_s).held,
+        scaler_of(config),
+        has_prefill=bool(config.prefill or config.prefill_services or config.discovery_file),
+    )
+    metrics.registry.register(PlanCollector(lambda: planning.outlook, {"model_name": name, "engine": ENGINE}))
     tracing = Tracing.of(config)
-    app = build_app(client, text, files, config, metrics, lambda: dispatcher.fleet.failure, tracing)
+    app = build_app(client, text, files, config, metrics, lambda: dispatcher.fleet.failure or planning.failure, tracing)
     gc.collect()
     gc.freeze()  # these objects live as long as the process, so later collections skip them
     try:
         await dispatcher.start()
+        if plans:
+            planning.start()
         host, port = listener.getsockname()[:2]
         log.info("listening", extra={"host": host, "port": port, "model": files.model_id})
         await serve(app, listener, dispatcher.close, stop)
     finally:
+        await planning.close()
         await dispatcher.close()
         text.close()
         if tracing is not None:

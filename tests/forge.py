@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 WORKERS = {
     "prefill_worker": ("prefill_worker.__main__", "prefill_worker.duty", "common.worker.process"),
     "decode_worker": ("decode_worker.__main__", "decode_worker.duty", "common.worker.process"),
+    "benchmarks.paced_worker": ("benchmarks.paced_worker", "common.worker.process"),
 }
 ROUTERS = {
     "router": (
@@ -38,7 +39,7 @@ ROUTERS = {
         "router.text.pipeline",
     )
 }
-"""By module that is run: what it would import."""
+"""By module that is run: what it would import, first what has its `main`."""
 KINDS = {"workers": WORKERS, "routers": ROUTERS}
 PLAIN = [sys.executable, "-P", "-m"]
 MAX_MESSAGE_BYTES = 1 << 20
@@ -199,7 +200,7 @@ def _become(order: dict[str, Any], orders: socket.socket) -> NoReturn:
     os.environ.update(order["env"])
     module, *argv = order["argv"]
     sys.argv = [module, *argv]
-    main = importlib.import_module(f"{module}.__main__").main
+    main = importlib.import_module((WORKERS | ROUTERS)[module][0]).main
     if module in ROUTERS:
         raise SystemExit(main(argv))
     status = 1

@@ -11,6 +11,9 @@ from common.wire.codec import encode, seal
 from common.wire.message_fields import MAX_MESSAGE_BYTES, pack_tokens
 from common.wire.messages import (
     AbortRequest,
+    BlockEvents,
+    BlockSnapshot,
+    BlockSnapshotRequest,
     ChangeRole,
     DecodeRequest,
     HandOver,
@@ -54,6 +57,9 @@ def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epo
         HandOver(**name, new_attempt=BIG, target=TARGET, num_output_tokens=BIG, num_reserved_tokens=BIG),
         ResetPrefixCache(request_id=request_id),
         ChangeRole(role="prefill", reason=request_id),
+        BlockSnapshotRequest(epoch=BIG),
+        BlockEvents(epoch=epoch, sequence=BIG, stored=b"x" * 8_000, removed=b"12345", cleared=True),
+        BlockSnapshot(epoch=epoch, sequence=BIG, piece=BIG, num_pieces=BIG, hashes=b"x" * 8_000),
         WorkerHello(
             worker_id=worker_id, role="decode", epoch=BIG, fingerprint="f", model="m", block_size=BIG, num_blocks=BIG,
             max_model_len=BIG, max_num_seqs=BIG, kv_address="tcp://127.0.0.1:1",

@@ -48,6 +48,9 @@ class KubernetesAPI:
         self.patches: list[tuple[str, dict[str, Any]]] = []
         self.annotations: dict[str, dict[str, str]] = {}
         self.slices: dict[str, dict[str, Any]] = {}
+        self.replicas: dict[str, int] = {}
+        self.unschedulable: dict[str, int] = {}
+        self.leases: dict[str, dict[str, Any]] = {}
         self._version = 100
         self._history: list[tuple[int, dict[str, Any]]] = []
         self._watches: set[asyncio.Queue[dict[str, Any] | None]] = set()
@@ -72,6 +75,18 @@ class KubernetesAPI:
             routes=[
                 Route("/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices", self._slices),
                 Route("/api/v1/namespaces/{namespace}/pods/{name}", self._pod, methods=["PATCH"]),
+                Route("/api/v1/namespaces/{namespace}/pods", self._pods),
+                Route(
+                    "/apis/apps/v1/namespaces/{namespace}/deployments/{name}/scale",
+                    self._scale,
+                    methods=["GET", "PATCH"],
+                ),
+                Route("/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases", self._leases, methods=["POST"]),
+                Route(
+                    "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{name}",
+                    self._lease,
+                    methods=["GET", "PATCH"],
+                ),
             ]
         )
         config = uvicorn.Config(
@@ -240,6 +255,55 @@ class KubernetesAPI:
             return
         finally:
             self._watches.discard(queue)
+
+    async def _scale(self, request: Request) -> Response:
+        if refused := self._refused(request):
+            return refused
+        name = request.path_params["name"]
+        if name not in self.replicas:
+            return status(404, "no such deployment")
+        if request.method == "PATCH":
+            patch = json.loads(await request.body())
+            self.patches.append((name, patch))
+            self.replicas[name] = patch["spec"]["replicas"]
+        found = {"spec": {"replicas": self.replicas[name]}, "status": {"selector": f"app={name}"}}
+        return JSONResponse({"kind": "Scale", "metadata": {"name": name}} | found)
+
+    async def _pods(self, request: Request) -> Response:
+        """Pods of a Deployment that find no machine, and one that waits for its image."""
+        if refused := self._refused(request):
+            return refused
+        assert request.query_params["fieldSelector"] == "status.phase=Pending"
+        stuck = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+        placed = {"type": "PodScheduled", "status": "True"}
+        num = self.unschedulable.get(request.query_params["labelSelector"].removeprefix("app="), 0)
+        items = [{"status": {"conditions": [each]}} for each in (*([stuck] * num), placed)]
+        return JSONResponse({"kind": "PodList", "items": [*items, {"status": {}}]})
+
+    async def _leases(self, request: Request) -> Response:
+        if refused := self._refused(request):
+            return refused
+        lease = json.loads(await request.body())
+        name = lease["metadata"]["name"]
+        if name in self.leases:
+            return status(409, "it exists already")
+        lease["metadata"]["resourceVersion"] = "1"
+        self.leases[name] = lease
+        return JSONResponse(lease, status_code=201)
+
+    async def _lease(self, request: Request) -> Response:
+        if refused := self._refused(request):
+            return refused
+        lease = self.leases.get(request.path_params["name"])
+        if lease is None:
+            return status(404, "no such lease")
+        if request.method == "PATCH":
+            patch = json.loads(await request.body())
+            if patch["metadata"]["resourceVersion"] != lease["metadata"]["resourceVersion"]:
+                return status(409, "the object has been modified")
+            lease["metadata"]["resourceVersion"] = str(int(lease["metadata"]["resourceVersion"]) + 1)
+            lease["spec"] |= patch["spec"]
+        return JSONResponse(lease)
 
     async def _pod(self, request: Request) -> Response:
         if refused := self._refused(request):

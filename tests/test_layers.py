@@ -31,6 +31,27 @@ EXCEPTIONS: dict[str, set[str]] = {
     # A process that may change its role gets both duties, and hands the other one over without looking into it.
     "decode_worker/__main__.py": {"prefill_worker.duty"},
     "prefill_worker/__main__.py": {"decode_worker.duty"},
+    # They time the router's own decisions, and what it does with block events.
+    "benchmarks/block_events.py": {"router.fleet.block_reports", "router.fleet.prefix_index"},
+    "benchmarks/decisions.py": {
+        "router.dispatch.client",
+        "router.dispatch.forecast",
+        "router.dispatch.placement",
+        "router.dispatch.policy",
+        "router.dispatch.request_state",
+        "router.fleet.prefix_index",
+        "router.fleet.registry",
+        "router.fleet.worker",
+    },
+    # It runs them around a model that waits.
+    "benchmarks/paced_worker.py": {"decode_worker.duty", "prefill_worker.duty"},
+    # They run the router's own planner in virtual time.
+    "benchmarks/planner.py": {"router.planner.load", "router.planner.planner", "router.planner.pool"},
+    "benchmarks/planner_rules.py": {
+        *("router.planner.load", "router.planner.load_window", "router.planner.planner", "router.planner.pool"),
+        "router.planner.sizing",
+    },
+    "benchmarks/planner_world.py": {"router.planner.forecast", "router.planner.load", "router.planner.pool"},
 }
 # The rooms of a package, from the lowest to the highest: each imports only those before it.
 ROOMS = {
@@ -40,7 +61,8 @@ ROOMS = {
         "grammar", "model", "sampling", "runner", "worker", "requests",
     ),
     "router": (
-        "discovery", "fleet", "dispatch", "text", "observe", "auth", "request", "generation", "api", "server", "local",
+        "discovery", "fleet", "dispatch", "planner", "text", "observe", "auth", "request", "generation", "api",
+        "server", "local",
     ),
 }  # fmt: skip
 HEAVY = ("torch", "triton", "transformers", "safetensors")

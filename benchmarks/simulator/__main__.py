@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from benchmarks.conditions import conditions
 from benchmarks.report import open_console, write_json
 from benchmarks.simulator.policies import POLICIES
 from benchmarks.simulator.report import Findings, as_json, print_findings
@@ -59,7 +61,8 @@ def simulated(scenario: Scenario, console: Console, *, progress: bool) -> Run:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, or 2 for a refused scenario."""
-    arguments = parse(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parse(argv)
     logging.getLogger("router").setLevel(logging.ERROR)  # what it logs happens in virtual time
     console = open_console()
     try:
@@ -68,13 +71,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             scenario = msgspec.structs.replace(scenario, seed=arguments.seed)
         policies = arguments.policy.split(",") if arguments.policy else [scenario.policy]
         scenarios = [msgspec.structs.replace(scenario, policy=policy) for policy in policies]
+        began_at = time.monotonic()
         runs = [simulated(one, console, progress=not arguments.no_progress) for one in scenarios]
     except (ConfigError, TraceError) as error:
         exit_refused(error, PROG)
+    took_s = time.monotonic() - began_at
     findings = [Findings.of(run) for run in runs]
     print_findings(console, findings, title=f"{arguments.scenario.name}, seed {scenario.seed}")
+    num_events = sum(run.num_events for run in runs)
+    console.print(f"{num_events:,} events in {took_s:,.1f} s", highlight=False)
     if arguments.json:
-        write_json(arguments.json, as_json(runs, findings))
+        write_json(arguments.json, as_json(runs, findings, conditions(PROG, argv, took_s=took_s)))
         console.print(f"wrote {arguments.json}", highlight=False)
     return 0
 

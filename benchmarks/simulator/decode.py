@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from benchmarks.simulator.coalesced import CoalescedScheduler, StepRun
 from benchmarks.simulator.tokens import CountedTokens, InjectedHasher
 from benchmarks.simulator.transfer import Announced, Arrived, Failed, Transfer
@@ -19,6 +21,9 @@ MOST_STEPS = 512
 """Steps that are taken at once at most."""
 GRANT_TIMEOUT_S = 30.0
 """How long a prompt may wait for blocks, as the setting's default."""
+REPORT_S = 1.0
+"""How often a router hears of tokens between a request's first and its last: in life it does at each step, but nothing
+depends on these."""
 EARLY_S = 10.0
 """How long an announcement is kept whose request has not come."""
 
@@ -35,6 +40,8 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         self._early: dict[tuple[str, int], tuple[float, Transfer]] = {}
         self._chunks: Sequence[DecodeChunk] = ()
         self._run: StepRun | None = None
+        self._told_at = 0.0
+        self._are_known, self._left = False, list[int]()
         self._shape, self._is_plain = StepShape(), False
 
     def _new_scheduler(self, pool: BlockPool) -> CoalescedScheduler:
@@ -64,8 +71,8 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
                 if sequence is not None and self._incoming.get(transfer.request_id) is transfer:
                     self._release(sequence, "")
                     self._fail(sequence, "transfer", f"transfer failed: {why}")
-            case Received(_, HandOver()):
-                raise NotImplementedError("hand-overs are not simulated: no simulated worker drains")
+            case Received(router, HandOver() as order):  # modelled as one that fails: the stream ends where it runs
+                self._refuse(router, order.request_id, order.new_attempt, "handover", "hand-overs are not simulated")
             case _:
                 raise TypeError(f"a decode worker takes no {command!r}")
 
@@ -161,11 +168,10 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
 
     def _num_alike(self) -> int:
         """How many steps are like the one that begins: no sequence joins, ends or speaks for the first time."""
-        least = self.most_steps if self._is_plain else 1
-        for chunk in self._chunks:
-            if least == 1 or chunk.sequence.num_reported == chunk.sequence.request.num_output_tokens:
-                return 1
-            least = min(least, self._num_left(chunk.sequence))
+        sequences = [chunk.sequence for chunk in self._chunks]
+        self._are_known = self._is_plain and all(map(self._has_spoken, sequences))
+        self._left = [self._num_left(sequence) for sequence in sequences] if self._are_known else []
+        least = min(self.most_steps, *self._left) if self._are_known else 1
         return self.scheduler.num_steps_with_room(least) if least > 1 else 1
 
     def _interrupt(self) -> None:
@@ -188,23 +194,30 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         if self._run is not None and (num_ended := self._run.num_ended(self.world.clock.now)):
             self._advance(num_ended, self.world.clock.now)
             self._run = None
+        for sequence in self.scheduler.running:  # in life its tokens were sent at once
+            if sequence.num_output_tokens > sequence.num_reported:
+                self._report(sequence)
 
     def _advance(self, num_steps: int, now: float) -> None:
         """So many steps of the run have been computed."""
         run, chunks = self._run, self._chunks
         if run is None:
             return
+        sampled = [chunk.sequence for chunk in chunks if chunk.sample]
         if self._is_plain:
-            sampled = [chunk.sequence for chunk in chunks]
             self.scheduler.advance_steps(num_steps)
         else:
-            sampled = [chunk.sequence for chunk in chunks if chunk.sample]
             for chunk in chunks:
                 self.scheduler.advance(chunk)
             for sequence in sampled:
                 sequence.token_ids.append(0)
         self.num_prompt_tokens += self._shape.num_tokens
         self.num_output_tokens += num_steps * len(sampled)
+        tells_all = not self._are_known or now - self._told_at >= REPORT_S
+        if tells_all:
+            self._told_at = now
+        else:  # of sequences that are known there is only news when they end
+            sampled = [sequence for sequence, left in zip(sampled, self._left, strict=True) if left == num_steps]
         for sequence in sampled:
             if not sequence.first_token_at:
                 sequence.first_token_at = now
@@ -213,9 +226,13 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
                 self._report(sequence)
         step_s = run.seconds(num_steps) / num_steps
         more = (num_steps - 1) * self._shape.num_rows // 2
-        self._stepped(replace(self._shape, context=self._shape.context + more), step_s, num_steps)
+        self._stepped(msgspec.structs.replace(self._shape, context=self._shape.context + more), step_s, num_steps)
 
     # ------------------------------------------------------------ reports and ends
+
+    def _has_spoken(self, sequence: DecodeSequence) -> bool:
+        """Whether its router has had tokens from here under the present attempt."""
+        return sequence.num_reported > sequence.request.num_output_tokens
 
     def _num_left(self, sequence: DecodeSequence) -> int:
         """Tokens that its answer still lacks."""

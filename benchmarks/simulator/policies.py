@@ -6,18 +6,22 @@ Each sends prompts of more than `local_prefill_threshold` tokens to a prefill wo
 from __future__ import annotations
 
 import random
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from router.dispatch.forecast import RequestShape, joined, on_decode, on_prefill
+from router.dispatch.forecast import RequestShape, computed_there, joined, on_decode, on_prefill
 from router.dispatch.policy import Choice, RoutingPolicy
 from router.fleet.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
-class PlainPolicy(RoutingPolicy):
+class PlainPolicy(RoutingPolicy, ABC):
     """A rule that looks at one pool at a time."""
+
+    @property
+    def weighs_all(self) -> bool:
+        return True
 
     @abstractmethod
     def pick(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
@@ -33,9 +37,9 @@ class PlainPolicy(RoutingPolicy):
 
     def choose_prefill(self, prefill: Sequence[Worker], decode: Worker, shape: RequestShape, now: float) -> Choice:
         if shape.alone or not prefill or shape.uncached(decode) <= self.local_prefill_threshold:
-            return Choice(None, decode, on_decode(decode, shape, now, local=True))
+            return Choice(None, decode, computed_there(decode, shape, on_decode(decode, shape), now))
         first = self.pick(prefill, shape)
-        forecast = joined(on_prefill(first, shape, now), on_decode(decode, shape, now, local=False))
+        forecast = joined(on_prefill(first, shape, now), on_decode(decode, shape))
         return Choice(first, decode, forecast)
 
 

@@ -102,11 +102,12 @@ def print_findings(console: Console, findings: Sequence[Findings], *, title: str
     print_table(console, f"{title} (latencies in ms)", COLUMNS, [found.cells for found in findings])
 
 
-def as_json(runs: Sequence[Run], findings: Sequence[Findings]) -> dict[str, Any]:
+def as_json(runs: Sequence[Run], findings: Sequence[Findings], conditions: dict[str, Any]) -> dict[str, Any]:
     """Scenario and numbers of each run as JSON values."""
     return {
+        "conditions": conditions,
         "runs": [
             {"scenario": msgspec.to_builtins(run.scenario), "findings": asdict(found)}
             for run, found in zip(runs, findings, strict=True)
-        ]
+        ],
     }

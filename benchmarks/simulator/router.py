@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from benchmarks.simulator.load import SimulatedRequest
 from benchmarks.simulator.world import World
@@ -16,16 +16,22 @@ from common.wire.messages import (
     RouterHello,
     TokenOutput,
     ToRouter,
+    WorkerHeartbeat,
 )
-from router.dispatch.core import Actions, Cancel, DispatchCore
+from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.request_state import RequestState
+from router.dispatch.turns import Cancel
 from router.fleet.lives import WorkerLives
+from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 
 
 class SimulatedRouter:
-    """See `Dispatcher` and `WorkerFleet`. `on_over` is told of each request that has ended."""
+    """See `Dispatcher` and `WorkerFleet`. `on_over` is told of each request that has ended.
+
+    `quiet` workers would say the same in their next heartbeats: all that would change is when they were last seen.
+    """
 
     def __init__(
         self,
@@ -36,13 +42,17 @@ class SimulatedRouter:
         on_over: Callable[[SimulatedRequest], None],
     ) -> None:
         self.world, self.name, self._on_over = world, name, on_over
-        self.registry = WorkerRegistry(config.prefill, config.decode, worker_timeout_s=config.worker_timeout_s)
+        self.registry = WorkerRegistry(
+            config.prefill, config.decode, worker_timeout_s=config.worker_timeout_s, router_id=name.decode()
+        )
+        self.index = PrefixIndex()
         actions = Actions(self._send, self._abort, self._later, self._wake)
-        self.core = DispatchCore(config, self.registry, actions, policy)
-        self._lives = WorkerLives(self.registry, self, self.on_up)
+        self.core = DispatchCore(config, self.registry, self.index, actions, policy)
+        self._lives = WorkerLives(self.registry, self.index, self, self.on_up, self._send)
         self._hello = RouterHello(router_id=name.decode(), epoch=1)
         self._config = config
         self._woken: list[str] = []
+        self.quiet: set[str] = set()
         self._served: dict[str, tuple[SimulatedRequest, RequestState]] = {}
 
     # ------------------------------------------------------------ clients
@@ -96,6 +106,15 @@ class SimulatedRouter:
         self._lives.on_message(address, message, self._now)
         self._serve_woken()
 
+    def hear_beats(self, beats: Sequence[tuple[str, WorkerHeartbeat]]) -> None:
+        """Heartbeats of workers have arrived, by address."""
+        now, workers = self._now, self.registry.workers
+        for address, beat in beats:
+            self._lives.on_message(address, beat, now)
+            if workers[address].ready and self.world.workers[address].still_says(self.name, beat):
+                self.quiet.add(address)
+        self._serve_woken()
+
     def on_up(self, address: str) -> None:
         """The connection to a worker has come up, or the worker is to say who it is."""
         self.world.tell_worker(self.name, address, self._hello)
@@ -107,7 +126,10 @@ class SimulatedRouter:
 
     def tick(self) -> None:
         """A heartbeat interval has passed."""
+        for address in self.quiet:
+            self.registry.workers[address].last_seen = self._now
         self._lives.sweep(self._now)
+        self.index.expire(self._now)
         for address in self.registry.workers:
             if self.registry.needs_hello(address):
                 self.on_up(address)
@@ -128,9 +150,6 @@ class SimulatedRouter:
     def on_lost(self, address: str, reason: str) -> None:
         self.core.on_lost(address, reason, self._now)
 
-    def on_started(self, address: str) -> None:
-        self.core.on_started(address)
-
     def on_ready(self, address: str) -> None:
         self.core.on_ready(address, self._now)
 
@@ -140,9 +159,6 @@ class SimulatedRouter:
     def uses(self, address: str) -> bool:
         return self.core.uses(address)
 
-    def on_gone(self, address: str) -> None:
-        self.core.on_gone(address)
-
     # ------------------------------------------------------------ actions of the core
 
     @property
@@ -150,6 +166,7 @@ class SimulatedRouter:
         return self.world.clock.now
 
     def _send(self, address: str, message: Message) -> bool:
+        self.quiet.discard(address)
         return self.world.tell_worker(self.name, address, message)
 
     def _abort(self, address: str, request_id: str, attempt: int) -> None:

@@ -124,12 +124,13 @@ class EventSpec(Part, frozen=True):
 
     death: its process ends, and connections to it break. With `back_s` another one is started so much later.
     silence: its machine is gone without a word: routers notice by missing heartbeats. `back_s` as above.
+    stop: it takes no new requests, and ends once its last one has ended.
     slow: its steps take `factor` times as long from then on.
     start: another worker of the pool `worker` is started, and ready after its pool's `start_s`.
     """
 
     at_s: Seconds
-    kind: Literal["death", "silence", "slow", "start"]
+    kind: Literal["death", "silence", "stop", "slow", "start"]
     worker: str
     factor: Positive = 1.0
     back_s: Seconds = 0.0

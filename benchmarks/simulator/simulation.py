@@ -15,17 +15,16 @@ from benchmarks.simulator.policies import POLICIES
 from benchmarks.simulator.prefill import SimulatedPrefillWorker
 from benchmarks.simulator.router import SimulatedRouter
 from benchmarks.simulator.scenario import EventSpec, PoolSpec, Scenario
-from benchmarks.simulator.world import RouterEnd, World, address_of
+from benchmarks.simulator.world import World, address_of
 from common.config import RouterConfig
 from common.config.field import fields_of
 from common.errors import ConfigError
-from common.wire.messages import ToRouter
 from router.dispatch.policy import RoutingPolicy
 
 SLOTS = 8
 """Workers beat at so many times within an interval; those of a slot beat together."""
-SETTLE_S = 1.0
-"""Until aborts and acknowledgements have arrived, once every request has ended."""
+SETTLE_S, MOST_SETTLING = 1.0, 600
+"""Once every request has ended, workers get so long, so often at most, to end their steps and hear of aborts."""
 PATIENT_S = 3600.0
 """For router settings that end what makes no progress: simulated workers send no reports of progress."""
 
@@ -81,8 +80,7 @@ class Simulation:
             if clock.num_events % 4096 == 0:
                 progress(len(self.requests) - self._num_left, clock.now)
         ended_at, worker_seconds = clock.now, sum(worker.up_s for worker in self.workers.values())
-        while clock.now < ended_at + SETTLE_S:
-            clock.step()
+        self._settle()
         return Run(
             self.scenario,
             self.requests,
@@ -93,6 +91,16 @@ class Simulation:
             sum((router.core.counters.num_retries for router in self.routers), Counter[str]()),
             check_conserved(self.world, list(self.workers.values()), self.routers, self.requests),
         )
+
+    def _settle(self) -> None:
+        """Go on until no worker has a sequence left."""
+        clock = self.world.clock
+        for _ in range(MOST_SETTLING):
+            until_s = clock.now + SETTLE_S
+            while clock.now < until_s:
+                clock.step()
+            if not any(len(worker.scheduler) for worker in self.workers.values()):
+                return
 
     # ------------------------------------------------------------ parts
 
@@ -152,15 +160,23 @@ class Simulation:
 
     def _on_over(self, request: SimulatedRequest) -> None:
         self._num_left -= 1
+        request.content.forget()
 
     def _beat(self, slot: int) -> None:
         """The workers of one slot send heartbeats."""
         world, scenario = self.world, self.scenario
-        beating = [worker for worker in list(self.workers.values())[slot::SLOTS] if worker.alive]
+        here = list(self.workers.values())[slot::SLOTS]
+        for worker in here:
+            if worker.has_drained:
+                worker.die(said=True)
+        beating = [worker for worker in here if worker.alive]
+        for worker in beating:
+            worker.tell_blocks()
         for name, router in world.routers.items():
-            beats = [(worker.address, worker.heartbeat(name)) for worker in beating]
+            told = [worker for worker in beating if worker.address not in router.quiet]
+            beats = [(worker.address, worker.heartbeat(name)) for worker in told]
 
-            world.soon(partial(_hear_all, router, beats))
+            world.soon(partial(router.hear_beats, beats))
         world.clock.after(scenario.heartbeat_s / SLOTS, lambda: self._beat((slot + 1) % SLOTS))
 
     def _tick(self, router: SimulatedRouter, after_s: float) -> None:
@@ -175,6 +191,8 @@ class Simulation:
             match event.kind:
                 case "death" | "silence":
                     self.workers[event.worker].die(said=event.kind == "death", back_s=event.back_s)
+                case "stop":
+                    self.workers[event.worker].drain()
                 case "slow":
                     self.workers[event.worker].slow_down(event.factor)
                 case "start":
@@ -187,8 +205,3 @@ class Simulation:
         for router in self.routers:
             router.registry.add(worker.address, pool.role)
         worker.start()
-
-
-def _hear_all(router: RouterEnd, beats: Sequence[tuple[str, ToRouter]]) -> None:
-    for address, beat in beats:
-        router.hear(address, beat)

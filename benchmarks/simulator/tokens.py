@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import SupportsIndex, overload
 
@@ -52,7 +52,7 @@ class CountedTokens(list[int]):
         self.length += 1
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        self.length += sum(1 for _ in token_ids)
+        self.length += len(token_ids) if isinstance(token_ids, tuple) else sum(1 for _ in token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,33 @@ class Content:
     copy: int = 0
     ids: tuple[int, ...] = ()
     id_tokens: int = 512
+    _of_prompt: dict[int, list[bytes]] = field(default_factory=dict, repr=False, compare=False)
+
+    def of_prompt(self, block_size: int) -> list[bytes]:
+        """The hashes of the prompt's full blocks, which a router and two workers ask for."""
+        known = self._of_prompt.get(block_size)
+        if known is None:
+            num_blocks = self.num_prompt_tokens // block_size
+            known = self._of_prompt[block_size] = [self.digest(index, block_size) for index in range(num_blocks)]
+        return known
+
+    def forget(self) -> None:
+        """Keep no hashes: the request is over."""
+        self._of_prompt.clear()
 
     def digest(self, index: int, block_size: int) -> bytes:
         """The hash of the block `index` of prompt and answer, in blocks of `block_size` tokens."""
         last = (index + 1) * block_size - 1
         place = last // self.id_tokens
         if place < len(self.ids) and last < self.num_prompt_tokens:
-            return _DIGEST.pack(self.copy << 40 | self.ids[place], index)
-        return _DIGEST.pack(_OWN | self.number, index)
+            return _digest(self.copy << 40 | self.ids[place], index)
+        return _digest(_OWN | self.number, index)
+
+
+def _digest(content: int, index: int) -> bytes:
+    """Its first eight bytes, which routers hear of, differ as the whole does: odd factors mix both numbers."""
+    mixed = (content * 0x9E3779B97F4A7C15 + index * 0xC2B2AE3D27D4EB4F) & 0xFFFF_FFFF_FFFF_FFFF
+    return _DIGEST.pack(mixed, index)
 
 
 class InjectedHasher(BlockHasher):
@@ -91,10 +110,11 @@ class InjectedHasher(BlockHasher):
         return other
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
-        known, num_blocks = len(self.hashes), len(token_ids) // self.block_size
-        if known < num_blocks:
-            content, size = self._content, self.block_size
-            self.hashes += [content.digest(index, size) for index in range(known, num_blocks)]
+        content, size = self._content, self.block_size
+        num_blocks = len(token_ids) // size
+        if len(self.hashes) < num_blocks:
+            self.hashes += content.of_prompt(size)[len(self.hashes) : num_blocks]
+            self.hashes += [content.digest(index, size) for index in range(len(self.hashes), num_blocks)]
         return self.hashes
 
 

@@ -11,16 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import msgspec
+
 from benchmarks.simulator.clock import Timer
 from benchmarks.simulator.network import Link
 from benchmarks.simulator.scenario import PoolSpec
 from benchmarks.simulator.world import World
+from common.kv.block_log import BlockLog
 from common.kv.block_pool import BlockPool
 from common.latency.step_fit import StepFit
 from common.latency.step_model import StepModel, StepShape
 from common.requests.scheduler import Scheduler
 from common.requests.sequence import WorkerSequence
 from common.wire.messages import (
+    BlockSnapshotRequest,
     Message,
     RequestFailed,
     RouterHello,
@@ -51,17 +55,20 @@ class Received:
 class SimulatedWorker(ABC, Generic[S]):
     """One worker, through all of its lives."""
 
+    scheduler: Scheduler[S]
+    _drains_since: float | None
+    _beaten: WorkerHeartbeat | None  # the latest load reported, at `_beaten_at`
+
     def __init__(self, world: World, pool: PoolSpec, name: str, address: str) -> None:
         self.world, self.pool, self.name, self.address = world, pool, name, address
         self.inbound, self.outbound = Link(f"{name} in", pool.link_rate), Link(f"{name} out", pool.link_rate)
-        self.slow_down(1.0)
         self.num_steps = self.num_prompt_tokens = self.num_output_tokens = 0
-        self.scheduler: Scheduler[S]
         self._chance = world.chance(name)
         self._began_at = self._past_up_s = 0.0
         self._exists = self.reachable = self.alive = False
         self.epoch = 0
         self._reset()
+        self.slow_down(1.0)
 
     def step_s(self, shape: StepShape) -> float:
         """The time of a step, without noise."""
@@ -77,6 +84,7 @@ class SimulatedWorker(ABC, Generic[S]):
         self.world.clock.after(0.0 if ready else self.pool.start_s, lambda: self.become_ready(epoch))
 
     def become_ready(self, epoch: int) -> None:
+        """The process that was started as `epoch` serves from now on, unless it died meanwhile."""
         if not self._exists or epoch != self.epoch:
             return
         self._reset()
@@ -89,6 +97,7 @@ class SimulatedWorker(ABC, Generic[S]):
         clock = self.world.clock
         if not self._exists:
             return
+        self.world.stir(self.address)
         if self.alive:
             self._settle()
             self._flush()
@@ -107,6 +116,23 @@ class SimulatedWorker(ABC, Generic[S]):
         for router in self.world.routers.values():
             router.on_cut(self.address)
 
+    def drain(self) -> None:
+        """Take no new requests, and end once the last one has ended."""
+        if self.alive:
+            self._drains_since = self.world.clock.now
+            self.world.stir(self.address)
+            self._beats.clear()
+            self._beaten = None
+        else:
+            self.die(said=True)
+
+    @property
+    def has_drained(self) -> bool:
+        """Whether it may end: it has none left, and every router knows that it takes no more."""
+        if self._drains_since is None or len(self.scheduler) or self._inbox:
+            return False
+        return self.world.clock.now - self._drains_since > 2 * self.world.scenario.heartbeat_s
+
     @property
     def up_s(self) -> float:
         """How long it was there so far, the time of its starts included."""
@@ -115,7 +141,9 @@ class SimulatedWorker(ABC, Generic[S]):
     def _reset(self) -> None:
         """As a new process is: nothing is known or cached."""
         pool, block_size = self.pool, self.world.scenario.model.block_size
-        self.scheduler = self._new_scheduler(BlockPool(pool.num_blocks, block_size))
+        self._block_log = BlockLog(self.epoch)
+        self._wanting: set[bytes] = set()  # routers that asked for a snapshot
+        self.scheduler = self._new_scheduler(BlockPool(pool.num_blocks, block_size, log=self._block_log))
         self.step_fit = StepFit()
         self._has_stepped = False
         self._inbox: list[object] = []
@@ -123,9 +151,12 @@ class SimulatedWorker(ABC, Generic[S]):
         self._deltas: defaultdict[bytes, list[TokenDelta]] = defaultdict(list)
         self._serials: dict[bytes, int] = {}
         self._is_woken = False
+        self._drains_since = None
         self._step_timer: Timer | None = None
         self._published_at = 0.0
         self._beats: dict[bytes, WorkerHeartbeat] = {}
+        self._beaten = None
+        self._beaten_at = 0.0
 
     # ------------------------------------------------------------ messages
 
@@ -134,12 +165,15 @@ class SimulatedWorker(ABC, Generic[S]):
             return
         if isinstance(message, RouterHello):
             self.world.tell_router(router, self.address, (self.hello(), self.heartbeat(router)))
+        elif isinstance(message, BlockSnapshotRequest):
+            self._wanting.add(router)
         else:
             self.take(Received(router, message))
 
     def take(self, command: object) -> None:
         if not self.alive:
             return
+        self.world.stir(self.address)
         self._inbox.append(command)
         if self._step_timer is not None:
             self._interrupt()
@@ -165,21 +199,44 @@ class SimulatedWorker(ABC, Generic[S]):
             max_step_tokens=self.pool.step_tokens,
         )
 
+    def tell_blocks(self) -> None:
+        """Tell every router what changed in the prefix cache, or all that is in it; before each heartbeat."""
+        events, (wanting, self._wanting) = self._block_log.take(), (self._wanting, set())
+        if events:
+            self._beats.clear()
+            self._beaten = None
+        for router in self.world.routers if events else wanting:
+            messages = self._block_log.snapshot() if router in wanting else events
+            self.world.tell_router(router, self.address, messages)
+
     def heartbeat(self, router: bytes) -> WorkerHeartbeat:
         """What it would report now. One that does nothing says the same again."""
-        if self._step_timer is None and router in self._beats:
-            return self._beats[router]
+        known = self._beats.get(router)
+        if known is not None and self._step_timer is None:
+            return known
+        serial = self._serials.get(router, 0)
+        if self._beaten is None or self._beaten_at != self.world.clock.now:
+            self._beaten, self._beaten_at = self._report_load(), self.world.clock.now
+        beat = self._beats[router] = msgspec.structs.replace(self._beaten, serial=serial) if serial else self._beaten
+        return beat
+
+    def still_says(self, router: bytes, beat: WorkerHeartbeat) -> bool:
+        """Whether this is what it would report until another command comes."""
+        return self.alive and self._step_timer is None and not self._inbox and self._beats.get(router) is beat
+
+    def _report_load(self) -> WorkerHeartbeat:
+        """What every router hears."""
         scheduler, model = self.scheduler, self.model
         waiting, counts = scheduler.waiting_shape, scheduler.pool.counts
         num_more, more_context = self._grown()
         num_taken = min(num_more, counts.free + counts.cached)
         waiting_s = model.steps_s(waiting, scheduler.max_step_tokens, self._beside()) if waiting.num_tokens else 0.0
-        beat = self._beats[router] = WorkerHeartbeat(
+        return WorkerHeartbeat(
             worker_id=self.name,
             epoch=self.epoch,
             step=self.num_steps,
             ready=True,
-            draining=False,
+            draining=self._drains_since is not None,
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             num_transferring=scheduler.num_in_transfer,
@@ -191,9 +248,8 @@ class SimulatedWorker(ABC, Generic[S]):
             waiting_s=max(0.0, waiting_s - (self.world.clock.now - self._published_at)),
             num_context_tokens=scheduler.num_context_tokens + more_context,
             step_model=model,
-            serial=self._serials.get(router, 0),
+            block_sequence=self._block_log.sequence,
         )
-        return beat
 
     @property
     def model(self) -> StepModel:
@@ -204,7 +260,10 @@ class SimulatedWorker(ABC, Generic[S]):
 
     def slow_down(self, factor: float) -> None:
         """From now on, steps take `factor` times as long as the pool's coefficients say."""
-        self.slowness, self._known_model = factor, self.pool.coefficients.model(self.world.scenario.noise, factor)
+        self._known_model = self.pool.coefficients.model(self.world.scenario.noise, factor)
+        self._beats.clear()
+        self._beaten = None
+        self.world.stir(self.address)
 
     # ------------------------------------------------------------ turns
 
@@ -214,6 +273,7 @@ class SimulatedWorker(ABC, Generic[S]):
             return
         self._is_woken = False
         self._beats.clear()
+        self._beaten = None
         self._published_at = self.world.clock.now
         commands, self._inbox = self._inbox, []
         for command in commands:
@@ -248,15 +308,14 @@ class SimulatedWorker(ABC, Generic[S]):
     def _fail(self, sequence: S, phase: str, why: str) -> None:
         """Give a request up; another worker may succeed."""
         self._drop(sequence, why)
+        self._refuse(sequence.router, sequence.request_id, sequence.attempt, phase, why)
+
+    def _refuse(self, router: bytes, request_id: str, attempt: int, phase: str, why: str) -> None:
+        """Tell a router that this worker does not do it; another one may."""
         failed = RequestFailed(
-            worker_id=self.name,
-            request_id=sequence.request_id,
-            attempt=sequence.attempt,
-            phase=phase,
-            message=why,
-            retryable=True,
+            worker_id=self.name, request_id=request_id, attempt=attempt, phase=phase, message=why, retryable=True
         )
-        self._outbox[sequence.router].append(failed)
+        self._outbox[router].append(failed)
 
     def _flush(self) -> None:
         for router, deltas in self._deltas.items():

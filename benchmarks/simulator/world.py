@@ -11,14 +11,19 @@ from benchmarks.simulator.clock import Clock
 from benchmarks.simulator.load import SimulatedRequest
 from benchmarks.simulator.network import Network
 from benchmarks.simulator.scenario import Scenario
-from common.wire.messages import Message, ToRouter
+from common.wire.messages import Message, ToRouter, WorkerHeartbeat
 
 
 class RouterEnd(Protocol):
-    """A router, as workers see it."""
+    """A router, as workers see it. It need not hear heartbeats of workers that are `quiet`."""
+
+    quiet: set[str]
 
     def hear(self, address: str, message: ToRouter) -> None:
         """A message of a worker has arrived."""
+
+    def hear_beats(self, beats: Sequence[tuple[str, WorkerHeartbeat]]) -> None:
+        """Heartbeats of workers have arrived, by address."""
 
     def on_up(self, address: str) -> None:
         """The connection to a worker has come up."""
@@ -35,6 +40,9 @@ class WorkerEnd(Protocol):
 
     def hear(self, router: bytes, message: Message) -> None:
         """A message of a router has arrived."""
+
+    def still_says(self, router: bytes, beat: WorkerHeartbeat) -> bool:
+        """Whether this is what it would report until another command comes."""
 
 
 def address_of(name: str) -> str:
@@ -72,6 +80,11 @@ class World:
     def soon(self, then: Callable[[], None]) -> None:
         """Have something happen after the time that a message takes."""
         self.clock.after(self.scenario.message_s, then)
+
+    def stir(self, address: str) -> None:
+        """A worker changes: its next heartbeats say something new."""
+        for router in self.routers.values():
+            router.quiet.discard(address)
 
     def tell_router(self, router: bytes, address: str, messages: Sequence[ToRouter]) -> None:
         """Messages leave a worker for a router."""

@@ -1,4 +1,4 @@
-"""The few requests that Diptych makes to the Kubernetes API, in plain HTTP: get, watch, merge-patch."""
+"""The few requests that Diptych makes to the Kubernetes API, in plain HTTP: get, watch, create, merge-patch."""
 
 from __future__ import annotations
 
@@ -73,6 +73,12 @@ class KubernetesClient:
         headers = {"content-type": "application/merge-patch+json"}
         content = msgspec.json.encode(body)
         async with self._answer("PATCH", path, self._timeout_s, headers=headers, content=content) as response:
+            await _read(response, MAX_BODY_BYTES)
+
+    async def create(self, path: str, body: object) -> None:
+        """Make an object in a collection."""
+        headers, content = {"content-type": "application/json"}, msgspec.json.encode(body)
+        async with self._answer("POST", path, self._timeout_s, headers=headers, content=content) as response:
             await _read(response, MAX_BODY_BYTES)
 
     async def close(self) -> None:

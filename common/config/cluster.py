@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from common.cluster.access import CREDENTIALS, ClusterAccess
-from common.config.field import GOAL_MS, Config, setting
+from common.config.field import FILE, GOAL_MS, Config, setting
 from common.errors import ConfigError
 
 _SERVICE = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)(:[0-9]{1,5})?"
@@ -46,9 +46,10 @@ class DiscoverySettings(ClusterSettings):
     discovery: str = setting(
         "static",
         "how workers are found; static: --prefill and --decode list them; dns: host names are looked up again and "
-        "again; kubernetes: the EndpointSlices of Services are watched",
+        "again; file: --discovery-file lists them and is read again when it changes; kubernetes: the EndpointSlices of "
+        "Services are watched",
         group="Workers",
-        choices=("static", "dns", "kubernetes"),
+        choices=("static", "dns", "file", "kubernetes"),
     )
     prefill_services: tuple[str, ...] = setting(
         (),
@@ -66,6 +67,13 @@ class DiscoverySettings(ClusterSettings):
         pattern=_SERVICE,
         expects="names such as diptych-decode (kubernetes) or diptych-decode:7001 (dns)",
         metavar="NAME",
+    )
+    discovery_file: str = setting(
+        "",
+        'with --discovery file: JSON such as {"prefill": ["tcp://10.0.0.7:7001"], "decode": ["tcp://10.0.0.8:7001"]}, '
+        "to be replaced as a whole (written beside, then renamed)",
+        group="Workers",
+        **FILE,
     )
     discovery_namespace: str = setting(
         "",
@@ -102,7 +110,11 @@ class DiscoverySettings(ClusterSettings):
         **GOAL_MS,
     )
     slo_tpot_ms: float = setting(
-        0.0, "milliseconds that a token after the first should take; 0: no such goal", group="Scaling", **GOAL_MS
+        0.0,
+        "milliseconds that a token after the first should take: a request whose tokens would take longer beside those "
+        "that run gets 429 at once; 0: no such goal",
+        group="Scaling",
+        **GOAL_MS,
     )
 
     def check(self) -> None:
@@ -118,6 +130,11 @@ class DiscoverySettings(ClusterSettings):
                 raise ConfigError("discovery", "static", "dns or kubernetes, for --prefill-services, --decode-services")
         elif addresses:
             raise ConfigError("discovery", self.discovery, "static, where --prefill or --decode list addresses")
+        if bool(self.discovery_file) != (self.discovery == "file"):
+            allowed = "the name of a file with --discovery file" if self.discovery == "file" else "empty otherwise"
+            raise ConfigError("discovery_file", self.discovery_file, allowed)
+        if self.discovery == "file" and services:
+            raise ConfigError("discovery", "file", "dns or kubernetes, for --prefill-services, --decode-services")
         if self.discovery_namespace and self.discovery != "kubernetes":
             raise ConfigError("discovery_namespace", self.discovery_namespace, "empty without --discovery kubernetes")
         for name in services:
@@ -135,7 +152,7 @@ class DiscoverySettings(ClusterSettings):
         if self.discovery == "static":
             if not self.decode:
                 raise ConfigError("decode", self.decode, "at least one address such as tcp://127.0.0.1:7002")
-        elif not self.decode_services:
+        elif self.discovery != "file" and not self.decode_services:
             raise ConfigError("decode_services", (), f"at least one name with --discovery {self.discovery}")
         elif self.discovery == "kubernetes":
             self.cluster.namespace(self.discovery_namespace, "discovery_namespace")

@@ -19,8 +19,9 @@ class DecodeWorkerConfig(WorkerConfig):
 
     slo_tpot_ms: float = setting(
         0.0,
-        "milliseconds that a token after the first should take, for diptych_decode_pressure and for the pace of steps "
-        "while prompts are computed on the same cores; 0: no such goal",
+        "milliseconds that a token after the first should take: as many sequences run, and as many prompt and draft "
+        "tokens are computed beside them, as keep it; also for diptych_decode_pressure and for the pace of steps while "
+        "prompts are computed on the same cores; 0: no such goal",
         group="Scaling",
         **GOAL_MS,
     )
@@ -28,10 +29,13 @@ class DecodeWorkerConfig(WorkerConfig):
         True, "record decode steps as CUDA graphs at start and launch each as a whole; only on cuda", group="Device"
     )
     kv_port: int = setting(0, "port that KV blocks arrive on; 0 picks a free one", group="Sockets", **PORT)
-    max_num_seqs: int = setting(64, "requests generated side by side", group="Scheduling", ge=1, le=4096)
+    max_num_seqs: int = setting(
+        64, "requests generated side by side, at most: --slo-tpot-ms may allow fewer", group="Scheduling", ge=1, le=4096
+    )
     local_prefill_chunk: int = setting(
         128,
-        "prompt tokens computed between two decode steps when this worker prefills itself",
+        "prompt tokens computed between two decode steps when this worker prefills itself, at most: --slo-tpot-ms may "
+        "allow fewer",
         group="Scheduling",
         ge=1,
         le=1_000_000,

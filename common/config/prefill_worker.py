@@ -21,7 +21,12 @@ class PrefillWorkerConfig(WorkerConfig):
     )
 
     max_num_batched_tokens: int = setting(
-        512, "prompt tokens computed in one step, over all requests", group="Scheduling", ge=1, le=1_000_000
+        512,
+        "prompt tokens computed in one step, over all requests, at most: while prompts have a goal for their first "
+        "token, as few as lose hardly any tokens a second",
+        group="Scheduling",
+        ge=1,
+        le=1_000_000,
     )
     max_num_seqs: int = setting(32, "requests computed side by side", group="Scheduling", ge=1, le=4096)
     kv_streams: int = setting(

@@ -9,19 +9,13 @@ from common.config.field import Config, setting
 
 @dataclass(frozen=True)
 class RoleSettings(Config):
-    """Whether workers change between prefill and decode, and how far and how often."""
+    """Whether workers change between prefill and decode, and how often; `PlannerSettings` has the least of a pool."""
 
     role_change: bool = setting(
         False,
         "change workers between prefill and decode while they run, where one pool is behind and the other is not; only "
         "workers that run with --role-change, too",
         group="Scaling",
-    )
-    min_prefill: int = setting(
-        1, "prefill workers that a change of roles leaves at least", group="Scaling", ge=0, le=100_000
-    )
-    min_decode: int = setting(
-        1, "decode workers that a change of roles leaves at least", group="Scaling", ge=1, le=100_000
     )
     role_change_after_s: float = setting(
         3.0,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from common.config.access import AccessSettings
 from common.config.cluster import DiscoverySettings
 from common.config.common import CommonConfig
 from common.config.field import DURATION, HOST, PORT, TIMEOUT, setting
+from common.config.request_class import EXPECTS, RequestClass, request_classes
 from common.config.roles import RoleSettings
+from common.config.scaling import PlannerSettings
 
 
 @dataclass(frozen=True)
-class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings, RoleSettings):
+class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSettings, AccessSettings):
     """The router: HTTP in front, workers behind. It holds the tokeniser, never the weights."""
 
     section: ClassVar[str] = "router"
@@ -122,6 +126,14 @@ class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings, RoleSettings
         group="Deadlines",
         **TIMEOUT,
     )
+    request_class: tuple[str, ...] = setting(
+        (),
+        "classes of requests, each with goals and a priority (-10 to 10, the highest first). A request names its class "
+        "by header, field or API key; the class default has the goals of --slo-ttft-ms and --slo-tpot-ms",
+        group="Scaling",
+        expects=EXPECTS,
+        metavar="PARTS",
+    )
     drain_timeout_s: float = setting(
         30.0,
         "seconds that running answers get to finish after SIGTERM; at most 3 under `diptych serve`",
@@ -135,3 +147,14 @@ class RouterConfig(CommonConfig, DiscoverySettings, AccessSettings, RoleSettings
     def check(self) -> None:
         super().check()
         self.check_silence("worker_timeout_s")
+        request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms)
+
+    def check_start(self) -> None:
+        super().check_start()
+        if self.planner == "kubernetes":
+            self.cluster.namespace(self.discovery_namespace, "discovery_namespace")
+
+    @cached_property
+    def classes(self) -> Mapping[str, RequestClass]:
+        """The classes of requests by name; `default` is always there."""
+        return request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms)

@@ -21,6 +21,13 @@ class ServeConfig(Config):
 
     prefill: int = setting(1, "prefill workers to start; 0: decode workers do everything", group="Workers", ge=0, le=64)
     decode: int = setting(1, "decode workers to start", group="Workers", ge=1, le=64)
+    autoscale: bool = setting(
+        False,
+        "start and drain workers by the router's plan: --prefill and --decode are the numbers at the start, "
+        "--min-prefill, --max-prefill, --min-decode and --max-decode the bounds, --slo-ttft-ms and --slo-tpot-ms the "
+        "goals",
+        group="Workers",
+    )
     start_timeout_s: float = setting(
         1800.0,
         "seconds after its start within which a process must have loaded and answer: if one of the first does not, the "

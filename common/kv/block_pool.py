@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from common.errors import BlockError
+from common.kv.block_log import BlockLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,15 @@ class BlockPool:
     needs it, least recently released first.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = 1, *, enable_prefix_caching: bool = True) -> None:
-        """`block_size` is the number of slots of a block, one a token."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 1,
+        *,
+        enable_prefix_caching: bool = True,
+        log: BlockLog | None = None,
+    ) -> None:
+        """`block_size` is the number of slots of a block, one a token. `log` hears what the prefix cache holds."""
         if num_blocks < 1:
             raise BlockError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -47,6 +55,7 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._log = log or BlockLog()
 
     @property
     def num_available(self) -> int:
@@ -130,6 +139,7 @@ class BlockPool:
             return
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
+        self._log.stored(block_hash)
 
     def reset_cache(self) -> None:
         """Forget every published block; the unowned ones become free."""
@@ -137,6 +147,7 @@ class BlockPool:
         self._cached.clear()
         self._hash_of.clear()
         self._block_of.clear()
+        self._log.cleared()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> BlockCounts:
         """Check that the blocks `owners` hold are exactly the owned ones, and that published ones are complete.
@@ -166,5 +177,7 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        del self._block_of[self._hash_of.pop(block)]
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        self._log.removed(block_hash)
         return block

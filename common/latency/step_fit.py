@@ -25,7 +25,8 @@ CONFIDENCE = 8
 MEMORY = 4096
 """Steps of other kinds after which a kind counts half."""
 FEWEST_STEPS, MOST_STEPS = 4, 512
-"""Between two fits, and before the first: a quarter of the steps so far, within these bounds."""
+"""Between two fits, and before the first: a quarter of the steps so far, within these bounds. A step of a new kind
+brings the next fit within the fewest: the first prompt, or the first large batch, must not be misjudged for long."""
 ERROR_SMOOTHING = 0.05
 PACE_SMOOTHING, PACE_CHANGE = 0.03, 1.2
 """A machine whose steps of all kinds take so many times as long as they did, or as short, has changed its pace."""
@@ -93,7 +94,8 @@ class StepFit:
         self._num_steps += 1
         kind = self._kinds.get(key := _key(shape))
         if kind is None:
-            self._make_room()
+            if self._make_room():
+                self._fit_at = min(self._fit_at, self._num_steps + FEWEST_STEPS - 1)
             kind = self._kinds[key] = _Kind((0.0, 0.0, 0.0, 0.0), math.log(step_s))
         self._keep_pace(min(2.0, step_s / kind.step_s))
         kind.add(shape, step_s, self._num_steps)
@@ -110,9 +112,12 @@ class StepFit:
                 kind.log_s += math.log(pace)
             self._pace = Ewma(PACE_SMOOTHING, start=1.0)
 
-    def _make_room(self) -> None:
-        if len(self._kinds) >= MAX_KINDS:
-            del self._kinds[min(self._kinds, key=lambda key: self._kinds[key].last)]
+    def _make_room(self) -> bool:
+        """Forget the kind that was not seen for longest, if there are too many; whether there was room."""
+        if len(self._kinds) < MAX_KINDS:
+            return True
+        del self._kinds[min(self._kinds, key=lambda key: self._kinds[key].last)]
+        return False
 
     def _fit(self) -> None:
         kinds = list(self._kinds.values())

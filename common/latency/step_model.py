@@ -10,19 +10,20 @@ because it reads all weights; the others are that of decode (Zhong et al., "Dist
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+MOST_TOKENS = 1 << 30
+"""Where tokens cost nothing."""
 Cost = Annotated[float, Meta(ge=0.0, le=1e6)]
 """Seconds; infinity and NaN would spread through every sum."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(msgspec.Struct, frozen=True, gc=False):
     """What a step computes: see the letters above."""
 
     num_tokens: int = 0
@@ -64,6 +65,9 @@ class StepShape:
         return total
 
 
+NOTHING = StepShape()
+
+
 class StepModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The coefficients, in seconds, of one worker.
 
@@ -95,7 +99,13 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         rows_s = self.row_s * shape.num_rows + self.context_s * shape.context
         return self.fixed_s + max(self.floor_s, prompt_s) + rows_s
 
-    def steps_s(self, shape: StepShape, most_tokens: int, beside: StepShape = StepShape()) -> float:
+    def tokens_per_s(self, num_tokens: int) -> float:
+        """The rate of steps of so many tokens at the beginning of prompts; 0 while nothing is known of prompts."""
+        if not self.knows_prompts:
+            return 0.0
+        return num_tokens / max(1e-6, self.seconds(StepShape.of_prompt(0, num_tokens)))
+
+    def steps_s(self, shape: StepShape, most_tokens: int, beside: StepShape = NOTHING) -> float:
         """The time of steps that compute `shape`, `most_tokens` prompt tokens each and `beside` in each of them."""
         if not shape.num_tokens:
             return 0.0
@@ -109,13 +119,23 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         rows_s = self.row_s * beside.num_rows + self.context_s * beside.context
         return -int(-num_steps // 1) * (self.fixed_s + rows_s) + computed_s
 
+    def most_rows(self, context_each: float, limit_s: float) -> float:
+        """The most decoded rows, each of which sees `context_each` tokens, in a step of at most `limit_s`.
+
+        Not rounded: a pool's load is a sum of shares. At least 0; infinity where rows take no time.
+        """
+        each_s = self.row_s + self.context_s * context_each
+        left_s = limit_s - self.fixed_s - self.floor_s
+        if each_s <= 0.0:
+            return math.inf if left_s >= 0.0 else 0.0
+        return max(0.0, left_s / each_s)
+
     def most_tokens(self, start: int, beside: StepShape, limit_s: float) -> int:
         """The most prompt tokens from `start` on that a step of at most `limit_s` holds beside `beside`."""
         left_s = limit_s - self.seconds(beside) + self.floor_s
         if left_s < self.floor_s:
             return 0
-        if self.pair_s <= 0.0:
-            return int(left_s / self.token_s) if self.token_s > 0 else 1 << 30
-        # token * t + pair * ((start + t)^2 - start^2) = left_s, solved for t
+        # token * t + pair * ((start + t)^2 - start^2) = left_s, solved for t without a difference of near numbers
         linear = self.token_s + 2 * self.pair_s * start
-        return int(((linear * linear + 4 * self.pair_s * left_s) ** 0.5 - linear) / (2 * self.pair_s))
+        slope_s = linear + (linear * linear + 4 * self.pair_s * left_s) ** 0.5
+        return int(min(MOST_TOKENS, 2 * left_s / slope_s)) if slope_s > 0.0 else MOST_TOKENS

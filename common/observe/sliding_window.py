@@ -30,3 +30,9 @@ class SlidingWindow(Generic[Slot]):
         """The slots of the window that ends at `now`, oldest first; those in which nothing happened are missing."""
         oldest = int(now / self._slot_s) - self._num_slots + 1
         return [slot for number, slot in self._slots if number >= oldest]
+
+    def series(self, now: float) -> list[Slot | None]:
+        """One entry for each slot of the window that ends at `now`, oldest first; None where nothing happened."""
+        newest = int(now / self._slot_s)
+        by_number = dict(self._slots)
+        return [by_number.get(number) for number in range(newest - self._num_slots + 1, newest + 1)]

@@ -13,10 +13,12 @@ from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockCounts
 from common.latency.step_model import StepShape
 from common.requests.awaited_grammars import AwaitedGrammars
+from common.requests.knobs import KnobLog
 from common.requests.reports import Reports
 from common.requests.rules import RequestRules
 from common.requests.scheduler import Scheduler
 from common.requests.sequence import WorkerSequence
+from common.requests.step_budget import Knob
 from common.wire.message_fields import Role
 from common.wire.messages import AbortRequest, DecodeRequest, Message, PrefillRequest, ResetPrefixCache
 from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost, Send
@@ -51,7 +53,7 @@ class RequestEngine(Engine, Generic[R, S]):
         self.metrics = metrics
         self._rules, self._max_waiting = rules, config.max_waiting
         self._grammars = AwaitedGrammars(grammars, self.notify, scheduler.constrain, self._fail)
-        self._rate = StepRate()
+        self._rate, self._knob_log = StepRate(), KnobLog(metrics)
         self._in_step: Collection[S] = ()
         self._serials: Mapping[bytes, int] = {}  # replaced, never changed: snapshots share it
 
@@ -102,11 +104,19 @@ class RequestEngine(Engine, Generic[R, S]):
             tokens_per_s=self._rate.tokens_per_s,
             step_time_s=self._rate.step_time_s,
             num_dropped_frames=self._num_dropped_frames,
+            full_tokens_per_s=model.tokens_per_s(scheduler.most_step_tokens),
             waiting_s=model.steps_s(waiting, scheduler.max_step_tokens, self._beside) if waiting.num_tokens else 0.0,
             num_context_tokens=scheduler.num_context_tokens,
             step_model=model,
             serials=self._serials,
+            batch_cap=scheduler.batch_cap.value,
+            step_tokens=scheduler.max_step_tokens,
         )
+
+    def _note_knobs(self, others: Mapping[str, Knob], now: float) -> None:
+        """Tell of the scheduler's knobs and `others`, after each step."""
+        for name, knob in {**self.scheduler.knobs, **others}.items():
+            self._knob_log.note(name, knob, now)
 
     @property
     def _beside(self) -> StepShape:

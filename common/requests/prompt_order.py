@@ -1,6 +1,7 @@
 """In which order a worker computes prompts. Pure: `now` and the times of steps come in.
 
 1. Prompts whose client reads already (a takeover, a preemption), oldest first: its stream stands still meanwhile.
+   The others by priority, the highest first, and among those of one priority:
 2. Prompts that can meet their goal, each behind those before it: of the prompts by due time, the longest leaves
    whenever one would be late, which keeps the most in time (Moore, "An n job, one machine sequencing algorithm",
    Management Science, 1968). To judge each prompt alone is not enough: in an overload each would wait until its slack
@@ -45,6 +46,8 @@ class Prompt(Protocol):
     def accepted_at(self) -> float: ...
     @property
     def due_at(self) -> float: ...
+    @property
+    def priority(self) -> int: ...
     @property
     def has_output(self) -> bool: ...
     @property
@@ -96,14 +99,23 @@ def prompt_order(
     jobs = [_Job.of(prompt, seconds(prompt)) for prompt in sorted(prompts, key=lambda prompt: prompt.accepted_at)]
     begun = [job for job in jobs if job.prompt.has_output]
     new = [job for job in jobs if not job.prompt.has_output]
-    on_time, rest = _on_time([job for job in new if job.due_at < math.inf], now)
-    rest += [job for job in new if job.due_at == math.inf]
-    ordered = [*begun, *_with_passing(on_time, now, budget), *sorted(rest, key=lambda job: job.length)]
+    ordered, end = begun, now
+    for priority in sorted({job.prompt.priority for job in new}, reverse=True):
+        equal = [job for job in new if job.prompt.priority == priority]
+        ordered += _by_slack(equal, end, budget)
+        end += sum(job.seconds for job in equal)
     in_turn = [job.prompt for job in ordered]
     if not new or now - new[0].prompt.accepted_at <= PATIENCE_S:
         return PromptOrder(in_turn)
     elder = new[0].prompt
     return PromptOrder([elder, *(prompt for prompt in in_turn if prompt is not elder)], elder)
+
+
+def _by_slack(jobs: Sequence[_Job[P]], now: float, budget: int) -> list[_Job[P]]:
+    """New jobs of one priority in turn, where the first of them begins at `now`."""
+    on_time, rest = _on_time([job for job in jobs if job.due_at < math.inf], now)
+    rest += [job for job in jobs if job.due_at == math.inf]
+    return [*_with_passing(on_time, now, budget), *sorted(rest, key=lambda job: job.length)]
 
 
 def _predictor(model: StepModel, budget: int, beside: StepShape) -> Callable[[Prompt], float]:

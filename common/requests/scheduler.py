@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from common.errors import BlockError
@@ -11,6 +11,7 @@ from common.kv.block_pool import BlockCounts, BlockPool
 from common.latency.step_model import StepShape
 from common.requests.prompt_order import PromptOrder
 from common.requests.sequence import WorkerSequence
+from common.requests.step_budget import Knob
 
 if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
     from common.grammar.grammar import Constraint
@@ -22,14 +23,15 @@ class Scheduler(ABC, Generic[S]):
     """Owns the block pool and every request of the worker.
 
     `unready` holds requests whose grammar is being compiled. They own no blocks, and no other request waits for them.
-    A step computes at most `max_step_tokens` tokens of prompts.
+    A step computes at most `step_tokens` tokens of prompts, and `batch_cap` requests run side by side: what flags allow
+    (`most_step_tokens`, `max_num_seqs`), or less where a goal wants it (`step_budget.py`).
     """
 
-    max_step_tokens: int
-
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_prompt_logprobs: int) -> None:
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_step_tokens: int, max_prompt_logprobs: int) -> None:
         self.pool, self.block_size = pool, pool.block_size
         self.max_num_seqs, self.max_prompt_logprobs = max_num_seqs, max_prompt_logprobs
+        self.most_step_tokens = max_step_tokens
+        self.step_tokens, self.batch_cap = Knob(max_step_tokens, "bound"), Knob(max_num_seqs, "bound")
         self.running: list[S] = []
         self.unready: list[S] = []
         self._by_id: dict[str, S] = {}
@@ -39,6 +41,16 @@ class Scheduler(ABC, Generic[S]):
 
     def __iter__(self) -> Iterator[S]:
         return iter(list(self._by_id.values()))
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens of prompts that a step computes at most, as things are."""
+        return self.step_tokens.value
+
+    @property
+    def knobs(self) -> Mapping[str, Knob]:
+        """What the scheduler has chosen by itself, by name."""
+        return {"step_tokens": self.step_tokens, "batch_cap": self.batch_cap}
 
     @property
     @abstractmethod

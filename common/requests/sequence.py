@@ -59,6 +59,11 @@ class WorkerSequence:
         return self.request.params
 
     @property
+    def priority(self) -> int:
+        """That of its class: the highest has its turn first."""
+        return self.request.priority
+
+    @property
     def awaits_grammar(self) -> bool:
         """Whether the grammar of its answer is still being compiled: it gets no blocks before that."""
         return bool(self.params.grammar) and self.constraint is None

@@ -76,8 +76,17 @@ class LoadedModel:
         )
 
     @classmethod
-    def of(cls, load: Callable[[], Model], files: ModelFiles, config: WorkerConfig) -> LoadedModel:
-        """Loads with `load`, which makes a model for the tokenizer and the name of `files`. Raises as `load`."""
+    def of(
+        cls,
+        load: Callable[[], Model],
+        files: ModelFiles,
+        config: WorkerConfig,
+        make_runner: Callable[[KVCache], ModelRunner] | None = None,
+    ) -> LoadedModel:
+        """Loads with `load`, which makes a model for the tokenizer and the name of `files`. Raises as `load`.
+
+        A `make_runner` makes what runs it, in place of the runner of this device.
+        """
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
         torch.set_float32_matmul_precision("highest")  # some images ask for TF32 by their environment
@@ -104,7 +113,8 @@ class LoadedModel:
             block_size=config.block_size,
             protocol_version=PROTOCOL_VERSION,
         )
-        runner = warmed_up(lambda: decode_graphs(model, kv, config) or ModelRunner(model, kv), config)
+        make = make_runner or (lambda kv: decode_graphs(model, kv, config) or ModelRunner(model, kv))
+        runner = warmed_up(lambda: make(kv), config)
         return cls(
             files.model_id,
             shape.vocab_size,

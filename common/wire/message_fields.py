@@ -12,6 +12,7 @@ from common.errors import WireError
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_TOKENS = MAX_MESSAGE_BYTES // 4
+MAX_PRIORITY = 10
 
 Role = Literal["prefill", "decode"]
 """Of a worker. `WorkerHello.role` is any text, so that a router can name a worker of unknown role in its log."""
@@ -20,6 +21,8 @@ Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 """A duration or the reading of a monotonic clock. Infinity and NaN would spread through every sum."""
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+"""Of a request: the higher, the sooner its turn."""
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Reason = Annotated[str, Meta(pattern=r"^(|stop|length|abort|moved)\Z")]
 TokenBytes = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]

@@ -11,7 +11,19 @@ import msgspec
 from msgspec import Meta
 
 from common.latency.step_model import StepModel
-from common.wire.message_fields import MAX_TOKENS, Address, Count, Finite, Name, Reason, Role, Seconds, Text, TokenBytes
+from common.wire.message_fields import (
+    MAX_TOKENS,
+    Address,
+    Count,
+    Finite,
+    Name,
+    Priority,
+    Reason,
+    Role,
+    Seconds,
+    Text,
+    TokenBytes,
+)
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 
 PROTOCOL_VERSION = 7
@@ -19,6 +31,12 @@ MAX_BLOCKS_PER_FRAME = 256
 MAX_OUTPUTS = 16_384
 """More sequences than any batch has."""
 NONCE_BYTES = 16
+SHORT_HASH_BYTES = 8
+"""Block hashes are shortened for routers: two that collide make a wrong estimate of hits, never a wrong answer."""
+MAX_SHORT_HASHES = 8192
+"""In one message: 64 KiB."""
+ShortHashes = Annotated[bytes, Meta(max_length=SHORT_HASH_BYTES * MAX_SHORT_HASHES)]
+"""The first bytes of block hashes, one after the other."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -59,7 +77,8 @@ class PrefillRequest(Message, frozen=True, tag=3):
 
     `decode` is None when no worker needs the KV, as for an answer of one token. The last `num_output_tokens` of the
     prompt are output of an earlier attempt. `deadline_s` is what is left of the request's time when sent, `ttft_s` what
-    is left until its first token is due; 0 if that has no goal. The worker acknowledges `serial` in its heartbeats.
+    is left until its first token is due, `tpot_s` what each later token may take; 0 for no goal. Requests of higher
+    `priority` have their turn first. The worker acknowledges `serial` in its heartbeats.
     """
 
     request_id: Name
@@ -73,6 +92,8 @@ class PrefillRequest(Message, frozen=True, tag=3):
     traceparent: Text = ""
     ttft_s: Seconds = 0.0
     serial: Count = 0
+    tpot_s: Seconds = 0.0
+    priority: Priority = 0
 
 
 class DecodeRequest(Message, frozen=True, tag=4):
@@ -80,7 +101,7 @@ class DecodeRequest(Message, frozen=True, tag=4):
 
     `prefill_worker` names the worker that sends the KV; empty: prefill locally. In a hand-over it is another decode
     worker, which decodes on meanwhile, by at most `num_reserved_tokens` beyond this prompt: the worker allocates blocks
-    for these too until the hand-over is done. `ttft_s` and `serial` are as in `PrefillRequest`.
+    for these too until the hand-over is done. The last four fields are as in `PrefillRequest`.
     """
 
     request_id: Name
@@ -95,6 +116,8 @@ class DecodeRequest(Message, frozen=True, tag=4):
     num_reserved_tokens: Count = 0
     ttft_s: Seconds = 0.0
     serial: Count = 0
+    tpot_s: Seconds = 0.0
+    priority: Priority = 0
 
 
 class AbortRequest(Message, frozen=True, tag=5):
@@ -127,7 +150,13 @@ class HandOver(Message, frozen=True, tag=7):
     num_reserved_tokens: Count
 
 
-class ChangeRole(Message, frozen=True, tag=8):
+class BlockSnapshotRequest(Message, frozen=True, tag=8):
+    """Tell all blocks of the prefix cache with the next heartbeat: the router has missed `BlockEvents`, or is new."""
+
+    epoch: Count
+
+
+class ChangeRole(Message, frozen=True, tag=9):
     """Drain, and come back in `role`: the worker answers with a `WorkerHello` of a new epoch, and owns no block then.
 
     A worker that is not drained in time, or cannot, stays what it is, and its heartbeats stop saying that it drains. It
@@ -176,8 +205,10 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     A turn that takes longer than `turn_limit_s` must be stuck. `full_tokens_per_s` is the rate of full steps, 0 before
     the first; `tokens_per_s` is that of all recent steps. `step_model` is fitted to the worker's steps; by it, the
     prompts that wait here take `waiting_s` seconds. The running sequences have `num_context_tokens` tokens. All of it
-    counts the requests of the receiving router with a serial of at most `serial`. `planner` is the id of the router
-    that may change roles: the least of those that said they would; "" if none did.
+    counts the requests of the receiving router with a serial of at most `serial`. The last `BlockEvents` had the number
+    `block_sequence`; 0: the prefix cache has always been empty. At present `batch_cap` requests run side by side at
+    most, and a step computes at most `step_tokens` prompt tokens; 0: as the hello says. `planner` is the id of the
+    router that may change roles: the least of those that said they would; "" if none did.
     """
 
     worker_id: Name
@@ -200,7 +231,37 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     num_context_tokens: Count = 0
     step_model: StepModel = StepModel()
     serial: Count = 0
+    block_sequence: Count = 0
+    batch_cap: Count = 0
+    step_tokens: Count = 0
     planner: Text = ""
+
+
+class BlockEvents(Message, frozen=True, tag=25):
+    """What changed in a worker's prefix cache since the events before, sent to every router before a heartbeat.
+
+    `sequence` grows by one from event to event of a worker's life: after a gap the router asks for a snapshot.
+    With `cleared` the worker forgot all blocks before it `stored` these. No block is in both lists.
+    """
+
+    epoch: Count
+    sequence: Count
+    stored: ShortHashes = b""
+    removed: ShortHashes = b""
+    cleared: bool = False
+
+
+class BlockSnapshot(Message, frozen=True, tag=26):
+    """One of `num_pieces` pieces of all that is in a worker's prefix cache, in order, from piece 0.
+
+    It holds all events up to `sequence`, and maybe some of the next ones, which do no harm when they come again.
+    """
+
+    epoch: Count
+    sequence: Count
+    piece: Count
+    num_pieces: Count
+    hashes: ShortHashes = b""
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True):
@@ -400,9 +461,10 @@ ToWorker = (
     | AbortRequest
     | ResetPrefixCache
     | HandOver
+    | BlockSnapshotRequest
     | ChangeRole
 )
-ToRouter = WorkerHello | WorkerHeartbeat | TokenOutput | PromptLogprobs | RequestFailed
+ToRouter = WorkerHello | WorkerHeartbeat | TokenOutput | PromptLogprobs | RequestFailed | BlockEvents | BlockSnapshot
 ToDecode = KVOpen | KVBlocks | KVDone | KVFailed
 ToPrefill = KVGrant | KVWait | KVAck | KVFailed
 AnyMessage = ToWorker | ToRouter | ToDecode | ToPrefill

@@ -4,6 +4,7 @@ router ── RouterHello ──> worker          worker ── WorkerHello, the
 router ── RouterHeartbeat, PrefillRequest or DecodeRequest, AbortRequest ──> worker
           (the worker answers a router that has not said hello with a WorkerHello with `lost_router`)
 worker ── TokenOutput, RequestFailed ──> router
+worker ── BlockEvents, before a heartbeat ──> router      router ── BlockSnapshotRequest ──> worker ── BlockSnapshot ...
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import zmq.asyncio
 from msgspec.structs import replace
 
 from common.errors import WireError
+from common.kv.block_log import BlockLog
 from common.wire.bind import bind
 from common.wire.codec import decode, encode
 from common.wire.curve import Curve
@@ -27,6 +29,7 @@ from common.wire.drop_log import DropLog
 from common.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
+    BlockSnapshotRequest,
     Message,
     RouterHeartbeat,
     RouterHello,
@@ -55,6 +58,8 @@ class RouterPeer:
     changes_roles: bool = False
     num_cut: int = 0
     """Heartbeats in a row that found no connection."""
+    wants_snapshot: bool = False
+    """Whether it asked for all blocks of the prefix cache since the last heartbeat."""
 
 
 class ControlServer:
@@ -62,7 +67,7 @@ class ControlServer:
 
     `heartbeat(router)` is what a router is sent. `on_message(router, message)` gets every request or abort,
     `on_router_lost(router)` the identity of a router that was silent for `router_timeout_s`, whose connection broke, or
-    that came back as a new process.
+    that came back as a new process. `blocks()` is what the prefix cache holds: another log with each duty.
     """
 
     def __init__(
@@ -75,8 +80,10 @@ class ControlServer:
         *,
         heartbeat_s: float,
         router_timeout_s: float,
+        blocks: Callable[[], BlockLog] | None = None,
     ) -> None:
-        self._socket = socket
+        no_blocks = BlockLog()
+        self._socket, self._blocks = socket, blocks or (lambda: no_blocks)
         self._hello, self._heartbeat = hello, heartbeat
         self._on_message, self._on_router_lost = on_message, on_router_lost
         self._heartbeat_s, self._router_timeout_s = heartbeat_s, router_timeout_s
@@ -127,8 +134,13 @@ class ControlServer:
             self.num_unsent += len(messages)
 
     def broadcast_heartbeat(self) -> None:
-        """Send every router the worker's state."""
+        """Send every router the worker's state, and what changed in its prefix cache or all of that."""
+        blocks = self._blocks()
+        events = blocks.take()
         for router, peer in self._routers.items():
+            wanted, peer.wants_snapshot = peer.wants_snapshot, False
+            for message in blocks.snapshot() if wanted else events:
+                self.send(router, message)
             is_cut = self.send(router, self._heartbeat(router)) == zmq.EHOSTUNREACH
             peer.num_cut = peer.num_cut + 1 if is_cut else 0
 
@@ -170,7 +182,9 @@ class ControlServer:
             raise WireError(f"a {type(message).__name__} is not for workers")
         else:
             peer.last_heard = now
-            if not isinstance(message, RouterHeartbeat):
+            if isinstance(message, BlockSnapshotRequest):
+                peer.wants_snapshot = message.epoch == self._blocks().epoch
+            elif not isinstance(message, RouterHeartbeat):
                 self._on_message(router, message)
 
     def _tell_stranger(self, router: bytes, message: AnyMessage) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from common.config import WorkerConfig
+from common.kv.block_log import BlockLog
 from common.latency.step_fit import StepFit
 from common.machine.core_share import CoreShare
 from common.model_files.files import ModelFiles
@@ -84,6 +85,11 @@ class Duties:
     def config(self) -> WorkerConfig:
         """The settings of the present role."""
         return self._duty.config
+
+    @property
+    def block_log(self) -> BlockLog:
+        """What the prefix cache of the present duty holds."""
+        return self._duty.block_log
 
     @property
     def may_change(self) -> bool:
@@ -183,13 +189,13 @@ class Duties:
         identity = self.identity.renewed(role)
         duty = self._new(role, identity)
         address = await _bind_again(duty.bind_kv)
+        self._metrics.change_role(role)
         try:
             engine = self._start_engine(duty, control, former.step_times)
         except BaseException:
             duty.close_kv()
             raise
         self.identity, self.kv_address, self._duty, self.engine = identity, address, duty, engine
-        self._metrics.change_role(role)
 
     def _new(self, role: Role, identity: WorkerIdentity) -> Duty:
         return self._offers[role].begin(WorkerParts(identity, self._context, self._curve, self._metrics))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import zmq
 
 from common.config import WorkerConfig
+from common.kv.block_log import BlockLog
 from common.kv.block_pool import BlockPool
 from common.model_files.files import ModelFiles
 from common.transfer.outgoing import TransferEnded
@@ -46,6 +47,8 @@ class Duty(ABC):
 
     def __init__(self, config: WorkerConfig, parts: WorkerParts) -> None:
         self.config, self.parts = config, parts
+        self.block_log = BlockLog(parts.identity.epoch)
+        """What the prefix cache holds; it begins empty, as the pool of each duty does."""
 
     def bind_kv(self) -> str:
         """Bind the KV socket if this role has one, and return its address; raises zmq.ZMQError for a taken port."""
@@ -69,7 +72,10 @@ class Duty(ABC):
 
     def new_pool(self, loaded: LoadedModel) -> BlockPool:
         return BlockPool(
-            loaded.kv.num_blocks, loaded.kv.block_size, enable_prefix_caching=self.config.enable_prefix_caching
+            loaded.kv.num_blocks,
+            loaded.kv.block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+            log=self.block_log,
         )
 
     def new_sender(self, loaded: LoadedModel, on_ended: Callable[[TransferEnded], None], **options: Any) -> KVSender:

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from common.errors import BlockError
 from common.kv.block_pool import BlockCounts
 from common.latency.step_fit import StepFit
-from common.latency.step_model import StepModel
+from common.latency.step_model import StepModel, StepShape
 from common.machine.core_share import CoreShare
 from common.wire.messages import Message
 from common.worker.step_times import StepTimes
@@ -69,6 +69,8 @@ class EngineConfig:
 class EngineStatus:
     """A snapshot for heartbeats, health and metrics, published after every turn of the loop.
 
+    `batch_cap` requests run side by side at most, and `step_tokens` prompt tokens are computed in one step, as things
+    are.
     `serials`: by router, the largest serial of a request that the snapshot counts. `at`: when it was published.
     """
 
@@ -86,6 +88,8 @@ class EngineStatus:
     num_context_tokens: int = 0
     step_model: StepModel = StepModel()
     serials: Mapping[bytes, int] = field(default_factory=dict)
+    batch_cap: int = 0
+    step_tokens: int = 0
     at: float = 0.0
 
     def waiting_left_s(self, now: float) -> float:
@@ -109,7 +113,7 @@ class Engine(ABC):
         self.num_steps = 0
         self.step_times = StepTimes()
         self.step_fit = StepFit()
-        self._planned: tuple[int, float] | None = None
+        self._planned: StepShape | None = None
         self._watch = (time.monotonic(), self.step_times.idle_limit_s)
         self.status = EngineStatus()
         self.failure: BaseException | None = None
@@ -166,10 +170,10 @@ class Engine(ABC):
         """Queue a message for a router; all of a turn leave together."""
         self._outbox.append((router, message))
 
-    def planned(self, num_tokens: int, work: float) -> None:
-        """`step` calls this before it computes `num_tokens`, of size `work` (`work_of`)."""
-        self._planned = (num_tokens, work)
-        self._watch = (time.monotonic(), self.step_times.limit_s(work))
+    def planned(self, shape: StepShape) -> None:
+        """`step` calls this before it computes a step of this shape."""
+        self._planned = shape
+        self._watch = (time.monotonic(), self.step_times.limit_s(shape, self.step_fit.model))
 
     @property
     @abstractmethod
@@ -284,7 +288,7 @@ class Engine(ABC):
         self._planned = None
         self.step(now)
         if self._planned is not None:
-            self.step_times.add(*self._planned, time.monotonic() - now)
+            self.step_times.add(self._planned, time.monotonic() - now, self.step_fit.model)
 
     def _tell_progress(self, now: float) -> None:
         if now - self._progress_told_at >= PROGRESS_INTERVAL_S:
@@ -292,8 +296,7 @@ class Engine(ABC):
             self._has_stepped, self._progress_told_at = False, now
 
     def _publish(self) -> None:
-        rate = self.step_times.full_tokens_per_s
-        self.status = replace(self.snapshot(), full_tokens_per_s=rate, at=time.monotonic())
+        self.status = replace(self.snapshot(), at=time.monotonic())
 
     def _take_cores(self) -> None:
         if self._set_threads is None:

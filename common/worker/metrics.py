@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -11,9 +10,8 @@ from prometheus_client.registry import Collector
 
 from common.machine.process_metrics import register_process
 from common.observe.families import Families
-from common.observe.recent_quantile import RecentQuantile
 from common.worker.engine import EngineStatus
-from common.worker.scaling import active_requests, backlog_s, pressure
+from common.worker.scaling import DecodeWork, active_requests, backlog_s, pressure, unblocked_share
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8),
@@ -24,27 +22,6 @@ SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.0
 RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 5e10)
 
 
-class StepSeconds:
-    """The histogram of step durations, and the quantiles of the last minute."""
-
-    def __init__(self, histogram: Histogram, clock: Callable[[], float] = time.monotonic) -> None:
-        self._histogram, self._clock, self._recent = histogram, clock, RecentQuantile()
-
-    def observe(self, step_s: float, tokens_each: float = 1.0) -> None:
-        """A step gave each running sequence `tokens_each` tokens on average: one, and the accepted draft tokens."""
-        self._histogram.observe(step_s)
-        self._recent.observe(step_s / tokens_each, self._clock())
-
-    def forget(self) -> None:
-        """Begin the last minute anew: the steps of another role say nothing about those to come."""
-        self._recent = RecentQuantile()
-
-    @property
-    def p95(self) -> float:
-        """Seconds for a token of each sequence that 95 % of the last minute's steps did not exceed; 0 without steps."""
-        return self._recent.quantile(0.95, self._clock())
-
-
 class _StatusCollector(Collector):
     """Gauges of the engine's last snapshot, and signals for autoscalers made of them, at each scrape."""
 
@@ -53,11 +30,10 @@ class _StatusCollector(Collector):
         status: Callable[[], EngineStatus],
         labels: dict[str, str],
         role: Callable[[], str],
-        tpot_s: Callable[[], float],
         slo_tpot_s: float,
     ) -> None:
         self._status, self._families = status, Families(labels)
-        self._role, self._tpot_s, self._slo_tpot_s = role, tpot_s, slo_tpot_s
+        self._role, self._slo_tpot_s = role, slo_tpot_s
 
     def collect(self) -> Iterable[Metric]:
         status = self._status()
@@ -85,11 +61,23 @@ class _StatusCollector(Collector):
         yield gauge("diptych_active_requests", "Requests that would be cut if this worker ended now", active)
         role = self._role()
         if role == "prefill":
-            waiting_s = backlog_s(status.num_waiting_tokens, status.full_tokens_per_s)
+            share = unblocked_share(usage, status.num_running, status.num_transferring)
+            waiting_s = backlog_s(share * status.num_waiting_tokens, status.full_tokens_per_s)
             yield gauge("diptych_prefill_backlog_seconds", "Seconds of prompts that wait here", waiting_s)
         elif role == "decode":
-            full = pressure(usage, self._tpot_s(), self._slo_tpot_s)
+            full = pressure(_decode_work(status, usage), self._slo_tpot_s)
             yield gauge("diptych_decode_pressure", "How full this worker is, 1 at its limit", full)
+
+
+def _decode_work(status: EngineStatus, usage: float) -> DecodeWork:
+    return DecodeWork(
+        usage,
+        status.num_running + status.num_transferring,
+        status.num_waiting,
+        status.num_running,
+        status.num_context_tokens,
+        status.step_model,
+    )
 
 
 class WorkerMetrics:
@@ -108,10 +96,7 @@ class WorkerMetrics:
         self._role = role
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": worker_id}
-        collector = _StatusCollector(
-            status, self._labels, lambda: self._role, lambda: self.step_seconds.p95, slo_tpot_s
-        )
-        self.registry.register(collector)
+        self.registry.register(_StatusCollector(status, self._labels, lambda: self._role, slo_tpot_s))
         register_process(self.registry, self._labels)
         histogram, counter = self._histogram, self._counter
         self.queue_seconds = histogram("vllm:request_queue_time_seconds", "From acceptance to the first computed token")
@@ -130,9 +115,7 @@ class WorkerMetrics:
         )
         self._failed = self._labelled("diptych_requests_failed", "Requests this worker gave up, by phase", "phase")
         self.steps = counter("diptych_engine_steps", "Computed engine steps")
-        self.step_seconds = StepSeconds(
-            histogram("diptych_engine_step_seconds", "Duration of an engine step", SHORT_SECONDS)
-        )
+        self.step_seconds = histogram("diptych_engine_step_seconds", "Duration of an engine step", SHORT_SECONDS)
         self.grant_wait_seconds = histogram("diptych_kv_grant_wait_seconds", "From KVOpen to KVGrant", SHORT_SECONDS)
         self.transfer_seconds = histogram(
             "diptych_kv_transfer_seconds", "From KVGrant to the last block", SHORT_SECONDS
@@ -152,12 +135,24 @@ class WorkerMetrics:
             "From a stream's last token here to its safe arrival on another worker",
             SHORT_SECONDS,
         )
+        self._knob = Gauge(
+            "diptych_knob",
+            "Numbers that the worker chooses by itself: step_tokens, batch_cap, draft_tokens",
+            [*self._labels, "knob"],
+            registry=self.registry,
+        )
+        self._knob_changes = Counter(
+            "diptych_knob_changes",
+            "Times that the reason for such a number changed, by the new reason",
+            [*self._labels, "knob", "reason"],
+            registry=self.registry,
+        )
         self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
 
     def change_role(self, role: str) -> None:
         """Signals for autoscalers are those of this role from now on."""
         self._role = role
-        self.step_seconds.forget()
+        self._knob.clear()  # those of the former role
 
     def describe_cache(self, block_size: int, num_blocks: int, dtype: str) -> None:
         """Export the cache's shape as labels, the way vLLM does."""
@@ -168,6 +163,11 @@ class WorkerMetrics:
             registry=self.registry,
         )
         info.labels(*self._labels.values(), str(block_size), dtype, str(num_blocks)).set(1)
+
+    def set_knob(self, name: str, value: int, reason: str, *, is_new_reason: bool) -> None:
+        self._knob.labels(*self._labels.values(), name).set(value)
+        if is_new_reason:
+            self._knob_changes.labels(*self._labels.values(), name, reason).inc()
 
     def count_finished(self, reason: str) -> None:
         self._finished.labels(*self._labels.values(), reason).inc()

@@ -130,6 +130,7 @@ class WorkerProcess:
             self._on_router_lost,
             heartbeat_s=config.heartbeat_s,
             router_timeout_s=config.router_timeout_s,
+            blocks=lambda: self.duties.block_log,
         )
         where = {"kv": self.duties.kv_address, "http": http_port}
         log.info("%s listens on %s", self.duties.identity.worker_id, address, extra=where)
@@ -246,7 +247,13 @@ class WorkerProcess:
         duties, status = self.duties, self._status()
         planner = self.control.planner if self.control is not None else ""
         return heartbeat_of(
-            duties.identity, duties.engine, status, router, draining=duties.is_draining, planner=planner
+            duties.identity,
+            duties.engine,
+            status,
+            router,
+            duties.block_log.sequence,
+            draining=duties.is_draining,
+            planner=planner,
         )
 
     def _status(self) -> EngineStatus:

@@ -1,16 +1,17 @@
-"""How long an engine's steps take, by their size: its full rate, and from when on a step must be stuck. Pure.
+"""From when on a step of an engine must be stuck, and how long its recent steps took. Pure.
 
-A step's size counts its tokens, weighted by their context, and steps are grouped by powers of two. A worker that has
-computed a few steps sees within seconds that one hangs; a slow machine, whose steps are long, waits longer accordingly.
+The time of a step is what the worker's `StepModel` predicts, and as much more as its slowest recent step took than was
+predicted. Before the model knows steps of a kind, such as prompts on a worker that has only decoded, they take as long
+as the slowest step so far, and in proportion to its work if they are larger. A worker that has computed a few steps
+sees within seconds that one hangs; a slow machine, whose steps are long, waits longer accordingly.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-
+from common.latency.step_model import StepModel, StepShape
 from common.observe.ewma import Ewma
 
-# When a step is stuck, in seconds or as a multiple of what steps of its size took.
+# When a step is stuck, in seconds or as a multiple of what it should take.
 FACTOR = 20.0
 """Machines are shared, and swap."""
 LEAST_FACTOR = 3.0
@@ -18,13 +19,10 @@ FLOOR_S = 3.0
 DEVICE_FLOOR_S = 20.0
 """On a GPU the first launch of a kernel variant compiles it, in the middle of any step."""
 LONGEST_S = 60.0
-"""For the first step, and for every step unless steps of its size take nearly as long."""
+"""For the first step, and for every step unless it should take nearly as long."""
 
-# How steps are counted.
 CONTEXT_TOKENS = 2048
-"""A token with this many tokens before it counts as two."""
-FULL_TOKENS = 64
-"""A step of fewer tokens spends its time on reading the weights: it says little about the rate of a full one."""
+"""While nothing is known of attention, a token with this many tokens before it counts as two."""
 SMOOTHING = 0.2
 FORGETTING = 0.02
 """What each step takes from the difference to the slowest one."""
@@ -49,29 +47,13 @@ class StepRate:
         self._tokens_per_s.observe(num_tokens / max(step_s, 1e-6))
 
 
-class _SizeClass:
-    """The times of steps of about one size: their average, and the slowest, which is forgotten slowly."""
-
-    def __init__(self) -> None:
-        self.num_tokens, self.mean_s, self.slow_s = Ewma(SMOOTHING), Ewma(SMOOTHING), 0.0
-
-    def add(self, num_tokens: int, step_s: float) -> None:
-        self.num_tokens.observe(num_tokens)
-        self.mean_s.observe(step_s)
-        self.slow_s = max(step_s, self.slow_s + FORGETTING * (step_s - self.slow_s))
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens.value / max(self.mean_s.value, 1e-6)
-
-
-def work_of(num_tokens: int, context: int) -> float:
-    """The size of a chunk of `num_tokens` whose last token sees `context` tokens."""
-    return num_tokens * (1.0 + context / CONTEXT_TOKENS)
+def work_of(shape: StepShape) -> float:
+    """The size of a step: its tokens, weighted by their context."""
+    return shape.num_tokens + shape.num_rows + (shape.num_pairs / 2 + shape.context) / CONTEXT_TOKENS
 
 
 class StepTimes:
-    """Computed steps, by size. A `fixed_s` above 0 is the limit for every step.
+    """Computed steps. A `fixed_s` above 0 is the limit for every step.
 
     `token_s` is what each token of a small step took during warm-up: it gives a slow machine time for its first step.
     Tokens of large steps take less.
@@ -79,38 +61,49 @@ class StepTimes:
 
     def __init__(self, *, fixed_s: float = 0.0, floor_s: float = FLOOR_S, token_s: float = 0.0) -> None:
         self._fixed_s, self._floor_s, self._token_s = fixed_s, floor_s, token_s
-        self._classes: defaultdict[int, _SizeClass] = defaultdict(_SizeClass)
+        self._slowest_s = self._most_work = 0.0
+        self._excess_s = 0.0
+        self._has_rows = False
 
-    def add(self, num_tokens: int, work: float, step_s: float) -> None:
-        """A step of `num_tokens`, of size `work`, took `step_s` seconds."""
-        self._classes[int(work).bit_length()].add(num_tokens, step_s)
+    def add(self, shape: StepShape, step_s: float, model: StepModel) -> None:
+        """A step took `step_s` seconds."""
+        self._has_rows |= shape.num_rows > 0
+        if self._is_known(shape, model):
+            self._excess_s = _slowest(self._excess_s, step_s - _predicted_s(shape, model))
+        self._slowest_s = _slowest(self._slowest_s, step_s)
+        self._most_work = max(self._most_work, work_of(shape))
 
     @property
     def idle_limit_s(self) -> float:
         """How long a turn without a step may take."""
         return self._fixed_s or self._floor_s
 
-    def limit_s(self, work: float) -> float:
+    def limit_s(self, shape: StepShape, model: StepModel) -> float:
         """How long a step may take before it must be stuck."""
         if self._fixed_s:
             return self._fixed_s
-        expected = self._expected_s(int(work).bit_length())
-        if expected is None:
-            return max(LONGEST_S, LEAST_FACTOR * self._token_s * work)
-        return max(min(LONGEST_S, max(self._floor_s, FACTOR * expected)), LEAST_FACTOR * expected)
+        if not self._most_work:
+            return max(LONGEST_S, LEAST_FACTOR * self._token_s * work_of(shape))
+        if self._is_known(shape, model):
+            expected_s = _predicted_s(shape, model) + max(0.0, self._excess_s)
+        else:
+            expected_s = self._slowest_s * max(1.0, work_of(shape) / self._most_work)
+        return max(min(LONGEST_S, max(self._floor_s, FACTOR * expected_s)), LEAST_FACTOR * expected_s)
 
-    @property
-    def full_tokens_per_s(self) -> float:
-        """Tokens a second of the step size that computes most of them; 0 until a full step was computed."""
-        full = (known.tokens_per_s for known in self._classes.values() if known.num_tokens.value >= FULL_TOKENS)
-        return max(full, default=0.0)
+    def _is_known(self, shape: StepShape, model: StepModel) -> bool:
+        """Whether the model was fitted to steps of all kinds that are in this one."""
+        has_prompts, has_rows = shape.num_tokens > 0, shape.num_rows > 0
+        return model.is_known and (model.knows_prompts or not has_prompts) and (self._has_rows or not has_rows)
 
-    def _expected_s(self, key: int) -> float | None:
-        """The worst time of a step of this size: that of the next larger known size, or in proportion to a smaller."""
-        larger = [size for size in self._classes if size >= key]
-        if larger:
-            return self._classes[min(larger)].slow_s
-        if not self._classes:
-            return None
-        size = max(self._classes)
-        return float(self._classes[size].slow_s * 2 ** (key - size))
+
+def _predicted_s(shape: StepShape, model: StepModel) -> float:
+    """What the model predicts, and more for a long context while it has seen none."""
+    predicted_s = model.seconds(shape)
+    if (shape.num_pairs and not model.pair_s) or (shape.context and not model.context_s):
+        predicted_s *= work_of(shape) / (shape.num_tokens + shape.num_rows)
+    return predicted_s
+
+
+def _slowest(known: float, step_s: float) -> float:
+    """The slowest, which is forgotten slowly."""
+    return max(step_s, known + FORGETTING * (step_s - known))

@@ -76,6 +76,7 @@ def heartbeat_of(
     engine: Engine | None,
     status: EngineStatus,
     router: bytes,
+    block_sequence: int,
     *,
     draining: bool,
     planner: str = "",
@@ -102,6 +103,9 @@ def heartbeat_of(
         num_context_tokens=status.num_context_tokens,
         step_model=status.step_model,
         serial=status.serials.get(router, 0),
+        block_sequence=block_sequence,
+        batch_cap=status.batch_cap,
+        step_tokens=status.step_tokens,
         planner=planner,
     )
 

@@ -49,7 +49,7 @@
 {{- define "diptych.scalesToZero" -}}
 {{- range $role := list "prefill" "decode" }}
 {{- range (include "diptych.pools" (dict "root" $.root "role" $role "model" $.model) | fromYaml).pools }}
-{{- if and (eq .autoscaling.type "keda") (eq (int .autoscaling.minReplicas) 0) }}true{{ end }}
+{{- if and (has .autoscaling.type (list "keda" "planner")) (eq (int .autoscaling.minReplicas) 0) }}true{{ end }}
 {{- end }}
 {{- end }}
 {{- end }}

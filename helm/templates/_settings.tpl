@@ -104,6 +104,16 @@ allow_remote: true
 {{- if .ttftMs }}{{ $_ := set $settings "slo_ttft_ms" .ttftMs }}{{ end }}
 {{- if .tpotMs }}{{ $_ := set $settings "slo_tpot_ms" .tpotMs }}{{ end }}
 {{- end }}
+{{- $planned := include "diptych.planned" (dict "root" $root "model" $model.name) | fromYaml }}
+{{- if $planned.pools }}
+{{- $_ := set $settings "planner" "kubernetes" }}
+{{- $_ := set $settings "planner_lease" (include "diptych.objectName" (dict "root" $root "role" "planner" "name" $model.name)) }}
+{{- range $role, $pool := $planned.pools }}
+{{- $_ := set $settings (printf "%s_deployment" $role) $pool.deployment }}
+{{- $_ := set $settings (printf "min_%s" $role) (int $pool.least) }}
+{{- $_ := set $settings (printf "max_%s" $role) (int $pool.most) }}
+{{- end }}
+{{- end }}
 {{- with .root.Values.apiKeys }}
 {{- if .existingSecret }}{{ $_ := set $settings "api_key_file" (printf "/etc/diptych/api-keys/%s" .key) }}{{ end }}
 {{- end }}
@@ -112,6 +122,34 @@ allow_remote: true
 {{- $_ := set $settings "tls_key" "/etc/diptych/tls/tls.key" }}
 {{- end }}
 {{- toYaml (mustMergeOverwrite $settings (include "diptych.curveSettings" (dict "root" .root "role" "router") | fromYaml)) }}
+{{- end }}
+
+{{/* The pools of a model whose replicas its router sets, as YAML {pools: {role: {deployment, least, most}}}: (root, model). */}}
+{{- define "diptych.planned" -}}
+{{- $pools := dict }}
+{{- range $role := list "prefill" "decode" }}
+{{- $all := (include "diptych.pools" (dict "root" $.root "role" $role "model" $.model) | fromYaml).pools }}
+{{- range $pool := $all }}
+{{- if eq $pool.autoscaling.type "planner" }}
+{{- if gt (len $all) 1 }}
+{{- fail (printf "%s pool %s: model %s has several %s pools, and its router plans them as one; take autoscaling.type keda" $role $pool.name $.model $role) }}
+{{- end }}
+{{- $deployment := include "diptych.objectName" (dict "root" $.root "role" $role "name" $pool.name) }}
+{{- $_ := set $pools $role (dict "deployment" $deployment "least" (int $pool.autoscaling.minReplicas) "most" (int $pool.autoscaling.maxReplicas)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and $pools (not (hasKey $pools "decode")) }}
+{{- fail (printf "model %s: a prefill pool with autoscaling.type planner needs a decode pool with the same" $.model) }}
+{{- end }}
+{{- toYaml (dict "pools" $pools) }}
+{{- end }}
+
+{{/* "true" when a router of the release sets replicas: (root). */}}
+{{- define "diptych.plans" -}}
+{{- range $model := .root.Values.models }}
+{{- if (include "diptych.planned" (dict "root" $.root "model" $model.name) | fromYaml).pools }}true{{ end }}
+{{- end }}
 {{- end }}
 
 {{/* The `device` setting of an accelerator. */}}

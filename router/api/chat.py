@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from common.errors import InvalidRequest
 from router.api.choice_shape import ChoiceShape, merged
-from router.auth.keys import ApiKey
 from router.generation.choice import Choice, Piece
+from router.generation.origin import Origin
 from router.generation.parts import AnswerParts
 from router.generation.plan import Plan, Prompt, check_num_sequences, fit, make_plan
 from router.generation.service import Service
@@ -18,9 +18,7 @@ from router.text.answer_part import CallPart, Part, TextPart, ThoughtPart
 from router.text.tools import Function
 
 
-async def plan_chat(
-    service: Service, fields: ChatRequest, key: ApiKey, traceparent: str, *, prefix: str = "chatcmpl"
-) -> Plan:
+async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, prefix: str = "chatcmpl") -> Plan:
     """Render and tokenise the conversation. Raises RequestError."""
     service.check_model(fields.model)
     fields.check()
@@ -38,12 +36,11 @@ async def plan_chat(
     return make_plan(
         service,
         fields,
-        key,
+        origin,
         [prompt],
         prefix=prefix,
         num_logprobs=(fields.top_logprobs or 0) if fields.logprobs else -1,
         num_prompt_logprobs=-1 if fields.prompt_logprobs is None else fields.prompt_logprobs,
-        traceparent=traceparent,
         grammar=grammar,
     )
 

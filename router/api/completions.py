@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from common.errors import InvalidRequest
 from router.api.choice_shape import ChoiceShape, merged
-from router.auth.keys import ApiKey
 from router.generation.choice import Choice, Piece, TokenWithLogprobs
+from router.generation.origin import Origin
 from router.generation.plan import Plan, Prompt, check_num_sequences, fit, make_plan
 from router.generation.service import Service
 from router.generation.shape import Object
@@ -17,7 +17,7 @@ from router.request.fields import CompletionRequest
 DEFAULT_MAX_TOKENS = 16
 
 
-async def plan_completion(service: Service, fields: CompletionRequest, key: ApiKey, traceparent: str) -> Plan:
+async def plan_completion(service: Service, fields: CompletionRequest, origin: Origin) -> Plan:
     """Tokenise the prompts. Raises RequestError."""
     service.check_model(fields.model)
     fields.check()
@@ -28,12 +28,11 @@ async def plan_completion(service: Service, fields: CompletionRequest, key: ApiK
     return make_plan(
         service,
         fields,
-        key,
+        origin,
         prompts,
         prefix="cmpl",
         num_logprobs=-1 if fields.logprobs is None else fields.logprobs,
         num_prompt_logprobs=max(-1 if k is None else k for k in (fields.prompt_logprobs, fields.echo_logprobs)),
-        traceparent=traceparent,
         echo=bool(fields.echo),
         grammar=grammar,
     )

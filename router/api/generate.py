@@ -20,10 +20,12 @@ from router.api.openapi import documented
 from router.api.responses import ResponsesFrames
 from router.api.responses_fields import ResponsesRequest
 from router.api.translated import plan_translated
-from router.auth.keys import ApiKey
+from router.auth.class_choice import HEADER, class_of
 from router.auth.visit import Visit
+from router.dispatch.client import Caller
 from router.generation.exchange import Exchange
 from router.generation.frames import Frames, OpenAIFrames
+from router.generation.origin import Origin
 from router.generation.plan import Plan
 from router.generation.request_log import RequestLog
 from router.generation.service import Service
@@ -73,7 +75,7 @@ async def _serve(
     service: Service,
     request: Request,
     model: type[F],
-    plan: Callable[[Service, F, ApiKey, str], Awaitable[Plan]],
+    plan: Callable[[Service, F, Origin], Awaitable[Plan]],
     frames: Callable[[Service, F, Plan, RequestLog], Frames],
 ) -> Response:
     visit: Visit = request.state.visit
@@ -81,8 +83,12 @@ async def _serve(
     try:
         with service.bodies.lease() as lease:
             fields = await service.read(request, model, lease)
-            service.client.check_room(partial(service.text.exceeds, fields.longest_text()))
-            planned = await plan(service, fields, visit.key, traceparent)
+            asked = (request.headers.get(HEADER, ""), fields.request_class, fields.tier)
+            request_class = class_of(service.config.classes, visit.key, *asked)
+            log.request_class = request_class.name
+            caller = Caller(visit.key.name, (request_class,))
+            service.client.check_room(partial(service.text.exceeds, fields.longest_text()), caller)
+            planned = await plan(service, fields, Origin(visit.key, request_class, traceparent))
         service.gate.take_prompt(visit, planned.num_prompt_tokens)
         return Exchange(service, planned, frames(service, fields, planned, log), log)
     except RequestError as error:

@@ -81,10 +81,12 @@ def probe_routes(service: Service) -> APIRouter:
 
     @router.get("/load", **documented(None, schema.Load))
     async def load() -> Response:
-        """Requests in flight by stage, and each worker's load."""
+        """Requests in flight by stage and by class, and each worker's load."""
         snapshot = service.client.load()
         workers = [asdict(worker) for worker in snapshot.workers]
-        return _json({"server_load": sum(snapshot.stages.values()), "stages": snapshot.stages, "workers": workers})
+        classes = [asdict(one) for one in snapshot.classes]
+        num = sum(snapshot.stages.values())
+        return _json({"server_load": num, "stages": snapshot.stages, "classes": classes, "workers": workers})
 
     @router.post("/reset_prefix_cache", **documented(None, schema.Status))
     async def reset_prefix_cache() -> Response:

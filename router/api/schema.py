@@ -296,9 +296,24 @@ class WorkerStatus(BaseModel):
     home: str
 
 
+class ClassStatus(BaseModel):
+    name: str
+    ttft_ms: float
+    tpot_ms: float
+    priority: int
+    num_in_flight: int
+    num_waiting: int
+    num_held: int
+    oldest_wait_s: float
+    wait_limit_s: float
+    num_refused: int
+    attainment: dict[str, float]
+
+
 class Load(BaseModel):
     server_load: int
     stages: dict[str, int]
+    classes: list[ClassStatus]
     workers: list[WorkerStatus]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from router.api.anthropic_fields import Conversation, MessagesRequest
 from router.api.chat import plan_chat
 from router.api.responses_fields import ResponsesRequest
-from router.auth.keys import ApiKey
+from router.generation.origin import Origin
 from router.generation.plan import Plan
 from router.generation.service import Service
 from router.request.fields import ChatRequest
@@ -20,10 +20,8 @@ async def chat_of(service: Service, fields: Conversation | ResponsesRequest) -> 
     return fields.as_chat() if fields.num_items <= MANY_ITEMS else await service.text.apart(fields.as_chat)
 
 
-async def plan_translated(
-    service: Service, fields: MessagesRequest | ResponsesRequest, key: ApiKey, traceparent: str
-) -> Plan:
+async def plan_translated(service: Service, fields: MessagesRequest | ResponsesRequest, origin: Origin) -> Plan:
     """Render and tokenise the conversation. Raises RequestError, with the names that the other API has for fields."""
     chat = await chat_of(service, fields)
     with named_as(fields.names):
-        return await plan_chat(service, chat, key, traceparent, prefix=fields.id_prefix)
+        return await plan_chat(service, chat, origin, prefix=fields.id_prefix)

@@ -45,7 +45,7 @@ class Gate:
         self._hurry = asyncio.Event()
         if config.api_key_file:  # the watch begins before the file is read, so that it misses no change
             self._watches.append(("api_key_file", FileWatch([config.api_key_file]), self._reload_keys))
-        self.ring: KeyRing | None = ring_of(config.api_key_file, config.api_key)
+        self.ring: KeyRing | None = ring_of(config.api_key_file, config.api_key, config.classes)
         self.certificate: Certificate | None = None
         if config.tls_cert:
             watch = FileWatch([config.tls_cert, config.tls_key])
@@ -159,7 +159,8 @@ class Gate:
 
     async def _reload_keys(self) -> None:
         """Parse the key file in a thread, because ten thousand keys take long, and apply the new limits."""
-        self.ring = await asyncio.to_thread(ring_of, self._config.api_key_file, self._config.api_key)
+        config = self._config
+        self.ring = await asyncio.to_thread(ring_of, config.api_key_file, config.api_key, config.classes)
         now = self._clock()
         known = {key.name: key for key in self.ring.keys} if self.ring is not None else {}
         for name, quota in list(self._quotas.items()):

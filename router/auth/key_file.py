@@ -8,6 +8,7 @@
     concurrent_requests = 8
     cache_group = "team-a"         # keys of a group share cached prefixes
     admin = false                  # may use /load and /reset_prefix_cache
+    classes = ["batch"]            # that its requests may be of (--request-class); the first where they name none
 
 No message contains the value of `key` or `sha256`.
 """
@@ -16,9 +17,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
+from common.config.request_class import DEFAULT
 from common.errors import ConfigError
 from router.auth.keys import ApiKey, KeyRing, Limits, digest_of
 
@@ -32,12 +34,12 @@ PRINTABLE = re.compile(r"[!-~]+")
 HEX = re.compile(r"[0-9A-Fa-f]{64}")
 HEADER = re.compile(r"\s*\[\[\s*key\s*\]\]")
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
-FIELDS = ("name", "key", "sha256", *LIMITS, "cache_group", "admin")
+FIELDS = ("name", "key", "sha256", *LIMITS, "cache_group", "admin", "classes")
 MAX_LIMIT = 10**12
 
 
-def read_keys(path: str) -> list[ApiKey]:
-    """The keys of a file. Raises ConfigError, with the line if the problem has one."""
+def read_keys(path: str, classes: Collection[str] = (DEFAULT,)) -> list[ApiKey]:
+    """The keys of a file, where `classes` of requests exist. Raises ConfigError, with the line if there is one."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -50,15 +52,15 @@ def read_keys(path: str) -> list[ApiKey]:
         table = tomllib.loads(text)
     except ValueError as error:
         raise ConfigError(FIELD, path, f"a valid TOML file ({_reason(error)})") from None
-    return _Reader(path, text).keys(table)
+    return _Reader(path, text, classes).keys(table)
 
 
-def ring_of(path: str, api_key: str) -> KeyRing | None:
+def ring_of(path: str, api_key: str, classes: Collection[str] = (DEFAULT,)) -> KeyRing | None:
     """The keys of the file and that of `--api-key`, named "default"; None without either. Raises ConfigError."""
     if not path and not api_key:
         return None
     own = [ApiKey("default", (digest_of(api_key.encode()),), admin=True)] if api_key else []
-    keys = read_keys(path) if path else []
+    keys = read_keys(path, classes) if path else []
     if own and any(key.name == "default" for key in keys):
         raise ConfigError(FIELD, path, 'no key named "default", which is that of --api-key')
     return KeyRing([*own, *keys])
@@ -72,8 +74,8 @@ def _reason(error: ValueError) -> str:
 class _Reader:
     """Checks the tables one by one; errors name the line."""
 
-    def __init__(self, path: str, text: str) -> None:
-        self._path = path
+    def __init__(self, path: str, text: str, classes: Collection[str]) -> None:
+        self._path, self._classes = path, classes
         self._lines = text.splitlines()
         self._starts = [number for number, line in enumerate(self._lines, 1) if HEADER.match(line)]
 
@@ -116,7 +118,16 @@ class _Reader:
         if not isinstance(admin, bool):
             self._refuse(index, "admin", "true or false")
         limits = Limits(**{field: self._limit(index, field, entry.get(field, 0)) for field in LIMITS})
-        return ApiKey(name, self._digests(index, entry), limits, group, admin)
+        return ApiKey(name, self._digests(index, entry), limits, group, admin, self._key_classes(index, entry))
+
+    def _key_classes(self, index: int, entry: Mapping[str, Any]) -> tuple[str, ...]:
+        given = entry.get("classes")
+        if given is None:
+            return ()
+        known = isinstance(given, list) and all(isinstance(name, str) and name in self._classes for name in given)
+        if not known or not given:
+            self._refuse(index, "classes", f"a list of classes out of {', '.join(self._classes)}")
+        return tuple(dict.fromkeys(given))
 
     def _digests(self, index: int, entry: Mapping[str, Any]) -> tuple[bytes, ...]:
         digests: list[bytes] = []

@@ -33,7 +33,8 @@ class Limits:
 class ApiKey:
     """A name and the digests of its secrets (two while one replaces the other).
 
-    `admin` allows `/load` and `/reset_prefix_cache`, which concern every client.
+    `admin` allows `/load` and `/reset_prefix_cache`, which concern every client. Its requests may be of these `classes`
+    only, and are of the first unless they name another; without any they may be of every class.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ApiKey:
     limits: Limits = Limits()
     cache_group: str = ""
     admin: bool = False
+    classes: tuple[str, ...] = ()
 
     def salt(self, own: str) -> str:
         """The salt of this key's prompts in the prefix caches; `own` is the client's `cache_salt`.

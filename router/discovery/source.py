@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 from common.config import RouterConfig
@@ -24,6 +25,10 @@ def open_source(config: RouterConfig, publish: Publish) -> Source | None:
     services: dict[str, Role] = dict.fromkeys(config.decode_services, "decode")
     services |= dict.fromkeys(config.prefill_services, "prefill")
     match config.discovery:
+        case "file":
+            from router.discovery.file_source import FileSource
+
+            return FileSource(Path(config.discovery_file), publish)
         case "dns":
             from router.discovery.dns_source import DNSSource
 

@@ -18,7 +18,7 @@ REMIND_S = 60.0
 
 @dataclass(slots=True)
 class DiscoveryStatus:
-    """`kind` is dns or kubernetes, `services` maps each name to look up to its role. Times are monotonic."""
+    """`kind` is dns, file or kubernetes, `services` maps each name to look up to its role. Times are monotonic."""
 
     kind: str
     services: Mapping[str, Role]

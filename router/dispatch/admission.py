@@ -1,4 +1,7 @@
-"""Whether a new request would wait too long, by what is predicted where the policy would place it. Pure.
+"""Whether a new request would miss a goal of its class, by what is predicted where the policy would place it. Pure.
+
+Each class of requests has a limit of its own for the wait: one without a goal for first tokens may wait while others
+are refused. Prompts of lower priority delay none, and those that the router holds before this one count.
 
 A worker that has computed nothing yet counts as idle. Two things correct a prediction that is too short: how long
 requests have waited already, and how much later than predicted first tokens came.
@@ -11,14 +14,21 @@ from collections.abc import Callable, Iterable, Mapping
 from statistics import median_low
 
 from common.config import RouterConfig
+from common.config.request_class import DEFAULT, RequestClass
 from common.errors import Overloaded
 from common.latency.step_model import StepShape
 from common.observe.ewma import Ewma
+from common.wire.message_fields import MAX_PRIORITY, Role
+from router.dispatch.arrival import token_s_at
+from router.dispatch.client import ANYONE, Caller, GenerationRequest
 from router.dispatch.forecast import NO_HITS, RequestShape, place_s, places_of, queued_s, step_tokens, wait_s
+from router.dispatch.holding import Holding
 from router.dispatch.load import DispatchCounters
 from router.dispatch.patience import Patience
 from router.dispatch.policy import OUTPUT_RESERVE, Choice, RoutingPolicy
 from router.dispatch.request_state import Assignment, RequestState, Stage
+from router.dispatch.shortlist import FEW, Shortlist
+from router.dispatch.waiting import WaitingRequests
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 
@@ -26,8 +36,8 @@ log = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S = 60.0
 LEAST_SHARE = 0.25
-"""Of the goal for a first token, that others may take: a prompt that needs most of it would be refused whenever it
-comes, and never be served."""
+"""Of a goal, that others may take: a request that needs most of it would be refused whenever it comes, and never be
+served."""
 NUM_LATE = 4
 """Requests that must have waited for some time before it counts: one alone may be a long prompt."""
 MIN_EXPECTED_S = 0.05
@@ -40,121 +50,221 @@ class Admission:
     """Admits new requests, or refuses and counts them."""
 
     def __init__(
-        self, registry: WorkerRegistry, policy: RoutingPolicy, config: RouterConfig, counters: DispatchCounters
+        self,
+        registry: WorkerRegistry,
+        policy: RoutingPolicy,
+        config: RouterConfig,
+        counters: DispatchCounters,
+        holding: Holding | None = None,
+        shortlist: Shortlist | None = None,
     ) -> None:
         self._registry, self._policy, self._config, self._counters = registry, policy, config, counters
+        self._holding = holding or Holding(registry, WaitingRequests())
+        self._shortlist = shortlist
+        self._least_turn_s: float | None = None  # of decode workers, at the last tick
         self._prompt_s = Ewma(SMOOTHING, start=0.0)  # what a prompt takes, lately
-        longest_s = min(config.max_wait_s, config.queue_timeout_s)
-        if config.slo_ttft_ms > 0:
-            longest_s = min(longest_s, config.slo_ttft_ms / 1000)
-        self._patience = Patience(longest_s, min(longest_s, config.overload_wait_s))
+        self._classes = config.classes
+        self._patience = {name: _patience_of(one, config) for name, one in self._classes.items()}
+        self._priorities = sorted({one.priority for one in self._classes.values()})
+        self._placed_at: dict[int, float] = {}  # by priority: when a request was last placed
 
     def observe(self, states: Iterable[RequestState], now: float) -> None:
         """Note how long requests have waited for their first token, or have been decoded; at each tick."""
+        self._least_turn_s = None
         waiting, decoding = [], []
         for state in states:
             stage, worker = state.stage, state.waits_for
             if worker is not None and stage is Stage.PREFILL:
-                waiting.append((worker.address, now - state.progress_at))
+                waiting.append((state.request.priority, worker.address, now - state.progress_at))
             elif worker is not None and stage is Stage.DECODE:
                 decoding.append((worker.address, now - worker.delivered_at))
-        self._registry.on_observed(observed_waits_s(waiting), lasting_s(decoding))
+        waits_from = {
+            priority: observed_waits_s((address, waited_s) for level, address, waited_s in waiting if level >= priority)
+            for priority in self._priorities[1:]
+        }
+        waits_s = observed_waits_s((address, waited_s) for _, address, waited_s in waiting)
+        self._registry.on_observed(waits_s, lasting_s(decoding), waits_from)
 
-    def check(self, choice: Choice | None, now: float) -> None:
-        """Raises Overloaded for a prompt that would wait too long where it would be placed."""
-        if (error := self._judged(choice, now)) is not None:
-            raise self._counted(error)
-        self._patience.count(refused=False)
+    def class_of(self, request: GenerationRequest) -> RequestClass:
+        """The class of a request; one of an unknown name is of the class `default`."""
+        return self._classes.get(request.request_class) or self._classes[DEFAULT]
 
-    def check_unread(self, is_longer: Callable[[int], bool], now: float) -> None:
-        """Raises Overloaded for a request that `check` would refuse whatever its prompt turns out to be.
+    def check(
+        self,
+        choice: Choice | None,
+        now: float,
+        request_class: RequestClass | None = None,
+        key: str = "",
+        num_tokens: int = 0,
+    ) -> None:
+        """Raises Overloaded for a prompt that would miss a goal of its class where it would be placed.
+
+        It has `num_tokens` tokens, and was sent with the key of this name.
+        """
+        one = request_class or self._classes[DEFAULT]
+        if (error := self._judged(choice, now, one, key)) is not None:
+            raise self._counted(error, one)
+        if (error := self._slow(choice, one, num_tokens)) is not None:
+            self._count_failure(error, one)
+            raise error
+        self._patience[one.name].count(refused=False)
+
+    def check_unread(self, is_longer: Callable[[int], bool], now: float, caller: Caller = ANYONE) -> None:
+        """Raises Overloaded for a request that `check` would refuse whatever it turns out to be.
 
         `is_longer` says whether the prompt surely has more than so many tokens. Decode workers compute a short prompt
         themselves, so it may find room where a long one finds none.
         """
-        threshold = self._config.local_prefill_threshold
-        error = self._judged(self.place_for(threshold + 1, now), now)
-        if error is None:
-            return
-        if self._judged(self.place_for(1, now), now) is not None or is_longer(threshold):
-            raise self._counted(error)
+        classes = caller.classes or (self._classes[DEFAULT],)
+        errors = []
+        for one in classes:
+            if (error := self._judged_unread(is_longer, now, one, caller.key)) is None:
+                return
+            errors.append(error)
+        raise self._counted(errors[0], classes[0])
 
-    def place_for(self, num_tokens: int, now: float) -> Choice | None:
+    def place_for(self, num_tokens: int, now: float, priority: int = 0) -> Choice | None:
         """Where a new prompt of so many tokens would be placed if nothing of it is cached anywhere."""
-        shape = RequestShape(num_tokens, OUTPUT_RESERVE, NO_HITS, num_expected=OUTPUT_RESERVE)
-        return self._policy.choose(self._registry.ready("prefill"), self._registry.ready("decode"), shape, now)
+        shape = RequestShape(num_tokens, OUTPUT_RESERVE, NO_HITS, num_expected=OUTPUT_RESERVE, priority=priority)
+        ready = self._registry.ready if self._shortlist is None else self._shortlist.ready
+        return self._policy.choose(ready("prefill"), ready("decode"), shape, now)
 
     def expect(self, state: RequestState, choice: Choice, now: float) -> None:
         """A request was placed: note when its first token should come, by the worker's own account."""
-        state.expected_s = 0.0
+        priority = state.request.priority
+        state.expected_s, self._placed_at[priority] = 0.0, now
         if (assignment := state.waits_for) is None or not choice.forecast.is_known:
             return
-        state.expected_s = queued_s(self._registry.workers[assignment.address], now)
+        state.expected_s = queued_s(self._registry.workers[assignment.address], now, priority)
         self._prompt_s.observe(choice.forecast.prompt_s)
 
     def learn(self, state: RequestState, assignment: Assignment, now: float) -> None:
-        """The first tokens of `assignment` have come: compare with the prediction."""
+        """The first tokens of `assignment` have come: compare with the prediction, unless others passed since."""
         expected_s, state.expected_s = state.expected_s, 0.0
         if expected_s < MIN_EXPECTED_S or assignment is not state.waits_for or state.stage is not Stage.PREFILL:
+            return
+        if any(at >= state.progress_at and level > state.request.priority for level, at in self._placed_at.items()):
             return
         self._registry.on_first_token(assignment.address, (now - state.progress_at) / expected_s)
 
     def shed(self, states: Iterable[RequestState], now: float) -> list[tuple[RequestState, Overloaded]]:
         """Requests to refuse although they were admitted, with their errors; at each tick.
 
-        There are some only when an overload has just been found: those that would wait for their first token for
-        longer than a new request may. Older requests keep their places.
+        There are some only when an overload of a class has just been found: those of the class that would wait for
+        their first token for longer than a new request may. Older requests keep their places.
         """
-        if not self._patience.tick(now):
+        changed = [name for name, patience in self._patience.items() if patience.tick(now)]
+        if not changed:
             return []
-        limit_s, was_s = self.limit_s, self._patience.longest_s
-        if not self._patience.is_brief:
-            log.info("the overload is over", extra={"new_requests_may_wait_s": was_s})
-            return []
-        shed = [
-            (state, _shed(now - state.progress_at, later_s, limit_s))
-            for state, later_s in waits_of(states, self._registry.workers)
-            if later_s > limit_s
-        ]
-        log.warning(
-            "more requests come than can be served: requests that would wait too long are refused from now on",
-            extra={"new_requests_may_wait_s": limit_s, "instead_of_s": was_s, "refused": len(shed)},
-        )
-        return shed
+        waits = [*waits_of(states, self._registry.workers), *self._holding.waits(now)]
+        return [one for name in changed for one in self._shed_of(name, waits, now)]
 
     @property
     def limit_s(self) -> float:
-        """How long a new request may wait now, in seconds."""
-        if not self._patience.is_brief:  # then it does not depend on turns, of which there are many to look at
-            return self._patience.longest_s
-        return self._patience.limit_s(self._turn_s())
+        """How long a new request of the class `default` may wait now, in seconds."""
+        return self._limit_s(DEFAULT)
+
+    @property
+    def limits_s(self) -> dict[str, float]:
+        """How long a new request of each class may wait now, in seconds."""
+        return {name: self._limit_s(name) for name in self._patience}
+
+    def _limit_s(self, name: str) -> float:
+        patience = self._patience[name]
+        # While it is not brief it does not depend on turns, of which there are many to look at.
+        return patience.limit_s(self._turn_s()) if patience.is_brief else patience.longest_s
+
+    def _shed_of(
+        self, name: str, waits: Iterable[tuple[RequestState, float]], now: float
+    ) -> list[tuple[RequestState, Overloaded]]:
+        patience, limit_s = self._patience[name], self._limit_s(name)
+        if not patience.is_brief:
+            told = {"request_class": name, "new_requests_may_wait_s": patience.longest_s}
+            log.info("the overload is over", extra=told)
+            return []
+        shed = [
+            (state, _shed(now - state.progress_at, later_s, limit_s))
+            for state, later_s in waits
+            if later_s > limit_s and self.class_of(state.request).name == name
+        ]
+        self._counters.num_refused[name] += len(shed)
+        log.warning(
+            "more requests come than can be served: requests that would wait too long are refused from now on",
+            extra={
+                "request_class": name,
+                "new_requests_may_wait_s": limit_s,
+                "instead_of_s": patience.longest_s,
+                "refused": len(shed),
+            },
+        )
+        return shed
 
     def _turn_s(self) -> float:
-        """Seconds between two requests that a worker begins, while more wait."""
-        turns_s = (worker.service_s.value / places_of(worker) for worker in self._registry.ready("decode"))
-        return max(self._prompt_s.value, min(turns_s, default=0.0))
+        """Seconds between two requests that a worker begins, while more wait. Of many workers, as of the last tick."""
+        if self._least_turn_s is None or len(self._registry.workers) <= FEW:
+            turns_s = (worker.service_s.value / places_of(worker) for worker in self._registry.ready("decode"))
+            self._least_turn_s = min(turns_s, default=0.0)
+        return max(self._prompt_s.value, self._least_turn_s)
 
-    def _counted(self, error: Overloaded) -> Overloaded:
-        self._patience.count(refused=True)
-        self._counters.num_failures[type(error).__name__] += 1
+    def _counted(self, error: Overloaded, one: RequestClass) -> Overloaded:
+        self._patience[one.name].count(refused=True)
+        self._count_failure(error, one)
         return error
 
-    def _judged(self, choice: Choice | None, now: float) -> Overloaded | None:
-        """The error for a prompt that would be placed there, or None. Its own time counts against a goal."""
+    def _count_failure(self, error: Overloaded, one: RequestClass) -> None:
+        self._counters.num_failures[type(error).__name__] += 1
+        self._counters.num_refused[one.name] += 1
+
+    def _judged_unread(
+        self, is_longer: Callable[[int], bool], now: float, one: RequestClass, key: str
+    ) -> Overloaded | None:
+        threshold = self._config.local_prefill_threshold
+        error = self._judged(self.place_for(threshold + 1, now, one.priority), now, one, key)
+        if error is None:
+            return None
+        short = self._judged(self.place_for(1, now, one.priority), now, one, key)
+        return error if short is not None or is_longer(threshold) else None
+
+    def _judged(self, choice: Choice | None, now: float, one: RequestClass, key: str) -> Overloaded | None:
+        """The error for a prompt whose first token would come too late, or None. Its own time counts against a goal."""
         first = None if choice is None else choice.prefill or choice.decode
         if choice is None or first is None:
             return None
-        predicted_s = waiting_s(first, choice.decode, now)
-        limit_s, own_s = self.limit_s, 0.0
-        if self._config.slo_ttft_ms > 0 and choice.forecast.is_known:
+        held_s, num_held = self._holding.ahead(one.priority, key) if self._holding.concerns(choice) else (0.0, 0)
+        meanwhile_s = choice.forecast.prompt_s if choice.prefill is not None else 0.0
+        predicted_s = waiting_s(first, choice.decode, now, one.priority, held_s, num_held, meanwhile_s)
+        limit_s, own_s = self._limit_s(one.name), 0.0
+        if one.ttft_s > 0 and choice.forecast.is_known:
             own_s = min(choice.forecast.prompt_s, (1.0 - LEAST_SHARE) * limit_s)
         if predicted_s <= limit_s - own_s:
             return None
-        return refusal(predicted_s, limit_s - own_s, self._others_s(len(self._registry.ready(first.role))))
+        return refusal(predicted_s, limit_s - own_s, self._others_s(one, first.role))
 
-    def _others_s(self, num_workers: int) -> float:
+    def _others_s(self, one: RequestClass, role: Role) -> float:
         """What those take that were refused before, and come back before a client that is refused now."""
-        return self._patience.num_refused * self._turn_s() / max(1, num_workers)
+        num_refused = self._patience[one.name].num_refused
+        return num_refused * self._turn_s() / max(1, len(self._registry.ready(role))) if num_refused else 0.0
+
+    def _slow(self, choice: Choice | None, one: RequestClass, num_tokens: int) -> Overloaded | None:
+        """The error for an answer whose tokens would come too slowly beside those that run then, or None."""
+        if choice is None or choice.decode is None or one.tpot_s <= 0:
+            return None
+        worker, after_s = choice.decode, choice.forecast.ttft_s
+        token_s, alone_s = token_s_at(worker, after_s, num_tokens)
+        limit_s = max(one.tpot_s, alone_s / (1.0 - LEAST_SHARE))
+        if token_s <= limit_s:
+            return None
+        why = f"its tokens would take about {token_s * 1e3:.3g} ms each, the most they may is {limit_s * 1e3:.3g} ms"
+        return Overloaded(why, retry_after_s=_retry_after_s(worker.service_s.value / max(1, worker.num_requests)))
+
+
+def _patience_of(one: RequestClass, config: RouterConfig) -> Patience:
+    """A class that names no goal for first tokens waits for its turn whatever happens to others."""
+    longest_s = min(config.max_wait_s, config.queue_timeout_s)
+    if one.ttft_s > 0:
+        longest_s = min(longest_s, one.ttft_s)
+    is_patient = one.ttft_s <= 0 and one.name != DEFAULT
+    return Patience(longest_s, longest_s if is_patient else min(longest_s, config.overload_wait_s))
 
 
 def observed_waits_s(waits: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -197,13 +307,25 @@ def waits_of(states: Iterable[RequestState], workers: Mapping[str, Worker]) -> l
     return waits
 
 
-def waiting_s(first: Worker, decode: Worker | None, now: float) -> float:
+def waiting_s(
+    first: Worker,
+    decode: Worker | None,
+    now: float,
+    priority: int = -MAX_PRIORITY,
+    held_s: float = 0.0,
+    num_held: int = 0,
+    meanwhile_s: float = 0.0,
+) -> float:
     """Seconds that a prompt waits at `first`, which computes it, and its answer for a place at `decode`.
 
-    A worker that has computed nothing yet counts as idle, unless others wait there.
+    A worker that has computed nothing yet counts as idle, unless others wait there. The router holds `num_held`
+    requests before it for each decode worker, whose prompts take `held_s` seconds of `first`. A place that becomes free
+    while the prompt is computed, for `meanwhile_s` seconds, delays nothing.
     """
-    prompts_s = wait_s(first, now) if first.step_model.is_known else first.observed_s
-    return max(prompts_s, place_s(decode) if decode is not None else 0.0)
+    is_known = first.step_model.is_known
+    prompts_s = wait_s(first, now, priority) if is_known else first.observed_from.get(priority, first.observed_s)
+    batch_s = place_s(decode, priority=priority, num_more=num_held) if decode is not None else 0.0
+    return max(prompts_s + held_s, batch_s - meanwhile_s)
 
 
 def refusal(predicted_s: float, limit_s: float, others_s: float = 0.0) -> Overloaded | None:

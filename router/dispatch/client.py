@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.config.request_class import DEFAULT, RequestClass
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from router.dispatch.forecast import Forecast
 from router.dispatch.prompt import Prompt
@@ -25,7 +26,9 @@ class GenerationRequest:
     """One sequence to generate. The router makes `request_id`: it is unique and never a client's text.
 
     `deadline_s` is how long the request may take from now until its last token, `ttft_s` how long until its first one
-    should come; 0: no goal. `params.seed` is always set.
+    should come and `tpot_s` how long each later one should take; 0: no goal. These goals and the `priority` are those
+    of the class of requests that `request_class` names. Keys, by name, share places fairly. `params.seed` is always
+    set.
     `cache_salt` keeps prefix cache entries of different tenants apart. `traceparent` is W3C's, or empty. Requests that
     answer the same prompt share `prompt`, which has the same tokens and salt.
     """
@@ -38,6 +41,24 @@ class GenerationRequest:
     traceparent: str = ""
     prompt: Prompt | None = None
     ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    priority: int = 0
+    request_class: str = DEFAULT
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, as far as is known before a request is read: the name of its key, and the classes that it may be of.
+
+    The first of them is that of a request that names none. Without classes it is of the class `default`.
+    """
+
+    key: str = ""
+    classes: tuple[RequestClass, ...] = ()
+
+
+ANYONE = Caller()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +116,11 @@ class GenerationClient(Protocol):
         """
         ...
 
-    def check_room(self, is_longer: Callable[[int], bool]) -> None:
+    def check_room(self, is_longer: Callable[[int], bool], caller: Caller = ANYONE) -> None:
         """Refuse, before it is read, a request that `generate` would refuse now whatever it asks for.
 
-        `is_longer` says whether the prompt surely has more than so many tokens. Raises Overloaded or Unavailable. A
-        request that passes may still be refused by `generate`.
+        `is_longer` says whether the prompt surely has more than so many tokens, `caller` which classes it may be of.
+        Raises Overloaded or Unavailable. A request that passes may still be refused by `generate`.
         """
         ...
 

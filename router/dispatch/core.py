@@ -11,17 +11,18 @@ takes the next event. A process (`Dispatcher`) or a simulation in virtual time c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common.config import RouterConfig
 from common.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from common.wire.messages import PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
 from router.dispatch.admission import Admission
-from router.dispatch.client import RETRY_AFTER_S, GenerationRequest
+from router.dispatch.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest
 from router.dispatch.demand import Demand, DemandMeter
 from router.dispatch.forecast import RequestShape
 from router.dispatch.handover import HandOvers
+from router.dispatch.holding import Holding
 from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Abort, Placement, Send
 from router.dispatch.policy import Choice, RoutingPolicy
@@ -30,17 +31,13 @@ from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.role_changes import RoleChanges
 from router.dispatch.silence import why_left
 from router.dispatch.stream import StreamConflict, TokensDiffer
-from router.dispatch.waiting import WaitingRequests
+from router.dispatch.turns import Cancel, Later, Turns
+from router.dispatch.waiting import OUTPUT_WEIGHT, WaitingRequests
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
 
 log = logging.getLogger(__name__)
-
-MAX_PLACED_A_TURN = 32
-"""Requests of the queue that are placed in one turn of the event loop: each takes most of a millisecond."""
-
-Cancel = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class Actions:
 
     send: Send
     abort: Abort
-    later: Callable[[float, Callable[[float], None]], Cancel]
+    later: Later
     wake: Callable[[str], None]
 
 
@@ -68,23 +65,37 @@ class DispatchCore:
         self,
         config: RouterConfig,
         registry: WorkerRegistry,
+        index: PrefixIndex,
         actions: Actions,
         policy: RoutingPolicy | None = None,
         router_id: str = "",
     ) -> None:
         """Without a `policy`, the usual one routes. `router_id` is what workers know this router by."""
-        self._config, self._registry, self._actions = config, registry, actions
+        self._config, self._registry, self._index, self._actions = config, registry, index, actions
         self.states: dict[str, RequestState] = {}
         self.waiting = WaitingRequests()
         self.counters = DispatchCounters()
         self._deadlines: dict[str, Cancel] = {}
-        self._index = PrefixIndex()
         policy = policy or RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold)
         self._placement = Placement(registry, policy, self._index, actions.send, actions.abort)
-        self.has_prefill = bool(config.prefill or config.prefill_services)
+        self.has_prefill = bool(config.prefill or config.prefill_services or config.discovery_file)
         self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self.waiting, self.counters)
-        self._admission = Admission(registry, policy, config, self.counters)
+        holding = Holding(registry, self.waiting)
+        self._admission = Admission(registry, policy, config, self.counters, holding, self._placement.shortlist)
+        self._holding = holding
+        self._turns = Turns(
+            config,
+            registry,
+            self.waiting,
+            self._placement,
+            self._recovery,
+            self._admission,
+            holding,
+            self.counters,
+            actions.later,
+            self._fail,
+        )
         self._handovers = HandOvers(registry, self._placement, self.waiting, self.counters)
         self._roles = RoleChanges(config, registry, actions.send, router_id)
 
@@ -97,7 +108,7 @@ class DispatchCore:
         """
         state, chosen = self._admit(request, now)
         try:
-            self._try_place(state, now, chosen)
+            self._turns.place_new(state, now, chosen)
         except BaseException:
             self.end(state)
             raise
@@ -107,34 +118,36 @@ class DispatchCore:
         """The consumer has ended, whether the request is over or not."""
         self._deadlines.pop(state.request.request_id, _nothing)()
         self.waiting.discard(state)
-        self.states.pop(state.request.request_id, None)
+        if self.states.pop(state.request.request_id, None) is not None:
+            self.waiting.charge(state, OUTPUT_WEIGHT * len(state.stream.token_ids))
         if not state.done:
             state.done = True
             self._placement.withdraw(state)
 
     def close(self) -> None:
         """Fail all requests and abort them on the workers."""
+        self._turns.close()
         for state in list(self.states.values()):
             self._fail(state, Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S))
 
-    def check_room(self, is_longer: Callable[[int], bool], now: float) -> None:
+    def check_room(self, is_longer: Callable[[int], bool], now: float, caller: Caller = ANYONE) -> None:
         """See `GenerationClient.check_room`."""
         self._check_bounds()
-        self._admission.check_unread(is_longer, now)
+        self._admission.check_unread(is_longer, now, caller)
 
     def forget_prefixes(self) -> None:
         """Every worker empties its prefix cache."""
         self._index.clear_all()
 
     @property
-    def wait_limit_s(self) -> float:
-        """How long a new request may wait now, in seconds."""
-        return self._admission.limit_s
+    def wait_limits_s(self) -> Mapping[str, float]:
+        """How long a new request of each class may wait now, in seconds."""
+        return self._admission.limits_s
 
-    def demand(self, p95_token_s: float, slo_s: float) -> Demand:
+    def demand(self, slo_s: float) -> Demand:
         """The load that autoscalers read; see `DemandMeter.measure`."""
         workers = self._registry.workers.values()
-        return self._demand.measure(self.states.values(), self.waiting, workers, p95_token_s, slo_s)
+        return self._demand.measure(self.states.values(), self.waiting, workers, slo_s)
 
     # ------------------------------------------------------------ what happens to workers
 
@@ -178,12 +191,6 @@ class DispatchCore:
                     why = f"{assignment.name} {reason}"
                     self._recover(state, assignment, why, now, died=True)
 
-    def on_started(self, address: str) -> None:
-        self._index.clear(address)
-
-    def on_gone(self, address: str) -> None:
-        self.on_started(address)
-
     def uses(self, address: str) -> bool:
         return any(state.needs(address) for state in self.states.values() if not state.done)
 
@@ -191,14 +198,15 @@ class DispatchCore:
         epoch = self._registry.workers[address].epoch
         for state in self.states.values():
             state.forgive_death(address, epoch)
-        self._serve_queue(now)
+        self._turns.serve(now)
 
     def on_tick(self, now: float) -> None:
         self._handovers.leave(self.states.values(), now)
-        self._serve_queue(now)
+        self._turns.serve(now)
         for state in list(self.states.values()):
             self._check_progress(state, now)
         self._admission.observe(self.states.values(), now)
+        self._turns.take_back(self.states.values(), now)
         for state, error in self._admission.shed(self.states.values(), now):
             self._fail(state, error)
         self._roles.tick(now)
@@ -221,39 +229,15 @@ class DispatchCore:
             state = RequestState(request, now)
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"the prompt holds what is no token id: {error}", param="prompt") from error
-        chosen = self._placement.choose(state, now)
-        self._admission.check(chosen and chosen[0], now)
+        request_class = self._admission.class_of(request)
+        held_s, _ = self._holding.ahead(request.priority, request.key)
+        chosen = self._placement.choose(state, now, held_s=held_s)
+        self._admission.check(chosen and chosen[0], now, request_class, request.key, state.num_tokens)
         self.states[request.request_id] = state
         deadline = self._actions.later(request.deadline_s, lambda _: self._on_deadline(state))
         self._deadlines[request.request_id] = deadline
         self.waiting.add(state, now)
         return state, chosen
-
-    def _serve_queue(self, now: float) -> None:
-        """Place queued requests, oldest first, `MAX_PLACED_A_TURN` at once; fail those that waited too long."""
-        num_placed = 0
-        for state in self.waiting:
-            if self._try_place(state, now):
-                num_placed += 1
-                if num_placed == MAX_PLACED_A_TURN:
-                    self._actions.later(0.0, self._serve_queue)
-                    return
-                continue
-            if now - state.queued_at <= self._config.queue_timeout_s:
-                continue
-            waited = f"waited {now - state.queued_at:.1f} s for a worker: {self._placement.obstacle(state, now)}"
-            self._fail(state, Unavailable(waited, retry_after_s=RETRY_AFTER_S))
-
-    def _try_place(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None) -> bool:
-        if now < state.not_before or not self._recovery.may_be_placed(state):
-            return False
-        if (choice := self._placement.place(state, now, chosen)) is None:
-            return False
-        self._admission.expect(state, choice, now)
-        self.waiting.discard(state)
-        kind = "prefill" if state.decode is None else "remote" if state.prefill else "local"
-        self.counters.num_choices[kind] += 1
-        return True
 
     def _match_assignment(
         self, address: str, epoch: int, message: TokenDelta | PromptLogprobs
@@ -292,11 +276,12 @@ class DispatchCore:
         if first:
             self._registry.on_request_served(assignment.address)
             self._placement.computed(assignment)
+            self._turns.soon(now)
             if assignment is state.decode:
-                self._placement.remember(state, assignment)
+                self._placement.remember(state, assignment, now)
                 self._placement.spare_prefill(state)
         if state.stream.finish_reason:
-            self._finish(state, assignment)
+            self._finish(state, assignment, now)
         elif state.decode is None:
             self._recover(state, assignment, f"{assignment.name} did not end a one-token request", now)
 
@@ -316,7 +301,7 @@ class DispatchCore:
         log.info("request %s starts over behind the tokens that were sent: %s", state.request.request_id, what)
         self._recovery.continue_behind(state, assignment, now)
         if state in self.waiting:
-            self._try_place(state, now)
+            self._turns.try_place(state, now)
 
     def _take_over(self, state: RequestState, now: float, *, moved: bool) -> None:
         self._handovers.succeed(state, now, moved=moved)
@@ -326,13 +311,14 @@ class DispatchCore:
         self._handovers.fail(state, reason, now)
         self._handovers.leave(self.states.values(), now)
 
-    def _finish(self, state: RequestState, last: Assignment) -> None:
+    def _finish(self, state: RequestState, last: Assignment, now: float) -> None:
         """The last token has come: release the workers, and abort on a decode worker that may still expect KV."""
         state.done = True
         self._placement.settle(state)
+        self._turns.soon(now)
         decode = state.decode
         if last is decode:
-            self._placement.remember(state, last)
+            self._placement.remember(state, last, now)
             self._registry.on_request_finished(last.address, last.timeline.decode_s)
         if decode is None:
             return
@@ -354,7 +340,7 @@ class DispatchCore:
         if error is not None:
             self._fail(state, error)
         elif state in self.waiting:
-            self._try_place(state, now)
+            self._turns.try_place(state, now)
 
     def _check_progress(self, state: RequestState, now: float) -> None:
         """Move a request whose worker looks healthy but lost a message, or whose message was lost."""

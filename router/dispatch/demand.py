@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from common.wire.message_fields import Role
-from common.worker.scaling import backlog_s, pressure
+from common.worker.scaling import DecodeWork, backlog_s, pressure, unblocked_share
 from router.dispatch.request_state import RequestState
 from router.fleet.worker import Worker, WorkerState
 
@@ -21,7 +21,7 @@ STATES = (*(str(state) for state in WorkerState), "withheld")
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`held`: sequences that wait for a worker, by role; `backlog_s`: seconds of prompts for one prefill worker;
+    """`held`: sequences that find no worker, by role; `backlog_s`: seconds of prompts for one prefill worker;
     `pressure`: load in decode workers; `workers`: workers by role and state."""
 
     held: Mapping[str, int]
@@ -44,17 +44,19 @@ class DemandMeter:
         states: Iterable[RequestState],
         queue: Collection[RequestState],
         workers: Collection[Worker],
-        p95_token_s: float,
         slo_s: float,
     ) -> Demand:
-        """The present load. `p95_token_s` is the time of a token that this router measured, `slo_s` its goal or 0."""
+        """The present load. `slo_s` is the goal for the time of a token, or 0."""
         ready = [worker for worker in workers if worker.ready]
         self._learn_rate(ready)
         decode = [worker for worker in ready if worker.role == "decode"]
         return Demand(
-            {"decode": len(queue), "prefill": self._num_without_prefill(states, ready)},
+            {
+                "decode": sum(state.held_s is None for state in queue),
+                "prefill": self._num_without_prefill(states, ready),
+            },
             self._backlog_s(queue, workers),
-            sum(pressure(_kv_usage(worker), p95_token_s, slo_s) for worker in decode),
+            sum(pressure(_decode_work(worker), slo_s) for worker in decode),
             _by_state(workers),
         )
 
@@ -70,9 +72,11 @@ class DemandMeter:
     def _backlog_s(self, queue: Iterable[RequestState], workers: Iterable[Worker]) -> float:
         if not self.has_prefill:
             return 0.0
-        booked = sum(worker.booked.num_tokens for worker in workers if worker.role == "prefill")
+        """Prompts in the queue wait for a decode worker, unless there is no prefill worker to compute them either."""
+        prefill = [worker for worker in workers if worker.role == "prefill"]
+        booked = sum(worker.booked.num_tokens * _unblocked_share(worker) for worker in prefill)
         lengths = (len(state.request.prompt_token_ids) for state in queue)
-        held = sum(length for length in lengths if length > self.threshold)
+        held = 0 if any(worker.ready for worker in prefill) else sum(n for n in lengths if n > self.threshold)
         return backlog_s(booked + held, self.prefill_tokens_per_s)
 
     def _learn_rate(self, ready: Iterable[Worker]) -> None:
@@ -86,6 +90,21 @@ class DemandMeter:
 def _kv_usage(worker: Worker) -> float:
     total = worker.hello.num_blocks if worker.hello else 0
     return worker.beat.num_owned_blocks / total if worker.beat and total else 0.0
+
+
+def _unblocked_share(worker: Worker) -> float:
+    beat = worker.beat
+    return unblocked_share(_kv_usage(worker), beat.num_running, beat.num_transferring) if beat else 1.0
+
+
+def _decode_work(worker: Worker) -> DecodeWork:
+    beat = worker.beat
+    if beat is None:
+        return DecodeWork(0.0, 0, 0, 0, 0, worker.likely_model)
+    held = beat.num_running + beat.num_transferring
+    return DecodeWork(
+        _kv_usage(worker), held, beat.num_waiting, beat.num_running, beat.num_context_tokens, worker.likely_model
+    )
 
 
 def _by_state(workers: Iterable[Worker]) -> dict[tuple[str, str], int]:

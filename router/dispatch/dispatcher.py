@@ -13,11 +13,12 @@ from collections.abc import AsyncGenerator, Callable
 from common.config import RouterConfig
 from common.errors import Unavailable
 from common.wire.messages import PromptLogprobs, RequestFailed, ResetPrefixCache, TokenOutput
-from router.dispatch.client import RETRY_AFTER_S, GenerationRequest, TokenEvent
-from router.dispatch.core import Actions, Cancel, DispatchCore
+from router.dispatch.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest, TokenEvent
+from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.demand import Demand
 from router.dispatch.load import DispatchLoad
 from router.dispatch.request_state import RequestState
+from router.dispatch.turns import Cancel
 from router.fleet.fleet import CONTROL_HWM, WorkerFleet
 
 
@@ -29,9 +30,10 @@ class Dispatcher:
         self._wakes: dict[str, asyncio.Event] = {}
         self._last_max_model_len = 0
         self._open = False
+        self._classes = config.classes
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
-        self.core = DispatchCore(config, self.fleet.registry, actions, router_id=self.fleet.router_id)
+        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, router_id=self.fleet.router_id)
 
     # ------------------------------------------------------------ for the front
 
@@ -61,10 +63,10 @@ class Dispatcher:
             del self._wakes[request.request_id]
             self.core.end(state)
 
-    def check_room(self, is_longer: Callable[[int], bool]) -> None:
+    def check_room(self, is_longer: Callable[[int], bool], caller: Caller = ANYONE) -> None:
         """See `GenerationClient.check_room`."""
         self._check_open()
-        self.core.check_room(is_longer, self._clock())
+        self.core.check_room(is_longer, self._clock(), caller)
 
     @property
     def ready(self) -> tuple[bool, str]:
@@ -94,11 +96,13 @@ class Dispatcher:
     def load(self) -> DispatchLoad:
         """Where requests are and how the workers are, in numbers."""
         core = self.core
-        return DispatchLoad.of(core.states.values(), self.fleet, core.counters, core.wait_limit_s, self._clock())
+        return DispatchLoad.of(
+            core.states.values(), self.fleet, core.counters, self._classes, core.wait_limits_s, self._clock()
+        )
 
-    def demand(self, p95_token_s: float, slo_s: float) -> Demand:
+    def demand(self, slo_s: float) -> Demand:
         """The load that autoscalers read; see `DemandMeter.measure`."""
-        return self.core.demand(p95_token_s, slo_s)
+        return self.core.demand(slo_s)
 
     # ------------------------------------------------------------ for the fleet
 
@@ -114,9 +118,6 @@ class Dispatcher:
     def on_lost(self, address: str, reason: str) -> None:
         self.core.on_lost(address, reason, self._clock())
 
-    def on_started(self, address: str) -> None:
-        self.core.on_started(address)
-
     def on_ready(self, address: str) -> None:
         self.core.on_ready(address, self._clock())
 
@@ -125,9 +126,6 @@ class Dispatcher:
 
     def uses(self, address: str) -> bool:
         return self.core.uses(address)
-
-    def on_gone(self, address: str) -> None:
-        self.core.on_gone(address)
 
     # ------------------------------------------------------------ for the core
 

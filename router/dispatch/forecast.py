@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import msgspec
+
 from common.latency.step_model import StepModel, StepShape
+from common.wire.message_fields import MAX_PRIORITY
 from router.fleet.worker import Worker
 
 UNKNOWN = StepModel(fixed_s=1e-3, token_s=1e-4, row_s=1e-4, context_s=1e-8)
@@ -21,6 +24,8 @@ REMOTE_S = 2e-3
 """Messages and wake-ups of a second worker."""
 SCARCE = 0.05
 """A decode worker with less than this share of its blocks to give is full, whatever its number of sequences."""
+STRANGE = 2.0
+"""How many times slower than a prefill worker a decode worker may be at prompts, of which it has computed none."""
 NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -29,7 +34,8 @@ class RequestShape:
     """What is weighed of a request. `hits`: prompt tokens that a worker has cached, by its address.
 
     `alone`: the worker that computes the prompt also makes the whole answer. Of the `num_remaining` tokens that the
-    answer may have, `num_expected` are likely.
+    answer may have, `num_expected` are likely. Prompts of lower `priority` do not delay it; those that the router holds
+    take `held_s` seconds of each prefill worker before it.
     """
 
     num_tokens: int
@@ -37,6 +43,8 @@ class RequestShape:
     hits: Mapping[str, int]
     alone: bool = False
     num_expected: int = 256
+    priority: int = 0
+    held_s: float = 0.0
 
     def uncached(self, worker: Worker) -> int:
         """Prompt tokens that the worker must compute: at least the last one, whose logits are needed."""
@@ -47,8 +55,7 @@ class RequestShape:
         return StepShape.of_prompt(self.num_tokens - self.uncached(worker), self.num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
+class Forecast(msgspec.Struct, frozen=True, gc=False):
     """Seconds. `wait_s`: prompts that are computed before this one. `prompt_s`: its own. `place_s`: until the decode
     worker's batch has a place. `token_s`: a token after the first. `delay_s`: what all sequences that run there lose.
     """
@@ -65,17 +72,80 @@ class Forecast:
         return self.wait_s + self.prompt_s
 
 
+class Terms(msgspec.Struct, frozen=True, gc=False):
+    """What forecasts need of a worker and no request changes, until the worker reports or gets work.
+
+    `rows` is what each step of a decode worker computes beside prompts, in `step_s` seconds. Prompts that the last
+    report does not count yet take `fresh_s`, those that it counted `waiting_s`. `is_known`: the model is the worker's
+    own. A step computes at most `max_step_tokens` prompt tokens, a sequence has at most `max_tokens`. Since the report
+    other routers are likely to have sent prompts of `rivals_s`, and so many requests that there are `num_likely`.
+    """
+
+    model: StepModel
+    is_known: bool
+    max_step_tokens: int
+    rows: StepShape
+    step_s: float
+    fresh_s: float
+    num_requests: int
+    num_places: int
+    num_available_blocks: int
+    knows_prompts: bool
+    waiting_s: float
+    block_size: int
+    max_tokens: int
+    rivals_s: float
+    num_likely: int
+
+
+def terms_of(worker: Worker) -> Terms:
+    """The worker's terms, computed once between two of its changes."""
+    terms = worker.terms
+    if not isinstance(terms, Terms):
+        model, rows, max_step_tokens = model_of(worker), rows_of(worker), step_tokens(worker)
+        beside = rows if worker.role == "decode" else StepShape()
+        fresh_s = model.steps_s(worker.fresh.prompt, max_step_tokens, beside)
+        terms = worker.terms = Terms(
+            model,
+            worker.step_model.is_known,
+            max_step_tokens,
+            rows,
+            model.seconds(rows),
+            fresh_s,
+            worker.num_requests,
+            places_of(worker),
+            worker.num_available_blocks,
+            worker.step_model.knows_prompts,
+            worker.beat.waiting_s if worker.beat else 0.0,
+            worker.hello.block_size if worker.hello else 1,
+            worker.max_tokens if worker.hello else 0,
+            worker.rivals * fresh_s,
+            likely_requests(worker),
+        )
+    return terms
+
+
 def model_of(worker: Worker) -> StepModel:
     model = worker.likely_model
-    return model if model.is_known else UNKNOWN
+    return model if model.num_steps else UNKNOWN
+
+
+def likely_requests(worker: Worker) -> int:
+    """The worker's requests, with those that other routers are likely to have sent there since it reported.
+
+    They heard the same reports and choose by the same rule, so for each of this router's they sent as many as usual.
+    Without that each would fill the emptiest worker by itself.
+    """
+    return worker.num_requests + int(worker.rivals * worker.fresh.num_requests)
 
 
 def rows_of(worker: Worker) -> StepShape:
     """What each step of a decode worker computes beside prompts."""
     beat = worker.beat
+    num_requests = likely_requests(worker)
     if beat is None:
-        return StepShape.of_rows(worker.num_requests, 0)
-    num_rows = max(0, worker.num_requests - beat.num_waiting)
+        return StepShape.of_rows(num_requests, 0)
+    num_rows = max(0, num_requests - beat.num_waiting)
     context = beat.num_context_tokens
     if beat.num_running:  # those that are on their way are about as long as those that run
         context = context * num_rows // beat.num_running
@@ -83,32 +153,46 @@ def rows_of(worker: Worker) -> StepShape:
 
 
 def step_tokens(worker: Worker) -> int:
-    """Prompt tokens that a step of the worker computes at most."""
-    return worker.identity.max_step_tokens or 512
+    """Prompt tokens that a step of the worker computes at most, as it says."""
+    now = worker.beat.step_tokens if worker.beat else 0
+    return now or (worker.hello.max_step_tokens if worker.hello else 0) or 512
 
 
-def queued_s(worker: Worker, now: float) -> float:
-    """Seconds until the worker has computed the prompts that it has, by its own model and report."""
-    reported_s = max(0.0, worker.beat.waiting_s - max(0.0, now - worker.beat_at)) if worker.beat else 0.0
-    if not worker.fresh.num_tokens:
-        return reported_s
-    beside = rows_of(worker) if worker.role == "decode" else StepShape()
-    return reported_s + model_of(worker).steps_s(worker.fresh.prompt, step_tokens(worker), beside)
+def queued_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
+    """Seconds until the worker has computed the prompts of at least `priority` that it has, by its model and report."""
+    terms = terms_of(worker)
+    left_s = terms.waiting_s - max(0.0, now - worker.beat_at) if terms.waiting_s else 0.0
+    all_s = terms.fresh_s + max(0.0, left_s)
+    lower, _ = worker.booked.below(priority)
+    if not lower.num_tokens:
+        return all_s
+    beside = terms.rows if worker.role == "decode" else StepShape()
+    return max(0.0, all_s - terms.model.steps_s(lower, terms.max_step_tokens, beside))
 
 
-def wait_s(worker: Worker, now: float) -> float:
+def wait_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
     """The same, corrected by how late first tokens came lately, and by how long others wait already."""
-    return max(queued_s(worker, now) * worker.slowness.value, worker.observed_s)
+    observed_s = worker.observed_from.get(priority, worker.observed_s)
+    return max(queued_s(worker, now, priority) * worker.slowness.value, observed_s)
 
 
-def place_s(worker: Worker, least_s: float = 0.0, num_after: int = 0) -> float:
+def place_s(
+    worker: Worker, least_s: float = 0.0, num_after: int = 0, priority: int = -MAX_PRIORITY, num_more: int = 0
+) -> float:
     """Seconds until the worker's batch has a place for one more: Little's law over the requests that wait before it.
 
-    A request takes at least `least_s` there. The last `num_after` of the worker's requests do not count.
+    A request takes at least `least_s` there. The last `num_after` of the worker's requests do not count, and of those
+    that wait for a place, as many are passed as are of lower priority among all; one place at least must become free.
+    `num_more` will come before it.
     """
-    num_places = places_of(worker)
-    num_before = worker.num_requests - num_after + 1 - num_places
-    return max(0, num_before) * max(worker.service_s.value, worker.lasting_s, least_s) / num_places
+    terms = terms_of(worker)
+    num_before = terms.num_requests - num_after + 1 - terms.num_places
+    if num_before > 1 and (num_lower := worker.booked.below(priority)[1]):
+        num_before = max(1, num_before - num_before * num_lower // worker.booked.num_requests)
+    num_before += num_more
+    if num_before <= 0:
+        return 0.0
+    return num_before * max(worker.service_s.value, worker.lasting_s, least_s) / terms.num_places
 
 
 def places_of(worker: Worker) -> int:
@@ -118,34 +202,54 @@ def places_of(worker: Worker) -> int:
         return 1
     if beat.num_waiting and worker.num_available_blocks < SCARCE * hello.num_blocks:
         return max(1, beat.num_running + beat.num_transferring)
-    return max(1, hello.max_num_seqs)
+    return max(1, beat.batch_cap or hello.max_num_seqs)
 
 
 def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     """A prompt on a prefill worker, which samples the first token."""
-    own_s = model_of(worker).steps_s(shape.prompt(worker), step_tokens(worker))
-    return Forecast(wait_s=wait_s(worker, now), prompt_s=own_s, is_known=worker.step_model.knows_prompts)
+    terms = terms_of(worker)
+    own_s = terms.model.steps_s(shape.prompt(worker), terms.max_step_tokens)
+    before_s = wait_s(worker, now, shape.priority) + shape.held_s
+    return Forecast(before_s, own_s, is_known=terms.knows_prompts)
 
 
-def on_decode(worker: Worker, shape: RequestShape, now: float, *, local: bool) -> Forecast:
-    """An answer on a decode worker; with `local` it computes the prompt, too."""
-    model, beside = model_of(worker), rows_of(worker)
-    own = StepShape.of_rows(1, shape.num_tokens + shape.num_expected // 2)
-    slower_s = model.row_s * own.num_rows + model.context_s * own.context  # of each step with one row more
-    delay_s = beside.num_rows * shape.num_expected * slower_s
-    before_s = prompt_s = 0.0
-    is_known = worker.step_model.is_known
-    if local:
-        is_known = worker.step_model.knows_prompts
-        prompt = shape.prompt(worker)
-        before_s, prompt_s = wait_s(worker, now), model.steps_s(prompt, step_tokens(worker), beside)
-        num_steps = -(-prompt.num_tokens // step_tokens(worker))
-        delay_s += beside.num_rows * max(0.0, prompt_s - num_steps * model.seconds(beside))
-    else:
-        delay_s += REMOTE_S + TRANSFER_TOKEN_S * shape.uncached(worker)
-    token_s = model.seconds(beside + own)
-    batch_s = place_s(worker, shape.num_expected * token_s)
-    return Forecast(before_s, prompt_s, batch_s, token_s, delay_s, is_known)
+def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
+    """An answer on a decode worker, whose prompt a prefill worker computes."""
+    terms = terms_of(worker)
+    model = terms.model
+    own_s = model.row_s + model.context_s * (shape.num_tokens + shape.num_expected // 2)  # of each step: one row more
+    delay_s = terms.rows.num_rows * shape.num_expected * own_s + transfer_s(shape.uncached(worker))
+    token_s = terms.step_s + own_s
+    batch_s = place_s(worker, shape.num_expected * token_s, priority=shape.priority)
+    return Forecast(0.0, 0.0, batch_s, token_s, delay_s, terms.is_known)
+
+
+def computed_there(
+    worker: Worker, shape: RequestShape, remote: Forecast, now: float, like: Worker | None = None
+) -> Forecast:
+    """What `remote`, an answer on a decode worker, becomes when the worker computes the prompt, too.
+
+    One that has computed no prompt yet is taken to be `STRANGE` times as slow at it as the worker `like`, if given.
+    """
+    terms = terms_of(worker)
+    prompt, model, is_known = shape.prompt(worker), terms.model, terms.knows_prompts
+    if like is not None and not is_known and terms.is_known:
+        other = terms_of(like)
+        is_known = other.knows_prompts
+        model = msgspec.structs.replace(
+            model, token_s=STRANGE * other.model.token_s, pair_s=STRANGE * other.model.pair_s
+        )
+    prompt_s = model.steps_s(prompt, terms.max_step_tokens, terms.rows)
+    num_steps = -(-prompt.num_tokens // terms.max_step_tokens)
+    stopped_s = terms.rows.num_rows * max(0.0, prompt_s - num_steps * terms.step_s)
+    delay_s = remote.delay_s - transfer_s(prompt.num_tokens) + stopped_s
+    before_s = wait_s(worker, now, shape.priority)
+    return Forecast(before_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known)
+
+
+def transfer_s(num_tokens: int) -> float:
+    """What it costs that the KV of so many tokens comes from another worker."""
+    return REMOTE_S + TRANSFER_TOKEN_S * num_tokens
 
 
 def joined(first: Forecast, then: Forecast) -> Forecast:

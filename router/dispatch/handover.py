@@ -65,7 +65,7 @@ class HandOvers:
         """
         before, successor = state.succeed(now)
         if moved:
-            self._placement.remember(state, successor)
+            self._placement.remember(state, successor, now)
         self._placement.leave(state, before, abort=not moved)
         self._close(state, "done")
 

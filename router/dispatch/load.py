@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
+from common.config.request_class import DEFAULT, RequestClass
 from router.dispatch.forecast import wait_s
 from router.dispatch.request_state import RequestState, Stage
 from router.fleet.fleet import WorkerFleet
@@ -20,7 +21,8 @@ class WorkerLoad:
     """One worker: what it reports and what is booked on it. `reason` says why it is not ready. `role` is its present
     role, `home` the one that it was started with.
 
-    A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps.
+    A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps. This router knows of
+    `num_known_blocks` in its prefix cache.
     """
 
     address: str
@@ -40,10 +42,11 @@ class WorkerLoad:
     reason: str = ""
     wait_s: float = 0.0
     step_model: Mapping[str, float] = field(default_factory=dict)
+    num_known_blocks: int = 0
     home: str = ""
 
     @classmethod
-    def of(cls, worker: Worker, connection: Connection, now: float) -> WorkerLoad:
+    def of(cls, worker: Worker, connection: Connection, now: float, num_known_blocks: int = 0) -> WorkerLoad:
         return cls(
             address=worker.address,
             role=worker.role,
@@ -62,14 +65,57 @@ class WorkerLoad:
             reason=worker.withheld or worker.reason,
             wait_s=wait_s(worker, now) if worker.ready else 0.0,
             step_model=msgspec.structs.asdict(worker.step_model),
+            num_known_blocks=num_known_blocks,
             home=worker.home,
         )
 
 
 @dataclass(frozen=True, slots=True)
+class ClassLoad:
+    """One class of requests: its goals, in milliseconds, and how it fares.
+
+    `num_waiting` requests are on no worker, `num_held` of them behind prompts that are computed before, and the oldest
+    has waited `oldest_wait_s`. A new one may have to wait `wait_limit_s`. `num_refused` counts since the start, and
+    `attainment` is the share of the last minute that met a goal, by its name.
+    """
+
+    name: str
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    priority: int = 0
+    num_in_flight: int = 0
+    num_waiting: int = 0
+    num_held: int = 0
+    oldest_wait_s: float = 0.0
+    wait_limit_s: float = 0.0
+    num_refused: int = 0
+    attainment: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, one: RequestClass, states: Iterable[RequestState], wait_limit_s: float, num_refused: int, now: float
+    ) -> ClassLoad:
+        """`states`: the requests of the class."""
+        active = [state for state in states if not state.done]
+        waiting = [state for state in active if state.stage is Stage.QUEUE]
+        return cls(
+            one.name,
+            one.ttft_s * 1e3,
+            one.tpot_s * 1e3,
+            one.priority,
+            len(active),
+            len(waiting),
+            sum(state.held_s is not None for state in waiting),
+            max((now - state.queued_at for state in waiting), default=0.0),
+            wait_limit_s,
+            num_refused,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class DispatchLoad:
-    """A snapshot. `stages` counts requests by stage, `wait_limit_s` is how long a new one may have to wait; the rest
-    counts since the start, `role_changes` by (from, to)."""
+    """A snapshot. `stages` counts requests by stage, `wait_limit_s` is how long a new one of the class `default` may
+    have to wait; the rest counts since the start, `role_changes` by (from, to)."""
 
     stages: Mapping[str, int]
     workers: tuple[WorkerLoad, ...]
@@ -79,29 +125,43 @@ class DispatchLoad:
     num_stale_deltas: int
     num_handovers: Mapping[str, int] = field(default_factory=dict)
     wait_limit_s: float = 0.0
+    classes: tuple[ClassLoad, ...] = ()
+    num_taken_back: int = 0
     role_changes: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        states: Iterable[RequestState],
+        states: Collection[RequestState],
         fleet: WorkerFleet,
         counters: DispatchCounters,
-        wait_limit_s: float,
+        classes: Mapping[str, RequestClass],
+        wait_limits_s: Mapping[str, float],
         now: float,
     ) -> DispatchLoad:
         stages = dict.fromkeys((str(stage) for stage in Stage if stage is not Stage.DONE), 0)
         stages |= Counter(str(state.stage) for state in states if not state.done)
         workers = fleet.registry.workers
+        by_class: dict[str, list[RequestState]] = {name: [] for name in classes}
+        for state in states:
+            by_class.get(state.request.request_class, by_class[DEFAULT]).append(state)
         return cls(
             stages,
-            tuple(WorkerLoad.of(workers[address], link, now) for address, link in fleet.connections.items()),
+            tuple(
+                WorkerLoad.of(workers[address], link, now, fleet.index.size(address))
+                for address, link in fleet.connections.items()
+            ),
             dict(counters.num_retries),
             dict(counters.num_failures),
             dict(counters.num_choices),
             counters.num_stale_deltas,
             dict(counters.num_handovers),
-            wait_limit_s,
+            wait_limits_s[DEFAULT],
+            tuple(
+                ClassLoad.of(one, by_class[name], wait_limits_s[name], counters.num_refused[name], now)
+                for name, one in classes.items()
+            ),
+            counters.num_taken_back,
             dict(fleet.registry.role_changes),
         )
 
@@ -110,7 +170,8 @@ class DispatchLoad:
 class DispatchCounters:
     """Retries by the failed worker's role, failures by error class, choices by kind (remote, local, prefill).
 
-    Hand-overs by outcome: done; failed (the old worker went on); ended (the answer ended, or its old worker).
+    Requests refused for a goal that they would miss, by class; prompts taken back from slow workers. Hand-overs by
+    outcome: done; failed (the old worker went on); ended (the answer ended, or its old worker).
     """
 
     num_retries: Counter[str] = field(default_factory=Counter)
@@ -118,3 +179,5 @@ class DispatchCounters:
     num_choices: Counter[str] = field(default_factory=Counter)
     num_stale_deltas: int = 0
     num_handovers: Counter[str] = field(default_factory=Counter)
+    num_refused: Counter[str] = field(default_factory=Counter)
+    num_taken_back: int = 0

@@ -6,16 +6,17 @@ the queue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from common.latency.step_model import StepShape
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import DecodeRequest, HandOver, KVTarget, Message, PrefillRequest
-from router.dispatch.forecast import RequestShape
+from router.dispatch.forecast import NO_HITS, RequestShape
 from router.dispatch.policy import OUTPUT_RESERVE, Choice, RoutingPolicy
 from router.dispatch.request_state import Assignment, RequestState
-from router.fleet.prefix_index import PrefixIndex
+from router.dispatch.shortlist import Shortlist
+from router.fleet.prefix_index import PrefixHits, PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Booking, Worker, WorkerState
 
@@ -38,14 +39,21 @@ class Placement:
     ) -> None:
         self._registry, self._policy, self._index = registry, policy, index
         self._send, self._abort = send, abort
+        self.shortlist = Shortlist(registry, policy, index)
         self._num_output = Ewma(OUTPUT_SMOOTHING, start=OUTPUT_RESERVE)  # tokens of an answer, lately
 
-    def choose(self, state: RequestState, now: float, deaf: Collection[str] = ()) -> tuple[Choice, RequestShape] | None:
-        """Where a request that is on no worker would be placed now, without the workers `deaf`; None: nowhere."""
-        prefill, decode = self._candidates(state, deaf)
-        if not decode and state.num_remaining > 1:
+    def choose(
+        self, state: RequestState, now: float, deaf: Collection[str] = (), held_s: float = 0.0
+    ) -> tuple[Choice, RequestShape] | None:
+        """Where a request would be placed now if it were on no worker, without the workers `deaf`; None: nowhere.
+
+        Prompts that the router holds take `held_s` seconds of each prefill worker before it.
+        """
+        if state.num_remaining > 1 and not self._may_decode(state, deaf):
             return None  # before the prompt is hashed: many may wait for a decode worker
-        shape = self._shape(state, [*prefill, *decode])
+        hits = self._hits(state)
+        prefill, decode = self._candidates(state, deaf, hits)
+        shape = self._shape(state, [*prefill, *decode], hits, held_s)
         choice = self._policy.choose(prefill, decode, shape, now)
         return None if choice is None else (choice, shape)
 
@@ -82,8 +90,9 @@ class Placement:
         deaf: set[str] = set()
         while True:
             state.begin_attempt()
-            partners, _ = self._candidates(state, deaf)
-            shape = self._shape(state, [*partners, decode])
+            hits = self._hits(state)
+            partners, _ = self._candidates(state, deaf, hits)
+            shape = self._shape(state, [*partners, decode], hits)
             prefill = self._policy.choose_prefill(partners, decode, shape, now).prefill
             request = self._decode_request(state, prefill, now, serial=assignment.booking.serial)
             if not self._send(decode.address, request):
@@ -108,7 +117,8 @@ class Placement:
         if not self._send(target.address, request):
             return False
         num_blocks = target.num_blocks_of(state.num_tokens + num_reserved_tokens)
-        booking = self._registry.book(target.address, prompt=StepShape(), num_blocks=num_blocks)
+        priority = state.request.priority
+        booking = self._registry.book(target.address, prompt=StepShape(), num_blocks=num_blocks, priority=priority)
         state.successor = _assignment(state, target, booking, num_output)
         order = HandOver(
             request_id=request.request_id,
@@ -165,20 +175,21 @@ class Placement:
         self.withdraw(state)
         state.begin_attempt()
 
-    def remember(self, state: RequestState, assignment: Assignment) -> None:
-        """The worker holds the KV of the prompt and of the output so far: expect later prompts to hit it."""
+    def remember(self, state: RequestState, assignment: Assignment, now: float) -> None:
+        """The worker holds the KV of all tokens so far but the last: expect later prompts to hit it."""
         worker = self._registry.workers[assignment.address]
         if worker.hello is not None and worker.epoch == assignment.epoch:
-            hashes = state.hashes(worker.identity.block_size)
-            self._index.insert(worker.address, hashes, capacity=worker.identity.num_blocks)
+            size = worker.identity.block_size
+            hashes = state.hashes(size)[: (state.num_tokens - 1) // size]
+            self._index.expect(worker.address, hashes, now, capacity=worker.identity.num_blocks)
 
     def usable(self, role: Role, state: RequestState) -> list[Worker]:
         """Ready workers with room for the request so far, and with the weights that its answer began with.
 
         A prefill worker needs room for two more tokens, if the answer may have them.
         """
-        num_tokens = state.num_tokens + (1 if role == "decode" else min(2, state.num_remaining))
-        return self._registry.ready_workers(role).usable(num_tokens, state.weights)
+        accept = _accepting(role, state)
+        return [worker for worker in self._registry.ready(role) if accept(worker)]
 
     def obstacle(self, state: RequestState, now: float) -> str:
         """Why the request has no place yet."""
@@ -199,32 +210,64 @@ class Placement:
         if successor is not None:
             self.leave(state, successor, abort=True)
 
-    def _candidates(self, state: RequestState, deaf: Collection[str]) -> tuple[list[Worker], list[Worker]]:
-        """Usable prefill and decode workers, without `deaf` ones and those that failed this request.
+    def _candidates(
+        self, state: RequestState, deaf: Collection[str], hits: Mapping[int, PrefixHits]
+    ) -> tuple[list[Worker], list[Worker]]:
+        """Usable prefill and decode workers to weigh, without `deaf` ones and those that failed this request.
 
         When no other worker is left, one that failed gets a second chance. A failed prefill worker gets none beside a
         decode worker, which can prefill itself.
         """
-        prefill, decode = self.usable("prefill", state), self.usable("decode", state)
-        if not deaf and not state.failed_lives:
-            return prefill, decode
-        prefill = [worker for worker in prefill if worker.address not in deaf]
-        decode = [worker for worker in decode if worker.address not in deaf]
+        decode = self._weighed("decode", state, deaf, hits)
+        prefill = self._weighed("prefill", state, deaf, hits)
         spared = [worker for worker in prefill if (worker.address, worker.epoch) not in state.failed_lives]
         others = [worker for worker in decode if (worker.address, worker.epoch) not in state.failed_lives]
         return (spared if decode else spared or prefill), (others or decode)
 
-    def _shape(self, state: RequestState, workers: Sequence[Worker]) -> RequestShape:
-        num_tokens = len(state.request.prompt_token_ids) + state.num_base_tokens
+    def _weighed(
+        self, role: Role, state: RequestState, deaf: Collection[str], hits: Mapping[int, PrefixHits]
+    ) -> list[Worker]:
+        """All usable workers of a role, or out of many those that are worth a look."""
+        if not self.shortlist.is_needed:
+            return [worker for worker in self.usable(role, state) if worker.address not in deaf]
+        accept = _accepting(role, state, deaf)
+        if state.failed_lives:
+            others = self.shortlist.workers(role, _sparing(accept, state.failed_lives), hits)
+            if others:
+                return others
+        return self.shortlist.workers(role, accept, hits)
+
+    def _may_decode(self, state: RequestState, deaf: Collection[str]) -> bool:
+        """Whether a decode worker can take the request at all; of many none is asked yet."""
+        if self.shortlist.is_needed:
+            return self.shortlist.has_ready("decode")
+        accept, workers = _accepting("decode", state, deaf), self._registry.workers.values()
+        return any(worker.role == "decode" and worker.ready and accept(worker) for worker in workers)
+
+    def _hits(self, state: RequestState) -> Mapping[int, PrefixHits]:
+        """What workers hold of the prompt, by size of a block."""
+        if state.wants_prompt_logprobs or self._index.is_empty:  # cached tokens have no logits
+            return {}
+        return {size: self._index.hits(state.hashes(size)) for size in self.shortlist.block_sizes}
+
+    def _shape(
+        self, state: RequestState, workers: Sequence[Worker], hits: Mapping[int, PrefixHits], held_s: float = 0.0
+    ) -> RequestShape:
         num_remaining = state.request.params.max_tokens - state.num_base_tokens
-        num_expected = min(num_remaining, round(self._num_output.value))
-        if state.wants_prompt_logprobs:  # cached tokens have no logits
-            return RequestShape(num_tokens, num_remaining, {}, alone=True, num_expected=num_expected)
-        known = [worker for worker in workers if self._index.size(worker.address)]
-        sizes = {worker.address: worker.identity.block_size for worker in known}
-        hashes = {size: state.hashes(size) for size in set(sizes.values())}
-        hits = {address: size * self._index.num_hits(address, hashes[size]) for address, size in sizes.items()}
-        return RequestShape(num_tokens, num_remaining, hits, num_expected=num_expected)
+        tokens = {}
+        for worker in workers:
+            size = worker.identity.block_size
+            if size in hits and (num_blocks := hits[size].num_blocks(worker.address)):
+                tokens[worker.address] = size * num_blocks
+        return RequestShape(
+            len(state.request.prompt_token_ids) + state.num_base_tokens,
+            num_remaining,
+            tokens or NO_HITS,
+            alone=state.wants_prompt_logprobs,
+            num_expected=min(num_remaining, round(self._num_output.value)),
+            priority=state.request.priority,
+            held_s=held_s,
+        )
 
     def _dispatch(self, state: RequestState, choice: Choice, shape: RequestShape, now: float) -> str | None:
         """Send the messages of a choice. Returns the address of a worker that could not take its own, or None."""
@@ -243,14 +286,15 @@ class Placement:
             return False
         self._assign(state, prefill, shape, local=True, now=now)
         hello = prefill.identity
-        self._index.insert(prefill.address, state.hashes(hello.block_size), capacity=hello.num_blocks)
+        self._index.expect(prefill.address, state.hashes(hello.block_size), now, capacity=hello.num_blocks)
         return True
 
     def _assign(self, state: RequestState, worker: Worker, shape: RequestShape, *, local: bool, now: float) -> None:
         """Book the worker; with `local` it computes the prompt itself."""
         num_blocks = worker.num_blocks_of(shape.uncached(worker))
         prompt = shape.prompt(worker) if local else StepShape()
-        booking = self._registry.book(worker.address, prompt=prompt, num_blocks=num_blocks)
+        priority = state.request.priority
+        booking = self._registry.book(worker.address, prompt=prompt, num_blocks=num_blocks, priority=priority)
         state.assign(_assignment(state, worker, booking, state.num_base_tokens), now)
 
     def _decode_request(
@@ -281,6 +325,8 @@ class Placement:
             traceparent=request.traceparent,
             num_reserved_tokens=num_reserved,
             serial=serial or self._registry.next_serial,
+            tpot_s=request.tpot_s,
+            priority=request.priority,
         )
 
     def _prefill_request(self, state: RequestState, decode: Worker | None, now: float) -> PrefillRequest:
@@ -297,7 +343,27 @@ class Placement:
             ttft_s=state.first_token_s(now),
             traceparent=request.traceparent,
             serial=self._registry.next_serial,
+            tpot_s=request.tpot_s,
+            priority=request.priority,
         )
+
+
+def _accepting(role: Role, state: RequestState, deaf: Collection[str] = ()) -> Callable[[Worker], bool]:
+    """Whether a worker has room for the request so far, and the weights that its answer began with."""
+    num_tokens = state.num_tokens + (1 if role == "decode" else min(2, state.num_remaining))
+    weights = state.weights
+
+    def accept(worker: Worker) -> bool:
+        if worker.max_tokens < num_tokens or worker.address in deaf:
+            return False
+        return weights is None or weights == worker.identity.weights
+
+    return accept
+
+
+def _sparing(accept: Callable[[Worker], bool], lives: Collection[tuple[str, int]]) -> Callable[[Worker], bool]:
+    """The same, but for the lives of workers that failed the request."""
+    return lambda worker: accept(worker) and (worker.address, worker.epoch) not in lives
 
 
 def _target(decode: Worker) -> KVTarget:

@@ -2,7 +2,8 @@
 
 The cost of a place is the time that the request would take there, and the time that it takes from the sequences that
 run there already (`forecast.py`). Costs that differ by less than predictions err count as equal: these go to the worker
-with fewer requests, then to the one that got fewer so far, so equal workers take turns.
+with fewer requests, then to the one that got fewer so far, so equal workers take turns; then each router has an order
+of its own, so that routers do not choose the same worker between two of its reports.
 """
 
 from __future__ import annotations
@@ -10,8 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from common.latency.step_model import StepModel
-from router.dispatch.forecast import Forecast, RequestShape, joined, model_of, on_decode, on_prefill
+from router.dispatch.forecast import (
+    NO_HITS,
+    Forecast,
+    RequestShape,
+    computed_there,
+    joined,
+    on_decode,
+    on_prefill,
+    terms_of,
+    transfer_s,
+)
 from router.fleet.registry import by_fingerprint
 from router.fleet.worker import Worker
 
@@ -28,6 +41,8 @@ taken, so one shared prompt never pins all traffic."""
 LEAST_GAIN, LEAST_GAIN_S = 0.8, 0.02
 """Where a prompt is computed against the threshold costs at most this share, and so many seconds less: predictions
 err, and prompts between tokens make gaps."""
+USUAL = RequestShape(2048, 256, NO_HITS)
+"""A request by whose cost workers are compared before one is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +58,7 @@ class Choice:
         return self.prefill is None
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(msgspec.Struct, frozen=True, gc=False):
     """A worker, the forecast there, and what decides between it and others: the least rank, then the least cost."""
 
     worker: Worker
@@ -54,11 +68,11 @@ class _Place:
     hits: int = 0
 
     @property
-    def turn(self) -> tuple[int, int, str]:
+    def turn(self) -> tuple[int, int, int, str]:
         """Which of equal places is taken: the least. Tokens that are there already count as so many requests less."""
         worker = self.worker
         spared = min(MOST_SPARED, self.hits // HIT_TOKENS)
-        return (worker.num_requests - spared, worker.num_dispatched, worker.address)
+        return (terms_of(worker).num_likely - spared, worker.num_dispatched, worker.order, worker.address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +84,11 @@ class RoutingPolicy:
     """
 
     local_prefill_threshold: int = 64
+
+    @property
+    def weighs_all(self) -> bool:
+        """Whether `choose` must be given every ready worker, however many there are, and not a shortlist."""
+        return False
 
     def choose(
         self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape, now: float
@@ -90,41 +109,75 @@ class RoutingPolicy:
         partners = [] if shape.alone else by_fingerprint(prefill).get(decode.identity.fingerprint, [])
         return self._pair(partners, [decode], shape, now)[1]
 
+    def usual_cost(self, worker: Worker) -> tuple[bool, float]:
+        """What a usual request would cost on a worker at its last report: whether it does not fit well, and seconds."""
+        is_prefill = worker.role == "prefill"
+        place = _prefill_place(worker, USUAL, worker.beat_at) if is_prefill else _decode_place(worker, USUAL)
+        return any(place.rank), place.cost_s
+
     def _pair(
         self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape, now: float
     ) -> tuple[tuple[object, ...], Choice]:
         """The best choice among workers of one fingerprint, behind its cost."""
-        local = [self._decode_place(worker, shape, now, local=True) for worker in decode]
+        remote = [_decode_place(worker, shape) for worker in decode]
         if not prefill:
-            return _alone(_best(local))
+            return _alone(_best([_local_place(place, shape, now) for place in remote]))
         first = _best([_prefill_place(worker, shape, now) for worker in prefill])
-        then = _best([self._decode_place(worker, shape, now, local=False) for worker in decode])
+        then = _best(remote)
         cost_s = first.cost_s + then.cost_s
-        alone = [place for place in local if self._may_be_local(place, first, then, cost_s, shape)]
-        if alone:
+        local = (self._local(place, first, then, shape, now) for place in remote)
+        if alone := [place for place in local if place is not None]:
             return _alone(_best(alone))
         rank = (max(first.rank, then.rank), cost_s, *then.turn)
         return rank, Choice(first.worker, then.worker, joined(first.forecast, then.forecast))
 
-    def _may_be_local(self, place: _Place, first: _Place, then: _Place, remote_s: float, shape: RequestShape) -> bool:
-        """Whether a decode worker should compute the prompt although there are prefill workers."""
+    def _local(self, place: _Place, first: _Place, then: _Place, shape: RequestShape, now: float) -> _Place | None:
+        """The place of a decode worker that should compute the prompt although there are prefill workers, or None."""
         if place.rank > then.rank:
-            return False
-        known = place.forecast.is_known and first.forecast.is_known
-        if shape.uncached(place.worker) <= self.local_prefill_threshold:
-            near = place.worker is then.worker or place.cost_s <= remote_s
-            return near and not (known and _is_better(remote_s, place.cost_s))
-        return known and self.local_prefill_threshold > 0 and _is_better(place.cost_s, remote_s)
+            return None
+        worker, remote_s = place.worker, first.cost_s + then.cost_s
+        uncached, holds_more = shape.uncached(worker), _holds_more(place, first.worker, shape)
+        # The tokens after the first must not hide that the prefill worker would compute an answer again.
+        same_s = shape.num_expected * min(place.forecast.token_s, then.forecast.token_s) if holds_more else 0.0
+        if uncached > self.local_prefill_threshold:
+            least_s = place.cost_s - transfer_s(uncached)  # before it computes anything
+            if self.local_prefill_threshold == 0 or not _is_better(least_s - same_s, remote_s - same_s):
+                return None
+        local = _local_place(place, shape, now, first.worker)
+        known = local.forecast.is_known and first.forecast.is_known
+        if uncached <= self.local_prefill_threshold:
+            near = worker is then.worker or local.cost_s <= remote_s or (known and holds_more)
+            return local if near and not (known and _is_better(remote_s, local.cost_s)) else None
+        return local if known and _is_better(local.cost_s - same_s, remote_s - same_s) else None
 
-    def _decode_place(self, worker: Worker, shape: RequestShape, now: float, *, local: bool) -> _Place:
-        forecast = on_decode(worker, shape, now, local=local)
-        cuts = shape.num_tokens + shape.num_remaining > worker.max_tokens  # an answer of full length
-        reserve = min(shape.num_remaining, OUTPUT_RESERVE)
-        lacks_room = worker.num_blocks_of(shape.uncached(worker) + reserve) > worker.num_available_blocks
-        cost_s = forecast.ttft_s + forecast.place_s + forecast.delay_s + shape.num_expected * forecast.token_s
-        return _Place(
-            worker, forecast, (cuts, worker.suspect, lacks_room), cost_s, shape.num_tokens - shape.uncached(worker)
-        )
+
+def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
+    """A decode worker for an answer whose prompt a prefill worker computes."""
+    forecast, uncached, terms = on_decode(worker, shape), shape.uncached(worker), terms_of(worker)
+    cuts = shape.num_tokens + shape.num_remaining > terms.max_tokens  # an answer of full length
+    reserve = min(shape.num_remaining, OUTPUT_RESERVE)
+    lacks_room = uncached + reserve > terms.num_available_blocks * terms.block_size
+    rank, hits = (cuts, worker.suspect, lacks_room), shape.num_tokens - uncached
+    return _Place(worker, forecast, rank, _decode_cost_s(forecast, shape), hits)
+
+
+def _local_place(place: _Place, shape: RequestShape, now: float, first: Worker | None = None) -> _Place:
+    """The same worker, when it computes the prompt itself instead of the prefill worker `first`.
+
+    When it holds more of the prompt, it is tried although it has computed none yet.
+    """
+    like = first if first is not None and _holds_more(place, first, shape) else None
+    forecast = computed_there(place.worker, shape, place.forecast, now, like)
+    return _Place(place.worker, forecast, place.rank, _decode_cost_s(forecast, shape), place.hits)
+
+
+def _holds_more(place: _Place, first: Worker, shape: RequestShape) -> bool:
+    """Whether a decode worker holds more of the prompt than a prefill worker, such as the answer before a next turn."""
+    return place.hits > shape.hits.get(first.address, 0)
+
+
+def _decode_cost_s(forecast: Forecast, shape: RequestShape) -> float:
+    return forecast.ttft_s + forecast.place_s + forecast.delay_s + shape.num_expected * forecast.token_s
 
 
 def _is_better(cost_s: float, other_s: float) -> bool:
@@ -134,7 +187,8 @@ def _is_better(cost_s: float, other_s: float) -> bool:
 
 def _prefill_place(worker: Worker, shape: RequestShape, now: float) -> _Place:
     forecast = on_prefill(worker, shape, now)
-    return _Place(worker, forecast, (False, worker.suspect, False), forecast.ttft_s)
+    cost_s = forecast.ttft_s + terms_of(worker).rivals_s
+    return _Place(worker, forecast, (False, worker.suspect, False), cost_s)
 
 
 def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:
@@ -144,7 +198,11 @@ def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:
 def _best(places: Sequence[_Place]) -> _Place:
     """The place of the least cost, or the one among about equal ones whose worker has least to do."""
     least = min(places, key=lambda place: (place.rank, place.cost_s))
-    equal = (place for place in places if place.rank == least.rank and place.cost_s <= _equal_s(least, place))
+    most_s = (1.0 + MOST_TOLERANCE) * least.cost_s + TOLERANCE_S
+    near = (place for place in places if place.cost_s <= most_s and place.rank == least.rank)
+    equal = [place for place in near if place.cost_s <= _equal_s(least, place)]
+    if len(equal) == 1:
+        return least
     return min(equal, key=lambda place: place.turn)
 
 
@@ -158,7 +216,7 @@ def _equal_s(least: _Place, other: _Place) -> float:
 
     Two workers that are predicted by one model differ by their work alone.
     """
-    first, second = model_of(least.worker), model_of(other.worker)
+    first, second = terms_of(least.worker).model, terms_of(other.worker).model
     if first == second:
         return least.cost_s + TOLERANCE_S
     share = min(MOST_TOLERANCE, max(TOLERANCE, _error_of(first) + _error_of(second)))

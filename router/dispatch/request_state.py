@@ -94,6 +94,8 @@ class RequestState:
         self.forecast = Forecast()  # of its latest placement
         self.expected_s = 0.0  # predicted from its placement to its first token; 0: unknown
         self.not_before = now
+        self.held_s: float | None = None  # what its prompt takes; None while it is not held behind other prompts
+        self.num_taken_back = 0
         self.num_cached_tokens = 0
         self.done = False
         self._error: RequestError | None = None

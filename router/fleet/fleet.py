@@ -18,6 +18,7 @@ from router.discovery.endpoint import Endpoint
 from router.discovery.source import open_source
 from router.fleet.lives import FleetListener, WorkerLives
 from router.fleet.pairing import Pairing
+from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.fleet.worker_connection import Connection, ConnectionEvents
@@ -38,7 +39,7 @@ judges a worker's silence."""
 
 
 class WorkerFleet:
-    """Keeps a connection to each known worker, and its state in `registry` up to date.
+    """Keeps a connection to each known worker, and its state in `registry` and `index` up to date.
 
     Workers are configured, or found by discovery; those come and go while the router runs.
     """
@@ -51,11 +52,14 @@ class WorkerFleet:
         hwm: int = CONTROL_HWM,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.registry = WorkerRegistry(config.prefill, config.decode, worker_timeout_s=config.worker_timeout_s)
         self.router_id = secrets.token_hex(8)
+        self.registry = WorkerRegistry(
+            config.prefill, config.decode, worker_timeout_s=config.worker_timeout_s, router_id=self.router_id
+        )
+        self.index = PrefixIndex()
         self.failure = ""
         self._listener, self._clock, self._heartbeat_s = listener, clock, config.heartbeat_s
-        self._lives = WorkerLives(self.registry, listener, self._greet)
+        self._lives = WorkerLives(self.registry, self.index, listener, self._greet, self.send)
         self._hello = RouterHello(
             router_id=self.router_id, epoch=secrets.randbits(48), changes_roles=config.role_change
         )
@@ -166,7 +170,7 @@ class WorkerFleet:
         connection, link = self.connections.pop(address), self._links.pop(address, [])
         for task in link:  # at once: no message may come from an address that is no longer registered
             task.cancel()
-        self._listener.on_gone(address)
+        self._lives.on_gone(address)
         log.info("worker %s (%s) is gone", address, worker.role)
         parting = asyncio.create_task(_part(connection, link), name=f"fleet: part from {address}")
         self._partings.add(parting)
@@ -206,6 +210,7 @@ class WorkerFleet:
             self._lives.sweep(now)
             self._follow()
             self._compare_layouts()
+            self.index.expire(now)
             for address, connection in self.connections.items():
                 connection.drops.flush(time.monotonic())
                 if self.registry.needs_hello(address):

@@ -6,7 +6,20 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from common.wire.messages import PromptLogprobs, RequestFailed, TokenOutput, ToRouter, WorkerHeartbeat, WorkerHello
+from common.wire.messages import (
+    BlockEvents,
+    BlockSnapshot,
+    BlockSnapshotRequest,
+    Message,
+    PromptLogprobs,
+    RequestFailed,
+    TokenOutput,
+    ToRouter,
+    WorkerHeartbeat,
+    WorkerHello,
+)
+from router.fleet.block_reports import BlockReports
+from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 
 log = logging.getLogger(__name__)
@@ -21,9 +34,6 @@ class FleetListener(Protocol):
     def on_lost(self, address: str, reason: str) -> None:
         """The worker's life ended: all requests on it have failed."""
 
-    def on_started(self, address: str) -> None:
-        """A worker with a new epoch said hello: its caches are empty."""
-
     def on_ready(self, address: str) -> None:
         """The worker may get work from now on."""
 
@@ -33,15 +43,23 @@ class FleetListener(Protocol):
     def uses(self, address: str) -> bool:
         """Whether a request still needs the worker."""
 
-    def on_gone(self, address: str) -> None:
-        """The worker was removed, unused, and its connection closes."""
-
 
 class WorkerLives:
-    """Keeps `registry` up to date, and tells `listener` what it means. `greet(address)` sends a worker a hello."""
+    """Keeps `registry` and `index` up to date, and tells `listener` what it means.
 
-    def __init__(self, registry: WorkerRegistry, listener: FleetListener, greet: Callable[[str], None]) -> None:
-        self._registry, self._listener, self._greet = registry, listener, greet
+    `greet(address)` sends a worker a hello, and `send(address, message)` anything else.
+    """
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        index: PrefixIndex,
+        listener: FleetListener,
+        greet: Callable[[str], None],
+        send: Callable[[str, Message], bool],
+    ) -> None:
+        self._registry, self._listener, self._greet, self._send = registry, listener, greet, send
+        self._reports = BlockReports(index)
 
     def on_message(self, address: str, message: ToRouter, now: float) -> None:
         match message:
@@ -55,11 +73,19 @@ class WorkerLives:
                 self._on_heartbeat(address, message, now)
             case WorkerHello():
                 self._on_hello(address, message, now)
+            case BlockEvents():
+                self._reports.on_events(address, message)
+            case BlockSnapshot():
+                self._reports.on_snapshot(address, message)
 
     def on_cut(self, address: str) -> None:
         """The connection to the worker broke."""
         if self._registry.on_cut(address):
             self._lost(address)
+
+    def on_gone(self, address: str) -> None:
+        """The worker was removed."""
+        self._reports.end(address)
 
     def sweep(self, now: float) -> None:
         """End the lives of workers that are silent or stuck."""
@@ -91,11 +117,13 @@ class WorkerLives:
                 hello.fingerprint,
                 hello.weights or "unknown",
             )
-            self._listener.on_started(address)
+            self._reports.begin(address, hello.epoch)
 
     def _on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> None:
         worker = self._registry.workers[address]
         was_ready = worker.ready
+        if self._reports.wants_snapshot(address, beat, now):
+            self._send(address, BlockSnapshotRequest(epoch=beat.epoch))
         if self._registry.on_heartbeat(address, beat, now):
             self._lost(address)
         if worker.hello is None:

@@ -1,55 +1,213 @@
-"""What each worker probably has in its prefix cache, by the block hashes of the prompts that this router sent it."""
+"""Which worker holds which KV block in its prefix cache: what workers report, and what they will report soon.
+
+The index is inverted: a block's hash leads to the workers that hold it, as the bits of a number. The hits of a prompt
+on all workers take one look-up for each block that some worker holds, however many workers there are.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
-CAPACITY = 65_536
-"""Block hashes that are kept for one worker."""
+from common.wire.messages import SHORT_HASH_BYTES
+
+CAPACITY, TOTAL = 131_072, 8_388_608
+"""Blocks that are kept for one worker, and for all of them, each with an equal share: about 143 bytes a block, 1.2 GB
+in all. What a worker reports beyond is not seen."""
+EXPECTED_S = 30.0
+"""A block that a worker is expected to have, and that it does not report in this time, is not expected any more."""
+
+
+@dataclass(slots=True)
+class _Holdings:
+    """What one worker holds. `bit` stands for the worker. `expected` says until when, the earliest first."""
+
+    bit: int
+    stored: set[bytes] = field(default_factory=set)
+    expected: dict[bytes, float] = field(default_factory=dict)
+
+
+class PrefixHits:
+    """How many leading blocks of one prompt each worker holds.
+
+    `levels` are (number of blocks, workers that hold at least so many), with ever more blocks and ever fewer workers.
+    """
+
+    __slots__ = ("_counts", "_index", "_masks")
+
+    def __init__(self, index: PrefixIndex, levels: Sequence[tuple[int, int]]) -> None:
+        self._index = index
+        self._counts = [count for count, _ in levels]
+        self._masks = [mask for _, mask in levels]
+
+    def num_blocks(self, address: str) -> int:
+        """The leading blocks that the worker holds."""
+        bit = self._index.bit_of(address)
+        if not self._masks or not bit & self._masks[0]:
+            return 0
+        # The masks only lose bits: find the last one with this bit.
+        return self._counts[bisect_left(self._masks, 1, lo=1, key=lambda mask: not mask & bit) - 1]
+
+    def levels(self) -> Iterator[int]:
+        """Masks of the workers that hold the most blocks, then of those that hold as many as the next, and so on."""
+        return reversed(self._masks)
+
+    def __bool__(self) -> bool:
+        return bool(self._masks)
 
 
 class PrefixIndex:
-    """A bounded LRU of chained block hashes for every worker.
+    """Bounded: `capacity` blocks a worker, and `total` in all. Pure: `now` comes in."""
 
-    A chain is inserted tail first, so its head is always the younger and a worker's entries stay closed under
-    "the block before". That makes the length of a hit a binary search.
-    """
+    def __init__(self, capacity: int = CAPACITY, expected_s: float = EXPECTED_S, total: int = TOTAL) -> None:
+        self._capacity, self._expected_s, self._total = capacity, expected_s, total
+        self._num_stored = 0
+        self._holders: dict[bytes, int] = {}
+        self._workers: dict[str, _Holdings] = {}
+        self._addresses: list[str] = []  # by the place of a worker's bit; "" is free
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
-        self._capacity = capacity
-        self._blocks: dict[str, OrderedDict[bytes, None]] = {}
+    # ------------------------------------------------------------ what workers hold
 
-    def insert(self, address: str, hashes: Sequence[bytes], *, capacity: int | None = None) -> None:
-        """The worker has, or soon has, the KV of this chain. `capacity` is the worker's own number of blocks."""
-        bound = self._capacity if capacity is None else min(capacity, self._capacity)
-        known = self._blocks.setdefault(address, OrderedDict())
-        for digest in reversed(hashes[:bound]):
-            known[digest] = None
-            known.move_to_end(digest)
-        while len(known) > bound:
-            known.popitem(last=False)
+    def expect(self, address: str, hashes: Sequence[bytes], now: float, *, capacity: int | None = None) -> None:
+        """The worker will report this chain soon. `capacity` is the worker's own number of blocks."""
+        held, bound = self._held(address), min(self._capacity, capacity or self._capacity)
+        for digest in hashes[:bound]:
+            short = digest[:SHORT_HASH_BYTES]
+            if short in held.stored:
+                continue
+            if held.expected.pop(short, None) is None:
+                self._holders[short] = self._holders.get(short, 0) | held.bit
+            held.expected[short] = now + self._expected_s  # behind those that are expected to come sooner
+        self._forget_expected(held, list(islice(held.expected, max(0, len(held.expected) - bound))))
 
-    def num_hits(self, address: str, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of the chain the worker has."""
-        known = self._blocks.get(address)
-        if not known:
-            return 0
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] in known:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+    def store(self, address: str, shorts: Sequence[bytes]) -> None:
+        """The worker reports that it holds these blocks."""
+        held = self._held(address)
+        new = set(shorts)
+        new -= held.stored
+        num_more = min(self._capacity, self._total // len(self._workers)) - len(held.stored)
+        num_more = min(num_more, self._total - self._num_stored)
+        if len(new) > num_more:
+            new = set(islice((short for short in shorts if short in new), max(0, num_more)))
+        held.stored |= new
+        self._num_stored += len(new)
+        holders, bit = self._holders, held.bit
+        for short in new:  # thousands of workers report here: about 0.4 us each
+            mask = holders.get(short)
+            holders[short] = bit if mask is None else mask | bit
+        self._end_expectations(held, shorts)
 
-    def size(self, address: str) -> int:
-        return len(self._blocks.get(address, ()))
+    def remove(self, address: str, shorts: Sequence[bytes]) -> None:
+        """The worker reports that it holds these blocks no longer, which ends every expectation of them."""
+        held = self._held(address)
+        gone = held.stored.intersection(shorts)
+        held.stored -= gone
+        self._num_stored -= len(gone)
+        for short in gone:
+            self._drop(short, held)
+        self._end_expectations(held, shorts)
+
+    def clear_stored(self, address: str) -> None:
+        """Forget what the worker reported: it will report all again. What is expected of it stays."""
+        held = self._held(address)
+        stored, held.stored = held.stored, set()
+        self._num_stored -= len(stored)
+        for short in stored:
+            if short not in held.expected:
+                self._drop(short, held)
+
+    def expire(self, now: float) -> None:
+        """Forget blocks that were expected for too long."""
+        for held in self._workers.values():
+            if held.expected and next(iter(held.expected.values())) <= now:
+                self._forget_expected(held, [short for short, until in held.expected.items() if until <= now])
 
     def clear(self, address: str) -> None:
-        """The worker restarted: it holds nothing."""
-        self._blocks.pop(address, None)
+        """The worker restarted or is gone: it holds nothing."""
+        held = self._workers.pop(address, None)
+        if held is not None:
+            self._num_stored -= len(held.stored)
+            for short in (*held.stored, *held.expected):
+                self._drop(short, held)
+            self._addresses[held.bit.bit_length() - 1] = ""
 
     def clear_all(self) -> None:
-        self._blocks.clear()
+        """No worker holds anything."""
+        self._num_stored = 0
+        self._holders.clear()
+        self._workers.clear()
+        self._addresses.clear()
+
+    # ------------------------------------------------------------ what the router asks
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no worker holds any block."""
+        return not self._holders
+
+    def hits(self, hashes: Sequence[bytes]) -> PrefixHits:
+        """How many leading blocks of the chain each worker holds."""
+        holders, levels, mask = self._holders, [], -1
+        for count, digest in enumerate(hashes):
+            still = mask & holders.get(digest[:SHORT_HASH_BYTES], 0)
+            if still != mask:
+                if count:
+                    levels.append((count, mask))
+                mask = still
+                if not mask:
+                    break
+        else:
+            if hashes:
+                levels.append((len(hashes), mask))
+        return PrefixHits(self, levels)
+
+    def bit_of(self, address: str) -> int:
+        """What stands for the worker in masks; 0 for one of which nothing is known."""
+        held = self._workers.get(address)
+        return held.bit if held is not None else 0
+
+    def addresses(self, mask: int) -> Iterator[str]:
+        """The workers of a mask."""
+        while mask:
+            bit = mask & -mask
+            mask ^= bit
+            yield self._addresses[bit.bit_length() - 1]
+
+    def size(self, address: str) -> int:
+        """Blocks that the worker holds or is expected to."""
+        held = self._workers.get(address)
+        return len(held.stored) + len(held.expected) if held is not None else 0
+
+    # ------------------------------------------------------------ inside
+
+    def _held(self, address: str) -> _Holdings:
+        held = self._workers.get(address)
+        if held is None:
+            if "" in self._addresses:
+                place = self._addresses.index("")
+                self._addresses[place] = address
+            else:
+                place = len(self._addresses)
+                self._addresses.append(address)
+            held = self._workers[address] = _Holdings(1 << place)
+        return held
+
+    def _drop(self, short: bytes, held: _Holdings) -> None:
+        mask = self._holders.get(short, 0) & ~held.bit
+        if mask:
+            self._holders[short] = mask
+        else:
+            self._holders.pop(short, None)
+
+    def _end_expectations(self, held: _Holdings, shorts: Sequence[bytes]) -> None:
+        """The worker has reported of these blocks."""
+        for short in shorts if held.expected else ():
+            if held.expected.pop(short, None) is not None and short not in held.stored:
+                self._drop(short, held)
+
+    def _forget_expected(self, held: _Holdings, shorts: Iterable[bytes]) -> None:
+        for short in shorts:
+            del held.expected[short]
+            self._drop(short, held)

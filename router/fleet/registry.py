@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from hashlib import blake2b
 
 from common.latency.step_model import StepModel, StepShape
 from common.observe.ewma import Ewma
@@ -20,37 +21,12 @@ MAX_SLOWNESS = 8.0
 """How many times later than predicted a first token counts at most."""
 MAX_FORGIVEN = 4
 """A router that was held up forgives silence for this many times `worker_timeout_s`."""
+MAX_RIVALS, RIVALS_SMOOTHING = 15.0, 0.2
+"""Requests of other routers for each of this one, at most; the share of one more sweep in their average."""
 SHOWN = 8
 """Workers that one line names."""
 NOT_READY = "connected, not ready yet"
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyWorkers:
-    """Those of one role, kept until one of them changes: a decision must not look at each of a thousand to know.
-
-    Each takes sequences of `least_tokens`; `weights` are the hashes of the weights that they have.
-    """
-
-    workers: list[Worker]
-    least_tokens: int
-    weights: frozenset[str]
-
-    @classmethod
-    def of(cls, workers: list[Worker]) -> ReadyWorkers:
-        weights = frozenset(worker.identity.weights for worker in workers)
-        return cls(workers, min((worker.max_tokens for worker in workers), default=0), weights)
-
-    def usable(self, num_tokens: int, weights: str | None) -> list[Worker]:
-        """Those that take a sequence of so many tokens and have these weights, if it matters. Not to be changed."""
-        if num_tokens <= self.least_tokens and (weights is None or self.weights == {weights}):
-            return self.workers
-        return [
-            worker
-            for worker in self.workers
-            if worker.max_tokens >= num_tokens and weights in (None, worker.identity.weights)
-        ]
 
 
 class WorkerRegistry:
@@ -60,9 +36,19 @@ class WorkerRegistry:
     bookings are released.
     """
 
-    def __init__(self, prefill: Iterable[str], decode: Iterable[str], *, worker_timeout_s: float) -> None:
-        self.workers = {address: Worker(address, "prefill") for address in prefill}
-        self.workers |= {address: Worker(address, "decode") for address in decode}
+    def __init__(
+        self, prefill: Iterable[str], decode: Iterable[str], *, worker_timeout_s: float, router_id: str = ""
+    ) -> None:
+        """Each `router_id` has an order of its own for equal workers: routers that see the same loads spread."""
+        self.router_id = router_id
+        self.workers: dict[str, Worker] = {}
+        self._ready: dict[Role, list[Worker]] = {}  # emptied by whatever makes a worker ready, or no longer so
+        self.on_changed: Callable[[Worker], None] = lambda worker: None
+        """Is told of a worker whose state, report or bookings changed, or that is gone and thus not ready."""
+        for address in prefill:
+            self.add(address, "prefill")
+        for address in decode:
+            self.add(address, "decode")
         self._worker_timeout_s = worker_timeout_s
         self.explain: Callable[[Role, float], str] = lambda role, now: ""
         """Discovery's answer to why no worker of a role is known; "" without discovery."""
@@ -70,20 +56,21 @@ class WorkerRegistry:
         self.role_changes: Counter[tuple[str, str]] = Counter()
         """How often workers changed their roles, by (from, to), whichever router had ordered it."""
         self._models: dict[Role, StepModel] = {}
-        self._ready: dict[Role, ReadyWorkers] = {}  # emptied by whatever makes a worker ready, or no longer so
         self._last_sweep: float | None = None
+        self._rivals = Ewma(RIVALS_SMOOTHING, start=0.0)
 
     # ------------------------------------------------------------ which workers there are
 
     def add(self, address: str, role: Role, withheld: str = "") -> None:
         """Add a worker at a new address."""
-        self.workers[address] = Worker(address, role, withheld=withheld)
-        self._ready.clear()
+        self.workers[address] = Worker(address, role, withheld=withheld, order=_order(self.router_id, address))
 
     def remove(self, address: str) -> None:
         """Forget the worker; releasing what was booked on it does nothing from now on."""
-        del self.workers[address]
+        worker = self.workers.pop(address)
+        worker.state = WorkerState.UNKNOWN
         self._ready.clear()
+        self._changed(worker)
 
     def withhold(self, address: str, why: str) -> bool:
         """Give the worker no new work, or with "" give it work again. True when that makes it ready."""
@@ -91,6 +78,7 @@ class WorkerRegistry:
         was_ready = worker.ready
         worker.withheld = why
         self._ready.clear()
+        self._changed(worker)
         return worker.ready and not was_ready
 
     # ------------------------------------------------------------ what workers say
@@ -115,6 +103,7 @@ class WorkerRegistry:
         self._ready.clear()
         if misfit := _misfit(worker):
             worker.state, worker.reason = WorkerState.UNKNOWN, misfit
+        self._changed(worker)
         return ended
 
     def on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
@@ -144,7 +133,9 @@ class WorkerRegistry:
             worker.idle_since = None
         elif worker.idle_since is None:
             worker.idle_since = now
-        return self._judge(worker, now)
+        died = self._judge(worker, now)
+        self._changed(worker)
+        return died
 
     def on_cut(self, address: str) -> bool:
         """The connection broke. Messages may be lost both ways, so the life ends; True when there was one."""
@@ -180,20 +171,33 @@ class WorkerRegistry:
         if worker.num_strikes >= MAX_STRIKES:
             worker.suspect = True
             worker.suspect_until = now + min(MAX_SUSPECT_S, SUSPECT_S * 2.0 ** (worker.num_strikes - MAX_STRIKES))
+            self._changed(worker)
 
     def on_request_served(self, address: str) -> None:
         """Tokens came from the worker."""
         worker = self.workers[address]
+        was_suspect = worker.suspect
         worker.num_strikes, worker.suspect = 0, False
+        if was_suspect:
+            self._changed(worker)
 
     def on_first_token(self, address: str, slowness: float) -> None:
         """A first token took `slowness` times as long as predicted."""
         self.workers[address].slowness.observe(min(MAX_SLOWNESS, max(1.0, slowness)))
 
-    def on_observed(self, waits_s: Mapping[str, float], lasting_s: Mapping[str, float]) -> None:
-        """By address, how long requests have waited for first tokens, and been decoded; of no others is that known."""
+    def on_observed(
+        self,
+        waits_s: Mapping[str, float],
+        lasting_s: Mapping[str, float],
+        waits_from: Mapping[int, Mapping[str, float]] | None = None,
+    ) -> None:
+        """By address, how long requests have waited for first tokens, and been decoded; of no others is that known.
+
+        `waits_from`: how long those of at least such a priority have waited.
+        """
         for address, worker in self.workers.items():
             worker.observed_s, worker.lasting_s = waits_s.get(address, 0.0), lasting_s.get(address, 0.0)
+            worker.observed_from = {priority: found.get(address, 0.0) for priority, found in (waits_from or {}).items()}
 
     def on_request_finished(self, address: str, decode_s: float) -> None:
         """The worker decoded a request, from its first token to its last, in `decode_s` seconds."""
@@ -211,7 +215,9 @@ class WorkerRegistry:
         self._last_sweep = now
         died = []
         for worker in self.workers.values():
-            worker.suspect = worker.suspect and now < worker.suspect_until
+            if worker.suspect and now >= worker.suspect_until:
+                worker.suspect = False
+                self._changed(worker)
             if worker.hello is None or worker.state is WorkerState.DEAD:
                 continue
             if late:
@@ -221,8 +227,9 @@ class WorkerRegistry:
             if now - (worker.last_seen or 0.0) > self._worker_timeout_s:
                 self._end(worker, WorkerState.DEAD, f"silent for more than {self._worker_timeout_s:g} s")
                 died.append(worker)
-            elif self._judge(worker, now):
+            elif _is_stuck(worker, now) and self._judge(worker, now):
                 died.append(worker)
+        self._compare_routers()
         return died
 
     def is_in_doubt(self, now: float) -> bool:
@@ -239,14 +246,10 @@ class WorkerRegistry:
 
     def ready(self, role: Role) -> list[Worker]:
         """Workers that may get new work. Not to be changed."""
-        return self.ready_workers(role).workers
-
-    def ready_workers(self, role: Role) -> ReadyWorkers:
-        """The same, and what they have in common."""
         known = self._ready.get(role)
-        if known is None:
-            found = [worker for worker in self.workers.values() if worker.ready and worker.role == role]
-            known = self._ready[role] = ReadyWorkers.of(found)
+        if known is None:  # kept: a decision must not look at each of a thousand to know
+            known = [worker for worker in self.workers.values() if worker.ready and worker.role == role]
+            self._ready[role] = known
         return known
 
     def missing(self, role: Role, now: float) -> str:
@@ -266,15 +269,16 @@ class WorkerRegistry:
 
     # ------------------------------------------------------------ bookings
 
-    def book(self, address: str, *, prompt: StepShape, num_blocks: int) -> Booking:
+    def book(self, address: str, *, prompt: StepShape, num_blocks: int, priority: int = 0) -> Booking:
         """Count work that is sent under `next_serial`: `prompt` to compute, `num_blocks` of KV to hold."""
         worker = self.workers[address]
-        booking = Booking(self.next_serial, address, prompt, num_blocks)
+        booking = Booking(self.next_serial, address, prompt, num_blocks, priority)
         self.next_serial += 1
         worker.bookings[booking.serial] = booking
         worker.booked.add(booking)
         worker.fresh.add(booking)
         worker.num_dispatched += 1
+        self._changed(worker)
         return booking
 
     def computed(self, booking: Booking) -> Booking:
@@ -283,11 +287,12 @@ class WorkerRegistry:
         after = replace(booking, prompt=StepShape())
         if worker is not None and booking.serial in worker.bookings:
             worker.bookings[booking.serial] = after
-            worker.booked.prompt -= booking.prompt
+            worker.booked.computed(booking)
             if _is_fresh(worker, booking):
-                worker.fresh.prompt -= booking.prompt
+                worker.fresh.computed(booking)
             else:
                 worker.ended.prompt += booking.prompt
+            self._changed(worker)
         return after
 
     def release(self, booking: Booking) -> None:
@@ -300,6 +305,7 @@ class WorkerRegistry:
             worker.fresh.remove(booking)
         else:
             worker.ended.add(booking)
+        self._changed(worker)
 
     # ------------------------------------------------------------ inside
 
@@ -312,6 +318,20 @@ class WorkerRegistry:
             self.role_changes[worker.role, role] += 1
         worker.role, worker.pool_model = role, self._models.get(role, StepModel())
 
+    def _compare_routers(self) -> None:
+        """Find out how much other routers send: what decode workers report beside this router's own requests."""
+        decode = [worker for worker in self.workers.values() if worker.ready and worker.role == "decode"]
+        own = sum(worker.booked.num_requests - worker.fresh.num_requests for worker in decode)
+        if own:
+            reported = sum(worker.num_requests - worker.fresh.num_requests for worker in decode)
+            self._rivals.observe(min(MAX_RIVALS, max(0.0, reported / own - 1.0)))
+        for worker in self.workers.values():
+            worker.rivals = self._rivals.value
+
+    def _changed(self, worker: Worker) -> None:
+        worker.terms = None
+        self.on_changed(worker)
+
     def _is_late(self, now: float) -> bool:
         """Whether the last sweep is so long ago that messages may be unread."""
         return self._last_sweep is not None and now - self._last_sweep > self._worker_timeout_s / 2
@@ -322,7 +342,7 @@ class WorkerRegistry:
         alive = was is not WorkerState.DEAD
         if beat is None or _misfit(worker):
             return False
-        if beat.ready and now - worker.step_changed > beat.turn_limit_s:
+        if _is_stuck(worker, now):
             if alive:
                 stuck = f"stuck at step {beat.step} for more than {beat.turn_limit_s:g} s"
                 self._end(worker, WorkerState.DEAD, stuck, keep_beat=True)
@@ -344,11 +364,25 @@ class WorkerRegistry:
         self._ready.clear()
         if keep_beat:  # a stuck engine that still sends heartbeats stays dead until its step moves
             worker.beat, worker.step_changed = beat, step_changed
+        self._changed(worker)
 
     def _forget(self, worker: Worker) -> None:
         worker.beat, worker.idle_since = None, None
         worker.bookings.clear()
         worker.booked, worker.fresh, worker.ended = Load(), Load(), Load()
+
+
+def _order(router_id: str, address: str) -> int:
+    """The worker's place among equal ones in the order of one router; 0 for a router without id."""
+    if not router_id:
+        return 0
+    return int.from_bytes(blake2b(f"{router_id} {address}".encode(), digest_size=6).digest())
+
+
+def _is_stuck(worker: Worker, now: float) -> bool:
+    """Whether its engine has not turned for longer than a turn may take."""
+    beat = worker.beat
+    return beat is not None and beat.ready and now - worker.step_changed > beat.turn_limit_s
 
 
 def _is_fresh(worker: Worker, booking: Booking) -> bool:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.latency.step_model import StepModel, StepShape
+from common.latency.step_model import NOTHING, StepModel, StepShape
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 
 SMOOTHING = 0.1
 """The share of one more request in a worker's averages."""
-
-
-NO_PROMPT = StepShape()
 
 
 class WorkerState(StrEnum):
@@ -29,7 +27,7 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """Work that was sent to a worker and has not ended yet: `prompt` is to be computed there.
+    """Work that was sent to a worker and has not ended yet: `prompt` is to be computed there, by `priority`.
 
     The worker's heartbeats count it once they acknowledge its `serial`.
     """
@@ -38,32 +36,61 @@ class Booking:
     address: str
     prompt: StepShape
     num_blocks: int
+    priority: int = 0
 
 
 @dataclass(slots=True)
 class Load:
-    """Sums over bookings: requests, uncached prompt tokens, KV blocks. `prompt` is all of the prompts as one step."""
+    """Sums over bookings: requests, uncached prompt tokens, KV blocks. `prompt` is all of the prompts as one step.
+
+    `by_priority` has the prompts and the number of requests of each priority.
+    """
 
     num_requests: int = 0
-    prompt: StepShape = StepShape()
+    prompt: StepShape = NOTHING
     num_blocks: int = 0
+    by_priority: dict[int, tuple[StepShape, int]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
         return self.prompt.num_tokens
 
+    def below(self, priority: int) -> tuple[StepShape, int]:
+        """Prompts, and the number of requests, of lower priorities."""
+        lower = [part for level, part in self.by_priority.items() if level < priority]
+        if not lower:  # as always where there is one class: this is asked of each worker for each request
+            return NOTHING, 0
+        return StepShape.sum(prompt for prompt, _ in lower), sum(num for _, num in lower)
+
     def add(self, booking: Booking) -> None:
         self.num_requests += 1
         self.prompt += booking.prompt
         self.num_blocks += booking.num_blocks
+        prompt, num = self.by_priority.get(booking.priority, (NOTHING, 0))
+        self.by_priority[booking.priority] = (prompt + booking.prompt, num + 1)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was counted."""
+        return bool(self.num_requests or self.num_blocks) or self.prompt is not NOTHING
 
     def clear(self) -> None:
-        self.num_requests, self.prompt, self.num_blocks = 0, NO_PROMPT, 0
+        self.num_requests, self.prompt, self.num_blocks = 0, NOTHING, 0
+        self.by_priority.clear()
 
     def remove(self, booking: Booking) -> None:
         self.num_requests -= 1
         self.prompt -= booking.prompt
         self.num_blocks -= booking.num_blocks
+        prompt, num = self.by_priority.pop(booking.priority)
+        if num > 1:
+            self.by_priority[booking.priority] = (prompt - booking.prompt, num - 1)
+
+    def computed(self, booking: Booking) -> None:
+        """The booking's prompt is computed."""
+        self.prompt -= booking.prompt
+        prompt, num = self.by_priority[booking.priority]
+        self.by_priority[booking.priority] = (prompt - booking.prompt, num)
 
 
 @dataclass(slots=True)
@@ -79,7 +106,11 @@ class Worker:
     `forgiven_at`: what `last_seen` was set to when its silence was last forgiven; it has lasted since `silent_since`.
     `service_s`: the recent average of how long it decodes a request; 0 before the first.
     `slowness`: the recent average of how many times later than predicted its first tokens came, at least 1.
-    `observed_s`: how long requests have waited there for a first token; `lasting_s`: how long they have been decoded.
+    `observed_s`: how long requests have waited there for a first token, `observed_from` by the least priority that
+    counts; `lasting_s`: how long they have been decoded.
+    `order`: its place among equal workers, of which each router has an order of its own.
+    `rivals`: how many requests other routers send to decode workers for each of this router's.
+    `terms`: what forecasts derive from all this; the registry drops it with each change.
     `pool_model` is that of another worker of its pool, for as long as it has none.
 
     Its load is what it reports, less what `ended` since, and `fresh`, which the report does not count yet. So several
@@ -107,6 +138,7 @@ class Worker:
     service_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))
     slowness: Ewma = field(default_factory=lambda: Ewma(SMOOTHING, start=1.0))
     observed_s: float = 0.0
+    observed_from: Mapping[int, float] = field(default_factory=dict)
     lasting_s: float = 0.0
     pool_model: StepModel = StepModel()
     bookings: dict[int, Booking] = field(default_factory=dict)
@@ -114,6 +146,9 @@ class Worker:
     fresh: Load = field(default_factory=Load)
     ended: Load = field(default_factory=Load)
     beat_at: float = 0.0
+    order: int = 0
+    rivals: float = 0.0
+    terms: object = None
     home: Role = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,7 +182,8 @@ class Worker:
     def max_tokens(self) -> int:
         """The longest sequence, prompt and answer, that the worker takes."""
         hello = self.identity
-        return min(hello.max_model_len, hello.num_blocks * hello.block_size)
+        most = hello.num_blocks * hello.block_size
+        return most if most < hello.max_model_len else hello.max_model_len
 
     def num_blocks_of(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""
@@ -186,7 +222,8 @@ class Worker:
     @property
     def likely_model(self) -> StepModel:
         """The same; until something is known, what another worker of its pool said."""
-        return self.step_model if self.step_model.is_known else self.pool_model
+        beat = self.beat
+        return beat.step_model if beat is not None and beat.step_model.num_steps else self.pool_model
 
     def forgive(self, now: float, longest_s: float) -> bool:
         """Count the worker as heard just now, unless its silence has lasted longer than `longest_s`."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from common.errors import ContextLengthExceeded, InvalidRequest
 from common.wire.sampling_params import SamplingParams
-from router.auth.keys import ApiKey
 from router.dispatch.client import GenerationRequest
 from router.dispatch.prompt import Prompt as SharedPrompt
 from router.generation.choice import Choice
 from router.generation.logprob_budget import MAX_PROMPT_LOGPROBS
+from router.generation.origin import Origin
 from router.generation.service import Service
 from router.request.errors import InvalidField
 from router.request.fields import SamplingFields
@@ -103,25 +103,26 @@ def fit(
 def make_plan(
     service: Service,
     fields: SamplingFields,
-    key: ApiKey,
+    origin: Origin,
     prompts: Sequence[Prompt],
     *,
     prefix: str,
     num_logprobs: int,
     num_prompt_logprobs: int = -1,
-    traceparent: str = "",
     echo: bool = False,
     grammar: str = "",
 ) -> Plan:
     """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest.
 
     `num_logprobs` and `num_prompt_logprobs` are -1 for none. Every answer must match `grammar`, unless it is "". The
-    prefix caches share entries of `key` only with its own group of keys.
+    prefix caches share entries of the origin's key only with its own group of keys.
     """
     num_prompt_logprobs_held = _num_prompt_logprobs(fields, prompts, num_prompt_logprobs)
     answer_id = f"{prefix}-{uuid.uuid4().hex}"
     choices: list[Choice] = []
-    salt = key.salt(fields.cache_salt or "")
+    salt = origin.key.salt(fields.cache_salt or "")
+    request_class = origin.request_class
+    traceparent = origin.traceparent if TRACEPARENT.fullmatch(origin.traceparent) else ""
     for number, prompt in enumerate(prompts):
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
         shared = SharedPrompt(prompt.token_ids, salt)
@@ -142,9 +143,13 @@ def make_plan(
                 params=params,
                 cache_salt=salt,
                 deadline_s=service.config.request_timeout_s,
-                ttft_s=service.config.slo_ttft_ms / 1000,
-                traceparent=traceparent if TRACEPARENT.fullmatch(traceparent) else "",
+                traceparent=traceparent,
                 prompt=shared,
+                ttft_s=request_class.ttft_s,
+                tpot_s=request_class.tpot_s,
+                priority=request_class.priority,
+                request_class=request_class.name,
+                key=origin.key.name,
             )
             choices.append(
                 _choice(

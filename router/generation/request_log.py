@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.config.request_class import DEFAULT
 from common.errors import RequestError
 from router.auth.visit import Visit
 from router.dispatch.forecast import Forecast
@@ -36,6 +37,7 @@ class RequestLog:
     id: str = ""
     model: str = ""
     num_prompt_tokens: int = 0
+    request_class: str = DEFAULT
     choices: Sequence[Choice] = ()
     status: int = 200
     error: RequestError | None = None
@@ -82,6 +84,7 @@ class RequestLog:
             error=self.error,
             client_left=self.status == CLIENT_CLOSED,
             num_prompt_tokens=self.num_prompt_tokens,
+            request_class=self.request_class,
             num_cached_tokens=self.num_cached_tokens,
             choices=tuple(choice.record() for choice in self.choices),
         )
@@ -92,6 +95,8 @@ def _fields(record: RequestRecord) -> dict[str, object]:
     fields: dict[str, object] = {"request_id": record.request_id, "path": record.path, "status": record.status}
     if record.key:
         fields["key"] = record.key
+    if record.request_class != DEFAULT:
+        fields["class"] = record.request_class
     if record.id:
         fields["id"] = record.id
     if record.error is not None:

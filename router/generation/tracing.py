@@ -170,6 +170,7 @@ def _attributes(record: RequestRecord) -> Iterator[tuple[str, Value]]:
     yield "http.response.status_code", record.status
     if record.model:
         yield "gen_ai.request.model", record.model
+    yield "diptych.request_class", record.request_class
     if not record.choices:
         return
     params = record.choices[0].params

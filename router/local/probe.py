@@ -61,6 +61,15 @@ async def ready_reason(host: str, port: int, *, tls: bool = False) -> str:
     return "" if status == 200 else _message(body)
 
 
+async def metrics_page(host: str, port: int, *, tls: bool = False) -> str:
+    """The router's page of metrics; "" when it does not answer in time. `tls` as in `ready_reason`."""
+    try:
+        status, body = await _get(reachable_host(host), port, "/metrics", PROBE_TIMEOUT_S, tls=tls)
+    except _NO_ANSWER:
+        return ""
+    return body.decode(errors="replace") if status == 200 else ""
+
+
 async def ask_health(host: str, port: int, timeout_s: float, *, tls: bool = False) -> Health:
     """Probe a process: no answer within `timeout_s` is as bad as one that is not 200.
 

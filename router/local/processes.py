@@ -15,6 +15,8 @@ from typing import TypeVar
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig, WorkerConfig
 from common.config.field import Config, Field, fields_of
 from common.config.sources import FlagParser, Sources
+from common.errors import ConfigError
+from common.wire.message_fields import Role
 
 C = TypeVar("C", bound=Config)
 W = TypeVar("W", bound=WorkerConfig)
@@ -25,8 +27,12 @@ ROUTER_DRAIN_S, WORKER_DRAIN_S = 3.0, 2.0
 
 OWN = frozenset(("config", "curve_key", "curve_authorized", "kubernetes_api", "kubernetes_credentials"))
 """Fields that the supervisor sets itself, for each process."""
-DISCOVERY = ("discovery", "prefill_services", "decode_services", "discovery_namespace", "discovery_interval_s")
-ROUTER_OWN = OWN | {"prefill", "decode", *DISCOVERY}
+DISCOVERY = (
+    *("discovery", "prefill_services", "decode_services", "discovery_namespace", "discovery_interval_s"),
+    "discovery_file",
+)
+PLANNER = ("planner", "prefill_deployment", "decode_deployment", "planner_lease")
+ROUTER_OWN = OWN | {"prefill", "decode", *PLANNER, *DISCOVERY}
 ADDRESSES = ("host", "port", "kv_port", "http_port", "advertise_host", "allow_remote", "address_file")
 WORKER_OWN = OWN | {"worker_id", "core_share", "pod_deletion_cost", *ADDRESSES}
 
@@ -40,13 +46,18 @@ A flag wins over the environment, the environment over the file. docs/configurat
 
 @dataclass(frozen=True)
 class ServePlan:
-    """The settings of every process to start. Worker i of a pool is named `prefill-i` or `decode-i`."""
+    """The settings of every process to start. Worker i of a pool is named `prefill-i` or `decode-i`.
+
+    With `autoscale` workers come and go: `kinds` are the settings of any worker of a role, without its name.
+    """
 
     router: RouterConfig
     prefill: tuple[PrefillWorkerConfig, ...]
     decode: tuple[DecodeWorkerConfig, ...]
     start_timeout_s: float
     liveness_s: float
+    autoscale: bool = False
+    kinds: Mapping[Role, WorkerConfig] = dataclasses.field(default_factory=dict)
 
 
 def fields_set_by(cls: type[Config]) -> list[Field]:
@@ -98,19 +109,38 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
     cores = num_cores or len(os.sched_getaffinity(0))
     prefill = merge(PrefillWorkerConfig, WORKER_OWN, "prefill-")
     decode = merge(DecodeWorkerConfig, WORKER_OWN, "decode-")
+    # A worker that leaves while the service goes on may hand its streams over in peace.
+    drain_s = prefill.drain_timeout_s if serve.autoscale else WORKER_DRAIN_S
+    router = _hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S)
     return ServePlan(
-        router=_hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S),
-        prefill=tuple(_worker(prefill, f"prefill-{i}", cores) for i in range(serve.prefill)),
-        decode=tuple(_worker(decode, f"decode-{i}", cores) for i in range(serve.decode)),
+        router=_planning(router, serve, cores) if serve.autoscale else router,
+        prefill=tuple(_worker(prefill, f"prefill-{i}", cores, drain_s) for i in range(serve.prefill)),
+        decode=tuple(_worker(decode, f"decode-{i}", cores, drain_s) for i in range(serve.decode)),
         start_timeout_s=serve.start_timeout_s,
         liveness_s=serve.liveness_s,
+        autoscale=serve.autoscale,
+        kinds={"prefill": _worker(prefill, "", cores, drain_s), "decode": _worker(decode, "", cores, drain_s)},
     )
 
 
-def _worker(config: W, name: str, threads: int) -> W:
+def _planning(router: RouterConfig, serve: ServeConfig, num_cores: int) -> RouterConfig:
+    """The router plans the pools. Its plan allows what it starts with, and half of the cores for each pool.
+
+    Raises ConfigError for a start outside of the bounds.
+    """
+    most = {"prefill": router.max_prefill, "decode": router.max_decode}
+    for role, num in (("prefill", serve.prefill), ("decode", serve.decode)):
+        least = getattr(router, f"min_{role}")
+        if num < least or 0 < most[role] < num:
+            raise ConfigError(role, num, f"a number from --min-{role} ({least}) to --max-{role} ({most[role]})")
+        most[role] = most[role] or max(num, least, num_cores // 2)
+    return dataclasses.replace(router, planner="advice", max_prefill=most["prefill"], max_decode=most["decode"])
+
+
+def _worker(config: W, name: str, threads: int, drain_s: float) -> W:
     """A pinned worker uses the cores it is pinned to; another may use all cores while it computes alone."""
     own = threads if config.threads == 0 and not config.cores else config.threads
-    return dataclasses.replace(_hurried(config, WORKER_DRAIN_S), worker_id=name, threads=own)
+    return dataclasses.replace(_hurried(config, drain_s), worker_id=name, threads=own)
 
 
 def _hurried(config: P, drain_s: float) -> P:

@@ -8,23 +8,26 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from common.config import WorkerConfig
 from common.errors import DiptychError
+from common.wire.message_fields import Role
+from router.local.autoscale import autoscale
 from router.local.child import Child, RouterChild, WorkerChild
 from router.local.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, watch
+from router.local.pools import LocalPools
 from router.local.probe import ready_reason
 from router.local.processes import ServePlan
 
-W = TypeVar("W", bound=WorkerConfig)
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 4.0
 """From SIGTERM to SIGKILL."""
 POLL_S = 0.05
+LEAVE_S = 0.5
+"""From a worker being listed as leaving to SIGTERM: the router has read it by then."""
 REPORT_EVERY_S = 10.0
 """How often the log names what a slow start waits for."""
 ECHO_S = 0.5
@@ -52,31 +55,28 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _sharing(config: W, runtime: Path) -> W:
-    """Workers that are not pinned to cores take turns with all of them."""
-    return config if config.cores else dataclasses.replace(config, core_share=str(runtime / "cores"))
-
-
-def _children(
-    module: str, configs: Sequence[WorkerConfig], other: WorkerConfig | None, runtime: Path
-) -> list[WorkerChild]:
-    """The workers of a pool; `other` are the settings of the other pool."""
-    return [WorkerChild(module, _sharing(config, runtime), runtime, other) for config in configs]
-
-
 class Supervisor:
     """Owns every child process. `run` returns after `stop` was called and every child has ended."""
 
     def __init__(self, plan: ServePlan, runtime: Path) -> None:
         self.plan = plan
-        self.prefill = _children("prefill_worker", plan.prefill, next(iter(plan.decode), None), runtime)
-        self.decode = _children("decode_worker", plan.decode, next(iter(plan.prefill), None), runtime)
+        self.pools = LocalPools(plan.kinds, runtime)
+        self.prefill = [self.pools.add("prefill", config) for config in plan.prefill]
+        self.decode = [self.pools.add("decode", config) for config in plan.decode]
         self.router = RouterChild(plan.router)
-        self.workers = (*self.prefill, *self.decode)
-        self.children: tuple[Child, ...] = (self.router, *self.workers)
         self.stopping = asyncio.Event()
+        self._tasks: dict[Child | None, list[asyncio.Task[None]]] = {}
+        self._broken: asyncio.Future[None] | None = None
         self._stopped_at = 0.0
         self._awaited, self._next_report = "", 0.0
+
+    @property
+    def workers(self) -> tuple[WorkerChild, ...]:
+        return tuple(self.pools)
+
+    @property
+    def children(self) -> tuple[Child, ...]:
+        return (self.router, *self.pools)
 
     def stop(self) -> None:
         """End the service; a second call, unless it echoes the first, kills what still runs."""
@@ -104,13 +104,58 @@ class Supervisor:
     async def run(self) -> None:
         """Restart processes that end or hang until `stop` is called, then end them all."""
         stopped = asyncio.create_task(self.stopping.wait())
-        keepers = [asyncio.create_task(self._keep(child), name=f"keep {child.name}") for child in self.children]
-        tasks = (stopped, *keepers, *self._watchers())
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        await _cancel(tasks)
+        self._broken = asyncio.get_running_loop().create_future()
+        for child in self.children:
+            self._guard(child)
+        if self.plan.autoscale:
+            self._own(None, autoscale(self, self.pools, self.router), "autoscale")
+        await asyncio.wait((stopped, self._broken), return_when=asyncio.FIRST_COMPLETED)
+        await _cancel((stopped, *(task for tasks in self._tasks.values() for task in tasks)))
         await self.shutdown()
-        for task in done:
-            task.result()  # a keeper or watcher ends only by a bug: raise it
+        if self._broken.done():
+            self._broken.result()
+        self._broken.cancel()
+
+    # ------------------------------------------------------------ workers that come and go
+
+    def start_worker(self, role: Role) -> None:
+        """Start one more worker, which is kept and watched like the first ones."""
+        worker = self.pools.add(role)
+        try:
+            worker.start()
+        except OSError as error:
+            log.error("a worker cannot be started", extra={"child": worker.name, "why": error.strerror})
+            self.pools.remove(worker)
+            return
+        self._guard(worker)
+
+    def end_worker(self, worker: WorkerChild) -> None:
+        """Let a worker hand its streams over and end, and forget it then."""
+        self.pools.leaving.add(worker)
+        self.pools.publish()
+        guards = self._tasks.pop(worker, [])
+        self._own(None, self._end_worker(worker, guards), f"end {worker.name}")
+
+    async def _end_worker(self, worker: WorkerChild, guards: list[asyncio.Task[None]]) -> None:
+        await _cancel(guards)
+        await asyncio.sleep(LEAVE_S)
+        await worker.end(worker.config.drain_timeout_s + STOP_GRACE_S)
+        self.pools.remove(worker)
+        log.info("a worker has left", extra={"child": worker.name})
+
+    def _own(self, child: Child | None, work: Coroutine[None, None, None], name: str) -> None:
+        """Run `work`; if it fails the service ends with its error."""
+        task = asyncio.create_task(work, name=name)
+        owned = self._tasks.setdefault(child, [])
+        owned.append(task)
+        task.add_done_callback(lambda done: self._on_done(done, owned))
+
+    def _on_done(self, task: asyncio.Task[None], owned: list[asyncio.Task[None]]) -> None:
+        owned.remove(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_exception(error)
 
     async def shutdown(self) -> None:
         """SIGTERM to all processes, SIGKILL after STOP_GRACE_S to those that are left."""
@@ -149,11 +194,13 @@ class Supervisor:
         while silent := [worker.name for worker in self.workers if not worker.read_address()]:
             self._awaited = f"{', '.join(silent)} wrote no address yet"
             await self._wait_on()
-        self.router.config = dataclasses.replace(
-            self.plan.router,
-            prefill=tuple(worker.read_address() for worker in self.prefill),
-            decode=tuple(worker.read_address() for worker in self.decode),
-        )
+        if self.plan.autoscale:
+            self.pools.publish()
+            found: dict[str, Any] = {"discovery": "file", "discovery_file": str(self.pools.file)}
+        else:
+            pools = {"prefill": self.prefill, "decode": self.decode}
+            found = {role: tuple(worker.read_address() for worker in pool) for role, pool in pools.items()}
+        self.router.config = dataclasses.replace(self.plan.router, **found)
         self.router.start()
         router = self.plan.router
         while reason := await ready_reason(router.host, router.port, tls=bool(router.tls_cert)):
@@ -170,16 +217,13 @@ class Supervisor:
             self._next_report = now + REPORT_EVERY_S
         await asyncio.sleep(POLL_S)
 
-    def _watchers(self) -> list[asyncio.Task[None]]:
-        """One for each child; none when `liveness_s` is 0."""
-        if not self.plan.liveness_s:
-            return []
-        period_s, start_s = self.plan.liveness_s / WORKER_ROUNDS, self.plan.start_timeout_s or math.inf
-        limits = {child: ROUTER_ROUNDS if child is self.router else WORKER_ROUNDS for child in self.children}
-        return [
-            asyncio.create_task(watch(child, limit, period_s, STOP_GRACE_S, start_s), name=f"watch {child.name}")
-            for child, limit in limits.items()
-        ]
+    def _guard(self, child: Child) -> None:
+        """Restart `child` when it ends, and end it when it hangs, unless `liveness_s` is 0."""
+        self._own(child, self._keep(child), f"keep {child.name}")
+        if self.plan.liveness_s:
+            limit = ROUTER_ROUNDS if child is self.router else WORKER_ROUNDS
+            period_s, start_s = self.plan.liveness_s / WORKER_ROUNDS, self.plan.start_timeout_s or math.inf
+            self._own(child, watch(child, limit, period_s, STOP_GRACE_S, start_s), f"watch {child.name}")
 
     async def _keep(self, child: Child) -> None:
         """Restart `child` each time it ends, with a growing delay unless it had lived for a while.

@@ -38,7 +38,22 @@ class LoadCollector(Collector):
         )
         roles = Counter((worker.home, worker.role) for worker in load.workers)
         yield gauge("diptych_workers_by_role", "Workers, by first and present role", roles.items(), ("home", "role"))
+        yield from self._classes(load)
         yield from self._workers(load)
+
+    def _classes(self, load: DispatchLoad) -> Iterator[Metric]:
+        gauge, counter = self._families.gauge, self._families.counter
+        in_flight = [((one.name,), one.num_in_flight) for one in load.classes]
+        waiting = [((one.name,), one.num_waiting) for one in load.classes]
+        oldest = [((one.name,), one.oldest_wait_s) for one in load.classes]
+        limits = [((one.name,), one.wait_limit_s) for one in load.classes]
+        refused = [((one.name,), one.num_refused) for one in load.classes]
+        yield gauge("diptych_class_requests", "Sequences in the router, by class", in_flight, ("class",))
+        yield gauge("diptych_class_waiting_requests", "Those of them on no worker", waiting, ("class",))
+        yield gauge("diptych_class_oldest_wait_seconds", "How long the oldest of these waits", oldest, ("class",))
+        yield gauge("diptych_class_wait_limit_seconds", "How long a new one may be bound to wait", limits, ("class",))
+        yield counter("diptych_class_refusals", "Refused for a goal that they would miss", refused, ("class",))
+        yield counter("diptych_taken_back", "Prompts taken back from slow workers", load.num_taken_back)
 
     def _workers(self, load: DispatchLoad) -> Iterator[Metric]:
         gauge, counter = self._families.gauge, self._families.counter
@@ -49,6 +64,7 @@ class LoadCollector(Collector):
         waits = [(key, worker.wait_s) for key, worker in workers]
         errors = [(key, worker.step_model["error"]) for key, worker in workers if worker.step_model]
         blocks = [(key, worker.num_available_blocks) for key, worker in workers]
+        known = [(key, worker.num_known_blocks) for key, worker in workers]
         cuts = [(key, worker.num_cuts) for key, worker in workers]
         unsent = [(key, worker.num_unsent) for key, worker in workers]
         dropped = [(key, worker.num_dropped_frames) for key, worker in workers]
@@ -58,6 +74,7 @@ class LoadCollector(Collector):
         yield gauge("diptych_worker_wait_seconds", "How long a new prompt would wait there", waits, WORKER)
         yield gauge("diptych_worker_model_error", "Error of its model of steps, 0.1: a tenth", errors, WORKER)
         yield gauge("diptych_worker_available_blocks", "KV blocks a worker could give", blocks, WORKER)
+        yield gauge("diptych_worker_known_blocks", "KV blocks a worker caches, as this router knows", known, WORKER)
         yield counter("diptych_worker_cuts", "Times the connection to a worker was lost", cuts, WORKER)
         yield counter("diptych_worker_unsent", "Messages a full queue had no room for", unsent, WORKER)
         yield counter("diptych_worker_frames_dropped", "Frames that were no valid message", dropped, WORKER)

@@ -1,55 +1,76 @@
-"""A client of the pools that measures how the service keeps its goals about time."""
+"""A client of the pools that measures how the service keeps its goals about time, and what load it is offered."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
+from common.config.request_class import DEFAULT
 from common.errors import Overloaded, RequestError
-from router.dispatch.client import GenerationRequest, TokenEvent
+from router.dispatch.client import ANYONE, Caller, GenerationRequest, TokenEvent
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.load import DispatchLoad
 from router.observe.slo import SLOWindow
+from router.planner.load import SampledRequest
+from router.planner.load_window import LoadWindow
 
 
 class MeasuredClient:
-    """The dispatcher; the times of each stream go to a `SLOWindow`."""
+    """The dispatcher; the times of each stream go to a `SLOWindow`, what it asked for and got to a `LoadWindow`."""
 
-    def __init__(self, client: Dispatcher, window: SLOWindow, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        client: Dispatcher,
+        window: SLOWindow,
+        clock: Callable[[], float] = time.monotonic,
+        load: LoadWindow | None = None,
+    ) -> None:
         self._client, self._window, self._clock = client, window, clock
+        self._load = LoadWindow() if load is None else load
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """See `GenerationClient.generate`."""
-        began, first, last, num_tokens = self._clock(), 0.0, 0.0, 0
-        failed = False
+        began, first, last, num_tokens, num_cached = self._clock(), 0.0, 0.0, 0, 0
+        failed = refused = False
+        name, window = request.request_class, self._window
+        self._load.arrived(began)
         stream = self._client.generate(request)
         try:
             async for event in stream:
                 now, count = self._clock(), len(event.token_ids)
                 if not num_tokens and count:
-                    first = now
-                    self._window.first_token(now - began, now)
-                elif count:
-                    self._window.gap((now - last) / count, now)
+                    first, num_cached = now, event.num_cached_tokens
+                    window.first_token(now - began, now, name)
+                    self._load.first_token(now - began, now)
                 last, num_tokens = now, num_tokens + count
                 yield event
         except RequestError as error:
-            failed = error.status >= 500 or isinstance(error, Overloaded)
+            refused = isinstance(error, Overloaded)
+            failed = error.status >= 500 or refused
             raise
         finally:
             now = self._clock()
-            if failed or (not num_tokens and now - began > self._window.ttft_s):
-                self._window.failed(num_tokens > 0, now)
+            if failed or (not num_tokens and now - began > window.ttft_s(name)):
+                window.failed(num_tokens > 0, now, name)
             elif num_tokens > 1:
-                self._window.finished((last - first) / (num_tokens - 1), now)
+                token_s = (last - first) / (num_tokens - 1)
+                window.finished(token_s, now, name)
+                self._load.token_time(token_s, now)
+            if num_tokens:
+                self._load.ended(SampledRequest(len(request.prompt_token_ids), num_cached, num_tokens), now)
+            elif refused:
+                self._load.refused(len(request.prompt_token_ids), now)
             await stream.aclose()
 
-    def check_room(self, is_longer: Callable[[int], bool]) -> None:
-        """See `GenerationClient.check_room`. A refused request got no first token in time."""
+    def check_room(self, is_longer: Callable[[int], bool], caller: Caller = ANYONE) -> None:
+        """See `GenerationClient.check_room`. A refused request got no first token in time, and is load as well."""
         try:
-            self._client.check_room(is_longer)
+            self._client.check_room(is_longer, caller)
         except RequestError:
-            self._window.failed(False, self._clock())
+            now = self._clock()
+            self._window.failed(False, now, caller.classes[0].name if caller.classes else DEFAULT)
+            self._load.arrived(now)
             raise
 
     @property
@@ -64,4 +85,6 @@ class MeasuredClient:
         self._client.reset_prefix_cache()
 
     def load(self) -> DispatchLoad:
-        return self._client.load()
+        load, attained = self._client.load(), self._window.class_attainment(self._clock())
+        classes = tuple(replace(one, attainment=attained.get(one.name, {})) for one in load.classes)
+        return replace(load, classes=classes)

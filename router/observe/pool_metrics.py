@@ -29,7 +29,7 @@ class PoolCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         now = self._clock()
         fleet, window = self._dispatcher.fleet, self._window
-        demand = self._dispatcher.demand(window.p95_token_s(now), window.tpot_s)
+        demand = self._dispatcher.demand(window.tpot_s)
         unpaired = {("prefill",): len(fleet.pairing.prefill), ("decode",): len(fleet.pairing.decode)}
         attained = {(slo,): share for slo, share in window.attainment(now).items()}
         held = {(role,): num for role, num in demand.held.items()}
@@ -43,6 +43,13 @@ class PoolCollector(Collector):
         if attained:
             yield gauge(
                 "diptych_slo_attainment_ratio", "Share of the last minute that met a goal", attained.items(), ("slo",)
+            )
+            by_class = window.class_attainment(now).items()
+            yield gauge(
+                "diptych_class_attainment_ratio",
+                "The same, by class of requests",
+                [((name, slo), share) for name, shares in by_class for slo, share in shares.items()],
+                ("class", "slo"),
             )
         if fleet.source is not None:
             yield from self._discovery(fleet.source.status, now)

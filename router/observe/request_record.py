@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.config.request_class import DEFAULT
 from common.errors import RequestError
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import RequestTimeline
@@ -41,6 +42,7 @@ class RequestRecord:
     error: RequestError | None = None
     client_left: bool = False
     num_prompt_tokens: int = 0
+    request_class: str = DEFAULT
     num_cached_tokens: int = 0
     choices: tuple[ChoiceRecord, ...] = ()
 

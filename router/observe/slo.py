@@ -6,9 +6,10 @@ A sequence that the service failed or refused for lack of room misses `ttft`, or
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from common.observe.recent_quantile import RecentQuantile
+from common.config.request_class import DEFAULT, RequestClass
 from common.observe.sliding_window import SlidingWindow
 
 WINDOW_S, NUM_SLOTS = 60.0, 12
@@ -38,39 +39,80 @@ class RecentShare:
         return sum(slot.num_kept for slot in slots) / total if total else 1.0
 
 
-class SLOWindow:
-    """The two goals in seconds, 0 for none, and how they were kept."""
+@dataclass(slots=True)
+class _Kept:
+    """How the goals of one class were kept."""
 
-    def __init__(self, ttft_s: float, tpot_s: float, window_s: float = WINDOW_S) -> None:
-        self.ttft_s, self.tpot_s = ttft_s, tpot_s
-        self._ttft, self._tpot = RecentShare(window_s), RecentShare(window_s)
-        self._gaps = RecentQuantile(window_s)
+    request_class: RequestClass
+    ttft: RecentShare
+    tpot: RecentShare
+
+    def shares(self, now: float) -> dict[str, float]:
+        """By the names of the goals that the class has."""
+        one = self.request_class
+        goals = (("ttft", one.ttft_s, self.ttft), ("tpot", one.tpot_s, self.tpot))
+        return {name: share.value(now) for name, goal_s, share in goals if goal_s > 0}
+
+
+class SLOWindow:
+    """The goals of each class of requests, and how they were kept.
+
+    `ttft_s` and `tpot_s` are the goals of the class `default` in seconds, 0 for none; `others` are the other classes.
+    A sequence counts for the goals of its own class. The attribute `tpot_s` is the tightest goal for tokens.
+    """
+
+    def __init__(
+        self, ttft_s: float, tpot_s: float, window_s: float = WINDOW_S, others: Iterable[RequestClass] = ()
+    ) -> None:
+        classes = (RequestClass(ttft_s=ttft_s, tpot_s=tpot_s), *others)
+        self._kept = {one.name: _Kept(one, RecentShare(window_s), RecentShare(window_s)) for one in classes}
+        self.tpot_s = min((one.tpot_s for one in classes if one.tpot_s > 0), default=0.0)
+        any_ttft_s = max(one.ttft_s for one in classes)
+        self._all = _Kept(RequestClass("all", any_ttft_s, self.tpot_s), RecentShare(window_s), RecentShare(window_s))
+
+    @classmethod
+    def of(cls, classes: Mapping[str, RequestClass]) -> SLOWindow:
+        """For all classes of a router."""
+        default = classes[DEFAULT]
+        return cls(default.ttft_s, default.tpot_s, others=[one for one in classes.values() if one is not default])
 
     @property
     def has_goals(self) -> bool:
-        return self.ttft_s > 0 or self.tpot_s > 0
+        return self._all.request_class.has_goals
 
-    def first_token(self, ttft_s: float, now: float) -> None:
+    def ttft_s(self, name: str = DEFAULT) -> float:
+        """The goal of a class for a first token, in seconds."""
+        return self._of(name).request_class.ttft_s
+
+    def first_token(self, ttft_s: float, now: float, name: str = DEFAULT) -> None:
         """A first token came."""
-        self._ttft.add(ttft_s <= self.ttft_s, now)
+        self._add_ttft(name, ttft_s <= self.ttft_s(name), now)
 
-    def gap(self, token_s: float, now: float) -> None:
-        """A token came `token_s` after the one before it."""
-        self._gaps.observe(token_s, now)
-
-    def finished(self, tpot_s: float, now: float) -> None:
+    def finished(self, tpot_s: float, now: float, name: str = DEFAULT) -> None:
         """A sequence ended well."""
-        self._tpot.add(tpot_s <= self.tpot_s, now)
+        self._add_tpot(name, tpot_s <= self._of(name).request_class.tpot_s, now)
 
-    def failed(self, had_first_token: bool, now: float) -> None:
+    def failed(self, had_first_token: bool, now: float, name: str = DEFAULT) -> None:
         """A sequence failed or was refused."""
-        (self._tpot if had_first_token else self._ttft).add(False, now)
+        (self._add_tpot if had_first_token else self._add_ttft)(name, False, now)
 
     def attainment(self, now: float) -> dict[str, float]:
-        """The share of sequences that kept each goal, by its name."""
-        goals = (("ttft", self.ttft_s, self._ttft), ("tpot", self.tpot_s, self._tpot))
-        return {name: share.value(now) for name, goal_s, share in goals if goal_s > 0}
+        """The share of sequences, of all classes with such a goal, that kept each goal, by its name."""
+        return self._all.shares(now)
 
-    def p95_token_s(self, now: float) -> float:
-        """Seconds that 95 % of the tokens after the first took at most; 0 without any."""
-        return self._gaps.quantile(0.95, now)
+    def class_attainment(self, now: float) -> dict[str, dict[str, float]]:
+        """The same by the name of the class."""
+        return {name: kept.shares(now) for name, kept in self._kept.items()}
+
+    def _of(self, name: str) -> _Kept:
+        return self._kept.get(name) or self._kept[DEFAULT]
+
+    def _add_ttft(self, name: str, kept: bool, now: float) -> None:
+        if (mine := self._of(name)).request_class.ttft_s > 0:
+            mine.ttft.add(kept, now)
+            self._all.ttft.add(kept, now)
+
+    def _add_tpot(self, name: str, kept: bool, now: float) -> None:
+        if (mine := self._of(name)).request_class.tpot_s > 0:
+            mine.tpot.add(kept, now)
+            self._all.tpot.add(kept, now)

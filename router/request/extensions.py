@@ -11,6 +11,7 @@ from router.request.refused import Only, Refused
 
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 256
+MAX_CLASS_CHARS = 256
 MIN_REPETITION_PENALTY = 0.01
 """Logits are divided by it: a smaller one would make them infinite."""
 MAX_STRUCTURED_CHOICES = 4096
@@ -69,6 +70,11 @@ class Extensions(Fields):
         None, description="requests share cached prefixes only with requests of the same salt"
     )
 
+    request_class: Annotated[str, Field(max_length=MAX_CLASS_CHARS)] | None = Field(
+        None, description="the class of requests that it is of; so does the header X-Request-Class"
+    )
+    service_tier: Any = Field(None, description="flex: class batch, priority: class interactive, where these exist")
+
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: what the answer must match")
     guided_json: JsonSchema | Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
     guided_regex: GrammarText | None = None
@@ -99,6 +105,11 @@ class Extensions(Fields):
     return_hidden_states: Refused = None
     lora_path: Refused = None
     session_params: Refused = None
+
+    @property
+    def tier(self) -> str | None:
+        """The service tier that it asks for; any other value than a text has no effect."""
+        return self.service_tier if isinstance(self.service_tier, str) else None
 
 
 EXTENSIONS = (*Extensions.model_fields,)

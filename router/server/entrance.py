@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from common.errors import RequestError
+from router.auth.class_choice import HEADER, caller_of
 from router.auth.visit import Visit
 from router.generation.service import Service
 from router.request.body import discard
@@ -33,7 +34,8 @@ def check_entrance(service: Service, visit: Visit, headers: Headers) -> None:
         service.gate.check_tokens(visit)
         # 0 for completions, whose body may hold many short prompts
         num_bytes = declared_bytes(headers) if visit.path != COMPLETION_PATH else 0
-        service.client.check_room(lambda num_tokens: num_bytes > MAX_OTHER_BYTES + MAX_TOKEN_BYTES * num_tokens)
+        caller = caller_of(service.config.classes, visit.key, headers.get(HEADER, ""))
+        service.client.check_room(lambda num_tokens: num_bytes > MAX_OTHER_BYTES + MAX_TOKEN_BYTES * num_tokens, caller)
     except RequestError as error:
         service.hint(error)
         log, _ = service.begin(visit, headers)

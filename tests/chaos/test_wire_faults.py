@@ -18,6 +18,9 @@ from benchmarks.stack import StackProcess
 from common.wire.messages import (
     AbortRequest,
     AnyMessage,
+    BlockEvents,
+    BlockSnapshot,
+    BlockSnapshotRequest,
     DecodeRequest,
     HandOver,
     KVAck,
@@ -240,6 +243,12 @@ async def forgetting(rig: Rig, salt: str) -> None:
     await rig.same_answers(salt)
 
 
+async def missing_events(rig: Rig, salt: str) -> None:
+    """The router misses what changed in a cache, and asks for all of it."""
+    rig.strike(BlockEvents, Fault.DROP)
+    await rig.same_answers(salt)
+
+
 SCENARIOS: dict[str, Callable[[Rig, str], Awaitable[None]]] = {
     RouterHello.__name__: reconnecting,
     WorkerHello.__name__: reconnecting,
@@ -250,6 +259,8 @@ SCENARIOS: dict[str, Callable[[Rig, str], Awaitable[None]]] = {
     RequestFailed.__name__: failing,
     KVFailed.__name__: failing,
     KVWait.__name__: crowded,
+    BlockSnapshotRequest.__name__: missing_events,
+    BlockSnapshot.__name__: missing_events,
 }
 HEARTBEATS = (RouterHeartbeat, WorkerHeartbeat)
 KINDS = sorted(typing.get_args(AnyMessage), key=lambda kind: kind.__name__)

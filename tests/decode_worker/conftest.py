@@ -239,6 +239,7 @@ class EngineRig(RouterSide):
                 max_num_seqs=max_num_seqs,
                 local_prefill_chunk=chunk,
                 watermark=watermark,
+                slo_tpot_s=slo_tpot_s,
             ),
             runner,
             sampler,
@@ -249,7 +250,6 @@ class EngineRig(RouterSide):
             transfer_timeout_s=30.0,
             handover_timeout_s=30.0,
             max_draft_tokens=max_draft_tokens,
-            slo_tpot_s=slo_tpot_s,
             launcher=None if launcher is None else launcher(runner, sampler),
             grammars=self.grammars,
         )

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.requests.token_goal import START, TokenGoal
 from decode_worker import draft_tokens
 from decode_worker.draft_tokens import FORCED, LONGEST_MATCH, NOTHING, Draft, HitRates, Lookup, num_accepted
 from decode_worker.speculation import LEAST_GAIN, SLOWEST, RowCosts
@@ -158,6 +159,14 @@ def test_no_step_becomes_much_longer_for_them() -> None:
     costs = costs_of({2: 1.0, 6: SLOWEST * 1.01, 9: 1.6})
     assert costs.worthwhile(2, [1.0] * 7) == 3
     assert costs_of({8: 1.0, 16: 2.0}).worthwhile(8, [1.0] * 8) == 0  # nor for tokens that others lose
+
+
+def test_with_a_goal_a_step_may_take_as_long_as_that_allows() -> None:
+    costs = costs_of({2: 1.0, 10: 1.88})  # 0.11 for each row
+    chances = [1.0] * 8
+    counts = [costs.worthwhile(2, chances, TokenGoal(limit_s / START)) for limit_s in (0.9, 1.05, 1.15, 1.6, 9.0)]
+    assert counts == [4, 0, 1, 5, 8]
+    assert costs.worthwhile(2, chances) == 4, "as for a goal that is missed anyway"
 
 
 def test_one_step_that_was_stopped_says_little_about_its_size() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from common.requests.token_goal import TokenGoal
 from decode_worker.pace import LONGEST_GAP_S, StepPace
 
 
 def test_without_a_goal_steps_take_a_quarter_of_the_time() -> None:
-    pace = StepPace(0.0)
+    pace = StepPace(TokenGoal())
     for _ in range(20):
         pace.took(0.01)
     pace.began(5.0)
@@ -18,7 +19,7 @@ def test_without_a_goal_steps_take_a_quarter_of_the_time() -> None:
 
 
 def test_no_gap_is_long_however_long_steps_are() -> None:
-    pace = StepPace(0.0)
+    pace = StepPace(TokenGoal())
     for _ in range(20):
         pace.took(0.09)
     assert pace.gap_s == LONGEST_GAP_S
@@ -27,10 +28,10 @@ def test_no_gap_is_long_however_long_steps_are() -> None:
 
 
 def test_a_goal_is_used_up_but_for_a_reserve() -> None:
-    pace = StepPace(0.05)
+    pace = StepPace(TokenGoal(0.05))
     pace.took(0.002)
     assert pace.gap_s == pytest.approx(0.04)
 
 
 def test_nothing_waits_before_the_first_step() -> None:
-    assert StepPace(0.05).wait_s(100.0) == 0.0
+    assert StepPace(TokenGoal(0.05)).wait_s(100.0) == 0.0

@@ -13,7 +13,7 @@ from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SampledToken, SamplingParams
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.sequence import DecodeSequence, RequestStatus
+from decode_worker.sequence import AGE_OF_A_LEVEL_S, DecodeSequence, RequestStatus
 from decode_worker.step import SchedulerOutput
 
 SIZE = 4
@@ -26,11 +26,13 @@ def scheduler(num_blocks: int = 32, *, seqs: int = 8, chunk: int = 8, watermark:
     )
 
 
-def request(name: str, tokens: list[int], at: float = 0.0, *, remote: bool = False) -> DecodeSequence:
+def request(
+    name: str, tokens: list[int], at: float = 0.0, *, remote: bool = False, priority: int = 0
+) -> DecodeSequence:
     status = RequestStatus.EXPECTING if remote else RequestStatus.WAITING
     wire = DecodeRequest(
         request_id=name, attempt=0, prompt=pack_tokens(tokens), params=SamplingParams(max_tokens=99),
-        prefill_worker="p" if remote else "",
+        prefill_worker="p" if remote else "", priority=priority,
     )  # fmt: skip
     return DecodeSequence(b"r", wire, list(tokens), BlockHasher(SIZE), at, at + 60.0, status=status)
 
@@ -359,3 +361,24 @@ def test_guesses_leave_a_block_for_everybodys_next_token() -> None:
     assert plan.pool.num_available == 2
     assert plan.room_for(first, 3 * SIZE) == 2 * SIZE - first.num_planned  # one for each of them stays
     plan.check_integrity()
+
+
+# ---------------------------------------------------------------- priority
+
+
+def test_a_level_of_priority_counts_as_some_seconds_of_waiting() -> None:
+    plan = scheduler(seqs=1)
+    decoding(plan, "r", 3, 0.0)
+    later = {"batch": -1, "urgent": 2}
+    for name, priority in later.items():
+        plan.add(request(name, [1] * 4, 1.0, priority=priority))
+    plan.add(request("aged", [1] * 4, 1.0 - 2 * AGE_OF_A_LEVEL_S - 0.1))
+    assert [sequence.request_id for sequence in plan.queue] == ["aged", "urgent", "batch"]
+
+
+def test_the_lowest_priority_is_preempted_first_and_then_the_youngest() -> None:
+    plan = scheduler(num_blocks=4)
+    for name, at, priority in (("a", 1.0, 0), ("b", 2.0, 1), ("c", 3.0, 1)):
+        plan.add(request(name, [ord(name)] * 3, at, priority=priority))
+    lost = [sequence.request_id for _ in range(8) for sequence in run(plan).preempted]
+    assert lost[:2] == ["a", "c"]

@@ -105,6 +105,21 @@ def ask(url: str) -> str:
     return text
 
 
+def test_a_pool_at_zero_is_started_for_those_who_ask(served: list[Served], tmp_path: Path) -> None:
+    """The whole way: the router's plan, its gauges, a worker more, the file that lists it, and requests that use it."""
+    goals = ("--slo-ttft-ms", "10000", "--slo-tpot-ms", "1000", "--planner-interval-s", "0.3")
+    served.append(Served(tmp_path / "a.log", "--autoscale", "--prefill", "0", "--max-prefill", "1", *goals))
+    ask(served[0].url)
+
+    def asked_and_planned() -> bool:
+        ask(served[0].url)
+        return served[0].said("prefill", "ready: tiny-random") and served[0].said("(prefill) was found")
+
+    wait_until(asked_and_planned, "a prefill worker", PATIENCE_S)
+    assert served[0].said("the plan wants workers", "role=prefill", "workers=1")
+    assert served[0].end(signal.SIGTERM, whole_group=False) == set()
+
+
 def test_two_services_side_by_side_end_by_control_c_and_by_sigterm(served: list[Served], tmp_path: Path) -> None:
     served += [Served(tmp_path / "a.log"), Served(tmp_path / "b.log", "--prefill", "0")]
     first, second = served

@@ -45,6 +45,16 @@ def held(role: str, values: str) -> Series:
     return {f'diptych_requests_held{{{ROUTER},role="{role}"}}': values}
 
 
+def tails(measured: str, predicted: str) -> Series:
+    return {
+        f'diptych_plan_tail_seconds{{{ROUTER},kind="measured",slo="ttft"}}': measured,
+        f'diptych_plan_tail_seconds{{{ROUTER},kind="predicted",slo="ttft"}}': predicted,
+        # Nothing is predicted while nothing is asked for.
+        f'diptych_plan_tail_seconds{{{ROUTER},kind="measured",slo="tpot"}}': "0.1x60",
+        f'diptych_plan_tail_seconds{{{ROUTER},kind="predicted",slo="tpot"}}': "0x60",
+    }
+
+
 def exposed(below: str, above: str) -> Series:
     name = "diptych_exposed_transfer_seconds_bucket"
     return {
@@ -86,6 +96,11 @@ CASES = {
         {f'diptych_slo_attainment_ratio{{{ROUTER},slo="tpot"}}': "0.8x60"},
         {f'diptych_slo_attainment_ratio{{{ROUTER},slo="tpot"}}': "0.95x60"},
     ),
+    "DiptychGoalsInfeasible": Case(
+        {f"diptych_plan_feasible{{{ROUTER}}}": "0x60"},
+        {f"diptych_plan_feasible{{{ROUTER}}}": "0x5 1x60"},
+    ),
+    "DiptychPlanWrong": Case(tails("0.9x60", "0.4x60"), tails("0.7x60", "0.4x60"), labels=OF_MODEL | {"slo": "ttft"}),
     "DiptychPrefillBacklog": Case(
         {
             f"diptych_prefill_backlog_seconds{{{PREFILL}}}": "25x60",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.config import CONFIG_CLASSES, DecodeWorkerConfig, PrefillWorkerConfig
+from common.config import CONFIG_CLASSES, DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig
 from common.config.field import fields_of
 from common.config.sources import Sources, counterpart
 
@@ -166,6 +166,43 @@ def test_autoscalers_and_budgets_have_targets_and_each_target_one_master(rendere
     for budget in budgets:
         assert len(matched(rendered, budget["spec"]["selector"]["matchLabels"])) == 1
         assert ("minAvailable" in budget["spec"]) != ("maxUnavailable" in budget["spec"])
+
+
+@pytest.mark.parametrize("discovery", ["kubernetes", "dns"])
+def test_a_router_that_plans_its_pools_has_the_rights_for_that_and_no_others(
+    helm4: Path, tmp_path: Path, discovery: str
+) -> None:
+    scaling = {"type": "planner", "minReplicas": 0, "maxReplicas": 6}
+    goals = {"name": "m", "source": {"type": "hub", "id": "m"}, "slo": {"ttftMs": 500, "tpotMs": 30}}
+    over = {"models": [goals], "workers": {"autoscaling": scaling}, "discovery": {"type": discovery}}
+    rendered = render(helm4, over=over)
+    router = rendered.named("Deployment", "demo-diptych-router-m")
+    settings = settings_of(rendered, router)
+    names = {role: f"demo-diptych-{role}-default" for role in ("prefill", "decode")}
+    assert {role: settings[f"{role}_deployment"] for role in names} == names
+    assert (settings["planner"], settings["min_decode"], settings["max_prefill"]) == ("kubernetes", 0, 6)
+    assert all("replicas" not in rendered.named("Deployment", name)["spec"] for name in names.values())
+    assert not rendered.of("HorizontalPodAutoscaler", "ScaledObject")
+    assert router["spec"]["template"]["spec"]["automountServiceAccountToken"]
+    probe = router["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["path"]
+    assert probe == "/health", "requests wait in the router for pools at zero"
+    rights = {
+        (group, resource): (sorted(rule["verbs"]), rule.get("resourceNames"))
+        for rule in rendered.named("Role", "demo-diptych-router")["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        if rule["verbs"] != ["create"]
+    }
+    slices = {("discovery.k8s.io", "endpointslices"): (["list", "watch"], None)}
+    assert rights == (slices if discovery == "kubernetes" else {}) | {
+        ("apps", "deployments/scale"): (["get", "patch"], sorted(names.values())),
+        ("", "pods"): (["list"], None),
+        ("coordination.k8s.io", "leases"): (["get", "patch"], [settings["planner_lease"]]),
+    }
+    way = rendered.named("NetworkPolicy", "demo-diptych-router")
+    assert any(port["port"] == 6443 for rule in way["spec"]["egress"] for port in rule.get("ports", ()))
+    (tmp_path / "diptych.toml").write_text(rendered.named("ConfigMap", "demo-diptych-router-m")["data"]["diptych.toml"])
+    RouterConfig(**Sources.open(str(tmp_path / "diptych.toml"), {}, RouterConfig).values(RouterConfig))
 
 
 def test_keda_never_scales_on_a_metric_that_is_lost(rendered: Rendered) -> None:

@@ -28,6 +28,10 @@ READY_TIMEOUT_S = 60.0
 RARE = {
     "overview: Moves to another worker",
     "overview: Given up",
+    # Without --planner there are none.
+    "overview: Workers planned",
+    "overview: Requests offered",
+    "overview: Tails, predicted and measured",
     "transfer: Failed",
     "transfer: Streams handed over",
 }

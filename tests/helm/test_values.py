@@ -101,6 +101,11 @@ ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}]}
             {"decode": {"pools": [POOL, {"name": "more"}], "defaults": {"autoscaling": KEDA}}},
             "has several decode pools, and a router counts them together",
         ),
+        (
+            {"decode": {"pools": [POOL, {"name": "more"}], "defaults": {"autoscaling": {"type": "planner"}}}},
+            "has several decode pools, and its router plans them as one",
+        ),
+        ({"prefill": {"defaults": {"autoscaling": {"type": "planner"}}}}, "needs a decode pool with the same"),
         ({"workers": {"accelerator": {"vendor": "intel"}}}, "needs accelerator.device"),
         ({"fullnameOverride": "x" * 60}, "characters, Kubernetes takes 63"),
         ({"tls": {"certManager": {"enabled": True}}}, "needs tls.certManager.issuerRef.name"),

@@ -10,6 +10,7 @@ from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockPool
 from common.latency.step_model import StepModel
 from common.requests.prompt_order import PATIENCE_S
+from common.requests.step_budget import Knob
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import PrefillRequest
 from common.wire.sampling_params import SamplingParams
@@ -236,3 +237,14 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
     derandomize=True, deadline=None, max_examples=examples(60), stateful_step_count=50
 )
+
+
+def test_steps_are_small_while_prompts_have_goals_and_full_otherwise() -> None:
+    model = StepModel(fixed_s=1e-3, token_s=1e-4, num_steps=9)
+    plan = scheduler(num_blocks=512, budget=512)
+    plan.add(prompt("a", list(range(1000))))
+    assert [chunk.num_tokens for chunk in plan.schedule(0.0, model).chunks] == [512]
+    assert plan.step_tokens == Knob(512, "bound")
+    plan.add(prompt("b", list(range(600)), ttft_s=3.0))
+    assert sum(chunk.num_tokens for chunk in plan.schedule(0.1, model).chunks) == plan.max_step_tokens < 512
+    assert plan.step_tokens.reason == "efficiency"

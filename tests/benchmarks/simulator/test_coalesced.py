@@ -82,16 +82,20 @@ def ends(scenario: Scenario, most_steps: int | None) -> list[tuple[str, float, f
     return [(request.outcome, request.first_token_at, request.ended_at) for request in run.requests]
 
 
-@pytest.mark.parametrize("num_blocks", (4096, 160))
-def test_a_simulation_takes_steps_at_once_and_ends_alike(scenario: Callable[..., Scenario], num_blocks: int) -> None:
+@pytest.mark.parametrize("num_blocks", (4096, 120))
+def test_a_simulation_takes_steps_at_once_and_ends_alike(
+    scenario: Callable[..., Scenario], num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With few blocks, sequences are preempted as well."""
-    one = {"count": 1}
+    one, preempted, preempt = {"count": 1}, [], CoalescedScheduler._preempt
+    monkeypatch.setattr(CoalescedScheduler, "_preempt", lambda *args: (preempted.append(args[1]), preempt(*args)))
     made = scenario(
         prefill=one, decode=one | {"num_blocks": num_blocks}, noise=0.0, duration_s=5.0, load={"rate": 8.0},
         event=[{"at_s": 3.0, "kind": "death", "worker": "decode-0", "back_s": 0.1}],
     )  # fmt: skip
     made = msgspec.structs.replace(made, pool=tuple(msgspec.structs.replace(pool, start_s=0.2) for pool in made.pool))
     coalesced, single = ends(made, None), ends(made, 1)
+    assert bool(preempted) == (num_blocks == 120)
     assert [outcome for outcome, *_ in coalesced] == [outcome for outcome, *_ in single]
     for (_, *times), (_, *expected) in zip(coalesced, single, strict=True):
         assert times == pytest.approx(expected, abs=1e-6, nan_ok=True)

@@ -87,6 +87,13 @@ def test_each_policy_serves_all(scenario: Callable[..., Scenario], policy: str) 
     assert found.num_ok == found.num_requests > 5
 
 
+def test_one_pool_serves_alone(scenario: Callable[..., Scenario]) -> None:
+    run = simulate(scenario(prefill={"count": 0}, duration_s=4.0))
+    assert {request.outcome for request in run.requests} == {"ok"}
+    assert set(run.num_choices) == {"local"}
+    assert run.conserved.num_bytes == 0.0
+
+
 def test_turns_are_taken_and_shared_prefixes_are_followed(scenario: Callable[..., Scenario]) -> None:
     """The first prompts come before anything is cached; after that one worker of each pool has the prefix."""
     load = {"shared_prefix_len": 512, "input_len": "600", "output_len": "2"}
@@ -115,6 +122,30 @@ def test_a_worker_that_starts_serves_once_it_is_ready(scenario: Callable[..., Sc
     run = simulation.run()
     assert simulation.workers["decode-2"].num_output_tokens > 0
     assert run.worker_seconds == pytest.approx(5 * run.seconds - 2.0)
+
+
+def test_a_worker_that_stops_ends_its_streams_first(scenario: Callable[..., Scenario]) -> None:
+    event = [{"at_s": 4.0, "kind": "stop", "worker": name} for name in ("decode-0", "prefill-0")]
+    simulation = Simulation(scenario(event=event, load={"output_len": "100-200"}))
+    run = simulation.run()
+    found = Findings.of(run)
+    assert found.num_ok == found.num_requests
+    up_s = {name: worker.up_s for name, worker in simulation.workers.items()}
+    assert 4.5 < up_s["prefill-0"] < 6.0 and 4.5 < up_s["decode-0"] < 8.0
+    assert up_s["decode-1"] > run.seconds
+
+
+def test_routers_miss_an_idle_worker_that_falls_silent(scenario: Callable[..., Scenario]) -> None:
+    """It had nothing to say for seconds: what they have not heard since then, they must notice."""
+    event = [{"at_s": at_s, "kind": "silence", "worker": f"decode-{n}"} for n, at_s in enumerate((5.0, 5.0002))]
+    made = scenario(event=event, decode={"count": 3}, load={"rates": [[0.0, 1.0], [3.0, 0.0], [9.0, 3.0]]}, routers=2)
+    simulation = Simulation(made)
+    found = Findings.of(simulation.run())
+    assert found.num_ok == found.num_requests
+    for router in simulation.routers:
+        states = {address: str(worker.state) for address, worker in router.registry.workers.items()}
+        assert states["tcp://decode-0:7001"] == states["tcp://decode-1:7001"] == "dead"
+        assert states["tcp://decode-2:7001"] == states["tcp://prefill-0:7001"] == "ready"
 
 
 def test_models_can_be_fitted_as_in_life(scenario: Callable[..., Scenario]) -> None:

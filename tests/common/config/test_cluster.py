@@ -34,7 +34,7 @@ def not_in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"discovery": "kubernetes", "decode_services": ("no way",)}, "names such as diptych-decode (kub"),
         ({"discovery_namespace": "x"}, "discovery_namespace='x' is refused: empty without"),
         ({"discovery": "kubernetes", "discovery_namespace": "Not-A-Name"}, "a namespace's name"),
-        ({"discovery": "consul"}, "one of static, dns, kubernetes"),
+        ({"discovery": "consul"}, "one of static, dns, file, kubernetes"),
         ({"kubernetes_api": "10.0.0.1:443"}, "a URL such as"),
         ({"slo_tpot_ms": -1.0}, "slo_tpot_ms=-1.0 is refused"),
     ],

@@ -119,3 +119,15 @@ def test_a_step_that_computed_nothing_teaches_nothing() -> None:
     fit.observe(StepShape(), 0.1)
     fit.observe(StepShape.of_rows(1, 1), 0.0)
     assert not fit.model.is_known
+
+
+def test_what_is_new_is_learnt_within_a_few_steps() -> None:
+    machine, fit = Machine(CPU), StepFit()
+    machine.run(fit, lambda: StepShape.of_rows(1, 300), 3000)
+    assert not fit.model.knows_prompts
+    machine.run(fit, lambda: StepShape.of_prompt(0, 400), 4)
+    assert fit.model.knows_prompts
+    machine.run(fit, lambda: StepShape.of_rows(16, 4800), 4)
+    assert fit.model.seconds(StepShape.of_rows(16, 4800)) == pytest.approx(
+        CPU.seconds(StepShape.of_rows(16, 4800)), rel=0.2
+    )

@@ -32,6 +32,7 @@ class Prompt:
     due_at: float = math.inf
     has_output: bool = False
     num_computed: int = 0
+    priority: int = 0
     done_at: float = math.inf
 
     @property
@@ -118,6 +119,29 @@ def test_of_prompts_that_cannot_all_be_in_time_the_longest_gives_way() -> None:
 def test_without_a_known_model_tokens_count() -> None:
     prompts = [Prompt("a", 10), Prompt("b", 900, due_at=3.0), Prompt("c", 5, due_at=4.0), Prompt("d", 1, due_at=0.5)]
     assert names(prompts, 1.0, UNKNOWN) == "cbda"
+
+
+# ---------------------------------------------------------------- with priorities
+
+
+def test_priority_comes_before_slack_and_behind_streams_that_stand_still() -> None:
+    prompts = [
+        Prompt("a", 5, due_at=2.0),
+        Prompt("b", 900, priority=1),
+        Prompt("c", 9, priority=-1, has_output=True),
+        Prompt("d", 20, due_at=30.0, priority=1),
+    ]
+    assert names(prompts) == "cdba"
+
+
+def test_a_prompt_behind_those_of_higher_priority_is_late_if_they_make_it_so() -> None:
+    prompts = [Prompt("a", 100, priority=1), Prompt("b", 60, due_at=0.7), Prompt("c", 90, due_at=2.0)]
+    assert names(prompts) == "acb", "alone, b would be in time and first"
+
+
+def test_the_elder_may_be_of_the_lowest_priority() -> None:
+    old, new = Prompt("a", 50, priority=-5), Prompt("b", 50, PATIENCE_S, priority=5)
+    assert names([new, old], PATIENCE_S + 0.1) == "ab" and names([new, old], PATIENCE_S - 0.1) == "ba"
 
 
 lengths = st.integers(1, 300)

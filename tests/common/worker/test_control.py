@@ -11,11 +11,15 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from common.kv.block_log import BlockLog
 from common.wire.codec import decode, encode
 from common.wire.messages import (
     PROTOCOL_VERSION,
     AbortRequest,
     AnyMessage,
+    BlockEvents,
+    BlockSnapshot,
+    BlockSnapshotRequest,
     Message,
     RouterHeartbeat,
     RouterHello,
@@ -65,6 +69,7 @@ class Rig:
         self.received: list[tuple[bytes, AnyMessage]] = []
         self.lost: list[bytes] = []
         self.steps = itertools.count()
+        self.blocks = BlockLog(epoch=3)
         self.server = ControlServer(
             self.socket,
             self.worker_hello,
@@ -73,6 +78,7 @@ class Rig:
             self.lost.append,
             heartbeat_s=heartbeat_s,
             router_timeout_s=router_timeout_s,
+            blocks=lambda: self.blocks,
         )
         self.serving = asyncio.create_task(self.server.run())
         self.routers: list[Router] = []
@@ -81,7 +87,7 @@ class Rig:
         return hello_of(epoch=3)
 
     def worker_heartbeat(self, router: bytes) -> WorkerHeartbeat:
-        return heartbeat_of(epoch=3, step=next(self.steps))
+        return heartbeat_of(epoch=3, step=next(self.steps), block_sequence=self.blocks.sequence)
 
     def router(self, name: str = "r") -> Router:
         self.routers.append(Router(self.context, self.address, name))
@@ -293,6 +299,45 @@ async def test_the_engines_thread_may_send_in_order(rig: Rig) -> None:
         if isinstance(message := await router.read(), AbortRequest):
             seen.append(message.request_id)
     assert seen == [str(n) for n in range(50)]
+
+
+async def read_kind(router: Router, kind: type[Message]) -> AnyMessage:
+    """The next message of a kind."""
+    while not isinstance(message := await router.read(), kind):
+        pass
+    return message
+
+
+async def test_every_router_hears_what_changed_in_the_cache_before_a_heartbeat_counts_it(rig: Rig) -> None:
+    routers = [rig.router("r1"), rig.router("r2")]
+    for router in routers:
+        await router.hello()
+        await router.read_hello()
+    await rig.wait(lambda: rig.server.num_routers == 2)
+    rig.blocks.stored(b"12345678")
+    for router in routers:
+        while not isinstance(message := await router.read(), BlockEvents):
+            assert isinstance(message, WorkerHeartbeat) and message.block_sequence == 0
+        assert message == BlockEvents(epoch=3, sequence=1, stored=b"12345678")
+        beat = await read_kind(router, WorkerHeartbeat)
+        assert isinstance(beat, WorkerHeartbeat) and beat.block_sequence == 1
+
+
+async def test_a_router_that_asks_gets_all_that_is_cached_once(rig: Rig) -> None:
+    asking, other = rig.router("asking"), rig.router("other")
+    for router in (asking, other):
+        await router.hello()
+        await router.read_hello()
+    rig.blocks.stored(b"12345678")
+    for router in (asking, other):
+        await read_kind(router, BlockEvents)
+    for _ in range(3):  # faster than heartbeats: they get one answer or few
+        await asking.send(BlockSnapshotRequest(epoch=3))
+    snapshot = await read_kind(asking, BlockSnapshot)
+    assert snapshot == BlockSnapshot(epoch=3, sequence=1, piece=0, num_pieces=1, hashes=b"12345678")
+    seen = [type(await router.read()) for router in (other, asking) for _ in range(5)]
+    assert set(seen[:5]) == {WorkerHeartbeat}, "the other router did not ask"
+    assert not rig.received, "the engine has no part in it"
 
 
 async def test_messages_for_a_router_that_is_gone_are_counted(rig: Rig) -> None:

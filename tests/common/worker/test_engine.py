@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from common.kv.block_pool import BlockCounts
+from common.latency.step_model import StepShape
 from common.worker.engine import INBOX_BOUND, Engine, EngineStatus
 from common.worker.step_times import LONGEST_S, StepTimes
 
@@ -31,7 +32,7 @@ class SleepyEngine(Engine):
         self.work.append(command)
 
     def step(self, now: float) -> None:
-        self.planned(128, 128.0)
+        self.planned(StepShape.of_prompt(0, 128))
         self.in_step.set()
         assert self.go.wait(100)
         self.num_done += len(self.work)
@@ -94,8 +95,7 @@ def test_the_limit_follows_the_steps(engine: SleepyEngine) -> None:
     assert engine.in_step.wait(60)
     assert engine.turn_limit_s == LONGEST_S > idle
     engine.go.set()
-    wait(lambda: engine.num_done == 1)
-    wait(lambda: engine.status.full_tokens_per_s > 0)
+    wait(lambda: engine.num_done == 1 and not engine.status.num_waiting)
     engine.in_step.clear()
     engine.go.clear()
     engine.submit("work")

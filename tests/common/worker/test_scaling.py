@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.kv.block_pool import BlockCounts
+from common.latency.step_model import StepModel
 from common.observe.recent_quantile import RecentQuantile
 from common.worker.engine import EngineStatus
 from common.worker.metrics import WorkerMetrics
-from common.worker.scaling import ASSUMED_TOKENS_PER_S, backlog_s, pressure
+from common.worker.scaling import ASSUMED_TOKENS_PER_S, DecodeWork, backlog_s, pressure, unblocked_share
 
 
 def test_a_backlog_is_time() -> None:
@@ -21,11 +23,42 @@ def test_a_backlog_is_time() -> None:
     assert backlog_s(1500, 0.0) == 1500 / ASSUMED_TOKENS_PER_S
 
 
+MODEL = StepModel(fixed_s=0.02, row_s=0.001, context_s=1e-6, num_steps=50)
+"""A row with 1,000 tokens of context takes 2 ms."""
+
+
+def work(kv_usage: float, running: int, waiting: int = 0, model: StepModel = MODEL) -> DecodeWork:
+    return DecodeWork(kv_usage, running, waiting, running, 1000 * running, model)
+
+
 def test_pressure_is_the_worse_of_memory_and_speed() -> None:
-    assert pressure(0.4, 0.02, 0.0) == 0.5
-    assert pressure(0.4, 0.02, 0.05) == 0.5
-    assert pressure(0.4, 0.04, 0.05) == pytest.approx(0.8)
-    assert pressure(1.0, 0.0, 0.05) == 1.25
+    assert pressure(work(0.4, 10), 0.0) == 0.5
+    assert pressure(work(0.2, 10), 0.08) == pytest.approx(250 / 375), "tokens a second"
+    assert pressure(work(0.4, 45), 0.08) == pytest.approx(1.5), "rows, behind the largest step within the goal"
+    assert pressure(work(1.0, 24), 0.0) == 1.25
+
+
+def test_what_waits_counts_like_what_runs() -> None:
+    assert pressure(work(0.8, 10, waiting=10), 0.0) == pytest.approx(2.0)
+    assert pressure(work(0.1, 10, waiting=20), 0.08) == pytest.approx(1.0)
+
+
+def test_a_goal_that_a_lone_row_misses_does_not_fill_an_idle_worker() -> None:
+    """A lone row takes 22 ms. The pool grows for a quarter more, not for what no number of workers gives."""
+    assert pressure(work(0.0, 0), 0.01) == 0.0
+    assert pressure(work(0.01, 1), 0.01) < 0.5
+    assert pressure(work(0.1, 8), 0.01) == pytest.approx(8 / 3.75)
+
+
+def test_without_a_model_pressure_is_memory() -> None:
+    assert pressure(work(0.4, 60, model=StepModel()), 0.05) == 0.5
+    assert pressure(work(0.0, 0, model=StepModel(token_s=1e-4, num_steps=9)), 0.05) == 0.0, "rows that take no time"
+
+
+def test_prompts_behind_a_full_decode_pool_ask_for_no_prefill_worker() -> None:
+    assert unblocked_share(0.3, 4, 0) == unblocked_share(0.0, 0, 0) == 1.0
+    assert unblocked_share(0.9, 0, 30) == pytest.approx(0.1), "all memory is held by computed prompts"
+    assert unblocked_share(0.4, 6, 2) == pytest.approx(0.9)
 
 
 def test_a_recent_quantile_is_right_to_five_percent() -> None:
@@ -51,10 +84,8 @@ def test_a_recent_quantile_forgets() -> None:
     assert recent.quantile(0.5, 500.0) == pytest.approx(1e-5)
 
 
-def gauges(role: str, status: EngineStatus, steps: tuple[float, ...] = (), slo_tpot_s: float = 0.0) -> dict[str, float]:
+def gauges(role: str, status: EngineStatus, slo_tpot_s: float = 0.0) -> dict[str, float]:
     metrics = WorkerMetrics("m", "w", lambda: status, role=role, slo_tpot_s=slo_tpot_s)
-    for step_s in steps:
-        metrics.step_seconds.observe(step_s)
     families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
     return {
         sample.name: sample.value
@@ -76,7 +107,8 @@ STATUS = EngineStatus(
 
 def test_a_prefill_worker_tells_its_backlog() -> None:
     found = gauges("prefill", STATUS)
-    assert (found["diptych_prefill_backlog_seconds"], found["diptych_active_requests"]) == (3.0, 9)
+    assert found["diptych_prefill_backlog_seconds"] == pytest.approx(3.0 * (1 - 0.5 * 4 / 6))
+    assert found["diptych_active_requests"] == 9
     assert "diptych_decode_pressure" not in found
     assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (2, 3)
     assert gauges("prefill", EngineStatus())["diptych_prefill_backlog_seconds"] == 0.0
@@ -84,11 +116,11 @@ def test_a_prefill_worker_tells_its_backlog() -> None:
 
 def test_a_decode_worker_tells_its_pressure() -> None:
     found = gauges("decode", STATUS)
-    assert (found["diptych_decode_pressure"], found["vllm:kv_cache_usage_perc"]) == (pytest.approx(0.625), 0.5)
+    assert found["diptych_decode_pressure"] == pytest.approx(0.625 * 1.5), "three wait beside six"
+    assert found["vllm:kv_cache_usage_perc"] == 0.5
     assert "diptych_prefill_backlog_seconds" not in found
-    slow = gauges("decode", STATUS, steps=(0.01,) * 90 + (0.09,) * 10, slo_tpot_s=0.1)
-    assert slow["diptych_decode_pressure"] == pytest.approx(0.9, rel=0.06)
-    assert slow["diptych_engine_step_seconds_count"] == 100
+    slow = replace(STATUS, num_context_tokens=2000, step_model=MODEL)
+    assert gauges("decode", slow, slo_tpot_s=0.03)["diptych_decode_pressure"] == pytest.approx(9 / 5)
     assert gauges("decode", EngineStatus(), slo_tpot_s=0.1)["diptych_decode_pressure"] == 0.0
 
 

@@ -21,8 +21,8 @@ from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.sampling.finish import finish_reason
 from common.wire.sampling_params import TokenLogprobs
-from router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
-from router.dispatch.load import DispatchLoad, WorkerLoad
+from router.dispatch.client import ANYONE, Caller, GenerationRequest, RequestTimeline, TokenEvent
+from router.dispatch.load import ClassLoad, DispatchLoad, WorkerLoad
 from router.generation.tracing import Tracing
 from router.observe.metrics import RouterMetrics
 from router.server.app import build_app
@@ -61,7 +61,7 @@ class Engine:
     with_logprobs: set[str] = field(default_factory=set)
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def check_room(self, is_longer: Callable[[int], bool]) -> None:
+    def check_room(self, is_longer: Callable[[int], bool], caller: Caller = ANYONE) -> None:
         if self.full is not None and (self.most_when_full < 0 or is_longer(self.most_when_full)):
             raise self.full
 
@@ -112,7 +112,9 @@ class Engine:
         return self.is_ready
 
     def load(self) -> DispatchLoad:
-        return DispatchLoad({"queue": 0, "decode": 2}, (WORKER,), {"decode": 3}, {"Unavailable": 1}, {"remote": 4}, 5)
+        stages, batch = {"queue": 0, "decode": 2}, ClassLoad("batch", num_waiting=3, num_held=2, num_refused=7)
+        counts = ({"decode": 3}, {"Unavailable": 1}, {"remote": 4}, 5)
+        return DispatchLoad(stages, (WORKER,), *counts, classes=(batch,))
 
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1

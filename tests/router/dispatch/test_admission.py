@@ -79,6 +79,8 @@ def test_a_full_batch_makes_wait_by_littles_law():
     assert wait_s([], [decode(num_running=3, service_s=8.0)]) == 0
     full = decode(num_running=4, num_waiting=7, service_s=8.0)
     assert wait_s([], [full]) == pytest.approx(8 * 8.0 / 4)
+    capped = decode(num_running=2, num_waiting=1, batch_cap=2, service_s=8.0)
+    assert wait_s([], [capped]) == pytest.approx(2 * 8.0 / 2), "places that a goal keeps free are none"
 
 
 def test_without_blocks_to_give_only_those_that_run_are_places():

@@ -10,7 +10,7 @@ import uvloop
 
 from common.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from common.wire.messages import AbortRequest, DecodeRequest, PrefillRequest, ResetPrefixCache
-from router.dispatch.core import MAX_PLACED_A_TURN
+from router.dispatch.turns import MAX_PLACED_A_TURN
 
 PROMPT = list(range(1, 13))
 

@@ -148,7 +148,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             prefill_timeout_s=TOKEN_TIMEOUT_S, token_timeout_s=TOKEN_TIMEOUT_S, max_retries=100,
             local_prefill_threshold=3,
         )  # fmt: skip
-        dispatcher = Dispatcher(config)
+        with patch("router.fleet.fleet.secrets.token_hex", return_value="router"):  # or equal workers' order differs
+            dispatcher = Dispatcher(config)
         dispatcher._open = True
         dispatcher._clock = dispatcher.fleet._clock = lambda: self.now
         recover = dispatcher.core._recovery.recover

@@ -140,11 +140,11 @@ async def test_a_request_waits_for_the_first_worker_there_ever_is(cluster: Any, 
     assert dispatcher.ready == (False, "no decode worker is configured")
     request = tools.request()
     task = asyncio.create_task(tools.collect(dispatcher, request))
-    await tools.until(lambda: dispatcher.demand(0.0, 0.0).held["decode"] == 1)
+    await tools.until(lambda: dispatcher.demand(0.0).held["decode"] == 1)
     dispatcher.fleet.reconcile(listed(cluster.add("decode"), cluster.add("prefill")))
     tokens, _ = await task
     assert tokens == tools.expected(request.prompt_token_ids, 8)
-    assert dispatcher.demand(0.0, 0.0).held == {"decode": 0, "prefill": 0}
+    assert dispatcher.demand(0.0).held == {"decode": 0, "prefill": 0}
 
 
 async def test_an_address_that_changes_its_role_is_a_new_worker(cluster: Any, tools: Any) -> None:

@@ -224,6 +224,58 @@ def test_a_decode_worker_that_computed_no_prompt_is_not_taken_for_a_fast_one():
     assert choice.prefill is not None
 
 
+def test_a_router_counts_on_others_that_fill_the_emptiest_worker_as_it_does():
+    loads = {"d0": {"num_running": 4, "num_context_tokens": 4000}, "d1": {"num_running": 1, "num_context_tokens": 1000}}
+    registry, picks = reported(**loads), Counter()
+    for worker in registry.workers.values():
+        worker.rivals = 3.0
+    for _ in range(4):
+        picks[(decode := choose(registry).decode).address] += 1
+        registry.book(decode.address, prompt=StepShape(), num_blocks=1)
+    assert picks == {"d0": 2, "d1": 2}, "alone it would send three to d1, and four routers twelve"
+
+
+def test_how_much_other_routers_send_is_seen_in_reports():
+    registry = reported()
+    registry.book("d0", prompt=StepShape(), num_blocks=1)
+    serial = registry.book("d1", prompt=StepShape(), num_blocks=1).serial
+    for now in range(40):
+        for address in ("d0", "d1"):
+            report(registry, address, num_running=4, num_context_tokens=400, serial=serial)
+            registry.workers[address].last_seen = float(now)
+        for address in ("p0", "p1"):
+            registry.workers[address].last_seen = float(now)
+        registry.sweep(float(now))
+    assert registry.workers["d0"].rivals == pytest.approx(3.0, rel=0.01)
+    for address in ("d0", "d1"):
+        report(registry, address, num_running=1, num_context_tokens=100, serial=serial)
+    for now in range(40, 58):
+        for worker in registry.workers.values():
+            worker.last_seen = float(now)
+        registry.sweep(float(now))
+    assert registry.workers["d0"].rivals < 0.1, "it is alone again"
+
+
+ROWS_ONLY = {"model": StepModel(fixed_s=5e-3, row_s=1e-4, num_steps=100)}
+
+
+def test_a_next_turn_is_computed_where_the_answer_before_it_is_cached():
+    """1,000 tokens of the first turn and its answer, then 100 new ones: the prefill worker has only the prompt."""
+    registry = reported()
+    assert names(choose(registry, num_tokens=1100, hits={"p0": 496, "d1": 992})) == (None, "d1")
+    assert names(choose(registry, num_tokens=1100, hits={"p0": 992, "d1": 992}))[0] == "p0", "both have all"
+    busy = {"waiting_s": 1.0}
+    assert names(choose(reported(d1=busy), num_tokens=1100, hits={"p0": 496, "d1": 992}))[0] == "p0"
+
+
+def test_a_decode_worker_that_computed_no_prompt_computes_a_next_turn():
+    registry = reported(d0=ROWS_ONLY, d1=ROWS_ONLY)
+    assert names(choose(registry, num_tokens=1100, hits={"p0": 496, "d1": 992})) == (None, "d1")
+    assert names(choose(registry, num_tokens=1100, hits={"p0": 496, "d1": 496}))[0] == "p0", "it holds no more"
+    assert names(choose(registry, num_tokens=1900, hits={"p0": 496, "d1": 992}))[0] == "p0", "it may be slow at it"
+    assert names(choose(registry, num_tokens=1100, hits={"d1": 992}, policy=REMOTE))[0] == "p0", "the user forbids it"
+
+
 def test_a_forecast_has_every_term():
     crowd = {"num_running": 4, "num_context_tokens": 4000}
     registry = reported(p0={"waiting_s": 0.3}, p1={"waiting_s": 0.3}, d0=crowd, d1=crowd)

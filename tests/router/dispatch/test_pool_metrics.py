@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from common.latency.step_model import StepModel
 from router.discovery.endpoint import Endpoint
 from router.discovery.status import DiscoveryStatus
 from router.observe.pool_metrics import PoolCollector
@@ -92,13 +93,32 @@ async def test_pressure_is_summed_over_decode_workers(cluster: Any, tools: Any) 
     dispatcher = await cluster.start(0, 0)
     scrape = Scraper(dispatcher, SLOWindow(0.0, 0.1))
     assert scrape()["pool_pressure decode"] == pytest.approx(0.4 / 0.8 + 0.08 / 0.8)
-    for _ in range(20):
-        scrape.window.gap(0.03, asyncio.get_running_loop().time())
-    assert scrape()["pool_pressure decode"] == pytest.approx(0.5 + 0.3, rel=0.05)
+    fast = StepModel(fixed_s=0.04, row_s=0.002, num_steps=9)  # 30 rows within the goal
+    for worker, num_running in zip(cluster.workers, (24, 0), strict=True):
+        worker.beat |= {"num_running": num_running, "step_model": fast}
+    await tools.until(lambda: scrape()["pool_pressure decode"] == pytest.approx(24 / 30 * 100 / 88 + 0.1))
     assert scrape()["slo_attainment_ratio tpot"] == 1.0
     assert "slo_attainment_ratio ttft" not in scrape()
     dispatcher.fleet.reconcile([])
     await tools.until(lambda: scrape()["pool_pressure decode"] == 0)
+
+
+async def test_a_full_decode_pool_asks_for_no_prefill_worker(cluster: Any, tools: Any) -> None:
+    """Prompts that no decode worker takes wait in the router, and computed ones in the prefill worker's memory."""
+    dispatcher = await cluster.start(1, 0)
+    prefill = cluster.workers[0]
+    prefill.beat["full_tokens_per_s"] = 200.0
+    scrape = Scraper(dispatcher)
+    await tools.until(lambda: scrape()["pool_workers prefill ready"] == 1)
+    task = asyncio.create_task(tools.collect(dispatcher, tools.request(list(range(1, 401)))))
+    await tools.until(lambda: scrape()["requests_held decode"] == 1)
+    assert scrape()["pool_backlog_seconds prefill"] == 0
+    prefill.on_request = lambda router, message: True
+    dispatcher.fleet.reconcile(listed(prefill, cluster.add("decode")))
+    await tools.until(lambda: scrape()["pool_backlog_seconds prefill"] == 2.0)
+    prefill.beat |= {"num_owned_blocks": 900, "num_transferring": 9}
+    await tools.until(lambda: scrape()["pool_backlog_seconds prefill"] == pytest.approx(0.2))
+    task.cancel()
 
 
 async def test_version_skew_shows(cluster: Any, tools: Any) -> None:

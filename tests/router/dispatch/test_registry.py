@@ -260,3 +260,33 @@ def test_a_worker_that_is_at_home_elsewhere_is_refused(registry, role, home, why
     registry.on_heartbeat(D, beat(), 0.0)
     assert registry.workers[D].reason == why
     assert registry.ready("prefill") == registry.ready("decode") == []
+
+
+CHANGES = {
+    "hello": lambda registry, now: registry.on_hello(D, hello(), now),
+    "longer": lambda registry, now: registry.on_hello(D, hello(max_model_len=1024, weights="other"), now),
+    "restart": lambda registry, now: registry.on_hello(D, hello(epoch=2), now),
+    "beat": lambda registry, now: registry.on_heartbeat(D, beat(step=int(now * 10)), now),
+    "later life": lambda registry, now: registry.on_heartbeat(D, beat(epoch=2), now),
+    "loading": lambda registry, now: registry.on_heartbeat(D, beat(ready=False), now),
+    "draining": lambda registry, now: registry.on_heartbeat(D, beat(draining=True), now),
+    "cut": lambda registry, now: registry.on_cut(D),
+    "forgotten": lambda registry, now: registry.on_forgotten(D),
+    "withheld": lambda registry, now: registry.withhold(D, "is leaving"),
+    "back": lambda registry, now: registry.withhold(D, ""),
+    "sweep": lambda registry, now: registry.sweep(now),
+    "silence": lambda registry, now: [registry.sweep(now + 1.5 * step) for step in range(9)],
+    "replaced": lambda registry, now: (registry.remove(D), registry.add(D, "decode")),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=12))
+def test_ready_workers_are_kept_and_still_true(names):
+    """What is kept of them is what looking at each of them would find."""
+    registry = WorkerRegistry([P], [D, "tcp://d:2"], worker_timeout_s=2.0)
+    registry.on_hello("tcp://d:2", hello(), 0.0)
+    registry.on_heartbeat("tcp://d:2", beat(turn_limit_s=1000.0), 0.0)
+    for number, name in enumerate(["beat", "hello", "beat", *names], 1):
+        CHANGES[name](registry, number / 10)
+        ready = [worker for worker in registry.workers.values() if worker.ready and worker.role == "decode"]
+        assert registry.ready("decode") == ready

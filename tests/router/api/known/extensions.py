@@ -5,6 +5,7 @@ from __future__ import annotations
 from .outcome import Table, each, no_effect, refused, served
 
 EVERYWHERE: Table = {
+    "request_class": served(request_class="default"),
     "top_k": served(top_k=5),
     "min_p": served(min_p=0.1),
     "seed": served(seed=7),
@@ -65,6 +66,7 @@ OPENAI: Table = EVERYWHERE | {
 }
 
 COMPLETIONS: Table = OPENAI | {
+    "service_tier": no_effect(service_tier="flex"),
     "add_special_tokens": served(add_special_tokens=False),
 }
 

@@ -1,0 +1,70 @@
+"""`python -m benchmarks.paced_worker COEFFICIENTS prefill|decode FLAGS`: a worker whose model waits (`paced_model.py`).
+
+It is the worker process of a cluster, with its flags, engine, scheduler, sockets and KV bytes. `--model` is a folder
+that `paced_model.write_folder` wrote. The file COEFFICIENTS has the pace of both kinds of worker.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.paced_model import Coefficients, PacedModel, PacedRunner
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
+from common.config.sources import load
+from common.errors import ConfigError
+from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
+from common.observe.logging import setup_logging
+from common.runner.loaded import LoadedModel
+from common.worker.duty import DutyOffer
+from common.worker.process import WorkerProcess, end_process, run_worker
+from decode_worker.duty import decode_offer
+from prefill_worker.duty import prefill_offer
+
+PROGRAM = "python -m benchmarks.paced_worker"
+ROLES = ("prefill", "decode")
+
+
+def load_paced(coefficients: Coefficients, config: WorkerConfig, role: str) -> tuple[ModelFiles, LoadedModel]:
+    """Raises ConfigError for settings with which the KV would not stay as it is."""
+    if config.device != "cpu":
+        raise ConfigError("device", config.device, "cpu: a paced worker computes nothing")
+    for field, value in (("kv_cache_dtype", "auto"), ("kv_wire_dtype", "native")):
+        if getattr(config, field, value) != value:
+            raise ConfigError(field, getattr(config, field), f"{value}: answers depend on every bit of the KV")
+    pace = coefficients.decode if role == "decode" else coefficients.prefill
+    files = resolve_model(config.model, progress=False)
+    assert files.config is not None  # a folder has one
+    model = PacedModel(files.config.parent)
+    make = lambda kv: PacedRunner(model, kv, pace, decodes=role == "decode")  # noqa: E731
+    return files, LoadedModel.of(lambda: model, files, config, make)
+
+
+class PacedWorker(WorkerProcess):
+    """A worker at a pace, that of its role."""
+
+    def __init__(self, coefficients: Coefficients, home: DutyOffer) -> None:
+        super().__init__(home)
+        self._coefficients, self._role = coefficients, home.role
+
+    def _load(self) -> tuple[ModelFiles, LoadedModel]:
+        return load_paced(self._coefficients, self.config, self._role)
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) < 2 or argv[1] not in ROLES:
+        raise SystemExit(f"usage: {PROGRAM} COEFFICIENTS {'|'.join(ROLES)} FLAGS")
+    coefficients, role, flags = Coefficients.read(Path(argv[0])), argv[1], argv[2:]
+    if role == "prefill":
+        prefill = load(PrefillWorkerConfig, flags, prog=PROGRAM)
+        setup_logging(prefill.worker_id, prefill.log_level)
+        return run_worker(lambda: PacedWorker(coefficients, prefill_offer(prefill)))
+    decode = load(DecodeWorkerConfig, flags, prog=PROGRAM)
+    setup_logging(decode.worker_id, decode.log_level)
+    return run_worker(lambda: PacedWorker(coefficients, decode_offer(decode)))
+
+
+if __name__ == "__main__":
+    end_process(main(sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""Classes of requests: what a request may expect, and whose turn comes first.
+
+    --request-class name=interactive,ttft_ms=500,tpot_ms=50,priority=5 name=batch,priority=-5
+
+A part `name=...` begins the next class, so lists of lists need no other separator in flags, environment and TOML. The
+class `default` always exists. It has the goals of `--slo-ttft-ms` and `--slo-tpot-ms`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from common.config.field import GOAL_MS
+from common.errors import ConfigError
+from common.wire.message_fields import MAX_PRIORITY
+
+FIELD = "request_class"
+DEFAULT = "default"
+NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,38}[a-z0-9])?")
+MAX_CLASSES = 16
+"""Each is a label of metrics, and has queues of its own."""
+KEYS = ("name", "ttft_ms", "tpot_ms", "priority")
+EXPECTS = "parts such as name=interactive,ttft_ms=500,tpot_ms=50,priority=5, and name= begins the next class"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestClass:
+    """`ttft_s` and `tpot_s` are goals in seconds, 0 for none. A class of higher `priority` has its turn first."""
+
+    name: str = DEFAULT
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    priority: int = 0
+
+    @property
+    def has_goals(self) -> bool:
+        return self.ttft_s > 0 or self.tpot_s > 0
+
+
+def request_classes(parts: Sequence[str], ttft_ms: float, tpot_ms: float) -> Mapping[str, RequestClass]:
+    """All classes by name, `default` with the goals `ttft_ms` and `tpot_ms` among them. Raises ConfigError."""
+    default = RequestClass(ttft_s=ttft_ms / 1000, tpot_s=tpot_ms / 1000)
+    classes = {DEFAULT: default}
+    named = set()
+    for given in _split(parts):
+        one = _class_of(given)
+        if one.name in named:
+            raise ConfigError(FIELD, f"name={one.name}", "each class once")
+        named.add(one.name)
+        if one.name == DEFAULT:
+            one = _merged(default, one)
+        classes[one.name] = one
+    if len(classes) > MAX_CLASSES:
+        raise ConfigError(FIELD, f"{len(classes)} classes", f"at most {MAX_CLASSES}, the class {DEFAULT} included")
+    return classes
+
+
+def _split(parts: Sequence[str]) -> list[dict[str, str]]:
+    """The keys and values of each class."""
+    found: list[dict[str, str]] = []
+    for part in ",".join(parts).split(",") if parts else ():
+        key, equals, value = (text.strip() for text in part.partition("="))
+        if key not in KEYS or not equals:
+            raise ConfigError(FIELD, part, f"KEY=VALUE with one of the keys {', '.join(KEYS)}")
+        if key == "name":
+            found.append({})
+        elif not found:
+            raise ConfigError(FIELD, part, "first name=..., which begins a class")
+        if key in found[-1]:
+            raise ConfigError(FIELD, part, f"{key} once in class {found[-1]['name']}")
+        found[-1][key] = value
+    return found
+
+
+def _class_of(given: Mapping[str, str]) -> RequestClass:
+    name = given["name"]
+    if not NAME.fullmatch(name):
+        raise ConfigError(FIELD, f"name={name}", "up to 40 small letters, digits and - _ within")
+    return RequestClass(name, _goal_s(given, "ttft_ms"), _goal_s(given, "tpot_ms"), _priority(given))
+
+
+def _merged(default: RequestClass, one: RequestClass) -> RequestClass:
+    """The class `default` with what was given for it. Raises ConfigError for a goal that is given twice."""
+    for key, flag in (("ttft_s", "slo_ttft_ms"), ("tpot_s", "slo_tpot_ms")):
+        old, new = getattr(default, key), getattr(one, key)
+        if old and new and old != new:
+            told = f"name={DEFAULT},{flag[4:]}={new * 1000:g}"
+            raise ConfigError(FIELD, told, f"no goal that --{flag.replace('_', '-')} sets as well, to {old * 1000:g}")
+    ttft_s, tpot_s = one.ttft_s or default.ttft_s, one.tpot_s or default.tpot_s
+    return replace(one, ttft_s=ttft_s, tpot_s=tpot_s)
+
+
+def _goal_s(given: Mapping[str, str], key: str) -> float:
+    text = given.get(key, "0")
+    try:
+        goal_ms = float(text)
+    except ValueError:
+        goal_ms = math.nan
+    if not GOAL_MS["ge"] <= goal_ms <= GOAL_MS["le"]:
+        raise ConfigError(FIELD, f"{key}={text}", f"milliseconds from 0 (no goal) to {GOAL_MS['le']:g}")
+    return goal_ms / 1000
+
+
+def _priority(given: Mapping[str, str]) -> int:
+    text = given.get("priority", "0")
+    if not re.fullmatch(r"[+-]?[0-9]{1,4}", text) or abs(int(text)) > MAX_PRIORITY:
+        raise ConfigError(FIELD, f"priority={text}", f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+    return int(text)

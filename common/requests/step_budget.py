@@ -1,0 +1,78 @@
+"""How much a worker puts into a step: from predicted times, within the bounds that flags give. Pure.
+
+Without a goal the bounds themselves hold. With one, a decode worker computes as many prompt tokens beside its sequences
+and runs as many sequences as keep a step within the goal for a token ("SLO batch size"; Agrawal et al.,
+"Sarathi-Serve", OSDI 2024, choose the chunk alike). A prefill worker takes the smallest step that loses hardly any
+tokens a second: what comes while it runs waits for its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common.latency.step_model import StepModel, StepShape
+from common.requests.token_goal import TokenGoal
+
+LEAST_CHUNK = 16
+"""Prompt tokens of a decode step, whatever the goal: prompts must come to their end."""
+LEAST_BATCH = 4
+"""Sequences that run side by side, whatever the goal: fewer would save hardly any of a step's time."""
+LEARNT = 64
+"""Steps that a model must have been fitted to before it caps a batch: from the first few, which are of one sequence, it
+takes the whole time of a step for that of a row."""
+LEAST_STEP = 64
+"""Prompt tokens of a prefill step."""
+SIZES = 16
+"""How many sizes of a prefill step are compared."""
+EFFICIENT = 0.97
+"""Of the most tokens a second that any size is predicted to bring."""
+
+Reason = Literal["bound", "goal", "least", "missed", "efficiency", "gain", "cost"]
+"""Why a knob stands where it stands: at the bound of its flag; as far as the goal allows; at the least that is needed;
+at the bound because no value would meet the goal; at the least that is efficient; draft tokens that pay, or do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """A number that a worker chooses by itself, and why it is this one."""
+
+    value: int
+    reason: Reason
+
+
+def local_chunk(model: StepModel, rows: StepShape, start: int, goal: TokenGoal, most: int) -> Knob:
+    """Prompt tokens, from token `start` on, that a decode step computes beside `rows`: at most `most`."""
+    if not goal.is_set or not rows.num_rows or not model.knows_prompts:
+        return Knob(most, "bound")
+    if model.seconds(rows) > goal.goal_s:
+        return Knob(most, "missed")
+    return _within(model.most_tokens(start, rows, goal.limit_s), LEAST_CHUNK, most)
+
+
+def batch_cap(model: StepModel, context: float, goal: TokenGoal, most: int) -> Knob:
+    """How many sequences of `context` tokens on average may run side by side: at most `most`."""
+    if not goal.is_set or model.num_steps < LEARNT:
+        return Knob(most, "bound")
+    empty_s, row_s = model.seconds(StepShape()), model.row_s + model.context_s * context
+    if empty_s + row_s > goal.goal_s:
+        return Knob(most, "missed")
+    left_s = max(0.0, goal.limit_s - empty_s)
+    return _within(int(min(most, left_s / row_s)) if row_s > 0.0 else most, LEAST_BATCH, most)
+
+
+def prefill_step(model: StepModel, start: int, most: int, *, has_goals: bool) -> Knob:
+    """Tokens of a prefill worker's step whose prompts have been computed up to `start`: at most `most`."""
+    if not has_goals or not model.knows_prompts or most <= LEAST_STEP:
+        return Knob(most, "bound")
+    sizes = [max(LEAST_STEP, most * count // SIZES) for count in range(1, SIZES + 1)]
+    rates = [size / model.seconds(StepShape.of_prompt(start, start + size)) for size in sizes]
+    enough = EFFICIENT * max(rates)
+    size = next(size for size, rate in zip(sizes, rates, strict=True) if rate >= enough)
+    return Knob(size, "bound" if size == most else "efficiency")
+
+
+def _within(count: int, least: int, most: int) -> Knob:
+    if max(count, least) >= most:
+        return Knob(most, "bound")
+    return Knob(count, "goal") if count >= least else Knob(least, "least")

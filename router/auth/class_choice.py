@@ -1,0 +1,69 @@
+"""Which class a request is of: by a field of its body or the header `X-Request-Class`, by `service_tier`, by its key.
+
+The field and the header count the same, and then OpenAI's `service_tier`, where a class stands for its value. A request
+that names none is of its key's own class: the first of `classes` in the key file, or `default`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from common.config.request_class import DEFAULT, RequestClass
+from common.errors import InvalidRequest
+from router.auth.errors import Forbidden
+from router.auth.keys import ApiKey
+from router.dispatch.client import Caller
+
+HEADER = "x-request-class"
+PARAM = "request_class"
+MAX_SHOWN = 40
+"""Characters of a wrong name that an error shows."""
+TIERS: Mapping[str, tuple[str, ...]] = {"flex": ("flex", "batch"), "priority": ("priority", "interactive")}
+"""Classes that stand for a service tier: the first that exists. Other tiers ask for the key's own class."""
+
+
+def class_of(
+    classes: Mapping[str, RequestClass],
+    key: ApiKey,
+    header: str = "",
+    field: str | None = None,
+    tier: str | None = None,
+) -> RequestClass:
+    """The class of a request. Raises InvalidRequest for an unknown name, Forbidden for one that the key may not use."""
+    if header and field and header != field:
+        raise InvalidRequest(f"{PARAM}: is {_shown(field)}, but the header {HEADER} says {_shown(header)}", param=PARAM)
+    if name := field or header:
+        return _named(classes, key, name)
+    stand = (classes[name] for name in TIERS.get(tier or "", ()) if name in classes and _may_use(key, name))
+    return next(stand, _own(classes, key))
+
+
+def caller_of(classes: Mapping[str, RequestClass], key: ApiKey, header: str = "") -> Caller:
+    """Who asks, before the body is read, which may name any class. Raises like `class_of`."""
+    if header:
+        return Caller(key.name, (_named(classes, key, header),))
+    own = _own(classes, key)
+    others = (one for name, one in classes.items() if one is not own and _may_use(key, name))
+    return Caller(key.name, (own, *others))
+
+
+def _own(classes: Mapping[str, RequestClass], key: ApiKey) -> RequestClass:
+    return classes[key.classes[0] if key.classes else DEFAULT]
+
+
+def _may_use(key: ApiKey, name: str) -> bool:
+    return not key.classes or name in key.classes
+
+
+def _named(classes: Mapping[str, RequestClass], key: ApiKey, name: str) -> RequestClass:
+    if name not in classes:
+        known = ", ".join(classes)
+        raise InvalidRequest(f"{PARAM}: there is no class {_shown(name)} here, only {known}", param=PARAM)
+    if not _may_use(key, name):
+        allowed = ", ".join(key.classes)
+        raise Forbidden(f"key {key.name!r} may not use class {name!r}, only {allowed}", param=PARAM)
+    return classes[name]
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= MAX_SHOWN else name[:MAX_SHOWN] + "…")

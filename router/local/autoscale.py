@@ -1,0 +1,61 @@
+"""Carries out the router's plan on one machine: starts workers, and ends those that are too many."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Protocol
+
+from common.wire.message_fields import Role
+from router.local.child import RouterChild, WorkerChild
+from router.local.pools import Gauges, LocalPools
+from router.local.probe import metrics_page
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+
+
+class Staff(Protocol):
+    """Who starts and ends workers: the supervisor."""
+
+    def start_worker(self, role: Role) -> None: ...
+    def end_worker(self, worker: WorkerChild) -> None: ...
+
+
+class LocalScaler:
+    """A `Scaler` of this machine's processes. `requests` says how many requests each worker has."""
+
+    def __init__(self, staff: Staff, pools: LocalPools) -> None:
+        self._staff, self._pools = staff, pools
+        self.requests: Mapping[str, float] = {}
+        self.unschedulable: Mapping[Role, int] = {}
+
+    async def scale(self, wanted: Mapping[Role, int]) -> None:
+        """Start or end workers at once; they become ready, or leave, on their own."""
+        for role, num in wanted.items():
+            present = len(self._pools.staying(role))
+            if present != num:
+                what = "started" if num > present else "ended"
+                log.info("workers are %s", what, extra={"role": role, "workers": num, "before": present})
+            for _ in range(num - present):
+                self._staff.start_worker(role)
+            for _ in range(present - num):
+                self._staff.end_worker(self._pools.least_busy(role, self.requests))
+        self._pools.publish()
+
+    async def close(self) -> None:
+        """The supervisor owns the processes."""
+
+
+async def autoscale(staff: Staff, pools: LocalPools, router: RouterChild) -> None:
+    """Follow the router's plan until cancelled. While the router does not answer, nothing changes."""
+    scaler = LocalScaler(staff, pools)
+    while True:
+        pools.publish()  # workers that have said where they are since
+        page = await metrics_page(router.config.host, router.config.port, tls=router.serves_tls)
+        gauges = Gauges.of(page)
+        scaler.requests = gauges.requests
+        await scaler.scale({role: gauges.wanted[role] for role in pools.workers if role in gauges.wanted})
+        await asyncio.sleep(LOOK_S)

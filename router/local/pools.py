@@ -1,0 +1,101 @@
+"""The workers of `diptych serve`, by role, and the file in which the router finds them.
+
+With `--autoscale` they come and go by the router's plan, which is read from the gauges that other autoscalers read:
+
+    wanted > present: start a worker ── its address is known ──> listed
+    wanted < present: the least busy is listed as leaving ── SIGTERM: it hands its streams over ──> ended, not listed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.config import WorkerConfig
+from common.wire.message_fields import Role
+from router.local.child import WorkerChild
+
+log = logging.getLogger(__name__)
+
+MODULES: Mapping[Role, str] = {"prefill": "prefill_worker", "decode": "decode_worker"}
+WANTED, REQUESTS = "diptych_pool_wanted_workers", "diptych_worker_requests"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gauges:
+    """What the router's page of metrics says: workers wanted by role, requests by worker."""
+
+    wanted: Mapping[str, int]
+    requests: Mapping[str, float]
+
+    @classmethod
+    def of(cls, page: str) -> Gauges:
+        whole = page.rpartition("\n")[0]  # of a router that died meanwhile the last line may be a part
+        lines = "\n".join(line for line in whole.splitlines() if line.startswith((WANTED, REQUESTS)))
+        samples = [sample for family in text_string_to_metric_families(lines + "\n") for sample in family.samples]
+        return cls(
+            {one.labels["role"]: int(one.value) for one in samples if one.name == WANTED},
+            {one.labels["worker"]: one.value for one in samples if one.name == REQUESTS},
+        )
+
+
+class LocalPools:
+    """`workers` by role, those that leave included. `kinds`: the settings of a new one."""
+
+    def __init__(self, kinds: Mapping[Role, WorkerConfig], runtime: Path) -> None:
+        self._kinds, self._runtime = kinds, runtime
+        self.file = runtime / "workers.json"
+        self.workers: dict[Role, list[WorkerChild]] = {role: [] for role in MODULES}
+        self.leaving: set[WorkerChild] = set()
+        self._listed = ""
+
+    def add(self, role: Role, config: WorkerConfig | None = None) -> WorkerChild:
+        """A new worker, not started yet; without `config` one of the role's kind under the first free name."""
+        if config is None:
+            names = {worker.name for worker in self.workers[role]}
+            number = next(number for number in range(len(names) + 1) if f"{role}-{number}" not in names)
+            config = dataclasses.replace(self._kinds[role], worker_id=f"{role}-{number}")
+        if not config.cores:  # workers that are not pinned to cores take turns with all of them
+            config = dataclasses.replace(config, core_share=str(self._runtime / "cores"))
+        other = next((kind for name, kind in self._kinds.items() if name != role), None)
+        worker = WorkerChild(MODULES[role], config, self._runtime, other)
+        self.workers[role].append(worker)
+        return worker
+
+    def remove(self, worker: WorkerChild) -> None:
+        """Forget a worker that has ended."""
+        self.leaving.discard(worker)
+        for pool in self.workers.values():
+            if worker in pool:
+                pool.remove(worker)
+        self.publish()
+
+    def __iter__(self) -> Iterator[WorkerChild]:
+        return iter([worker for pool in self.workers.values() for worker in pool])
+
+    def staying(self, role: Role) -> list[WorkerChild]:
+        """Workers that are not about to leave."""
+        return [worker for worker in self.workers[role] if worker not in self.leaving]
+
+    def least_busy(self, role: Role, requests: Mapping[str, float]) -> WorkerChild:
+        """The worker to end first: that with the fewest requests, the youngest of several."""
+        return min(self.staying(role), key=lambda worker: (requests.get(worker.name, 0.0), -worker.started_at))
+
+    def publish(self) -> None:
+        """Write the file anew if it would change: workers that have said where they are."""
+        addresses = {worker: worker.read_address() for pool in self.workers.values() for worker in pool}
+        listed: dict[str, list[str]] = {
+            role: [addresses[worker] for worker in pool if addresses[worker]] for role, pool in self.workers.items()
+        }
+        listed["leaving"] = sorted(addresses[worker] for worker in self.leaving if addresses.get(worker))
+        text = json.dumps(listed)
+        if text != self._listed:
+            beside = self.file.with_suffix(".new")
+            beside.write_text(text)
+            beside.replace(self.file)
+            self._listed = text

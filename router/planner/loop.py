@@ -1,0 +1,162 @@
+"""Plans every few seconds, logs what changes, and has it carried out.
+
+LoadWindow (what clients ask) ┐
+registry   (what workers say) ┼─> Planner ─> Plan ─> log, metrics, Scaler
+StartTimes (how late they are) ┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+from common.config import RouterConfig
+from common.wire.message_fields import Role
+from router.fleet.worker import Worker
+from router.planner.load import OfferedLoad
+from router.planner.load_window import LoadWindow
+from router.planner.planner import ASSUMED_START_S, Plan, Planner
+from router.planner.pool import Bounds, Fleet, Goals
+from router.planner.pool_observer import PoolObserver
+from router.planner.scaler import Scaler
+from router.planner.start_times import StartTimes
+
+log = logging.getLogger(__name__)
+
+REMIND_S = 60.0
+"""How often the log says anew what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """One look: the plan and what it was made of. Tails in seconds, `measured` over the last minute."""
+
+    plan: Plan
+    load: OfferedLoad
+    fleet: Fleet
+    measured_s: tuple[float, float] = (0.0, 0.0)
+
+
+def planner_of(config: RouterConfig) -> Planner:
+    """The planner that a router's settings describe."""
+    goals = Goals(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3, config.slo_quantile)
+    bounds: dict[Role, Bounds] = {
+        "prefill": Bounds(config.min_prefill, config.most("prefill"), config.price_prefill),
+        "decode": Bounds(config.min_decode, config.most("decode"), config.price_decode),
+    }
+    return Planner(goals, bounds, budget=config.max_cost, idle_s=config.scale_to_zero_s)
+
+
+def scaler_of(config: RouterConfig) -> Scaler | None:
+    """Who carries out the plan of this router; None where others read it. Raises ConfigError."""
+    if config.planner != "kubernetes":
+        return None
+    # Imported here, because no other router needs this HTTP client.
+    from router.planner.kubernetes_scaler import KubernetesScaler
+
+    return KubernetesScaler.of(config)
+
+
+class PlanLoop:
+    """Owned by the router's event loop. `outlook` is the latest look; None before the first.
+
+    `held` says how many requests find no worker of each role. `failure`: why the loop has ended although it never
+    should; "" while it runs.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        window: LoadWindow,
+        workers: Callable[[], Collection[Worker]],
+        held: Callable[[], Mapping[str, int]],
+        scaler: Scaler | None = None,
+        *,
+        has_prefill: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        roles: tuple[Role, ...] = ("prefill", "decode") if has_prefill else ("decode",)
+        self._config, self._window, self._workers, self._held = config, window, workers, held
+        self._scaler, self._clock, self._roles = scaler, clock, roles
+        self._planner, self._observer = planner_of(config), PoolObserver(roles)
+        self._starts = StartTimes(ASSUMED_START_S)
+        self._unmet, self._unmet_at = "", 0.0
+        self.outlook: Outlook | None = None
+        self.failure = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Look now and then from now on."""
+        self._task = asyncio.create_task(self._run(), name="planner")
+        self._task.add_done_callback(self._on_done)
+
+    async def close(self) -> None:
+        """End the loop; the pools stay as they are."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._scaler is not None:
+            await self._scaler.close()
+
+    def look(self) -> Plan:
+        """Make a plan of what is seen now."""
+        now, workers = self._clock(), self._workers()
+        starts = self._starts.seconds()
+        unschedulable = self._scaler.unschedulable if self._scaler is not None else {}
+        fleet = Fleet(
+            self._observer.observe(workers, unschedulable, now),
+            self._config.local_prefill_threshold,
+            starts,
+            {role: self._held().get(role, 0) for role in self._roles},
+        )
+        own = self._window.offered(now, max(starts[role] for role in self._roles))
+        times = self._observer.num_routers(workers)
+        load = replace(own, rate=own.rate * times, rate_ahead=own.rate_ahead * times)
+        before = self.outlook
+        plan = self._planner.plan(load, fleet, now)
+        for role, pool in fleet.pools.items():
+            self._starts.observe(role, plan.wanted(role), pool.num_ready, now)
+        self.outlook = Outlook(plan, load, fleet, self._window.tails_s(now))
+        self._log(None if before is None else before.plan, self.outlook)
+        return plan
+
+    async def _run(self) -> None:
+        while True:
+            plan = self.look()
+            if self._scaler is not None and not plan.held:
+                await self._scaler.scale({role: plan.wanted(role) for role in self._roles})
+            await asyncio.sleep(self._config.planner_interval_s)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self.failure = f"the planner ended: {task.exception()!r}"
+            log.critical("%s", self.failure, exc_info=task.exception())
+
+    def _log(self, before: Plan | None, now: Outlook) -> None:
+        plan = now.plan
+        for role, pool in plan.pools.items():
+            if before is not None and before.wanted(role) == pool.wanted:
+                continue
+            fields: dict[str, object] = {"role": role, "workers": pool.wanted, "present": pool.present}
+            fields |= {"reason": pool.reason, "requests_per_s": now.load.rate_ahead}
+            for name, seconds in (("ttft_ms", plan.predicted.ttft_s), ("tpot_ms", plan.predicted.tpot_s)):
+                if 0.0 < seconds < math.inf:
+                    fields[f"predicted_{name}"] = seconds * 1e3
+            log.info("the plan wants workers", extra=fields)
+        self._log_unmet(plan.unmet)
+        if plan.held != (before.held if before else ""):
+            log.warning("the plan %s", f"is held: {plan.held}" if plan.held else "is made again")
+
+    def _log_unmet(self, unmet: str) -> None:
+        """Say that the goals cannot be met, again when the numbers have changed, once a minute; and the end of it."""
+        now = self._clock()
+        if not unmet and self._unmet:
+            log.info("the goals can be met again")
+            self._unmet = ""
+        elif unmet != self._unmet and (not self._unmet or now - self._unmet_at >= REMIND_S):
+            log.warning("the goals cannot be met: %s", unmet)
+            self._unmet, self._unmet_at = unmet, now

@@ -1,0 +1,30 @@
+"""Who carries a plan out.
+
+gauges for an autoscaler     `diptych_pool_wanted_workers`: no scaler here, KEDA or an HPA reads them
+Kubernetes                   the router sets the replicas of Deployments (`kubernetes_scaler.py`)
+one machine                  `diptych serve --autoscale` reads the gauges (`router/local/pools.py`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from common.wire.message_fields import Role
+
+
+class Scaler(Protocol):
+    """Brings pools to the numbers that are wanted. A failure is the scaler's to log: the next plan tries again."""
+
+    @property
+    def unschedulable(self) -> Mapping[Role, int]:
+        """Workers of a role that were asked for and find no machine to run on."""
+        ...
+
+    async def scale(self, wanted: Mapping[Role, int]) -> None:
+        """Start and drain workers until each role has as many as wanted. Returns within a few seconds."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections; the pools stay as they are."""
+        ...

@@ -1,0 +1,64 @@
+"""Classes of requests as operators write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.config import RouterConfig
+from common.config.field import to_argv
+from common.config.request_class import MAX_CLASSES, RequestClass
+from common.config.sources import read
+from common.errors import ConfigError
+
+
+def config(*parts: str, **fields: object) -> RouterConfig:
+    return RouterConfig(request_class=parts, **fields)  # type: ignore[arg-type]
+
+
+def test_without_classes_there_is_one_with_the_goals_of_the_router() -> None:
+    assert config(slo_ttft_ms=500.0).classes == {"default": RequestClass("default", 0.5)}
+
+
+def test_a_name_begins_the_next_class() -> None:
+    classes = config("name=interactive,ttft_ms=500,tpot_ms=50,priority=5", "name=batch", "priority=-5").classes
+    assert list(classes.values()) == [
+        RequestClass(),
+        RequestClass("interactive", 0.5, 0.05, 5),
+        RequestClass("batch", priority=-5),
+    ]
+
+
+def test_flags_environment_and_the_next_process_say_the_same() -> None:
+    said = ["--decode=tcp://127.0.0.1:1", "--request-class", "name=a,priority=1", "name=b,ttft_ms=9.5"]
+    by_flag = read(RouterConfig, said, environ={})
+    environ = {"DIPTYCH_ROUTER_REQUEST_CLASS": "name=a,priority=1,name=b,ttft_ms=9.5"}
+    assert by_flag.classes == read(RouterConfig, said[:1], environ=environ).classes
+    assert by_flag.classes == read(RouterConfig, to_argv(by_flag), environ={}).classes
+    assert by_flag.classes["b"].ttft_s == 0.0095
+
+
+def test_the_default_class_takes_what_is_said_of_it() -> None:
+    classes = config("name=default,tpot_ms=40,priority=1", slo_ttft_ms=500.0).classes
+    assert classes == {"default": RequestClass("default", 0.5, 0.04, 1)}
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        (("priority=3",), "first name="),
+        (("name=a,ttft=3",), "with one of the keys name, ttft_ms, tpot_ms, priority"),
+        (("name=a,priority",), "KEY=VALUE"),
+        (("name=a", "name=a"), "each class once"),
+        (("name=a,priority=1,priority=2",), "priority once in class a"),
+        (("name=Ab",), "small letters"),
+        (("name=a,priority=11",), "from -10 to 10"),
+        (("name=a,ttft_ms=-1",), "milliseconds from 0"),
+        (("name=a,tpot_ms=nan",), "milliseconds from 0"),
+        (("name=default,ttft_ms=300",), "no goal that --slo-ttft-ms sets as well, to 500"),
+        (tuple(f"name=c{i}" for i in range(MAX_CLASSES)), f"at most {MAX_CLASSES}"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(parts: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as refused:
+        config(*parts, slo_ttft_ms=500.0)
+    assert refused.value.field == "request_class"

@@ -1,0 +1,108 @@
+"""What a goal for the time of a token changes: how many sequences run, and in which chunks; never a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.kv.block_hash import BlockHasher
+from common.kv.block_pool import BlockPool
+from common.latency.step_fit import StepFit
+from common.latency.step_model import StepModel
+from common.requests.step_budget import LEAST_BATCH, LEAST_CHUNK
+from common.requests.token_goal import TokenGoal
+from common.wire.message_fields import pack_tokens
+from common.wire.messages import DecodeRequest
+from common.wire.sampling_params import SamplingParams
+from decode_worker.scheduler import PATIENCE, DecodeScheduler
+from decode_worker.sequence import DecodeSequence, RequestStatus
+from decode_worker.token_gaps import TokenGaps
+
+Rig = Any  # EngineRig of conftest, which test modules cannot import
+MODEL = StepModel(fixed_s=0.01, token_s=1e-3, row_s=2e-3, num_steps=100)
+"""Of a goal of 50 ms, steps are planned for 40: 15 sequences, or 8 and 14 prompt tokens."""
+
+
+def scheduler(**options: Any) -> DecodeScheduler:
+    pool = BlockPool(256, 4)
+    return DecodeScheduler(pool, max_num_seqs=32, local_prefill_chunk=64, watermark=0.0, slo_tpot_s=0.05, **options)
+
+
+def sequence(name: str, num_tokens: int, now: float = 0.0) -> DecodeSequence:
+    tokens = [hash((name, place)) % 250 for place in range(num_tokens)]
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    request = DecodeRequest(request_id=name, attempt=0, prompt=pack_tokens(tokens), params=params)
+    return DecodeSequence(b"r", request, tokens, BlockHasher(4, ""), now, 1e9, status=RequestStatus.WAITING)
+
+
+def decoding(plan: DecodeScheduler, count: int, model: StepModel = MODEL) -> None:
+    """Let `count` short sequences come, and decode as many as may run."""
+    for number in range(count):
+        plan.add(sequence(f"s{number}", 1))
+    for chunk in plan.schedule(0.0, model).chunks:
+        plan.advance(chunk)
+        chunk.sequence.token_ids.append(7)
+
+
+def test_as_many_run_as_keep_the_goal_and_the_others_wait() -> None:
+    plan = scheduler()
+    decoding(plan, 20)
+    assert (len(plan.running), plan.num_waiting, plan.batch_cap.reason) == (15, 5, "goal")
+    patience_s = PATIENCE * plan.goal.goal_s
+    assert len(plan.schedule(patience_s, MODEL).chunks) == 15
+    assert len(plan.schedule(patience_s + 0.1, MODEL).chunks) == 20, "one that has waited for long runs, too"
+    plan.check_integrity()
+
+
+def test_a_place_that_gets_free_is_given_away() -> None:
+    plan = scheduler()
+    decoding(plan, 20)
+    plan.remove(plan.running[3])
+    plan.schedule(0.1, MODEL)
+    assert (len(plan.running), plan.num_waiting) == (15, 4)
+
+
+def test_a_prompt_gets_what_the_sequences_leave_of_the_goal() -> None:
+    plan = scheduler()
+    decoding(plan, 8)
+    plan.add(sequence("long", 100))
+    *rows, prompt = plan.schedule(0.1, MODEL).chunks
+    assert (len(rows), prompt.num_tokens, plan.step_tokens.reason) == (8, LEAST_CHUNK, "least")
+    cheap = StepModel(fixed_s=0.01, token_s=5e-4, row_s=2e-3, num_steps=100)
+    *_, prompt = plan.schedule(0.2, cheap).chunks
+    assert prompt.num_tokens == 28 and plan.step_tokens.reason == "goal"
+    assert plan.max_step_tokens == 28
+
+
+def test_a_goal_that_nothing_keeps_changes_nothing() -> None:
+    plan, slow = scheduler(), StepModel(fixed_s=0.06, row_s=1e-3, token_s=1e-3, num_steps=99)
+    decoding(plan, 20, slow)
+    assert (len(plan.running), plan.batch_cap.reason) == (20, "missed")
+
+
+def test_the_least_batch_runs_whatever_the_goal() -> None:
+    plan, slow = scheduler(), StepModel(fixed_s=0.045, row_s=1e-3, num_steps=99)
+    decoding(plan, 20, slow)
+    assert (len(plan.running), plan.batch_cap.reason) == (LEAST_BATCH, "least")
+
+
+@pytest.mark.parametrize("goal_s", [0.005, 0.012, 0.02, 0.08])
+def test_tokens_are_the_true_ones_whatever_the_knobs(
+    make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, goal_s: float
+) -> None:
+    monkeypatch.setattr(StepFit, "observe", lambda *observed: None)
+    rig = make_engine(slo_tpot_s=goal_s, num_blocks=48, chunk=48, max_draft_tokens=3)
+    rig.engine.step_fit.model = StepModel(fixed_s=0.002, token_s=4e-4, row_s=1e-3, num_steps=99)
+    rig.mix(5)
+
+
+def test_a_gap_lies_between_steps_with_a_sequence_in_common() -> None:
+    goal, one, other = TokenGoal(0.05), sequence("a", 3), sequence("b", 3)
+    observed: list[float] = []
+    goal.observe = lambda gap_s, predicted_s: observed.append(round(gap_s, 6))  # type: ignore[method-assign]
+    gaps = TokenGaps(goal)
+    for now, sequences, tokens_each in ((1.0, [one], 1), (1.2, [one, other], 1), (1.5, [other], 3), (9.0, [one], 1)):
+        gaps.stepped(sequences, now, predicted_s=0.01, tokens_each=tokens_each)
+    assert observed == [0.2, 0.1], "a pause in which nothing ran is no gap; three tokens at once share theirs"

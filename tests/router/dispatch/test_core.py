@@ -1,0 +1,154 @@
+"""The dispatch core without an event loop: events and the time go in, actions come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from common.config import RouterConfig
+from common.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from common.wire.messages import (
+    AbortRequest,
+    DecodeRequest,
+    Message,
+    TokenDelta,
+    TokenOutput,
+    WorkerHeartbeat,
+    WorkerHello,
+)
+from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import GenerationRequest
+from router.dispatch.core import Actions, DispatchCore
+from router.dispatch.turns import MAX_PLACED_A_TURN
+from router.fleet.prefix_index import PrefixIndex
+from router.fleet.registry import WorkerRegistry
+
+D = "tcp://d:1"
+
+
+class Rig:
+    """A core over one decode worker. `later` holds what it wants called back, by the delay."""
+
+    def __init__(self, **config: object) -> None:
+        self.sent: list[Message] = []
+        self.woken: list[str] = []
+        self.later: list[tuple[float, Callable[[float], None]]] = []
+        self.registry = WorkerRegistry((), (D,), worker_timeout_s=1.0)
+        actions = Actions(self.send, self.abort, self.call_later, self.woken.append)
+        settings = RouterConfig(decode=(D,), **config)  # type: ignore[arg-type]
+        self.core = DispatchCore(settings, self.registry, PrefixIndex(), actions)
+
+    def send(self, address: str, message: Message) -> bool:
+        self.sent.append(message)
+        return True
+
+    def abort(self, address: str, request_id: str, attempt: int) -> None:
+        self.sent.append(AbortRequest(request_id=request_id, attempt=attempt))
+
+    def call_later(self, delay_s: float, then: Callable[[float], None]) -> Callable[[], None]:
+        entry = (delay_s, then)
+        self.later.append(entry)
+        return lambda: self.later.remove(entry) if entry in self.later else None
+
+    def greet(self, now: float = 0.0) -> None:
+        hello = WorkerHello(
+            worker_id="d", role="decode", epoch=1, fingerprint="f", model="m", block_size=4, num_blocks=1000,
+            max_model_len=1000, max_num_seqs=64, weights="w",
+        )  # fmt: skip
+        beat = WorkerHeartbeat(
+            worker_id="d", epoch=1, step=1, ready=True, draining=False, num_running=0, num_waiting=0,
+            num_transferring=0, num_waiting_tokens=0, num_free_blocks=1000, num_cached_blocks=0, num_owned_blocks=0,
+        )  # fmt: skip
+        self.registry.on_hello(D, hello, now)
+        self.registry.on_heartbeat(D, beat, now)
+        self.core.on_ready(D, now)
+
+    def tokens(self, request_id: str, index: int, *token_ids: int, reason: str = "", now: float = 1.0) -> None:
+        delta = TokenDelta(request_id, 0, index, token_ids, reason)
+        self.core.on_output(D, TokenOutput(worker_id="d", epoch=1, outputs=(delta,)), now)
+
+    @property
+    def requested(self) -> list[str]:
+        return [message.request_id for message in self.sent if isinstance(message, DecodeRequest)]
+
+
+def request(name: str, **values: object) -> GenerationRequest:
+    return GenerationRequest(name, [1, 2, 3], SamplingParams(max_tokens=4), **values)  # type: ignore[arg-type]
+
+
+def test_a_request_is_sent_and_its_tokens_wake_its_consumer() -> None:
+    rig = Rig()
+    rig.greet()
+    state = rig.core.submit(request("a"), 0.5)
+    assert rig.requested == ["a"] and not rig.woken
+    assert state.take_event() is None
+    rig.tokens("a", 0, 7, 8)
+    assert rig.woken == ["a"]
+    event = state.take_event()
+    assert event is not None and event.token_ids == (7, 8) and not event.finish_reason
+    rig.tokens("a", 2, 9, reason="stop")
+    event = state.take_event()
+    assert event is not None and event.finish_reason == "stop"
+    rig.core.end(state)
+    assert not rig.core.states and not rig.later
+    assert not rig.registry.workers[D].bookings
+
+
+def test_what_has_no_worker_waits_in_order_and_is_placed_a_few_a_turn() -> None:
+    rig = Rig()
+    names = [f"r{number:02}" for number in range(MAX_PLACED_A_TURN + 5)]
+    states = [rig.core.submit(request(name), 0.0) for name in names]
+    assert [state.request.request_id for state in rig.core.waiting] == names
+    assert all(state in rig.core.waiting for state in states) and not rig.requested
+    rig.greet(1.0)
+    assert rig.requested == names[:MAX_PLACED_A_TURN]
+    ((_, again),) = [entry for entry in rig.later if entry[0] == 0.0]
+    again(1.0)
+    assert rig.requested == names and not len(rig.core.waiting)
+
+
+def test_the_deadline_ends_a_request_at_its_time() -> None:
+    rig = Rig()
+    rig.greet()
+    state = rig.core.submit(request("a", deadline_s=5.0), 0.0)
+    ((delay_s, then),) = rig.later
+    assert delay_s == 5.0
+    then(5.0)
+    assert rig.woken == ["a"]
+    assert rig.sent[-1] == AbortRequest(request_id="a", attempt=0)
+    with pytest.raises(DeadlineExceeded, match="5 s were over in its prefill phase"):
+        state.take_event()
+
+
+def test_a_wait_for_a_worker_ends_with_the_reason() -> None:
+    rig = Rig(queue_timeout_s=2.0)
+    state = rig.core.submit(request("a"), 0.0)
+    rig.core.on_tick(1.9)
+    assert state in rig.core.waiting
+    rig.core.on_tick(2.1)
+    assert state not in rig.core.waiting and rig.woken == ["a"]
+    with pytest.raises(Unavailable, match="waited 2.1 s for a worker: no decode worker is ready"):
+        state.take_event()
+
+
+def test_a_request_that_cannot_be_taken_leaves_nothing_behind() -> None:
+    rig = Rig(max_inflight=1)
+    rig.greet()
+    rig.core.submit(request("a"), 0.0)
+    with pytest.raises(Unavailable, match="1 requests are in flight"):
+        rig.core.submit(request("b"), 0.0)
+    rig.core.end(rig.core.states["a"])
+    with pytest.raises(InvalidRequest, match="no tokens"):
+        rig.core.submit(GenerationRequest("c", [], SamplingParams(max_tokens=4)), 0.0)
+    assert not rig.core.states and not rig.later
+
+
+def test_closing_fails_what_runs() -> None:
+    rig = Rig()
+    rig.greet()
+    state = rig.core.submit(request("a"), 0.0)
+    rig.core.close()
+    with pytest.raises(Unavailable, match="shutting down"):
+        state.take_event()
+    assert rig.sent[-1] == AbortRequest(request_id="a", attempt=0)

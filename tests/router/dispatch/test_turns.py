@@ -1,0 +1,249 @@
+"""Prompts wait in the router while workers are busy, and go elsewhere from a slow one: the core in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.config import RouterConfig
+from common.errors import Overloaded, Unavailable
+from common.latency.step_model import StepModel
+from common.wire.messages import Message, PrefillRequest, TokenDelta, TokenOutput, WorkerHeartbeat, WorkerHello
+from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import ANYONE, Caller, GenerationRequest
+from router.dispatch.core import Actions, DispatchCore
+from router.dispatch.request_state import RequestState
+from router.fleet.prefix_index import PrefixIndex
+from router.fleet.registry import WorkerRegistry
+
+CLASSES = ("name=interactive,ttft_ms=1000,priority=5", "name=batch,priority=-5")
+ENOUGH_S = 0.3
+"""Three full steps of 100 tokens, 1 ms a token: with as much to compute, a worker gets no more."""
+
+
+class Rig:
+    """A core over workers that compute a token of a prompt in a millisecond, and say so when told to."""
+
+    def __init__(self, num_prefill: int = 1, **settings: Any) -> None:
+        self.now = 0.0
+        self.sent: list[tuple[str, PrefillRequest]] = []
+        self.aborted: list[tuple[str, str]] = []
+        self.timers: list[tuple[float, int, list[Callable[[float], None]]]] = []
+        self.numbers = itertools.count()
+        self.addresses = [f"tcp://p:{i}" for i in range(num_prefill)]
+        self.registry = WorkerRegistry(self.addresses, ["tcp://d:1"], worker_timeout_s=1e6)
+        settings = {"request_class": CLASSES, "prefill": tuple(self.addresses), "local_prefill_threshold": 0} | settings
+        config = RouterConfig(model="m", **settings)
+        actions = Actions(self.send, lambda *abort: self.aborted.append(abort[:2]), self.later, lambda _: None)
+        self.core = DispatchCore(config, self.registry, PrefixIndex(), actions)
+        self.classes = config.classes
+        for address in (*self.addresses, "tcp://d:1"):
+            role = "prefill" if "p" in address.split("/")[2] else "decode"
+            hello = WorkerHello(
+                worker_id=address[6:], role=role, epoch=1, fingerprint="f", model="m", block_size=4, num_blocks=10_000,
+                max_model_len=5000, max_num_seqs=64, max_step_tokens=100,
+            )  # fmt: skip
+            self.registry.on_hello(address, hello, 0.0)
+            self.beat(address)
+
+    def beat(self, address: str, token_s: float = 1e-3, **fields: Any) -> None:
+        counts = ("num_running", "num_waiting", "num_transferring", "num_waiting_tokens", "num_cached_blocks")
+        values = dict.fromkeys(counts, 0) | {"num_owned_blocks": 0, "num_free_blocks": 10_000} | fields
+        model = StepModel(token_s=token_s, row_s=1e-3, num_steps=100)
+        beat = WorkerHeartbeat(
+            worker_id=address[6:], epoch=1, step=1, ready=True, draining=False, step_model=model,
+            serial=self.registry.next_serial - 1, **values,
+        )  # fmt: skip
+        self.registry.on_heartbeat(address, beat, self.now)
+
+    def send(self, address: str, message: Message) -> bool:
+        if isinstance(message, PrefillRequest):
+            self.sent.append((address, message))
+        return True
+
+    def later(self, pause_s: float, then: Callable[[float], None]) -> Callable[[], None]:
+        timer = (self.now + pause_s, next(self.numbers), [then])
+        heapq.heappush(self.timers, timer)
+        return timer[2].clear
+
+    def run(self, until: float) -> None:
+        while self.timers and self.timers[0][0] <= until:
+            self.now, _, then = heapq.heappop(self.timers)
+            for call in then:
+                call(self.now)
+        self.now = until
+
+    def ask(self, name: str, num_tokens: int = 100, of: str = "default", key: str = "") -> RequestState:
+        one = self.classes[of]
+        wanted = GenerationRequest(
+            name, [next(self.numbers)] * num_tokens, SamplingParams(max_tokens=8), ttft_s=one.ttft_s, tpot_s=one.tpot_s,
+            priority=one.priority, request_class=of, key=key,
+        )  # fmt: skip
+        return self.core.submit(wanted, self.now)
+
+    def first_token(self, state: RequestState) -> None:
+        """Its prefill worker has computed the prompt."""
+        assert state.prefill is not None
+        delta = TokenDelta(state.request.request_id, state.attempt, 0, (7,))
+        output = TokenOutput(worker_id=state.prefill.worker_id, epoch=1, outputs=(delta,))
+        self.core.on_output(state.prefill.address, output, self.now)
+
+    @property
+    def placed(self) -> list[str]:
+        return [message.request_id for _, message in self.sent]
+
+    @property
+    def held(self) -> list[str]:
+        return [state.request.request_id for state in self.core.waiting.held(self.now)]
+
+
+def full(num_prefill: int = 1, **settings: Any) -> tuple[Rig, list[RequestState]]:
+    """A rig whose workers have just enough to compute."""
+    rig = Rig(num_prefill, **settings)
+    return rig, [rig.ask(f"first-{i}", 301) for i in range(num_prefill)]
+
+
+def test_a_prompt_waits_in_the_router_while_every_worker_has_enough() -> None:
+    rig, first = full(2)
+    assert sorted(address for address, _ in rig.sent) == rig.addresses
+    rig.ask("next")
+    assert rig.held == ["next"] and len(rig.placed) == 2
+    demand = rig.core.demand(0.0)
+    assert demand.held["decode"] == 0, "to be held is not to lack a worker"
+    rig.first_token(first[1])
+    rig.run(rig.now + 0.001)
+    assert rig.sent[-1][0] == first[1].prefill.address and rig.placed[-1] == "next" and not rig.held
+
+
+def test_it_has_its_turn_when_the_worker_should_have_room_though_none_says_so() -> None:
+    rig, _ = full()
+    rig.beat(rig.addresses[0], waiting_s=0.8, num_waiting=1)
+    rig.ask("next")
+    rig.run(0.8 - ENOUGH_S - 0.01)
+    assert rig.held == ["next"]
+    rig.run(0.8 - ENOUGH_S + 0.02)
+    assert rig.placed[-1] == "next"
+
+
+def test_a_new_request_passes_none_that_is_held_unless_its_turn_is_before() -> None:
+    rig, (first,) = full()
+    rig.ask("a", of="batch")
+    rig.first_token(first)
+    rig.ask("b", of="batch")
+    assert rig.held == ["a", "b"], "though there is room by now"
+    rig.run(0.02)
+    assert rig.placed[-2:] == ["a", "b"]
+
+
+def test_requests_of_higher_priority_do_not_see_those_below() -> None:
+    rig = Rig()
+    batch = [rig.ask(f"b{i}", 300, of="batch") for i in range(20)]
+    assert rig.placed == ["b0", "b1"] and len(rig.held) == 18
+    rig.ask("i0", of="interactive")
+    assert rig.placed[-1] == "i0", "5.4 s of prompts of lower priority wait, and it has a goal of a second"
+    assert rig.core.states["i0"].forecast.wait_s == 0.0
+    assert (batch[5].held_s, batch[5].forecast.wait_s) == pytest.approx((0.3, 1.5))
+
+
+def test_workers_hear_of_goals_and_priority() -> None:
+    rig = Rig(request_class=("name=fast,ttft_ms=700,tpot_ms=30,priority=3",))
+    rig.ask("a", of="fast")
+    _, sent = rig.sent[-1]
+    assert (sent.ttft_s, sent.tpot_s, sent.priority) == (0.7, 0.03, 3)
+
+
+def test_a_class_is_refused_by_its_own_goal_alone() -> None:
+    rig = Rig()
+    for i in range(2):
+        rig.ask(f"i{i}", 500, of="interactive")
+    with pytest.raises(Overloaded, match=r"would wait about 1\.0 s, the most it may is 0\.9 s") as refused:
+        rig.ask("late", of="interactive")
+    assert refused.value.retry_after_s == 1.0
+    assert rig.ask("patient", of="batch").held_s == pytest.approx(0.1)
+    with pytest.raises(Overloaded, match="a new request would wait about"):
+        rig.core.check_room(lambda num_tokens: True, rig.now, Caller("", (rig.classes["interactive"],)))
+    both = (rig.classes["interactive"], rig.classes["batch"])
+    rig.core.check_room(lambda num_tokens: True, rig.now, Caller("", both))
+    rig.core.check_room(lambda num_tokens: True, rig.now, ANYONE)
+    assert rig.core.counters.num_refused == {"interactive": 2}
+
+
+def test_a_patient_class_waits_no_longer_than_requests_may() -> None:
+    rig = Rig(max_wait_s=2.0)
+    for i in range(7):
+        rig.ask(f"b{i}", 300, of="batch")
+    with pytest.raises(Overloaded, match=r"about 2\.1 s, the most it may is 2 s"):
+        rig.ask("late", of="batch")
+
+
+def test_those_that_are_held_will_take_places_of_the_batch_too() -> None:
+    rig = Rig(num_prefill=0, max_wait_s=20.0)
+    rig.registry.on_request_finished("tcp://d:1", 64 * 2.0)  # a place becomes free every two seconds
+    rig.beat("tcp://d:1", num_running=64, num_context_tokens=6400, waiting_s=1.0, num_waiting=1)
+    for i in range(8):
+        rig.ask(f"r{i}")
+    assert len(rig.held) == 8 and rig.core.waiting.held_s == pytest.approx(8 * 0.164, rel=0.1)
+    rig.ask("ninth")
+    with pytest.raises(Overloaded, match=r"would wait about 22\.0 s, the most it may is 20 s"):
+        rig.ask("late")
+
+
+def test_who_is_held_too_long_hears_why() -> None:
+    rig, _ = full(queue_timeout_s=1.0)
+    state = rig.ask("next")
+    for _ in range(12):
+        rig.beat(rig.addresses[0], waiting_s=5.0, num_waiting=1)
+        rig.run(rig.now + 0.1)
+        rig.core.on_tick(rig.now)
+    with pytest.raises(Unavailable, match=r"all have prompts to compute, and the router has 0\.1 s of prompts"):
+        state.take_event()
+    assert not rig.core.waiting
+
+
+def test_a_decode_worker_takes_over_when_what_is_held_takes_longer_there() -> None:
+    rig, _ = full(local_prefill_threshold=4)
+    for i in range(40):
+        rig.ask(f"b{i}", 300, of="batch")
+    assert rig.core.counters.num_choices["local"] > 0 and rig.held
+
+
+def test_a_token_that_would_take_too_long_is_refused_by_what_runs_when_its_prompt_arrives() -> None:
+    classes = ("name=fast,tpot_ms=20",)
+    rig = Rig(request_class=classes)
+    rig.beat("tcp://d:1", num_running=30, num_context_tokens=3000)
+    with pytest.raises(Overloaded, match=r"its tokens would take about 31 ms each, the most they may is 20 ms"):
+        rig.ask("slow", of="fast")
+    rig.ask("other")
+    rig.registry.on_request_finished("tcp://d:1", 0.1)  # so that most of the 30 end while 300 tokens are computed
+    rig.ask("next", 300, of="fast")
+    assert rig.core.counters.num_refused == {"fast": 1}
+
+
+def test_a_prompt_that_a_slow_worker_has_not_begun_goes_elsewhere() -> None:
+    rig, first = full(2)
+    slow, quick = (state.prefill.address for state in first)
+    state = first[0]
+    rig.first_token(first[1])
+    rig.run(1.0)
+    rig.beat(slow, waiting_s=0.3, num_waiting=1)
+    rig.core.on_tick(rig.now)
+    assert state.num_taken_back == 0, "0.7 s late is not late enough"
+    rig.run(3.0)
+    rig.core.on_tick(rig.now)
+    assert (state.num_taken_back, state.prefill.address, state.num_failures) == (1, quick, 0)
+    assert (slow, "first-0") in rig.aborted and rig.core.counters.num_taken_back == 1
+    rig.core.on_tick(rig.now)
+    assert state.num_taken_back == 1, "it has just been moved"
+
+
+def test_where_all_are_slow_no_prompt_moves() -> None:
+    rig, first = full(2)
+    rig.run(3.0)
+    for address in rig.addresses:
+        rig.beat(address, waiting_s=3.0, num_waiting=1)
+    rig.core.on_tick(rig.now)
+    assert [state.num_taken_back for state in first] == [0, 0]

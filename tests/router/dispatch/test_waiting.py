@@ -1,0 +1,165 @@
+"""In which order waiting requests get places: by priority, fairly between keys, by slack; and that none starves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.wire.messages import TokenDelta
+from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import GenerationRequest
+from router.dispatch.request_state import RequestState
+from router.dispatch.waiting import AGE_CAP_S, ELDER_TURNS, WaitingRequests
+
+
+def request(
+    name: str, *, key: str = "", priority: int = 0, num_tokens: int = 10, ttft_s: float = 0.0, at: float = 0.0
+) -> RequestState:
+    wanted = GenerationRequest(
+        name, [1] * num_tokens, SamplingParams(max_tokens=8), priority=priority, key=key, ttft_s=ttft_s
+    )
+    return RequestState(wanted, at)
+
+
+def queue_of(*states: RequestState) -> WaitingRequests:
+    queue = WaitingRequests()
+    for state in states:
+        queue.add(state, state.accepted_at)
+    return queue
+
+
+def names(states: Iterable[RequestState]) -> str:
+    return "".join(state.request.request_id for state in states)
+
+
+def served(queue: WaitingRequests, now: float = 0.0, most: int = 10_000) -> list[RequestState]:
+    """Requests in the order of their places, one at a time."""
+    order: list[RequestState] = []
+    while len(queue) and len(order) < most:
+        order.append(next(queue.in_turn(now)))
+        queue.placed(order[-1])
+    return order
+
+
+def test_priority_comes_first() -> None:
+    queue = queue_of(request("a", priority=-5), request("b"), request("c", priority=5, at=1.0))
+    assert names(queue.in_turn(1.0)) == names(served(queue, 1.0)) == "cba"
+
+
+def test_an_answer_that_has_begun_comes_before_all() -> None:
+    begun = request("b", priority=-5)
+    begun.stream.add(TokenDelta("b", 0, 0, (7,)))
+    assert names(queue_of(request("a", priority=5), begun).in_turn(0.0)) == "ba"
+
+
+def test_of_one_key_the_least_slack_comes_first_and_who_is_late_comes_last() -> None:
+    queue = queue_of(
+        request("a", ttft_s=9.0), request("b", ttft_s=5.0), request("c", num_tokens=5), request("d", num_tokens=2)
+    )
+    assert names(queue.in_turn(1.0)) == "badc"
+    assert names(queue.in_turn(6.0)) == "adcb"
+
+
+def test_a_long_prompt_must_begin_sooner_to_be_in_time() -> None:
+    states = [request("a", ttft_s=3.0), request("b", ttft_s=4.0)]
+    queue = queue_of(*states)
+    queue.hold(states[0], 0.5)
+    queue.hold(states[1], 2.0)
+    assert names(queue.in_turn(0.0)) == "ba"
+
+
+def test_a_key_with_many_requests_does_not_starve_one_with_few() -> None:
+    many = [request(f"many-{i}", key="many") for i in range(1000)]
+    few = [request(f"few-{i}", key="few", at=1.0) for i in range(10)]
+    order = served(queue_of(*many, *few), 1.0, most=21)
+    assert Counter(state.request.key for state in order)["few"] == 10
+
+
+def test_keys_take_turns_within_one_pass() -> None:
+    queue = queue_of(*(request(f"{key}{i}", key=key) for i in range(3) for key in "ab"))
+    order = []
+    for state in queue.in_turn(0.0):
+        order.append(state)
+        queue.placed(state)
+    assert names(order) == "a0b0a1b1a2b2"
+
+
+def test_keys_share_tokens_and_not_requests() -> None:
+    long = [request(f"l{i}", key="long", num_tokens=400) for i in range(20)]
+    short = [request(f"s{i}", key="short", num_tokens=100) for i in range(80)]
+    got = Counter[str]()
+    for state in served(queue_of(*long, *short), most=50):
+        got[state.request.key] += len(state.request.prompt_token_ids)
+    assert got["long"] == got["short"] == 4000
+
+
+def test_the_tokens_of_answers_count_too() -> None:
+    wordy, terse = [request(f"w{i}", key="w") for i in range(4)], [request(f"t{i}", key="t") for i in range(4)]
+    queue = queue_of(*wordy, *terse)
+    queue.placed(wordy[0])
+    queue.charge(wordy[0], 100)
+    assert names(served(queue, most=4)) == "t0t1t2t3"
+
+
+def test_a_key_that_comes_back_gets_no_turns_for_the_time_when_it_was_away() -> None:
+    first = [request(f"a{i}", key="a") for i in range(100)]
+    queue = queue_of(*first)
+    served(queue, most=50)
+    for i in range(50):
+        queue.add(request(f"b{i}", key="b"), 0.0)
+    got = Counter(state.request.key for state in served(queue, most=20))
+    assert abs(got["a"] - got["b"]) <= 1
+
+
+def test_the_oldest_gets_each_eighth_place_once_it_has_waited_long() -> None:
+    old = [request(f"old{i}", priority=-5) for i in range(3)]
+    queue = queue_of(*old, *(request(f"n{i}", priority=5, at=AGE_CAP_S) for i in range(100)))
+    now = AGE_CAP_S + 0.1
+    places = [place for place, state in enumerate(served(queue, now, most=40)) if state in old]
+    assert places == [ELDER_TURNS * (i + 1) - 1 for i in range(3)]
+    young = queue_of(request("b", priority=-5), *(request(f"n{i}", priority=5) for i in range(100)))
+    assert "b" not in names(served(young, AGE_CAP_S - 0.1, most=100))
+
+
+def test_what_is_held_ahead_of_a_new_request() -> None:
+    states = [
+        request("a", key="mine"), request("b", key="other"), request("c", key="more"),
+        request("d", key="mine", priority=5), request("e", key="mine", priority=-5),
+    ]  # fmt: skip
+    queue = queue_of(*states)
+    for state, prompt_s in zip(states, (1.0, 0.5, 8.0, 3.0, 50.0), strict=True):
+        queue.hold(state, prompt_s)
+    assert queue.ahead(0, "mine") == (1.0 + 0.5 + 1.0 + 3.0, 4), "as much of each other key as of its own"
+    assert queue.ahead(5, "new") == (0.0, 0)
+    assert queue.held_s == 62.5 and queue.num_held == 5
+    queue.discard(states[2])
+    queue.placed(states[3])
+    assert queue.held_s == 51.5 and queue.num_held == 3
+    assert [state.held_s for state in states[2:4]] == [None, None]
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from("abc"), st.sampled_from([-5, 0, 5]), st.integers(1, 50), st.integers(0, 3)), max_size=40
+)
+
+
+@given(steps)
+@settings(derandomize=True, deadline=None, max_examples=50)
+def test_every_request_is_there_once_until_it_is_placed(steps: list[tuple[str, int, int, int]]) -> None:
+    queue, here, now = WaitingRequests(), dict[str, RequestState](), 0.0
+    for number, (key, priority, num_tokens, num_placed) in enumerate(steps):
+        now += 0.7
+        state = request(f"r{number}", key=key, priority=priority, num_tokens=num_tokens, ttft_s=float(number % 3))
+        here[state.request.request_id] = state
+        queue.add(state, now)
+        if number % 2:
+            queue.hold(state, 0.1 * num_tokens)
+        for placed in served(queue, now, most=num_placed):
+            del here[placed.request.request_id]
+        in_turn = list(queue.in_turn(now))
+        assert len(in_turn) == len(queue) == len(here) and set(in_turn) == set(here.values())
+        assert queue.held_s == pytest.approx(sum(state.held_s or 0.0 for state in here.values()))

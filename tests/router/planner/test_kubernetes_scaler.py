@@ -1,0 +1,153 @@
+"""Deployments are scaled by one router at a time, against a small API server over HTTP."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.cluster.access import ClusterAccess
+from common.cluster.api import KubernetesClient, KubernetesError
+from common.cluster.lease import Lease
+from common.config import RouterConfig
+from common.errors import ConfigError
+from router.planner.kubernetes_scaler import KubernetesScaler
+from router.planner.loop import scaler_of
+
+from ...kubernetes_api import KubernetesAPI
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[KubernetesAPI]:
+    api = KubernetesAPI(tmp_path / "serviceaccount").start()
+    api.replicas = {"p": 1, "d": 2}
+    yield api
+    api.stop()
+
+
+@pytest.fixture
+def clock() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+async def lease_of(api: KubernetesAPI, clock: list[float]) -> AsyncIterator[Callable[[str], Lease]]:
+    """A process's view of one Lease, by the name of the process."""
+    clients: list[KubernetesClient] = []
+
+    def make(holder: str) -> Lease:
+        clients.append(KubernetesClient(ClusterAccess(api.url, api.folder)))
+        return Lease(clients[-1], api.namespace, "planner", holder, 15, clock=lambda: clock[0])
+
+    yield make
+    for client in clients:
+        await client.close()
+
+
+def scaler(api: KubernetesAPI, lease: Lease) -> KubernetesScaler:
+    return KubernetesScaler(lease._client, api.namespace, {"prefill": "p", "decode": "d"}, lease)
+
+
+async def test_one_of_two_holds_the_lease_until_it_is_silent(
+    api: KubernetesAPI, lease_of: Callable[[str], Lease], clock: list[float]
+) -> None:
+    first, second = lease_of("a"), lease_of("b")
+    assert await first.hold() and not await second.hold()
+    clock[0] = 10.0
+    assert await first.hold() and not await second.hold()
+    clock[0] = 24.0
+    assert not await second.hold(), "renewed 14 s ago, as seen here"
+    clock[0] = 26.0
+    assert await second.hold() and not await first.hold()
+    assert api.leases["planner"]["spec"]["leaseTransitions"] == 1
+    await second.release()
+    assert await first.hold()
+
+
+async def test_of_two_that_try_at_once_one_wins(
+    api: KubernetesAPI, lease_of: Callable[[str], Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = lease_of("a"), lease_of("b")
+    read = await second._read()
+    assert await first.hold() and read is None
+
+    async def late() -> None:
+        return read
+
+    monkeypatch.setattr(second, "_read", late)
+    assert not await second.hold(), "it exists already"
+    stale = await first._read()
+    await first.hold()
+    assert stale is not None and not await first._write(stale.metadata.resource_version, 0)
+
+
+async def test_the_leader_scales_and_all_see_what_finds_no_machine(
+    api: KubernetesAPI, lease_of: Callable[[str], Lease], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    api.unschedulable = {"p": 2}
+    leader, other = scaler(api, lease_of("a")), scaler(api, lease_of("b"))
+    await leader.scale({"prefill": 4, "decode": 2})
+    await other.scale({"prefill": 9, "decode": 9})
+    assert api.replicas == {"p": 4, "d": 2}
+    assert [name for name, _ in api.patches] == ["p"], "what is as wanted is left alone"
+    assert leader.unschedulable == other.unschedulable == {"prefill": 2, "decode": 0}
+    await leader.close()
+    await other.scale({"prefill": 3, "decode": 1})
+    assert api.replicas == {"p": 3, "d": 1}
+
+
+async def test_a_refusal_is_said_once_and_tried_again(
+    api: KubernetesAPI, lease_of: Callable[[str], Lease], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    scales = scaler(api, lease_of("a"))
+    api.refusal = 403
+    await scales.scale({"decode": 5})
+    await scales.scale({"decode": 5})
+    assert caplog.text.count("are not scaled") == 1 and "HTTP 403" in caplog.text
+    api.refusal = 0
+    await scales.scale({"decode": 5})
+    assert api.replicas["d"] == 5 and "scaled again" in caplog.text
+    api.stop()
+    await scales.scale({"decode": 6})
+    await scales.close()
+
+
+async def test_a_missing_deployment_is_named(api: KubernetesAPI, lease_of: Callable[[str], Lease]) -> None:
+    del api.replicas["p"]
+    with pytest.raises(KubernetesError, match="no such deployment"):
+        await scaler(api, lease_of("a"))._scale("prefill", "p", 3, may_change=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"planner": "kubernetes"},
+        {"planner": "kubernetes", "decode_deployment": "d"},
+        {"planner": "advice", "decode_deployment": "d", "max_decode": 3},
+        {"planner": "kubernetes", "decode_deployment": "d", "max_decode": 3, "prefill_deployment": "p"},
+        {"planner": "kubernetes", "decode_deployment": "d", "max_decode": 3, "planner_lease": ""},
+        {"planner": "kubernetes", "decode_deployment": "D!", "max_decode": 3},
+        {"min_prefill": 3, "max_prefill": 2},
+        {"max_cost": 2.0, "min_prefill": 2},
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        RouterConfig(**settings)
+
+
+def test_the_scaler_of_a_router(api: KubernetesAPI) -> None:
+    assert scaler_of(RouterConfig(planner="advice")) is None
+    config = RouterConfig(
+        planner="kubernetes",
+        decode_deployment="d",
+        max_decode=3,
+        kubernetes_api=api.url,
+        kubernetes_credentials=str(api.folder),
+    )
+    assert isinstance(scaler_of(config), KubernetesScaler)

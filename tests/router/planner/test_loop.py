@@ -1,0 +1,219 @@
+"""What the planner is told by the router's registry and load window, and what it says to metrics and scalers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from common.config import RouterConfig
+from common.latency.step_model import StepModel, StepShape
+from common.wire.messages import WorkerHeartbeat, WorkerHello
+from router.fleet.registry import WorkerRegistry
+from router.observe.plan_metrics import PlanCollector
+from router.planner.load import SampledRequest
+from router.planner.load_window import LoadWindow
+from router.planner.loop import PlanLoop
+from router.planner.pool_observer import PoolObserver
+from router.planner.start_times import StartTimes
+
+MODEL = StepModel(fixed_s=0.004, floor_s=0.008, token_s=4e-5, row_s=3e-5, num_steps=99)
+PREFILL, DECODE = "tcp://p:1", "tcp://d:1"
+
+
+def hello(role: str, epoch: int = 1) -> WorkerHello:
+    return WorkerHello(
+        worker_id=role, role=role, epoch=epoch, fingerprint="f", model="m", block_size=16, num_blocks=1000,
+        max_model_len=4096, max_num_seqs=64, max_step_tokens=512,
+    )  # fmt: skip
+
+
+def beat(role: str, model: StepModel = MODEL, **over: Any) -> WorkerHeartbeat:
+    counts = dict.fromkeys(("num_running", "num_waiting", "num_transferring", "num_waiting_tokens"), 0)
+    blocks = {"num_free_blocks": 1000, "num_cached_blocks": 0, "num_owned_blocks": 0}
+    fields = {"step": 1, "ready": True, "draining": False, "step_model": model} | counts | blocks | over
+    return WorkerHeartbeat(worker_id=role, epoch=1, **fields)
+
+
+def registry(**beats: WorkerHeartbeat) -> WorkerRegistry:
+    """One worker of each role; those with a heartbeat are ready."""
+    found = WorkerRegistry([PREFILL], [DECODE], worker_timeout_s=1.0)
+    for role, each in beats.items():
+        address = PREFILL if role == "prefill" else DECODE
+        found.on_hello(address, hello(role), 0.0)
+        found.on_heartbeat(address, each, 0.0)
+    return found
+
+
+# ---------------------------------------------------------------- the pools as they are seen
+
+
+def test_ready_starting_silent_and_gone() -> None:
+    workers, observer = (
+        registry(decode=beat("decode", num_running=3, num_waiting=2)),
+        PoolObserver(("prefill", "decode")),
+    )
+    pools = observer.observe(workers.workers.values(), {"prefill": 2}, 0.0)
+    assert (pools["prefill"].num_starting, pools["prefill"].num_unschedulable, pools["prefill"].num_usable) == (3, 2, 1)
+    decode = pools["decode"]
+    assert (decode.num_ready, decode.num_held, decode.num_waiting, decode.is_full) == (1, 3, 2, True)
+    assert (decode.kind.model, decode.kind.num_blocks, decode.kind.step_tokens) == (MODEL, 1000, 512)
+    workers.sweep(0.2)
+    workers.sweep(2.0)
+    assert observer.observe(workers.workers.values(), {}, 2.0)["decode"].num_silent in (0, 1)
+    workers.on_cut(DECODE)
+    assert observer.observe(workers.workers.values(), {}, 3.0)["decode"].num_silent == 1
+    gone = observer.observe(workers.workers.values(), {}, 100.0)["decode"]
+    assert gone.num_present == 0 and gone.kind.model == MODEL, "what a worker is like is remembered"
+
+
+def test_workers_that_leave_are_not_counted_on() -> None:
+    workers = registry(prefill=beat("prefill", draining=True), decode=beat("decode"))
+    workers.withhold(DECODE, "is being ended")
+    pools = PoolObserver(("prefill", "decode")).observe(workers.workers.values(), {}, 0.0)
+    assert [(pool.num_present, pool.num_draining) for pool in pools.values()] == [(0, 1), (0, 1)]
+
+
+def test_a_pool_that_never_had_a_worker_is_taken_for_one_like_the_other() -> None:
+    observer = PoolObserver(("prefill", "decode"))
+    pools = observer.observe(registry(decode=beat("decode")).workers.values(), {}, 0.0)
+    assert pools["prefill"].kind == pools["decode"].kind
+    no_prompts = beat("decode", StepModel(fixed_s=0.01, num_steps=5))
+    pools = PoolObserver(("prefill", "decode")).observe(registry(decode=no_prompts).workers.values(), {}, 0.0)
+    assert not pools["prefill"].kind.is_known
+
+
+def test_other_routers_load_is_seen_in_the_workers_reports() -> None:
+    workers, observer = registry(decode=beat("decode")), PoolObserver(("decode",))
+    assert observer.num_routers(workers.workers.values()) == 1.0
+    for _ in range(4):
+        workers.book(DECODE, prompt=StepShape(), num_blocks=1)
+    workers.on_heartbeat(DECODE, beat("decode", num_running=12, serial=9), 1.0)
+    for _ in range(60):
+        times = observer.num_routers(workers.workers.values())
+    assert times == pytest.approx(3.0, rel=0.01)
+
+
+def test_starts_are_measured_from_wish_to_readiness() -> None:
+    starts = StartTimes(30.0)
+    starts.observe("decode", 1, 1, 0.0)
+    assert starts.seconds() == {"prefill": 30.0, "decode": 30.0}
+    starts.observe("decode", 3, 1, 10.0)
+    starts.observe("decode", 3, 2, 52.0)
+    assert starts.seconds()["decode"] == 42.0
+    starts.observe("decode", 3, 3, 70.0)
+    assert starts.seconds()["decode"] == 60.0
+    starts.observe("decode", 4, 3, 80.0)
+    starts.observe("decode", 3, 3, 90.0)  # no longer wanted
+    starts.observe("decode", 3, 4, 95.0)
+    assert starts.seconds()["decode"] == 60.0
+
+
+# ---------------------------------------------------------------- the loop
+
+
+class Recorder:
+    """A scaler that only notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, int]] = []
+        self.unschedulable: Mapping[Any, int] = {}
+        self.closed = False
+
+    async def scale(self, wanted: Mapping[Any, int]) -> None:
+        self.asked.append(dict(wanted))
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def loop(
+    workers: WorkerRegistry, scaler: Recorder | None = None, **settings: Any
+) -> tuple[PlanLoop, LoadWindow, list[float]]:
+    config = RouterConfig(decode=(DECODE,), prefill=(PREFILL,), planner="advice", **settings)
+    window, now = LoadWindow(), [0.0]
+    made = PlanLoop(config, window, lambda: workers.workers.values(), dict, scaler, clock=lambda: now[0])
+    return made, window, now
+
+
+def test_a_look_becomes_a_plan_a_log_line_and_gauges(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    workers = registry(prefill=beat("prefill"), decode=beat("decode"))
+    planning, window, now = loop(workers, slo_ttft_ms=300.0, slo_tpot_ms=20.0, max_decode=2)
+    shown = CollectorRegistry()
+    shown.register(PlanCollector(lambda: planning.outlook, {"engine": "router"}))
+    assert b"wanted" not in generate_latest(shown)
+    for second in range(100):
+        window.arrived(float(second), 40)
+        window.ended(SampledRequest(800, 0, 200), float(second))
+    window.first_token(0.25, 100.0)
+    now[0] = 101.0
+    workers.on_heartbeat(PREFILL, beat("prefill", step=2), 101.0)
+    workers.on_heartbeat(DECODE, beat("decode", step=2), 101.0)
+    plan = planning.look()
+    page = generate_latest(shown).decode()
+    assert plan.wanted("prefill") >= 2
+    assert f'diptych_pool_wanted_workers{{engine="router",role="prefill"}} {plan.wanted("prefill")}.0' in page
+    assert "diptych_offered_requests_per_second" in page and 'kind="measured",slo="ttft"} 0.2' in page
+    line = next(record for record in caplog.records if record.message == "the plan wants workers")
+    assert line.__dict__["reason"].startswith("grows from 1: prompts")
+    assert line.__dict__["requests_per_s"] == pytest.approx(40.0)
+    said = len(caplog.records)
+    planning.look()
+    assert len(caplog.records) == said, "nothing changed"
+
+
+def test_infeasible_goals_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    workers = registry(prefill=beat("prefill"), decode=beat("decode"))
+    planning, window, now = loop(workers, slo_tpot_ms=2.0)
+    for second in range(30):
+        window.arrived(float(second))
+        window.ended(SampledRequest(100, 0, 20), float(second))
+    now[0] = 30.0
+    planning.look()
+    for number in range(1, 10):  # another number at each look
+        slower = StepModel(fixed_s=0.01 * number, row_s=3e-5, num_steps=99)
+        workers.on_heartbeat(DECODE, beat("decode", slower), 30.0)
+        planning.look()
+    assert caplog.text.count("TPOT of 2 ms at p95 cannot be met") == 1
+    for second in range(30, 95):
+        window.arrived(float(second), 3)
+    now[0] = 95.0
+    workers.on_heartbeat(PREFILL, beat("prefill", step=2), 95.0)
+    slower = StepModel(fixed_s=0.02, row_s=3e-5, num_steps=199)
+    workers.on_heartbeat(DECODE, beat("decode", slower, step=2), 95.0)
+    planning.look()
+    assert caplog.text.count("TPOT of 2 ms at p95 cannot be met") == 2
+
+
+async def test_the_scaler_gets_each_plan_but_none_without_data() -> None:
+    workers, scaler = registry(prefill=beat("prefill"), decode=beat("decode")), Recorder()
+    planning, _, _ = loop(workers, scaler, planner_interval_s=0.1)
+    planning.start()
+    async with asyncio.timeout(30):
+        while not scaler.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert scaler.asked[0] == {"prefill": 1, "decode": 1}
+        workers.on_cut(DECODE)
+        await asyncio.sleep(0.25)
+        asked = len(scaler.asked)
+        await asyncio.sleep(0.25)
+    assert len(scaler.asked) == asked
+    assert planning.outlook is not None and "silent" in planning.outlook.plan.held
+    await planning.close()
+    assert scaler.closed and not planning.failure
+
+
+async def test_a_planner_that_ends_is_a_failure_of_the_router() -> None:
+    planning, _, _ = loop(registry())
+    planning._workers = lambda: 1 / 0  # type: ignore[assignment, return-value]
+    planning.start()
+    async with asyncio.timeout(30):
+        while not planning.failure:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert "ZeroDivisionError" in planning.failure
+    await planning.close()
