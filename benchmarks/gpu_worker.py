@@ -20,9 +20,10 @@ from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.observe.logging import setup_logging
 from common.runner.loaded import LoadedModel
-from common.worker.process import end_process, run_worker
-from decode_worker.process import DecodeWorker
-from prefill_worker.process import PrefillWorker
+from common.worker.duty import DutyOffer
+from common.worker.process import WorkerProcess, end_process, run_worker
+from decode_worker.duty import decode_offer
+from prefill_worker.duty import prefill_offer
 
 PROGRAM = "python -m benchmarks.gpu_worker"
 SEED = 0
@@ -35,22 +36,11 @@ def load_random(shape: GPUShape, config: WorkerConfig) -> tuple[ModelFiles, Load
     return files, LoadedModel.of(lambda: random_model(shape, torch_device(config.device)), files, config)
 
 
-class RandomPrefillWorker(PrefillWorker):
-    """A prefill worker of a shape."""
+class RandomWorker(WorkerProcess):
+    """A worker of a shape."""
 
-    def __init__(self, shape: GPUShape, config: PrefillWorkerConfig) -> None:
-        super().__init__(config)
-        self._shape = shape
-
-    def _load(self) -> tuple[ModelFiles, LoadedModel]:
-        return load_random(self._shape, self.config)
-
-
-class RandomDecodeWorker(DecodeWorker):
-    """A decode worker of a shape."""
-
-    def __init__(self, shape: GPUShape, config: DecodeWorkerConfig) -> None:
-        super().__init__(config)
+    def __init__(self, shape: GPUShape, home: DutyOffer) -> None:
+        super().__init__(home)
         self._shape = shape
 
     def _load(self) -> tuple[ModelFiles, LoadedModel]:
@@ -62,10 +52,10 @@ def main(argv: Sequence[str]) -> int:
     if role == "prefill":
         prefill = load(PrefillWorkerConfig, flags, prog=PROGRAM)
         setup_logging(prefill.worker_id, prefill.log_level)
-        return run_worker(lambda: RandomPrefillWorker(shape, prefill))
+        return run_worker(lambda: RandomWorker(shape, prefill_offer(prefill)))
     decode = load(DecodeWorkerConfig, flags, prog=PROGRAM)
     setup_logging(decode.worker_id, decode.log_level)
-    return run_worker(lambda: RandomDecodeWorker(shape, decode))
+    return run_worker(lambda: RandomWorker(shape, decode_offer(decode)))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.observe.logging import setup_logging
 from common.runner.loaded import LoadedModel
-from common.worker.process import end_process, run_worker
-from decode_worker.process import DecodeWorker
-from prefill_worker.process import PrefillWorker
+from common.worker.duty import DutyOffer
+from common.worker.process import WorkerProcess, end_process, run_worker
+from decode_worker.duty import decode_offer
+from prefill_worker.duty import prefill_offer
 
 PROGRAM = "python -m benchmarks.paced_worker"
 ROLES = ("prefill", "decode")
@@ -41,26 +42,15 @@ def load_paced(coefficients: Coefficients, config: WorkerConfig, role: str) -> t
     return files, LoadedModel.of(lambda: model, files, config, make)
 
 
-class PacedPrefillWorker(PrefillWorker):
-    """A prefill worker at a pace."""
+class PacedWorker(WorkerProcess):
+    """A worker at a pace, that of its role."""
 
-    def __init__(self, coefficients: Coefficients, config: PrefillWorkerConfig) -> None:
-        super().__init__(config)
-        self._coefficients = coefficients
-
-    def _load(self) -> tuple[ModelFiles, LoadedModel]:
-        return load_paced(self._coefficients, self.config, self.role)
-
-
-class PacedDecodeWorker(DecodeWorker):
-    """A decode worker at a pace."""
-
-    def __init__(self, coefficients: Coefficients, config: DecodeWorkerConfig) -> None:
-        super().__init__(config)
-        self._coefficients = coefficients
+    def __init__(self, coefficients: Coefficients, home: DutyOffer) -> None:
+        super().__init__(home)
+        self._coefficients, self._role = coefficients, home.role
 
     def _load(self) -> tuple[ModelFiles, LoadedModel]:
-        return load_paced(self._coefficients, self.config, self.role)
+        return load_paced(self._coefficients, self.config, self._role)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,10 +60,10 @@ def main(argv: Sequence[str]) -> int:
     if role == "prefill":
         prefill = load(PrefillWorkerConfig, flags, prog=PROGRAM)
         setup_logging(prefill.worker_id, prefill.log_level)
-        return run_worker(lambda: PacedPrefillWorker(coefficients, prefill))
+        return run_worker(lambda: PacedWorker(coefficients, prefill_offer(prefill)))
     decode = load(DecodeWorkerConfig, flags, prog=PROGRAM)
     setup_logging(decode.worker_id, decode.log_level)
-    return run_worker(lambda: PacedDecodeWorker(coefficients, decode))
+    return run_worker(lambda: PacedWorker(coefficients, decode_offer(decode)))
 
 
 if __name__ == "__main__":

@@ -6,22 +6,28 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from common.config import PrefillWorkerConfig
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.worker.command import run_command
 
 if TYPE_CHECKING:
-    from prefill_worker.process import PrefillWorker
+    from common.worker.process import WorkerProcess
 
 
-def build(config: PrefillWorkerConfig) -> PrefillWorker:
-    from prefill_worker.process import PrefillWorker  # which imports torch
+def build(config: PrefillWorkerConfig, other: DecodeWorkerConfig | None) -> WorkerProcess:
+    # Imported here: they import torch.
+    from common.worker.process import WorkerProcess
+    from prefill_worker.duty import prefill_offer
 
-    return PrefillWorker(config)
+    if other is None:
+        return WorkerProcess(prefill_offer(config))
+    from decode_worker.duty import decode_offer
+
+    return WorkerProcess(prefill_offer(config), decode_offer(other))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run until SIGTERM; 0 after a clean end, 2 when the configuration or the model is refused."""
-    return run_command(argv, PrefillWorkerConfig, "prefill", build)
+    return run_command(argv, PrefillWorkerConfig, DecodeWorkerConfig, "prefill", build)
 
 
 if __name__ == "__main__":

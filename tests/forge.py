@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 WORKERS = {
-    "prefill_worker": ("prefill_worker.__main__", "prefill_worker.process", "common.worker.process"),
-    "decode_worker": ("decode_worker.__main__", "decode_worker.process", "common.worker.process"),
+    "prefill_worker": ("prefill_worker.__main__", "prefill_worker.duty", "common.worker.process"),
+    "decode_worker": ("decode_worker.__main__", "decode_worker.duty", "common.worker.process"),
     "benchmarks.paced_worker": ("benchmarks.paced_worker", "common.worker.process"),
 }
 ROUTERS = {

@@ -12,11 +12,12 @@ from common.config.cluster import DiscoverySettings
 from common.config.common import CommonConfig
 from common.config.field import DURATION, HOST, PORT, TIMEOUT, setting
 from common.config.request_class import EXPECTS, RequestClass, request_classes
+from common.config.roles import RoleSettings
 from common.config.scaling import PlannerSettings
 
 
 @dataclass(frozen=True)
-class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSettings):
+class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSettings, AccessSettings):
     """The router: HTTP in front, workers behind. It holds the tokeniser, never the weights."""
 
     section: ClassVar[str] = "router"

@@ -40,7 +40,11 @@ class PlannerSettings(Config):
         le=0.999,
     )
     min_prefill: int = setting(
-        0, "fewest prefill workers that are planned; 0: none while nobody asks", group="Scaling", ge=0, le=MOST_WORKERS
+        0,
+        "fewest prefill workers that are planned, and that --role-change leaves; 0: none while nobody asks",
+        group="Scaling",
+        ge=0,
+        le=MOST_WORKERS,
     )
     max_prefill: int = setting(
         0,
@@ -50,7 +54,12 @@ class PlannerSettings(Config):
         le=MOST_WORKERS,
     )
     min_decode: int = setting(
-        1, "fewest decode workers that are planned; 0: none while nobody asks", group="Scaling", ge=0, le=MOST_WORKERS
+        1,
+        "fewest decode workers that are planned, and that --role-change leaves, which always leaves one; 0: none while "
+        "nobody asks",
+        group="Scaling",
+        ge=0,
+        le=MOST_WORKERS,
     )
     max_decode: int = setting(
         0,

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from common import __version__
-from common.config import CONFIG_CLASSES
+from common.config import CONFIG_CLASSES, WorkerConfig
 from common.config.field import GROUPS, Config, Field, fields_of
 from common.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
+W = TypeVar("W", bound=WorkerConfig)
 
 # No fields of a config class: the folder of fetched models, and the CPU that kernels are compiled for.
 OTHER_VARIABLES = ("DIPTYCH_CACHE", "DIPTYCH_MARCH")
@@ -209,6 +210,27 @@ def read(cls: type[C], argv: Sequence[str], *, prog: str = "", environ: Mapping[
     config = cls(**values)
     config.check_start()
     return config
+
+
+def counterpart(config: WorkerConfig, cls: type[W], environ: Mapping[str, str] | None = None) -> W:
+    """The settings of a worker's other role: what both roles have is copied, file and environment say the rest.
+
+    Raises ConfigError for settings that no worker of that role could start with.
+    """
+    sources = Sources.open(config.config, os.environ if environ is None else environ, cls)
+    values = sources.values(cls)
+    values.update({field.name: getattr(config, field.name) for field in fields_of(WorkerConfig)})
+    return cls(**values)
+
+
+def counterpart_env(config: WorkerConfig) -> dict[str, str]:
+    """The variables from which `counterpart` makes this `config` in a worker of the other role."""
+    shared = {field.name for field in fields_of(WorkerConfig)}
+    return {
+        f"DIPTYCH_{config.env_prefix}_{field.name.upper()}": field.render(getattr(config, field.name))
+        for field in fields_of(type(config))
+        if field.name not in shared and getattr(config, field.name) != field.default
+    }
 
 
 def load(cls: type[C], argv: Sequence[str] | None = None, *, prog: str = "") -> C:

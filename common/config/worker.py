@@ -144,6 +144,12 @@ class WorkerConfig(CommonConfig, PodSettings):
     max_waiting: int = setting(
         1024, "requests that may wait here; more are refused", group="Scheduling", ge=1, le=1_000_000
     )
+    role_change: bool = setting(
+        False,
+        "let routers change this worker between prefill and decode while it runs, without loading the model again; "
+        "settings of the other role come from the environment and from --config",
+        group="Scheduling",
+    )
     router_timeout_s: float = setting(
         5.0,
         "seconds without a sign of life after which a router's requests are dropped",

@@ -67,7 +67,7 @@ class _Lanes:
 
 
 class Grammars:
-    """Compiles grammars for a model, and keeps the latest within `KEPT_BYTES`. Belongs to one engine.
+    """Compiles grammars for a model, and keeps the latest within `KEPT_BYTES`. Closes with its last user.
 
     `checks` first compile each grammar in a process that can be killed; this one compiles those that pass, at the same
     cost. `vocab_size` is the width of the logits, which may exceed the tokenizer's number of tokens.
@@ -82,6 +82,7 @@ class Grammars:
         self._lanes, self._lock = _Lanes(), threading.Lock()
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._waiting: dict[str, list[OnReady]] = {}
+        self._num_users = 1
         try:
             self._vocabulary = build_vocabulary(files.tokenizer, files.eos_token_ids, vocab_size)
         except Exception as error:  # a damaged tokenizer: requests without grammars still work
@@ -117,8 +118,18 @@ class Grammars:
         known = self.get(grammar, found.set_result)
         return (known or found.result(GRAMMAR_TIMEOUT_S)).constraint()
 
+    def shared(self) -> Grammars:
+        """The same, with one more user, who closes it too: an engine of a worker that may have others after it."""
+        with self._lock:
+            self._num_users += 1
+        return self
+
     def close(self) -> None:
-        """Stops compiling; requests that wait for a grammar get a problem instead."""
+        """Stops compiling, once every user has closed; requests that wait for a grammar get a problem instead."""
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users > 0:
+                return
         self._checks.close()
         self._lanes.quick.shutdown(wait=False, cancel_futures=True)
         self._lanes.slow.shutdown(wait=False, cancel_futures=True)

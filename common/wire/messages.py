@@ -19,6 +19,7 @@ from common.wire.message_fields import (
     Name,
     Priority,
     Reason,
+    Role,
     Seconds,
     Text,
     TokenBytes,
@@ -46,11 +47,15 @@ class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class RouterHello(Message, frozen=True, tag=1):
-    """The first message on a connection names the router. The worker answers `WorkerHello`."""
+    """The first message on a connection names the router. The worker answers `WorkerHello`.
+
+    `changes_roles`: the router changes the roles of workers, if it is the `WorkerHeartbeat.planner`.
+    """
 
     router_id: Name
     epoch: Count
     protocol: Count = PROTOCOL_VERSION
+    changes_roles: bool = False
 
 
 class RouterHeartbeat(Message, frozen=True, tag=2):
@@ -151,6 +156,17 @@ class BlockSnapshotRequest(Message, frozen=True, tag=8):
     epoch: Count
 
 
+class ChangeRole(Message, frozen=True, tag=9):
+    """Drain, and come back in `role`: the worker answers with a `WorkerHello` of a new epoch, and owns no block then.
+
+    A worker that is not drained in time, or cannot, stays what it is, and its heartbeats stop saying that it drains. It
+    ignores an order for the role that it has, and a second one while it carries out the first.
+    """
+
+    role: Role
+    reason: Text
+
+
 # ---------------------------------------------------------------- worker -> router
 
 
@@ -161,6 +177,8 @@ class WorkerHello(Message, frozen=True, tag=20):
     that has begun goes on only on workers with equal `weights`, which covers the model and how its weights are kept.
     `lost_router`: the receiving router was silent for too long, which also a frozen worker finds when it wakes up. Its
     requests here are gone, and it must say hello again. `max_step_tokens` prompt tokens are computed in one step.
+    `home` is the role that the process was started with, `role` the one that it has now; with `changes_role` a router
+    may change it, which begins a new epoch.
     """
 
     worker_id: Name
@@ -177,6 +195,8 @@ class WorkerHello(Message, frozen=True, tag=20):
     lost_router: bool = False
     weights: Annotated[str, Meta(max_length=256)] = ""
     max_step_tokens: Count = 0
+    home: Text = ""
+    changes_role: bool = False
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):
@@ -187,7 +207,8 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     prompts that wait here take `waiting_s` seconds. The running sequences have `num_context_tokens` tokens. All of it
     counts the requests of the receiving router with a serial of at most `serial`. The last `BlockEvents` had the number
     `block_sequence`; 0: the prefix cache has always been empty. At present `batch_cap` requests run side by side at
-    most, and a step computes at most `step_tokens` prompt tokens; 0: as the hello says.
+    most, and a step computes at most `step_tokens` prompt tokens; 0: as the hello says. `planner` is the id of the
+    router that may change roles: the least of those that said they would; "" if none did.
     """
 
     worker_id: Name
@@ -213,6 +234,7 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     block_sequence: Count = 0
     batch_cap: Count = 0
     step_tokens: Count = 0
+    planner: Text = ""
 
 
 class BlockEvents(Message, frozen=True, tag=25):
@@ -440,6 +462,7 @@ ToWorker = (
     | ResetPrefixCache
     | HandOver
     | BlockSnapshotRequest
+    | ChangeRole
 )
 ToRouter = WorkerHello | WorkerHeartbeat | TokenOutput | PromptLogprobs | RequestFailed | BlockEvents | BlockSnapshot
 ToDecode = KVOpen | KVBlocks | KVDone | KVFailed

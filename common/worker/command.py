@@ -6,18 +6,34 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from common.config import WorkerConfig
-from common.config.sources import load
+from common.config.sources import counterpart, exit_refused, load
+from common.errors import ConfigError
 from common.observe.logging import setup_logging
 
 if TYPE_CHECKING:
     from common.worker.process import WorkerProcess
 
 C = TypeVar("C", bound=WorkerConfig)
+Other = TypeVar("Other", bound=WorkerConfig)
 
 
-def run_command(argv: Sequence[str], config_type: type[C], role: str, build: Callable[[C], WorkerProcess]) -> int:
-    """The exit status: 0 after a clean end, 2 when settings or model are refused."""
-    config = load(config_type, argv, prog=f"diptych {role}-worker")
+def run_command(
+    argv: Sequence[str],
+    config_type: type[C],
+    other_type: type[Other],
+    role: str,
+    build: Callable[[C, Other | None], WorkerProcess],
+) -> int:
+    """The exit status: 0 after a clean end, 2 when settings or model are refused.
+
+    `build` also gets the settings of the other role, if the worker may change to it.
+    """
+    prog = f"diptych {role}-worker"
+    config = load(config_type, argv, prog=prog)
+    try:
+        other = counterpart(config, other_type) if config.role_change else None
+    except ConfigError as error:
+        exit_refused(error, prog)
     setup_logging(config.worker_id or role, config.log_level, json=config.log_json)
     # Imported here: --help and refused settings need no torch, and `spin_briefly` must come before it.
     from common.machine.compute_threads import pin_to_cores, spin_briefly
@@ -26,4 +42,4 @@ def run_command(argv: Sequence[str], config_type: type[C], role: str, build: Cal
     spin_briefly()
     from common.worker.process import run_worker
 
-    return run_worker(lambda: build(config))
+    return run_worker(lambda: build(config, other))

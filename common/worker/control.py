@@ -55,6 +55,7 @@ class RouterPeer:
     router_id: str
     epoch: int
     last_heard: float
+    changes_roles: bool = False
     num_cut: int = 0
     """Heartbeats in a row that found no connection."""
     wants_snapshot: bool = False
@@ -66,7 +67,7 @@ class ControlServer:
 
     `heartbeat(router)` is what a router is sent. `on_message(router, message)` gets every request or abort,
     `on_router_lost(router)` the identity of a router that was silent for `router_timeout_s`, whose connection broke, or
-    that came back as a new process. `blocks` is what the prefix cache holds.
+    that came back as a new process. `blocks()` is what the prefix cache holds: another log with each duty.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class ControlServer:
         *,
         heartbeat_s: float,
         router_timeout_s: float,
-        blocks: BlockLog | None = None,
+        blocks: Callable[[], BlockLog] | None = None,
     ) -> None:
-        self._socket, self._blocks = socket, blocks or BlockLog()
+        no_blocks = BlockLog()
+        self._socket, self._blocks = socket, blocks or (lambda: no_blocks)
         self._hello, self._heartbeat = hello, heartbeat
         self._on_message, self._on_router_lost = on_message, on_router_lost
         self._heartbeat_s, self._router_timeout_s = heartbeat_s, router_timeout_s
@@ -94,6 +96,14 @@ class ControlServer:
     @property
     def num_routers(self) -> int:
         return len(self._routers)
+
+    @property
+    def planner(self) -> str:
+        """The router that may change roles: of those that would, the one with the least id; "" if none would.
+
+        Routers do not know each other, so the workers tell them.
+        """
+        return min((peer.router_id for peer in self._routers.values() if peer.changes_roles), default="")
 
     @property
     def num_dropped_frames(self) -> int:
@@ -125,16 +135,17 @@ class ControlServer:
 
     def broadcast_heartbeat(self) -> None:
         """Send every router the worker's state, and what changed in its prefix cache or all of that."""
-        events = self._blocks.take()
+        blocks = self._blocks()
+        events = blocks.take()
         for router, peer in self._routers.items():
             wanted, peer.wants_snapshot = peer.wants_snapshot, False
-            for message in self._blocks.snapshot() if wanted else events:
+            for message in blocks.snapshot() if wanted else events:
                 self.send(router, message)
             is_cut = self.send(router, self._heartbeat(router)) == zmq.EHOSTUNREACH
             peer.num_cut = peer.num_cut + 1 if is_cut else 0
 
     def broadcast_hello(self) -> None:
-        """Send every router another hello, because the model is loaded."""
+        """Send every router another hello, because the model is loaded, or the role is another."""
         for router in self._routers:
             self.send(router, self._hello())
             self.send(router, self._heartbeat(router))
@@ -172,7 +183,7 @@ class ControlServer:
         else:
             peer.last_heard = now
             if isinstance(message, BlockSnapshotRequest):
-                peer.wants_snapshot = message.epoch == self._blocks.epoch
+                peer.wants_snapshot = message.epoch == self._blocks().epoch
             elif not isinstance(message, RouterHeartbeat):
                 self._on_message(router, message)
 
@@ -198,7 +209,7 @@ class ControlServer:
             self._on_router_lost(router)
         if peer is None:
             log.info("router %s connected", message.router_id)
-        self._routers[router] = RouterPeer(message.router_id, message.epoch, now)
+        self._routers[router] = RouterPeer(message.router_id, message.epoch, now, message.changes_roles)
         self.send(router, self._hello())
         self.send(router, self._heartbeat(router))
 

@@ -148,6 +148,11 @@ class Engine(ABC):
         self._inbox.put(event)
 
     @property
+    def has_commands(self) -> bool:
+        """Whether some wait in the inbox. Callable from any thread."""
+        return not self._inbox.empty()
+
+    @property
     def alive(self) -> bool:
         return self._thread.is_alive() and self.failure is None
 

@@ -29,7 +29,7 @@ class _StatusCollector(Collector):
         self,
         status: Callable[[], EngineStatus],
         labels: dict[str, str],
-        role: str,
+        role: Callable[[], str],
         slo_tpot_s: float,
     ) -> None:
         self._status, self._families = status, Families(labels)
@@ -59,11 +59,12 @@ class _StatusCollector(Collector):
     def _scaling(self, status: EngineStatus, usage: float) -> Iterator[Metric]:
         active, gauge = active_requests(status), self._families.gauge
         yield gauge("diptych_active_requests", "Requests that would be cut if this worker ended now", active)
-        if self._role == "prefill":
+        role = self._role()
+        if role == "prefill":
             share = unblocked_share(usage, status.num_running, status.num_transferring)
             waiting_s = backlog_s(share * status.num_waiting_tokens, status.full_tokens_per_s)
             yield gauge("diptych_prefill_backlog_seconds", "Seconds of prompts that wait here", waiting_s)
-        elif self._role == "decode":
+        elif role == "decode":
             full = pressure(_decode_work(status, usage), self._slo_tpot_s)
             yield gauge("diptych_decode_pressure", "How full this worker is, 1 at its limit", full)
 
@@ -91,10 +92,11 @@ class WorkerMetrics:
         role: str = "",
         slo_tpot_s: float = 0.0,
     ) -> None:
-        """`slo_tpot_s` is the goal for a token after the first; 0: no goal."""
+        """`slo_tpot_s` is the goal for a token after the first; 0: no goal. `role` is the first one."""
+        self._role = role
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": worker_id}
-        self.registry.register(_StatusCollector(status, self._labels, role, slo_tpot_s))
+        self.registry.register(_StatusCollector(status, self._labels, lambda: self._role, slo_tpot_s))
         register_process(self.registry, self._labels)
         histogram, counter = self._histogram, self._counter
         self.queue_seconds = histogram("vllm:request_queue_time_seconds", "From acceptance to the first computed token")
@@ -146,6 +148,11 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
+
+    def change_role(self, role: str) -> None:
+        """Signals for autoscalers are those of this role from now on."""
+        self._role = role
+        self._knob.clear()  # those of the former role
 
     def describe_cache(self, block_size: int, num_blocks: int, dtype: str) -> None:
         """Export the cache's shape as labels, the way vLLM does."""

@@ -1,6 +1,8 @@
 """The life of a worker process, of either kind:
 
 bind sockets ─> write --address-file ─> load the model (not ready) ─> run the engine (ready) ─> SIGTERM: drain ─> exit 0
+
+While it is ready, a router may change its role (`duties.py`).
 """
 
 from __future__ import annotations
@@ -15,28 +17,32 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import zmq
 import zmq.asyncio
 
-from common.config import WorkerConfig
 from common.errors import ConfigError, DiptychError, ModelError
-from common.kv.block_log import BlockLog
-from common.kv.block_pool import BlockPool
 from common.machine.allocator import keep_large_buffers
-from common.machine.core_share import CoreShare
 from common.machine.file_limit import raise_file_limit
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
-from common.transfer.outgoing import TransferEnded
-from common.transfer.sender import KVSender
 from common.wire.curve import Curve, warn_of_readers
 from common.wire.gatekeeper import Gatekeeper
 from common.wire.listening import in_url
-from common.wire.messages import AnyMessage, DecodeRequest, PrefillRequest, RequestFailed, WorkerHeartbeat
+from common.wire.messages import (
+    AnyMessage,
+    ChangeRole,
+    DecodeRequest,
+    PrefillRequest,
+    RequestFailed,
+    WorkerHeartbeat,
+    WorkerHello,
+)
 from common.worker.control import ControlServer, bind_control
-from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost, Send
+from common.worker.duties import DRAIN_POLL_S, Duties
+from common.worker.duty import DutyOffer
+from common.worker.engine import EngineStatus, RequestReceived, RouterLost
 from common.worker.metrics import WorkerMetrics
 from common.worker.probes import WorkerHTTP
 from common.worker.step_times import DEVICE_FLOOR_S, FLOOR_S, StepTimes
@@ -47,79 +53,26 @@ if TYPE_CHECKING:
     from common.runner.loaded import LoadedModel
 
 log = logging.getLogger(__name__)
-DRAIN_POLL_S = 0.02
 LAST_WORDS_MS = 500
 """Time at the end for the last messages to routers to leave."""
 
 
 class WorkerProcess:
-    """Runs one engine behind one control socket. Subclasses bind their KV socket and build the engine."""
+    """Runs one engine behind one control socket. `home` is its first role; to `other` a router may change it."""
 
-    role = ""
-
-    def __init__(self, config: WorkerConfig) -> None:
-        self.config = config
-        self.identity = WorkerIdentity.create(self.role, config.worker_id)
-        self.block_log = BlockLog(self.identity.epoch)
+    def __init__(self, home: DutyOffer, other: DutyOffer | None = None) -> None:
+        self.config = config = home.config
+        identity = WorkerIdentity.create(home.role, config.worker_id)
         self.context = zmq.asyncio.Context()
         self.blocking_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self.context)
+        goals_ms = (getattr(offer.config, "slo_tpot_ms", 0.0) for offer in (home, other) if offer is not None)
         self.metrics = WorkerMetrics(
-            config.model,
-            self.identity.worker_id,
-            self._status,
-            role=self.role,
-            slo_tpot_s=getattr(config, "slo_tpot_ms", 0.0) / 1e3,
+            config.model, identity.worker_id, self._status, role=home.role, slo_tpot_s=max(goals_ms) / 1e3
         )
         self.curve = Curve.load(config.curve_key, config.curve_authorized)
         self.gatekeeper: Gatekeeper | None = None
         self.control: ControlServer | None = None
-        self.engine: Engine | None = None
-        self.loaded: LoadedModel | None = None
-        self.kv_address = ""
-        self._draining = False
-
-    def bind_kv(self) -> str:
-        """Bind the KV socket if this role has one, and return its address. Called before the model is loaded."""
-        return ""
-
-    def close_kv(self) -> None:
-        """Close what `bind_kv` bound, when no engine took it over."""
-
-    def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
-        """The engine, not started. It owns `grammars`."""
-        raise AssertionError("a worker process has a role")
-
-    def engine_config(self, files: ModelFiles, loaded: LoadedModel) -> EngineConfig:
-        return EngineConfig(
-            identity=(self.identity.worker_id, self.identity.epoch),
-            eos_token_ids=files.eos_token_ids,
-            max_model_len=loaded.max_model_len,
-            max_waiting=self.config.max_waiting,
-        )
-
-    def new_pool(self, loaded: LoadedModel) -> BlockPool:
-        return BlockPool(
-            loaded.kv.num_blocks,
-            loaded.kv.block_size,
-            enable_prefix_caching=self.config.enable_prefix_caching,
-            log=self.block_log,
-        )
-
-    def new_sender(self, loaded: LoadedModel, on_ended: Callable[[TransferEnded], None], **options: Any) -> KVSender:
-        """Ships blocks of this worker's cache; `options` are the settings of `KVSender` that differ by role."""
-        from common.kv.staging import outgoing_blocks  # which imports torch, as the model has by now
-
-        return KVSender(
-            self.blocking_context,
-            outgoing_blocks(loaded.kv).view,
-            loaded.kv.block_bytes,
-            (self.identity.worker_id, self.identity.epoch, loaded.fingerprint),
-            on_ended,
-            memory=loaded.kv.shared.offer if loaded.kv.shared else None,
-            require_shared=self.config.kv_transport == "shm",
-            curve=self.curve,
-            **options,
-        )
+        self.duties = Duties(home, other, self.blocking_context, self.curve, self.metrics, identity)
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT; raises the error that ended the engine."""
@@ -141,6 +94,7 @@ class WorkerProcess:
             for task in (serving, watch):
                 if task.done():
                     task.result()
+            await self.duties.settle()
             await self._drain(control, serving)
             watch.cancel()
         finally:
@@ -159,35 +113,32 @@ class WorkerProcess:
             self.gatekeeper = Gatekeeper(self.blocking_context, self.curve)
             self.gatekeeper.start()
         control_socket, address = bind_control(self.context, config.host, config.port, self.curve)
-        self.kv_address = self._advertised(self.bind_kv())
+        self.duties.bind()
         http = WorkerHTTP(
             config.host,
             config.http_port,
-            lambda: probe_of(self.identity, self.engine, draining=self._draining),
+            lambda: probe_of(self.duties.identity, self.duties.engine, draining=self.duties.is_draining),
             self.metrics.registry,
         )
         http_port = await http.start()
         self._write_address_file(self._advertised(address), http_port)
         self.control = ControlServer(
             control_socket,
-            lambda: hello_of(self.identity, config, self.loaded, self.kv_address),
+            self._hello,
             self._heartbeat,
             self._on_message,
             self._on_router_lost,
             heartbeat_s=config.heartbeat_s,
             router_timeout_s=config.router_timeout_s,
-            blocks=self.block_log,
+            blocks=lambda: self.duties.block_log,
         )
-        log.info("%s listens on %s", self.identity.worker_id, address, extra={"kv": self.kv_address, "http": http_port})
+        where = {"kv": self.duties.kv_address, "http": http_port}
+        log.info("%s listens on %s", self.duties.identity.worker_id, address, extra=where)
         return self.control, http
 
     async def _close(self, http: WorkerHTTP) -> None:
         """End the engine and all threads, and close the sockets."""
-        has_ended = True
-        if self.engine is not None:
-            has_ended = await asyncio.to_thread(self.engine.stop)
-        else:
-            self.close_kv()
+        has_ended = await asyncio.to_thread(self.duties.stop)
         await http.stop()
         if self.gatekeeper is not None:
             await asyncio.to_thread(self.gatekeeper.stop)
@@ -214,17 +165,10 @@ class WorkerProcess:
             raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
         # Before the engine: a large vocabulary stops every thread for a second, while no router waits for this worker.
         grammars = await asyncio.to_thread(_grammars, files, loaded)
-        engine = self.build_engine(files, loaded, grammars, control.send_threadsafe)
-        floor_s = FLOOR_S if self.config.device == "cpu" else DEVICE_FLOOR_S
-        engine.step_times = StepTimes(fixed_s=self.config.stall_timeout_s, floor_s=floor_s, token_s=loaded.token_s)
         self.metrics.describe_cache(self.config.block_size, loaded.kv.num_blocks, loaded.kv_dtype)
-        self.loaded = loaded
-        if self.config.core_share and self.config.device == "cpu":
-            cores = CoreShare(self.config.core_share, loaded.num_threads)
-            loaded.share_cores(cores)
-            engine.share_cores(cores, loaded.set_num_threads)
-        engine.start()
-        self.engine = engine
+        floor_s = FLOOR_S if self.config.device == "cpu" else DEVICE_FLOOR_S
+        times = StepTimes(fixed_s=self.config.stall_timeout_s, floor_s=floor_s, token_s=loaded.token_s)
+        self.duties.start(files, loaded, grammars, control, times)
         control.broadcast_hello()
         log.info(
             "ready: %s in %s, %d KV blocks of %d tokens (%.2f GiB), %d threads, loaded in %.1f s",
@@ -245,23 +189,24 @@ class WorkerProcess:
         return files, LoadedModel.load(files, self.config)
 
     async def _watch_engine(self) -> None:
-        """Raise the reason when the engine's thread ends, or the gatekeeper's."""
-        while self.engine is None or self.engine.alive:
+        """Raise the reason when the engine's thread ends, the gatekeeper's, or a change of role without any engine."""
+        while (engine := self.duties.engine) is None or engine.alive:
+            self.duties.check()
             if self.gatekeeper is not None and self.gatekeeper.failure is not None:
                 raise RuntimeError("the gatekeeper died") from self.gatekeeper.failure
             await asyncio.sleep(0.1)
-        raise RuntimeError("the engine died") from self.engine.failure
+        raise RuntimeError("the engine died") from engine.failure
 
     async def _drain(self, control: ControlServer, serving: asyncio.Task[None]) -> None:
         """Take nothing new, let what runs finish or be handed over, up to the deadline."""
-        self._draining = True
+        self.duties.is_draining = True
         control.broadcast_heartbeat()
-        deadline = time.monotonic() + self.config.drain_timeout_s
-        while time.monotonic() < deadline and self.engine is not None and self.engine.alive and not serving.done():
-            if self.engine.is_empty:
+        deadline, engine = time.monotonic() + self.config.drain_timeout_s, self.duties.engine
+        while time.monotonic() < deadline and engine is not None and engine.alive and not serving.done():
+            if engine.is_empty:
                 break
             await asyncio.sleep(DRAIN_POLL_S)
-        log.info("stopping: %s", "all requests finished" if self.engine and self.engine.is_empty else "drain time over")
+        log.info("stopping: %s", "all requests finished" if engine and engine.is_empty else "drain time over")
 
     def _on_signal(self, stop: asyncio.Event) -> None:
         if stop.is_set():
@@ -270,14 +215,18 @@ class WorkerProcess:
         stop.set()
 
     def _on_message(self, router: bytes, message: AnyMessage) -> None:
-        if self._draining and self.control is not None and isinstance(message, PrefillRequest | DecodeRequest):
-            self.control.send(router, self._refusal(message))  # its router sent it before it heard of the drain
-        elif self.engine is not None and not self.engine.submit(RequestReceived(router, message)):
+        duties, control = self.duties, self.control
+        if isinstance(message, ChangeRole):
+            if control is not None:
+                duties.order(message, control)
+        elif duties.is_draining and control is not None and isinstance(message, PrefillRequest | DecodeRequest):
+            control.send(router, self._refusal(message))  # its router sent it before it heard of the drain
+        elif duties.engine is not None and not duties.engine.submit(RequestReceived(router, message)):
             log.error("the engine's inbox is full: dropped %s", type(message).__name__)
 
     def _refusal(self, message: PrefillRequest | DecodeRequest) -> RequestFailed:
         return RequestFailed(
-            worker_id=self.identity.worker_id,
+            worker_id=self.duties.identity.worker_id,
             request_id=message.request_id,
             attempt=message.attempt,
             phase="queue",
@@ -286,15 +235,30 @@ class WorkerProcess:
         )
 
     def _on_router_lost(self, router: bytes) -> None:
-        if self.engine is not None:
-            self.engine.notify(RouterLost(router))
+        if self.duties.engine is not None:
+            self.duties.engine.notify(RouterLost(router))
+
+    def _hello(self) -> WorkerHello:
+        duties = self.duties
+        address = self._advertised(duties.kv_address)
+        return hello_of(duties.identity, duties.config, duties.loaded, address, changes_role=duties.may_change)
 
     def _heartbeat(self, router: bytes) -> WorkerHeartbeat:
-        sequence = self.block_log.sequence
-        return heartbeat_of(self.identity, self.engine, self._status(), router, sequence, draining=self._draining)
+        duties, status = self.duties, self._status()
+        planner = self.control.planner if self.control is not None else ""
+        return heartbeat_of(
+            duties.identity,
+            duties.engine,
+            status,
+            router,
+            duties.block_log.sequence,
+            draining=duties.is_draining,
+            planner=planner,
+        )
 
     def _status(self) -> EngineStatus:
-        status = self.engine.status if self.engine is not None else EngineStatus()
+        engine = self.duties.engine
+        status = engine.status if engine is not None else EngineStatus()
         return replace(
             status,
             num_dropped_frames=status.num_dropped_frames + (self.control.num_dropped_frames if self.control else 0),
@@ -312,10 +276,10 @@ class WorkerProcess:
         if self.config.address_file:
             host = self.config.advertise_host or self.config.host
             body = {
-                "worker_id": self.identity.worker_id,
-                "role": self.role,
+                "worker_id": self.duties.identity.worker_id,
+                "role": self.duties.identity.home,
                 "address": address,
-                "kv_address": self.kv_address,
+                "kv_address": self._advertised(self.duties.kv_address),
                 "http": f"http://{in_url(host)}:{http_port}",
             }
             path = Path(self.config.address_file)

@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from common import __version__
@@ -22,22 +22,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Which process this is. `epoch` is new at every start."""
+    """Which process this is, and its duty. `home`: the role it was started with; `epoch` is new with every duty."""
 
     worker_id: str
     role: str
+    home: str
     epoch: int
 
     @classmethod
     def create(cls, role: str, configured: str) -> WorkerIdentity:
         name = configured or f"{role}-{socket.gethostname()}-{os.getpid()}"
-        return cls(name, role, time.time_ns() // 1000 * 1000 + secrets.randbelow(1000))
+        return cls(name, role, role, _new_epoch())
+
+    def renewed(self, role: str) -> WorkerIdentity:
+        """The same process with another duty."""
+        return replace(self, role=role, epoch=max(_new_epoch(), self.epoch + 1))
+
+
+def _new_epoch() -> int:
+    return time.time_ns() // 1000 * 1000 + secrets.randbelow(1000)
 
 
 def hello_of(
-    identity: WorkerIdentity, config: WorkerConfig, loaded: LoadedModel | None, kv_address: str
+    identity: WorkerIdentity,
+    config: WorkerConfig,
+    loaded: LoadedModel | None,
+    kv_address: str,
+    *,
+    changes_role: bool = False,
 ) -> WorkerHello:
-    """`loaded` is None while the model loads."""
+    """`config` is that of the present role. `loaded` is None while the model loads."""
     return WorkerHello(
         worker_id=identity.worker_id,
         role=identity.role,
@@ -52,6 +66,8 @@ def hello_of(
         version=__version__,
         weights=loaded.weights if loaded else "",
         max_step_tokens=getattr(config, "max_num_batched_tokens", 0) or getattr(config, "local_prefill_chunk", 0),
+        home=identity.home,
+        changes_role=changes_role,
     )
 
 
@@ -63,8 +79,9 @@ def heartbeat_of(
     block_sequence: int,
     *,
     draining: bool,
+    planner: str = "",
 ) -> WorkerHeartbeat:
-    """The heartbeat for a router. `engine` is None while the model loads."""
+    """The heartbeat for a router. `engine` is None while the model loads, and between two duties."""
     return WorkerHeartbeat(
         worker_id=identity.worker_id,
         epoch=identity.epoch,
@@ -89,13 +106,14 @@ def heartbeat_of(
         block_sequence=block_sequence,
         batch_cap=status.batch_cap,
         step_tokens=status.step_tokens,
+        planner=planner,
     )
 
 
 def probe_of(identity: WorkerIdentity, engine: Engine | None, *, draining: bool) -> WorkerStatus:
     """Healthy while the engine's loop turns; ready when a router may send requests."""
     if engine is None:
-        return WorkerStatus(ready=False, healthy=True, detail={"state": "loading"})
+        return WorkerStatus(ready=False, healthy=True, detail={"state": "changing role" if draining else "loading"})
     healthy = engine.alive and not engine.is_stuck(time.monotonic())
     blocks = engine.status.blocks
     detail: dict[str, object] = {

@@ -60,6 +60,21 @@ allow_remote: true
 {{- toYaml (mustMergeOverwrite $settings (include "diptych.curveSettings" . | fromYaml)) }}
 {{- end }}
 
+{{/* The TOML section of the role that a pool's workers may change to, as the defaults of that role say: (root, role, pool). */}}
+{{- define "diptych.otherRole" -}}
+{{- $other := ternary "decode" "prefill" (eq .role "prefill") }}
+{{- $pool := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.workers) (mustDeepCopy (index .root.Values $other).defaults) (dict "name" .pool.name "model" .pool.model) }}
+{{- $settings := include "diptych.workerSettings" (dict "root" .root "role" $other "pool" $pool) | fromYaml }}
+{{- include "diptych.toml" (dict "section" (printf "%s_worker" $other) "settings" $settings) }}
+{{- end }}
+
+{{/* "true" when workers of a prefill pool may decode, so that KV arrives there, too: (root). */}}
+{{- define "diptych.prefillDecodes" -}}
+{{- range (include "diptych.pools" (dict "root" .root "role" "prefill") | fromYaml).pools }}
+{{- if .settings.role_change }}true{{ end }}
+{{- end }}
+{{- end }}
+
 {{/* The settings of a model's router, as YAML: (root, model, router). */}}
 {{- define "diptych.routerSettings" -}}
 {{- $root := .root }}

@@ -293,6 +293,7 @@ class WorkerStatus(BaseModel):
     num_available_blocks: int
     num_blocks: int
     reason: str
+    home: str
 
 
 class ClassStatus(BaseModel):

@@ -28,6 +28,7 @@ from router.dispatch.placement import Abort, Placement, Send
 from router.dispatch.policy import Choice, RoutingPolicy
 from router.dispatch.recovery import Recovery, refusal
 from router.dispatch.request_state import Assignment, RequestState
+from router.dispatch.role_changes import RoleChanges
 from router.dispatch.silence import why_left
 from router.dispatch.stream import StreamConflict, TokensDiffer
 from router.dispatch.turns import Cancel, Later, Turns
@@ -67,8 +68,9 @@ class DispatchCore:
         index: PrefixIndex,
         actions: Actions,
         policy: RoutingPolicy | None = None,
+        router_id: str = "",
     ) -> None:
-        """Without a `policy`, the usual one routes."""
+        """Without a `policy`, the usual one routes. `router_id` is what workers know this router by."""
         self._config, self._registry, self._index, self._actions = config, registry, index, actions
         self.states: dict[str, RequestState] = {}
         self.waiting = WaitingRequests()
@@ -95,6 +97,7 @@ class DispatchCore:
             self._fail,
         )
         self._handovers = HandOvers(registry, self._placement, self.waiting, self.counters)
+        self._roles = RoleChanges(config, registry, actions.send, router_id)
 
     # ------------------------------------------------------------ for the front
 
@@ -206,6 +209,7 @@ class DispatchCore:
         self._turns.take_back(self.states.values(), now)
         for state, error in self._admission.shed(self.states.values(), now):
             self._fail(state, error)
+        self._roles.tick(now)
 
     # ------------------------------------------------------------ a request's life
 

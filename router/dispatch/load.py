@@ -18,7 +18,8 @@ from router.fleet.worker_connection import Connection
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """One worker: what it reports and what is booked on it. `reason` says why it is not ready.
+    """One worker: what it reports and what is booked on it. `reason` says why it is not ready. `role` is its present
+    role, `home` the one that it was started with.
 
     A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps. This router knows of
     `num_known_blocks` in its prefix cache.
@@ -42,6 +43,7 @@ class WorkerLoad:
     wait_s: float = 0.0
     step_model: Mapping[str, float] = field(default_factory=dict)
     num_known_blocks: int = 0
+    home: str = ""
 
     @classmethod
     def of(cls, worker: Worker, connection: Connection, now: float, num_known_blocks: int = 0) -> WorkerLoad:
@@ -64,6 +66,7 @@ class WorkerLoad:
             wait_s=wait_s(worker, now) if worker.ready else 0.0,
             step_model=msgspec.structs.asdict(worker.step_model),
             num_known_blocks=num_known_blocks,
+            home=worker.home,
         )
 
 
@@ -112,7 +115,7 @@ class ClassLoad:
 @dataclass(frozen=True, slots=True)
 class DispatchLoad:
     """A snapshot. `stages` counts requests by stage, `wait_limit_s` is how long a new one of the class `default` may
-    have to wait; the rest counts since the start."""
+    have to wait; the rest counts since the start, `role_changes` by (from, to)."""
 
     stages: Mapping[str, int]
     workers: tuple[WorkerLoad, ...]
@@ -124,6 +127,7 @@ class DispatchLoad:
     wait_limit_s: float = 0.0
     classes: tuple[ClassLoad, ...] = ()
     num_taken_back: int = 0
+    role_changes: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -158,6 +162,7 @@ class DispatchLoad:
                 for name, one in classes.items()
             ),
             counters.num_taken_back,
+            dict(fleet.registry.role_changes),
         )
 
 

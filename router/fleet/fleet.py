@@ -60,7 +60,9 @@ class WorkerFleet:
         self.failure = ""
         self._listener, self._clock, self._heartbeat_s = listener, clock, config.heartbeat_s
         self._lives = WorkerLives(self.registry, self.index, listener, self._greet, self.send)
-        self._hello = RouterHello(router_id=self.router_id, epoch=secrets.randbits(48))
+        self._hello = RouterHello(
+            router_id=self.router_id, epoch=secrets.randbits(48), changes_roles=config.role_change
+        )
         self._beat = RouterHeartbeat(router_id=self.router_id)
         self._curve = Curve.load(config.curve_key, config.curve_authorized)
         warn_of_readers(config.curve_key)
@@ -72,7 +74,7 @@ class WorkerFleet:
         if self.source is not None:
             self.registry.explain = self.source.status.explain
         self._wanted = {
-            worker.address: Endpoint(worker.role, worker.address) for worker in self.registry.workers.values()
+            worker.address: Endpoint(worker.home, worker.address) for worker in self.registry.workers.values()
         }
         self._refused: set[str] = set()
         self._context: zmq.asyncio.Context | None = None
@@ -131,7 +133,7 @@ class WorkerFleet:
         """Remove workers that are gone and unused, withhold those that are leaving, add those that are new."""
         for address, worker in list(self.registry.workers.items()):
             endpoint = self._wanted.get(address)
-            if endpoint is not None and endpoint.role == worker.role:
+            if endpoint is not None and endpoint.role == worker.home:
                 self._withhold(worker, endpoint.withheld)
             elif self._listener.uses(address):
                 self._withhold(worker, "is no longer listed")

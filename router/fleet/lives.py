@@ -101,8 +101,13 @@ class WorkerLives:
                 self._greet(address)
             return
         worker = self._registry.workers[address]
-        started, had_served = worker.known_epoch != hello.epoch, worker.has_served
-        if self._registry.on_hello(address, hello, now):
+        started, had_served, role = worker.known_epoch != hello.epoch, worker.has_served, worker.role
+        ended = self._registry.on_hello(address, hello, now)
+        if worker.role != role:
+            log.info("worker %s (%s) has changed from %s to %s", hello.worker_id, address, role, worker.role)
+        if ended and worker.role != role:
+            self._listener.on_lost(address, f"became a {worker.role} worker")
+        elif ended:
             self._end_life(address, f"restarted as epoch {hello.epoch}", had_served)
         if started:
             log.info(

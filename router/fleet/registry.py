@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -25,6 +26,7 @@ MAX_RIVALS, RIVALS_SMOOTHING = 15.0, 0.2
 SHOWN = 8
 """Workers that one line names."""
 NOT_READY = "connected, not ready yet"
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class WorkerRegistry:
@@ -51,6 +53,8 @@ class WorkerRegistry:
         self.explain: Callable[[Role, float], str] = lambda role, now: ""
         """Discovery's answer to why no worker of a role is known; "" without discovery."""
         self.next_serial = 1
+        self.role_changes: Counter[tuple[str, str]] = Counter()
+        """How often workers changed their roles, by (from, to), whichever router had ordered it."""
         self._models: dict[Role, StepModel] = {}
         self._last_sweep: float | None = None
         self._rivals = Ewma(RIVALS_SMOOTHING, start=0.0)
@@ -94,6 +98,7 @@ class WorkerRegistry:
             worker.slowness = Ewma(SMOOTHING, start=1.0)
         if worker.hello is None or new_life:
             worker.state, worker.reason, worker.step_changed = WorkerState.CONNECTED, NOT_READY, now
+        self._follow_role(worker, hello)
         worker.hello, worker.known_epoch = hello, hello.epoch
         self._ready.clear()
         if misfit := _misfit(worker):
@@ -304,6 +309,15 @@ class WorkerRegistry:
 
     # ------------------------------------------------------------ inside
 
+    def _follow_role(self, worker: Worker, hello: WorkerHello) -> None:
+        """Take over the present role of a worker whose home is the configured one."""
+        role = next((role for role in ROLES if role == hello.role), None)
+        if role is None or role == worker.role or (hello.home or hello.role) != worker.home:
+            return
+        if worker.known_epoch is not None:  # else it had changed before this router knew it
+            self.role_changes[worker.role, role] += 1
+        worker.role, worker.pool_model = role, self._models.get(role, StepModel())
+
     def _compare_routers(self) -> None:
         """Find out how much other routers send: what decode workers report beside this router's own requests."""
         decode = [worker for worker in self.workers.values() if worker.ready and worker.role == "decode"]
@@ -381,8 +395,10 @@ def _misfit(worker: Worker) -> str:
     hello = worker.hello
     if hello is None:
         return "never said hello"
-    if hello.role != worker.role:
-        return f"is a {hello.role} worker, not {worker.role}"
+    if (home := hello.home or hello.role) != worker.home:
+        return f"is a {home} worker, not {worker.home}"
+    if hello.role not in ROLES:
+        return f"has the role {hello.role}"
     return "" if hello.block_size else "has blocks of no tokens"
 
 

@@ -97,6 +97,9 @@ class Load:
 class Worker:
     """State of one address. Only `WorkerRegistry` changes it.
 
+    `role` is the present one, as its hello says; `home` the one under which it was configured or found, with which its
+    process starts.
+
     `suspect`: it failed several requests in a row. A worker that fails fast looks idle and would draw all traffic.
     `withheld`: why discovery lets it have no new work; "" while it may have some.
     `has_served`: it has been ready in its present life.
@@ -146,6 +149,10 @@ class Worker:
     order: int = 0
     rivals: float = 0.0
     terms: object = None
+    home: Role = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.home = self.role
 
     @property
     def ready(self) -> bool:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from common.config import RouterConfig, WorkerConfig
 from common.config.field import Config, to_argv, to_env
+from common.config.sources import counterpart_env
 from common.machine.child_process import ChildProcess
 
 _PR_SET_PDEATHSIG = 1
@@ -55,11 +56,15 @@ class Child(ChildProcess):
         """`-P`: a folder in the working directory must not shadow a package of the same name."""
         return [sys.executable, "-P", "-m", self.module, *to_argv(self.config)]
 
+    def environment(self) -> dict[str, str]:
+        """What the process sees."""
+        return child_environment(self.config)
+
     def start(self) -> None:
         """Spawn the process; its output goes where the supervisor's goes. Raises OSError."""
         self.launch(
             self.command(),
-            child_environment(self.config),
+            self.environment(),
             start_new_session=True,
             preexec_fn=_die_with(os.getpid()),
         )
@@ -102,10 +107,16 @@ class WorkerChild(Child):
 
     config: WorkerConfig
 
-    def __init__(self, module: str, config: WorkerConfig, runtime: Path) -> None:
+    def __init__(self, module: str, config: WorkerConfig, runtime: Path, other: WorkerConfig | None = None) -> None:
+        """`other`: the settings that the worker shall have in the other role, if it may change to that."""
+        self._other = other
         self.address_file = runtime / f"{config.worker_id}.json"
         self._http: tuple[str, int] | None = None
         super().__init__(config.worker_id, module, dataclasses.replace(config, address_file=str(self.address_file)))
+
+    def environment(self) -> dict[str, str]:
+        other = counterpart_env(self._other) if self._other is not None and self.config.role_change else {}
+        return super().environment() | other
 
     def start(self) -> None:
         self._http = None

@@ -62,7 +62,8 @@ class LocalPools:
             config = dataclasses.replace(self._kinds[role], worker_id=f"{role}-{number}")
         if not config.cores:  # workers that are not pinned to cores take turns with all of them
             config = dataclasses.replace(config, core_share=str(self._runtime / "cores"))
-        worker = WorkerChild(MODULES[role], config, self._runtime)
+        other = next((kind for name, kind in self._kinds.items() if name != role), None)
+        worker = WorkerChild(MODULES[role], config, self._runtime, other)
         self.workers[role].append(worker)
         return worker
 

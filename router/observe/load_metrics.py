@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import Metric
@@ -32,6 +33,11 @@ class LoadCollector(Collector):
             "diptych_handovers", "Running answers handed over between workers", _by(load.num_handovers), ("outcome",)
         )
         yield counter("diptych_stale_deltas", "Tokens that came from a worker given up", load.num_stale_deltas)
+        yield counter(
+            "diptych_role_changes", "Workers that changed their role", load.role_changes.items(), ("from", "to")
+        )
+        roles = Counter((worker.home, worker.role) for worker in load.workers)
+        yield gauge("diptych_workers_by_role", "Workers, by first and present role", roles.items(), ("home", "role"))
         yield from self._classes(load)
         yield from self._workers(load)
 

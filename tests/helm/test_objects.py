@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from common.config import CONFIG_CLASSES, RouterConfig
+from common.config import CONFIG_CLASSES, DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig
 from common.config.field import fields_of
-from common.config.sources import Sources
+from common.config.sources import Sources, counterpart
 
 from .chart import EXAMPLES, Object, Rendered, containers, render
 
@@ -318,6 +318,35 @@ def test_network_policies_open_exactly_the_ways_that_are_used(rendered: Rendered
     }
     used = {port for _, pod in rendered.pods() for port in ports_of(pod).values()}
     assert used == {8000, CONTROL, KV, HTTP}
+
+
+def test_workers_that_change_their_role_know_the_other_one_and_get_kv_in_both(helm4: Path, tmp_path: Path) -> None:
+    over = {
+        "workers": {"settings": {"role_change": True}},
+        "decode": {"defaults": {"settings": {"max_num_seqs": 7}}},
+        "prefill": {"defaults": {"settings": {"max_num_seqs": 5}}},
+    }
+    rendered = render(helm4, over=over)
+    found = {}
+    for deployment in rendered.of("Deployment"):
+        role = deployment["metadata"]["labels"]["app.kubernetes.io/component"]
+        if role == "router":
+            continue
+        file = tmp_path / f"{role}.toml"
+        file.write_text(rendered.named("ConfigMap", deployment["metadata"]["name"])["data"]["diptych.toml"])
+        mine, other = (PrefillWorkerConfig, DecodeWorkerConfig)[:: 1 if role == "prefill" else -1]
+        config = mine(**Sources.open(str(file), {}, mine).values(mine) | {"config": str(file)})
+        found[role] = counterpart(config, other, {})
+        assert ports_of(deployment["spec"]["template"])["kv"] == KV
+    assert found["prefill"].max_num_seqs == 7 and found["prefill"].kv_port == KV
+    assert found["decode"].max_num_seqs == 5
+    labels = {
+        pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["metadata"]["labels"]
+        for _, pod in rendered.pods()
+    }
+    for source in ("prefill", "decode"):
+        for target in ("prefill", "decode"):
+            assert allowed(rendered, labels[source], labels[target], KV)
 
 
 def test_rights_are_the_least_that_work(rendered: Rendered, request: pytest.FixtureRequest) -> None:

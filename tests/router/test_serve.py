@@ -84,6 +84,21 @@ def test_settings_travel_as_flags_and_secrets_as_variables(monkeypatch: pytest.M
     assert "hush" not in " ".join(to_argv(plan.router))
 
 
+def test_workers_that_may_change_their_role_know_the_settings_of_the_other(tmp_path: Path) -> None:
+    flags = ("--prefill-max-num-seqs", "5", "--decode-max-num-seqs", "7")
+
+    def environments(*more: str) -> list[dict[str, str]]:
+        supervisor = Supervisor(plan_of(*flags, *more), tmp_path)
+        known = (worker.environment() for worker in supervisor.workers)
+        return [{name: text for name, text in each.items() if name.startswith("DIPTYCH_")} for each in known]
+
+    assert environments("--role-change") == [
+        {"DIPTYCH_DECODE_MAX_NUM_SEQS": "7"},
+        {"DIPTYCH_PREFILL_MAX_NUM_SEQS": "5"},
+    ]
+    assert environments() == [{}, {}]
+
+
 def test_the_summary_shows_tls_and_keys() -> None:
     text = summary(plan_of("--tls-cert", "a.crt", "--tls-key", "a.key", "--api-key-file", "keys.toml"), "tiny", 3.21)
     assert "https://127.0.0.1:8000/v1" in text and "$DIPTYCH_API_KEY" in text

@@ -16,7 +16,7 @@ from common.config import (
     parse_cores,
 )
 from common.config.field import GROUPS, Config, fields_of, setting, to_argv, to_env
-from common.config.sources import load, read, variables_of
+from common.config.sources import counterpart, counterpart_env, load, read, variables_of
 from common.errors import ConfigError
 
 DECODE = "tcp://127.0.0.1:7002"
@@ -165,6 +165,33 @@ def test_a_secret_travels_by_environment_and_is_never_shown() -> None:
     config = RouterConfig(api_key="hush", decode=(DECODE,))
     assert "hush" not in repr(config) + " ".join(to_argv(config))
     assert read(RouterConfig, to_argv(config), environ=to_env(config)) == config
+
+
+def test_the_other_role_has_the_shared_settings_and_those_of_its_own_that_are_written_down(tmp_path: Path) -> None:
+    file = tmp_path / "diptych.toml"
+    file.write_text("max_num_seqs = 9\n[prefill_worker]\nkv_lease_s = 7.0\nkv_memory_gib = 3.0\n")
+    config = read(
+        DecodeWorkerConfig,
+        ["--config", str(file), "--kv-memory-gib", "0.5", "--max-num-seqs", "3", "--role-change"],
+        environ={},
+    )
+    environ = {"DIPTYCH_PREFILL_MAX_NUM_BATCHED_TOKENS": "99"}
+    other = counterpart(config, PrefillWorkerConfig, environ)
+    assert (other.kv_memory_gib, other.config, other.role_change) == (0.5, str(file), True)
+    assert (other.max_num_seqs, other.kv_lease_s, other.max_num_batched_tokens) == (9, 7.0, 99)
+
+
+def test_settings_that_the_other_role_refuses_are_refused_at_start() -> None:
+    config = DecodeWorkerConfig(kv_transport="shm", role_change=True)
+    with pytest.raises(ConfigError, match="kv_wire_dtype"):
+        counterpart(config, PrefillWorkerConfig, {"DIPTYCH_PREFILL_KV_WIRE_DTYPE": "fp8"})
+
+
+def test_the_settings_of_the_other_role_travel_by_environment() -> None:
+    other = DecodeWorkerConfig(max_num_seqs=5, watermark=0.1, kv_memory_gib=0.5)
+    mine = PrefillWorkerConfig(kv_memory_gib=0.25, role_change=True)
+    found = counterpart(mine, DecodeWorkerConfig, counterpart_env(other))
+    assert (found.max_num_seqs, found.watermark, found.kv_memory_gib) == (5, 0.1, 0.25)
 
 
 def test_load_says_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:

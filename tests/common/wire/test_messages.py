@@ -20,6 +20,7 @@ from common.wire.messages import (
     BlockEvents,
     BlockSnapshot,
     BlockSnapshotRequest,
+    ChangeRole,
     DecodeRequest,
     HandOver,
     KVAck,
@@ -64,13 +65,14 @@ MESSAGES: list[Message] = [
     DecodeRequest(request_id="a", attempt=0, prompt=b"1234", params=PARAMS, prefill_worker="p", num_output_tokens=1),
     AbortRequest(request_id="a", attempt=1),
     ResetPrefixCache(request_id="a"),
+    ChangeRole(role="prefill", reason="prompts wait 3 s"),
     HandOver(
         request_id="a", attempt=1, new_attempt=2, target=KVTarget("d", 7, "tcp://h:1"), num_output_tokens=3,
         num_reserved_tokens=4,
     ),
     WorkerHello(
         worker_id="w", role="decode", epoch=1, fingerprint="f", model="m", block_size=16, num_blocks=9,
-        max_model_len=99, max_num_seqs=4, kv_address="tcp://h:2",
+        max_model_len=99, max_num_seqs=4, kv_address="tcp://h:2", home="prefill", changes_role=True,
     ),
     WorkerHeartbeat(
         worker_id="w", epoch=1, step=2, ready=True, draining=False, num_running=1, num_waiting=2, num_transferring=3,

@@ -78,7 +78,7 @@ class Rig:
             self.lost.append,
             heartbeat_s=heartbeat_s,
             router_timeout_s=router_timeout_s,
-            blocks=self.blocks,
+            blocks=lambda: self.blocks,
         )
         self.serving = asyncio.create_task(self.server.run())
         self.routers: list[Router] = []
@@ -260,6 +260,15 @@ async def test_a_restarted_router_is_a_new_one(rig: Rig) -> None:
     await successor.send(ABORT)
     await rig.wait(lambda: rig.received)
     assert rig.lost == [b"r"] and rig.server.num_routers == 1
+
+
+async def test_the_router_with_the_least_id_plans_of_those_that_would(rig: Rig) -> None:
+    assert rig.server.planner == ""
+    for name, changes_roles in (("a", False), ("c", True), ("b", True)):
+        router = rig.router(name)
+        await router.send(RouterHello(router_id=name, epoch=1, changes_roles=changes_roles))
+        await router.read()
+    assert rig.server.planner == "b"
 
 
 async def test_another_protocol_is_told_ours_and_refused(rig: Rig) -> None:

@@ -233,6 +233,35 @@ def test_bookings_never_leak(actions):
     assert (fresh.num_requests, fresh.num_tokens, fresh.num_blocks) == (0, 0, 0)
 
 
+def test_a_worker_works_in_the_role_that_it_says_and_belongs_where_it_is_at_home(alive):
+    other = hello("prefill", epoch=2, home="decode")
+    assert alive.on_hello(D, other, 0.1), "the life in the role before has ended"
+    alive.on_heartbeat(D, beat(epoch=2), 0.1)
+    assert [worker.address for worker in alive.ready("prefill")] == [D]
+    assert alive.ready("decode") == [] and alive.workers[D].home == "decode"
+    assert alive.role_changes == {("decode", "prefill"): 1}
+    alive.on_cut(D)
+    alive.on_hello(D, hello("decode", epoch=3, home="decode"), 0.2)
+    alive.on_heartbeat(D, beat(epoch=3), 0.2)
+    assert [worker.address for worker in alive.ready("decode")] == [D]
+
+
+@pytest.mark.parametrize(
+    ("role", "home", "why"),
+    [
+        ("prefill", "prefill", "is a prefill worker, not decode"),
+        ("decode", "prefill", "is a prefill worker, not decode"),
+        ("prefill", "", "is a prefill worker, not decode"),
+        ("both", "decode", "has the role both"),
+    ],
+)
+def test_a_worker_that_is_at_home_elsewhere_is_refused(registry, role, home, why):
+    registry.on_hello(D, hello(role, home=home), 0.0)
+    registry.on_heartbeat(D, beat(), 0.0)
+    assert registry.workers[D].reason == why
+    assert registry.ready("prefill") == registry.ready("decode") == []
+
+
 CHANGES = {
     "hello": lambda registry, now: registry.on_hello(D, hello(), now),
     "longer": lambda registry, now: registry.on_hello(D, hello(max_model_len=1024, weights="other"), now),

@@ -1,4 +1,4 @@
-"""The decode worker process: builds scheduler, KV receiver, KV sender and engine from settings and model."""
+"""The duty of decoding: builds scheduler, KV receiver, KV sender and engine from settings and model."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from common.sampling.logprobs import max_prompt_logprobs
 from common.sampling.sampler import Sampler
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
+from common.worker.duty import Duty, DutyOffer, WorkerParts
 from common.worker.engine import Engine, Send
-from common.worker.process import WorkerProcess
 from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers
 from decode_worker.pipeline import Launcher
 from decode_worker.scheduler import DecodeScheduler
 
 
-class DecodeWorker(WorkerProcess):
-    """One decode worker."""
+class DecodeDuty(Duty):
+    """Receives KV and generates tokens."""
 
     role = "decode"
 
-    def __init__(self, config: DecodeWorkerConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: DecodeWorkerConfig, parts: WorkerParts) -> None:
+        super().__init__(config, parts)
         self.settings = config
         self._receiver: KVReceiver | None = None
-        self._blocks: IncomingBlocks  # set when the model is loaded, before the receiver starts
+        self._blocks: IncomingBlocks  # set when the engine is built, before the receiver starts
 
     def bind_kv(self) -> str:
         self._receiver = KVReceiver(
-            self.blocking_context,
+            self.parts.context,
             self.settings.host,
             self.settings.kv_port,
             lambda index: self._blocks.view(index),
             self._on_transfer,
             share=self.settings.kv_transport != "tcp" and self.settings.device == "cpu",
             commit=lambda blocks: self._blocks.commit(blocks),
-            curve=self.curve,
+            curve=self.parts.curve,
         )
         return self._receiver.address
 
@@ -52,7 +52,7 @@ class DecodeWorker(WorkerProcess):
 
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
         settings, receiver = self.settings, self._receiver
-        assert receiver is not None  # bound before the model is loaded
+        assert receiver is not None  # bound before the engine is built
         self._blocks = incoming_blocks(loaded.kv)
         if settings.kv_cache_dtype == "auto":  # else blocks are of 8 bits already
             receiver.take_quantised(quantised_incoming(loaded.kv))
@@ -67,7 +67,7 @@ class DecodeWorker(WorkerProcess):
         )
         transfers = IncomingTransfers(
             receiver,
-            epoch=self.identity.epoch,
+            epoch=self.parts.identity.epoch,
             fingerprint=loaded.fingerprint,
             require_shared=settings.kv_transport == "shm",
         )
@@ -86,7 +86,7 @@ class DecodeWorker(WorkerProcess):
             sampler,
             transfers,
             sender,
-            self.metrics,
+            self.parts.metrics,
             grant_timeout_s=settings.grant_timeout_s,
             transfer_timeout_s=settings.transfer_timeout_s,
             handover_timeout_s=settings.handover_timeout_s,
@@ -105,6 +105,11 @@ class DecodeWorker(WorkerProcess):
             self._engine.submit(event)  # drops it when the inbox is full: peers can send any number of these
         else:
             self._engine.notify(event)
+
+
+def decode_offer(config: DecodeWorkerConfig) -> DutyOffer:
+    """What lets a process decode with these settings."""
+    return DutyOffer("decode", config, lambda parts: DecodeDuty(config, parts))
 
 
 def step_launcher(runner: ModelRunner, sampler: Sampler) -> Launcher | None:

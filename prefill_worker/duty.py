@@ -1,4 +1,4 @@
-"""The prefill worker process: builds scheduler, KV sender and engine from settings and model."""
+"""The duty of computing prompts: builds scheduler, KV sender and engine from settings and model."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from common.model_files.files import ModelFiles
 from common.runner.loaded import LoadedModel
 from common.sampling.logprobs import max_prompt_logprobs
 from common.sampling.sampler import Sampler
+from common.worker.duty import Duty, DutyOffer, WorkerParts
 from common.worker.engine import Engine, Send
-from common.worker.process import WorkerProcess
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.scheduler import PrefillScheduler
 
 
-class PrefillWorker(WorkerProcess):
-    """One prefill worker."""
+class PrefillDuty(Duty):
+    """Computes the KV cache of prompts and ships it."""
 
     role = "prefill"
 
-    def __init__(self, config: PrefillWorkerConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PrefillWorkerConfig, parts: WorkerParts) -> None:
+        super().__init__(config, parts)
         self.settings = config
 
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
@@ -47,8 +47,13 @@ class PrefillWorker(WorkerProcess):
             loaded.runner,
             Sampler(loaded.vocab_size),
             sender,
-            self.metrics,
+            self.parts.metrics,
             grammars=grammars,
         )
         sender.start()
         return engine
+
+
+def prefill_offer(config: PrefillWorkerConfig) -> DutyOffer:
+    """What lets a process compute prompts with these settings."""
+    return DutyOffer("prefill", config, lambda parts: PrefillDuty(config, parts))

@@ -1,0 +1,191 @@
+"""Which worker should change its role, and when. Pure: `now` comes in, an order or none comes out.
+
+A pool is behind while its load is above 1, and may give a worker while it would do well without it. In between lies a
+gap, so a change never justifies the opposite one. It takes a load that lasts, for a change empties a prefix cache and
+moves streams; a load that swings faster than that changes nothing.
+
+- Load of prefill: the seconds that prompts wait for each other, over those allowed.
+- Load of decode: the fullest of places, blocks and, where there is a goal, time of a token; the mean over its workers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.latency.step_model import StepShape
+from common.observe.ewma import Ewma
+from common.wire.message_fields import Role
+from common.worker.scaling import KV_TARGET
+from router.dispatch.forecast import REMOTE_S, TRANSFER_TOKEN_S, model_of, queued_s, rows_of, wait_s
+from router.fleet.worker import Worker
+
+ALLOWED_SHARE, ALLOWED_S = 0.5, 1.0
+"""How long prompts may wait: this share of the goal for a first token; without a goal so many seconds."""
+ROOM = 0.8
+"""The load, and the share of time spent with prompts, up to which a pool does well without the worker that it gives."""
+IDLE_LOAD = 0.5
+"""Prompts that wait longer than this share of what is allowed: prefill gives no worker."""
+LEAST_GAIN = 0.95
+"""Decode must be predicted to get below this share of its load: steps over few sequences take their time anyway."""
+MAX_DRAIN_S = 5.0
+"""A worker that would need longer to be empty is not the one to change."""
+BUSY_SMOOTHING = 0.1
+"""The share of one more look in how busy prefill workers were: of four looks a second, half is from the last two."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLimits:
+    """`ttft_s`, `tpot_s`: the goals, 0 without one. Pools keep `least` workers by role. A pool must be behind for
+    `after_s` seconds, and changes lie `interval_s` apart."""
+
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    least: tuple[int, int] = (1, 1)
+    after_s: float = 3.0
+    interval_s: float = 15.0
+
+    @property
+    def allowed_s(self) -> float:
+        """How long a prompt may wait for others."""
+        return ALLOWED_SHARE * self.ttft_s if self.ttft_s > 0 else ALLOWED_S
+
+    def least_of(self, role: Role) -> int:
+        """How many ready workers of `role` remain; the last decode worker always does."""
+        prefill, decode = self.least
+        return prefill if role == "prefill" else max(1, decode)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChange:
+    """An order: the worker at `address` becomes a `role` worker, because of `reason`, which has the numbers."""
+
+    address: str
+    role: Role
+    reason: str
+
+
+@dataclass(slots=True)
+class RolePolicy:
+    """Owned by one router, and asked at each of its ticks."""
+
+    limits: RoleLimits
+    _behind: Role | None = None
+    _behind_since: float = 0.0
+    _changed_at: float | None = None
+    _busy: Ewma = field(default_factory=lambda: Ewma(BUSY_SMOOTHING, start=0.0))
+
+    def changed(self, now: float) -> None:
+        """A worker changed its role, or was told to, by this router or another."""
+        self._changed_at, self._behind = now, None
+
+    def choose(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> RoleChange | None:
+        """The order to give now, out of all ready workers; mostly None."""
+        self._busy.observe(sum(bool(worker.num_queued_tokens) for worker in prefill) / max(1, len(prefill)))
+        found = self._to_prefill(prefill, decode, now) or self._to_decode(prefill, decode, now)
+        if found is None:
+            self._behind = None
+            return None
+        if found.role != self._behind:
+            self._behind, self._behind_since = found.role, now
+        rested = self._changed_at is None or now - self._changed_at >= self.limits.interval_s
+        if not rested or now - self._behind_since < self.limits.after_s:
+            return None
+        self.changed(now)
+        return found
+
+    # ------------------------------------------------------------ inside
+
+    def _to_prefill(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> RoleChange | None:
+        """A decode worker for the prefill pool, if prompts wait too long and decode does well with one worker less."""
+        waits_s = mean_wait_s(prefill or decode, now)
+        num_left = len(decode) - 1
+        if waits_s <= self.limits.allowed_s or num_left < self.limits.least_of("decode"):
+            return None
+        then = decode_load(decode, len(decode) / num_left, self.limits.tpot_s)
+        if then > ROOM or (donor := _donor(decode, "prefill", now)) is None:
+            return None
+        drain_s = drain_of(donor, now)
+        if drain_s >= waits_s:
+            return None  # by the time that the worker is empty, the prompts are computed
+        return RoleChange(
+            donor.address,
+            "prefill",
+            f"prompts wait {waits_s:.2f} s for each other on {len(prefill)} prefill workers, allowed are "
+            f"{self.limits.allowed_s:.2f}; decode would be at {then:.2f} of its capacity with {num_left} of "
+            f"{len(decode)} workers; drain {drain_s:.2f} s",
+        )
+
+    def _to_decode(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> RoleChange | None:
+        """A prefill worker for the decode pool, if that is full and the prefill pool does well with one worker less."""
+        num_left = len(prefill) - 1
+        if not decode or num_left < self.limits.least_of("prefill"):
+            return None
+        load = decode_load(decode, 1.0, self.limits.tpot_s)
+        if load <= 1.0:
+            return None
+        then = decode_load(decode, len(decode) / (len(decode) + 1), self.limits.tpot_s)
+        busy = self._busy.value * len(prefill) / max(0.5, num_left)
+        waits_s = mean_wait_s(prefill, now)
+        if then > LEAST_GAIN * load or busy > ROOM or waits_s > IDLE_LOAD * self.limits.allowed_s:
+            return None
+        if (donor := _donor(prefill, "decode", now)) is None:
+            return None
+        return RoleChange(
+            donor.address,
+            "decode",
+            f"decode is at {load:.2f} of its capacity with {len(decode)} workers, and would be at {then:.2f} with one "
+            f"more; prefill would be busy for {busy:.2f} of the time with {num_left} of {len(prefill)} workers; drain "
+            f"{drain_of(donor, now):.2f} s",
+        )
+
+
+def mean_wait_s(workers: Sequence[Worker], now: float) -> float:
+    """Seconds that a prompt waits on a worker, on average; 0 without workers."""
+    return sum(wait_s(worker, now) for worker in workers) / len(workers) if workers else 0.0
+
+
+def decode_load(workers: Sequence[Worker], share: float, tpot_s: float) -> float:
+    """The mean load of decode workers if each had `share` times the requests that it has; 1 is full."""
+    return sum(_load_of(worker, share, tpot_s) for worker in workers) / len(workers) if workers else 0.0
+
+
+def drain_of(worker: Worker, now: float) -> float:
+    """Seconds until the worker would be empty: its prompts are computed, its streams go to others."""
+    if worker.role == "prefill":
+        return wait_s(worker, now)
+    rows = rows_of(worker)
+    return queued_s(worker, now) + rows.num_rows * REMOTE_S + rows.context * TRANSFER_TOKEN_S
+
+
+def _load_of(worker: Worker, share: float, tpot_s: float) -> float:
+    hello, rows = worker.identity, rows_of(worker)
+    places = worker.num_requests / max(1, hello.max_num_seqs)
+    # Cached blocks count as free, and requests that are on their way count with what was booked for them.
+    blocks = (hello.num_blocks - worker.num_available_blocks) / max(1, hello.num_blocks) / KV_TARGET
+    load = share * max(places, blocks)
+    model = model_of(worker)
+    # A goal that one sequence alone misses counts for nothing: no number of workers would meet it.
+    if tpot_s > 0 and rows.num_rows and model.seconds(StepShape.of_rows(1, rows.context // rows.num_rows)) <= tpot_s:
+        shared = StepShape.of_rows(round(share * rows.num_rows), round(share * rows.context))
+        load = max(load, model.seconds(shared) / tpot_s)
+    return load
+
+
+def _donor(workers: Sequence[Worker], role: Role, now: float) -> Worker | None:
+    """The worker that goes to the other pool: one that comes home, if there is one, then the one drained soonest.
+
+    Its streams and its KV need workers of the same layout, so one that is alone with its layout stays, unless its pool
+    is left empty.
+    """
+    layouts = Counter(worker.identity.fingerprint for worker in workers)
+    able = [
+        worker
+        for worker in workers
+        if worker.identity.changes_role
+        and not worker.suspect
+        and (layouts[worker.identity.fingerprint] > 1 or len(workers) == 1)
+        and drain_of(worker, now) <= MAX_DRAIN_S
+    ]
+    return min(able, key=lambda worker: (worker.home != role, drain_of(worker, now), worker.address), default=None)

@@ -1,0 +1,99 @@
+"""One model, decoded and prefilled by one duty after the other: the same tokens, and no block is left owned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.grammar.grammars import Grammars
+from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
+from common.runner.loaded import LoadedModel
+from common.wire.message_fields import pack_tokens
+from common.wire.messages import DecodeRequest, Message, PrefillRequest
+from common.wire.sampling_params import SamplingParams
+from common.worker.duty import DutyOffer, WorkerParts
+from common.worker.engine import EngineStatus
+from common.worker.metrics import WorkerMetrics
+from common.worker.vitals import WorkerIdentity
+from decode_worker.duty import decode_offer
+from prefill_worker.duty import prefill_offer
+
+from ..engine_rig import RouterSide, prompt, wait
+
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def model() -> tuple[ModelFiles, LoadedModel]:
+    files = resolve_model("tiny-random")
+    config = DecodeWorkerConfig(model="tiny-random", kv_memory_gib=0.01, threads=1, dtype="float32")
+    return files, LoadedModel.load(files, config)
+
+
+class Term(RouterSide):
+    """A duty whose engine turns by itself."""
+
+    def __init__(self, offer: DutyOffer, epoch: int, model: tuple[ModelFiles, LoadedModel], grammars: Grammars) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        identity = WorkerIdentity("w", offer.role, "decode", epoch)
+        metrics = WorkerMetrics("m", "w", EngineStatus, role=offer.role)
+        self.duty = offer.begin(WorkerParts(identity, self.context, None, metrics))
+        self.sent = []
+        self.duty.bind_kv()
+        self.engine = self.duty.build_engine(*model, grammars.shared(), self.sent.extend)
+        self.engine.start()
+
+    def answer(self, request: Message) -> list[int]:
+        self.tell(request)
+        wait(lambda: any(delta.finish_reason for delta in self.deltas()) or self.failures())
+        assert not self.failures()
+        return [token for delta in self.deltas() for token in delta.token_ids]
+
+    def end(self) -> None:
+        wait(lambda: self.engine.is_empty)
+        assert self.engine.stop()
+        assert self.engine.check_integrity().owned == 0
+        self.context.term()
+
+
+@pytest.fixture
+def grammars(model: Any) -> Iterator[Grammars]:
+    made = Grammars(model[0], model[1].vocab_size)
+    yield made
+    made.close()
+
+
+def test_roles_follow_each_other_over_one_model(model: Any, grammars: Grammars) -> None:
+    tokens = prompt(100)
+    common: dict[str, Any] = {"request_id": "a", "attempt": 0, "prompt": pack_tokens(tokens)}
+    long, short = (SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (NUM_TOKENS, 1))
+    decode, prefill = decode_offer(DecodeWorkerConfig()), prefill_offer(PrefillWorkerConfig())
+    answers = []
+    for epoch, (offer, request) in enumerate(
+        (
+            (decode, DecodeRequest(params=long, **common)),
+            (prefill, PrefillRequest(params=short, **common)),
+            (decode, DecodeRequest(params=long, **common)),
+        )
+    ):
+        term = Term(offer, epoch, model, grammars)
+        answers.append(term.answer(request))
+        term.end()
+    assert len(answers[0]) == NUM_TOKENS
+    assert answers[1] == answers[0][:1] and answers[2] == answers[0]
+
+
+def test_grammars_are_closed_by_their_last_user(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, closed = Grammars(model[0], model[1].vocab_size), list[bool]()
+    monkeypatch.setattr(made._checks, "close", lambda: closed.append(True))
+    first, second = made.shared(), made.shared()
+    for user in (first, second):
+        user.close()
+        assert not closed
+    made.close()
+    assert closed
