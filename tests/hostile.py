@@ -108,4 +108,5 @@ def garbage(request_id: str, seed: int = 0) -> Iterator[list[bytes]]:
         fields = msgspec.msgpack.decode(data[:-8])
         fields[rng.randrange(len(fields))] = rng.choice([None, -1, 2**64 - 1, 1.5, "x" * 5000, [], [[[]]], b"b", True])
         yield [seal(msgspec.msgpack.encode(fields))]
-        yield [seal(msgspec.msgpack.encode([rng.randrange(256), *fields[1:]]))]
+        other_tag = (type(message).__struct_config__.tag + rng.randrange(1, 256)) % 256
+        yield [seal(msgspec.msgpack.encode([other_tag, *fields[1:]]))]

@@ -68,9 +68,8 @@ class DispatchCore:
         index: PrefixIndex,
         actions: Actions,
         policy: RoutingPolicy | None = None,
-        router_id: str = "",
     ) -> None:
-        """Without a `policy`, the usual one routes. `router_id` is what workers know this router by."""
+        """Without a `policy`, the usual one routes."""
         self._config, self._registry, self._index, self._actions = config, registry, index, actions
         self.states: dict[str, RequestState] = {}
         self.waiting = WaitingRequests()
@@ -97,7 +96,7 @@ class DispatchCore:
             self._fail,
         )
         self._handovers = HandOvers(registry, self._placement, self.waiting, self.counters)
-        self._roles = RoleChanges(config, registry, actions.send, router_id)
+        self._roles = RoleChanges(config, registry, actions.send, registry.router_id)
 
     # ------------------------------------------------------------ for the front
 

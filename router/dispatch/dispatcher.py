@@ -33,7 +33,7 @@ class Dispatcher:
         self._classes = config.classes
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
-        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, router_id=self.fleet.router_id)
+        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions)
 
     # ------------------------------------------------------------ for the front
 

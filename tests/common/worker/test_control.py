@@ -340,6 +340,21 @@ async def test_a_router_that_asks_gets_all_that_is_cached_once(rig: Rig) -> None
     assert not rig.received, "the engine has no part in it"
 
 
+async def test_the_blocks_of_another_duty_are_told_from_event_1_on(rig: Rig) -> None:
+    router = rig.router()
+    await router.hello()
+    await router.read_hello()
+    rig.blocks.stored(b"12345678")
+    await read_kind(router, BlockEvents)
+    rig.blocks = BlockLog(epoch=4)
+    rig.blocks.stored(b"abcdefgh")
+    assert await read_kind(router, BlockEvents) == BlockEvents(epoch=4, sequence=1, stored=b"abcdefgh")
+    await router.send(BlockSnapshotRequest(epoch=3))
+    await router.send(BlockSnapshotRequest(epoch=4))
+    snapshot = await read_kind(router, BlockSnapshot)
+    assert snapshot == BlockSnapshot(epoch=4, sequence=1, piece=0, num_pieces=1, hashes=b"abcdefgh")
+
+
 async def test_messages_for_a_router_that_is_gone_are_counted(rig: Rig) -> None:
     rig.server.send(b"nobody", ABORT)
     assert rig.server.num_unsent == 1

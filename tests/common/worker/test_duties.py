@@ -160,6 +160,8 @@ def started(self: Duties, duty: Duty, control: Any, times: StepTimes) -> Engine:
 async def test_a_change_waits_for_requests_and_ends_with_a_hello_of_a_new_epoch(make: Callable[..., Rig]) -> None:
     rig = make()
     before, epoch = rig.engine, rig.duties.identity.epoch
+    rig.duties.block_log.stored(b"12345678")
+    rig.duties.block_log.take()
     before.requests.append("a")
     rig.order("prefill")
     await rig.until(lambda: rig.control.draining)
@@ -170,6 +172,8 @@ async def test_a_change_waits_for_requests_and_ends_with_a_hello_of_a_new_epoch(
     assert [role for role, _ in rig.control.hellos] == ["prefill"] and rig.control.hellos[0][1] > epoch
     assert not before.alive and rig.engine.alive
     assert rig.engine.step_times is before.step_times
+    blocks = rig.duties.block_log
+    assert (blocks.epoch, blocks.sequence) == (rig.duties.identity.epoch, 0) and not blocks.snapshot()[0].hashes
 
 
 async def test_each_role_keeps_what_it_knows_of_its_steps(make: Callable[..., Rig]) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from common.kv.block_log import BlockLog
 from common.wire.messages import BlockEvents, WorkerHeartbeat
 from router.fleet.block_reports import ASK_AGAIN_S, BlockReports
+from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
+from router.fleet.registry import WorkerRegistry
+
+from ...fake_worker import hello_of
 
 NAMES = ("num_running", "num_waiting", "num_transferring", "num_waiting_tokens")
 NAMES += ("num_free_blocks", "num_cached_blocks", "num_owned_blocks")
@@ -146,3 +152,22 @@ def test_messages_of_another_life_or_an_unknown_worker_do_nothing() -> None:
     rig.tell(events)
     rig.reports.on_snapshot("w", pieces[0])
     assert rig.index.is_empty and not rig.reports.wants_snapshot("w", beat(5, epoch=2), 0.0)
+
+
+class Deaf:
+    """A listener to whom nothing matters, and a worker that is sent nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        return lambda *arguments: True
+
+
+def test_a_worker_with_another_role_begins_with_an_empty_cache() -> None:
+    index, registry = PrefixIndex(), WorkerRegistry([], ["w"], worker_timeout_s=2.0)
+    lives = WorkerLives(registry, index, Deaf(), lambda address: None, lambda address, message: True)
+    for epoch, role in enumerate(("decode", "prefill", "decode"), 1):
+        lives.on_message("w", hello_of("w", role, epoch=epoch, home="decode"), 0.0)
+        assert registry.workers["w"].role == role and index.is_empty
+        lives.on_message("w", BlockEvents(epoch=epoch - 1, sequence=2, stored=block(9)), 0.0)
+        lives.on_message("w", BlockEvents(epoch=epoch, sequence=1, stored=block(epoch)), 0.0)
+        held = [number for number in (1, 2, 3, 9) if index.hits([block(number)]).num_blocks("w")]
+        assert held == [epoch]

@@ -277,6 +277,8 @@ CHANGES = {
     "sweep": lambda registry, now: registry.sweep(now),
     "silence": lambda registry, now: [registry.sweep(now + 1.5 * step) for step in range(9)],
     "replaced": lambda registry, now: (registry.remove(D), registry.add(D, "decode")),
+    "prefill": lambda registry, now: registry.on_hello(D, hello("prefill", epoch=3, home="decode"), now),
+    "beat of prefill": lambda registry, now: registry.on_heartbeat(D, beat(epoch=3, step=int(now * 10)), now),
 }
 
 
@@ -288,5 +290,6 @@ def test_ready_workers_are_kept_and_still_true(names):
     registry.on_heartbeat("tcp://d:2", beat(turn_limit_s=1000.0), 0.0)
     for number, name in enumerate(["beat", "hello", "beat", *names], 1):
         CHANGES[name](registry, number / 10)
-        ready = [worker for worker in registry.workers.values() if worker.ready and worker.role == "decode"]
-        assert registry.ready("decode") == ready
+        for role in ("prefill", "decode"):
+            ready = [worker for worker in registry.workers.values() if worker.ready and worker.role == role]
+            assert registry.ready(role) == ready

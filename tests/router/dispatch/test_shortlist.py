@@ -32,17 +32,26 @@ class Rig:
         for address in self.registry.workers:
             self.report(address)
 
-    def report(self, address: str, *, fingerprint: str = "f", max_model_len: int = 32_768, **beat: object) -> None:
+    def report(
+        self,
+        address: str,
+        *,
+        fingerprint: str = "f",
+        max_model_len: int = 32_768,
+        role: str = "",
+        epoch: int = 1,
+        **beat: object,
+    ) -> None:
         worker = self.registry.workers[address]
         hello = WorkerHello(
-            worker_id=address, role=worker.role, epoch=1, fingerprint=fingerprint, model="m", block_size=16,
-            num_blocks=20_000, max_model_len=max_model_len, max_num_seqs=256, max_step_tokens=2048,
+            worker_id=address, role=role or worker.role, epoch=epoch, fingerprint=fingerprint, model="m", block_size=16,
+            num_blocks=20_000, max_model_len=max_model_len, max_num_seqs=256, max_step_tokens=2048, home=worker.home,
         )  # fmt: skip
         self.registry.on_hello(address, hello, 0.0)
         values = dict.fromkeys(("num_running", "num_waiting", "num_transferring", "num_waiting_tokens"), 0)
         values |= {"num_free_blocks": 20_000, "num_cached_blocks": 0, "num_owned_blocks": 0}
         told = {"ready": True, "draining": False, "step_model": MODEL} | values | beat
-        self.registry.on_heartbeat(address, WorkerHeartbeat(worker_id=address, epoch=1, step=1, **told), 0.0)  # type: ignore[arg-type]
+        self.registry.on_heartbeat(address, WorkerHeartbeat(worker_id=address, epoch=epoch, step=1, **told), 0.0)  # type: ignore[arg-type]
 
     def names(self, role: str = "decode", hits: list[bytes] | None = None) -> list[str]:
         found = {16: self.index.hits(hits)} if hits else {}
@@ -112,6 +121,18 @@ def test_a_worker_that_is_not_ready_is_not_weighed(end: str) -> None:
     if end in ("cut", "drain"):
         rig.report("d5")
         assert "d5" in rig.names(), "it is back"
+
+
+def test_a_worker_that_changes_its_role_is_weighed_in_the_new_one_alone() -> None:
+    rig = Rig()
+    for address in rig.registry.workers:
+        if address != "d5":
+            rig.report(address, num_running=30, num_context_tokens=90_000, waiting_s=0.2)
+    assert "d5" in rig.names()
+    rig.report("d5", role="prefill", epoch=2)
+    assert "d5" in rig.names("prefill") and not any("d5" in rig.names() for _ in range(10))
+    rig.report("d5", role="decode", epoch=3)
+    assert "d5" in rig.names() and not any("d5" in rig.names("prefill") for _ in range(10))
 
 
 @pytest.mark.parametrize("num_holders", [1, 3, 20, 50])
