@@ -257,6 +257,8 @@ class WorkerRegistry:
         workers = [worker for worker in self.workers.values() if worker.role == role]
         if any(worker.ready for worker in workers):
             return ""
+        if not workers and (num_away := sum(worker.home == role for worker in self.workers.values())):
+            return f"no {role} worker is ready ({num_away} configured: they have changed their role)"
         if not workers:
             return self.explain(role, now) or f"no {role} worker is configured"
         listed = "; ".join(worker.describe(now) for worker in workers[:SHOWN])

@@ -87,9 +87,9 @@ class Rig:
         configs: dict[str, Any] = {"decode": DecodeWorkerConfig(), "prefill": PrefillWorkerConfig()}
         offers = [self.offer(role, config) for role, config in configs.items()]
         identity = WorkerIdentity.create("decode", "w")
-        metrics = WorkerMetrics("m", "w", EngineStatus, role="decode")
+        self.metrics = WorkerMetrics("m", "w", EngineStatus, role="decode")
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self.duties = Duties(offers[0], None if pinned else offers[1], context, None, metrics, identity)
+        self.duties = Duties(offers[0], None if pinned else offers[1], context, None, self.metrics, identity)
         self.control.duties = self.duties
         self.duties.bind()
         self.duties.start(None, None, self.grammars, self.control, StepTimes())  # type: ignore[arg-type]
@@ -174,6 +174,20 @@ async def test_a_change_waits_for_requests_and_ends_with_a_hello_of_a_new_epoch(
     assert rig.engine.step_times is before.step_times
     blocks = rig.duties.block_log
     assert (blocks.epoch, blocks.sequence) == (rig.duties.identity.epoch, 0) and not blocks.snapshot()[0].hashes
+
+
+async def test_metrics_are_those_of_the_present_role(make: Callable[..., Rig]) -> None:
+    rig = make()
+    registry = rig.metrics.registry
+    labels = {"model_name": "m", "engine": "w"}
+    rig.metrics.set_knob("batch_cap", 8, "full", is_new_reason=True)
+    assert registry.get_sample_value("diptych_knob", labels | {"knob": "batch_cap"}) == 8
+    assert registry.get_sample_value("diptych_decode_pressure", labels) is not None
+    rig.order("prefill")
+    await rig.ends()
+    assert registry.get_sample_value("diptych_knob", labels | {"knob": "batch_cap"}) is None
+    assert registry.get_sample_value("diptych_decode_pressure", labels) is None
+    assert registry.get_sample_value("diptych_prefill_backlog_seconds", labels) is not None
 
 
 async def test_each_role_keeps_what_it_knows_of_its_steps(make: Callable[..., Rig]) -> None:

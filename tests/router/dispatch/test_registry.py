@@ -240,6 +240,7 @@ def test_a_worker_works_in_the_role_that_it_says_and_belongs_where_it_is_at_home
     assert [worker.address for worker in alive.ready("prefill")] == [D]
     assert alive.ready("decode") == [] and alive.workers[D].home == "decode"
     assert alive.role_changes == {("decode", "prefill"): 1}
+    assert alive.missing("decode", 0.1) == "no decode worker is ready (1 configured: they have changed their role)"
     alive.on_cut(D)
     alive.on_hello(D, hello("decode", epoch=3, home="decode"), 0.2)
     alive.on_heartbeat(D, beat(epoch=3), 0.2)
