@@ -18,6 +18,7 @@ from common.wire.codec import decode, encode
 from common.wire.messages import ChangeRole, Message, RouterHello, WorkerHeartbeat, WorkerHello
 
 from .asking import wait_until
+from .conftest import samples
 from .test_handover import LENGTHS, come_back, flags, handovers, is_used, router_lines, under_load
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -72,6 +73,8 @@ def test_a_decode_worker_becomes_a_prefill_worker_and_back_while_streams_run(
     worker = system.stack.workers("decode")[0]
     with under_load(system, random_prompts(LENGTHS, vocab_size=256, seed=1)) as load:
         load.wait_for_streams(6)
+        running = "vllm:num_requests_running"
+        wait_until(lambda: sum(samples(worker, running)) >= 2, "it has streams of its own", PATIENCE_S)
         before = handovers(system)
         hello = change(worker, "prefill")
         assert (hello.role, hello.home, hello.kv_address) == ("prefill", "decode", "")
