@@ -212,7 +212,7 @@ def test_a_request_that_gets_no_room_goes_elsewhere(system_of: Any, random_promp
     limits = ("--num-blocks", "256", "--block-size", "16", "--grant-timeout-s", str(TIMEOUT_S))
     system = system_of(1, 2, router_flags=BLIND, worker_flags=NEVER_STUCK, decode_flags=limits)
     victim, flag = system.stack.workers("decode")[1], tmp_path / "slow"
-    prompts = random_prompts((3000,) * 4, vocab_size=256, seed=33)
+    prompts = random_prompts((3000,) * 8, vocab_size=256, seed=33)
     with running_instead(system.stack, victim, "hanging_worker.py", "decode", str(flag)):
         wait_until_all_ready(system.stack)
         expected = system.generate(prompts, max_tokens=30)
