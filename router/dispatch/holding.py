@@ -41,9 +41,11 @@ class Holding:
         first = choice.prefill or choice.decode
         if first is None:
             return 0.0
+        if not first.suspect and (span_s := _room_in_s(first, priority, now)) <= 0.0:
+            return span_s  # as a rule: the others, of which there may be hundreds, need no look
         fingerprint = first.identity.fingerprint
         spans_s = (
-            queued_s(worker, now, priority) - enough_s(worker) if _is_known(worker) else 0.0
+            _room_in_s(worker, priority, now)
             for worker in self._registry.ready(first.role)
             if worker.identity.fingerprint == fingerprint and not worker.suspect
         )
@@ -76,6 +78,10 @@ class Holding:
     def _num_workers(self) -> int:
         """Workers that compute prompts: those of the prefill pool, or of the decode pool alone."""
         return max(1, len(self._registry.ready("prefill") or self._registry.ready("decode")))
+
+
+def _room_in_s(worker: Worker, priority: int, now: float) -> float:
+    return queued_s(worker, now, priority) - enough_s(worker) if _is_known(worker) else 0.0
 
 
 def _is_known(worker: Worker) -> bool:

@@ -41,10 +41,10 @@ class _Line:
     held_s: float = 0.0
     num_held: int = 0
 
-    def in_turn(self, now: float) -> list[str]:
-        """Ids, those that cannot be in time any more behind those that can."""
+    def in_turn(self, now: float) -> Iterator[str]:
+        """Ids, those that cannot be in time any more behind those that can. Over a copy; often the first is enough."""
         late = bisect_left(self.turns, (now,))
-        return [turn[-1] for turn in (*self.turns[late:], *self.turns[:late])]
+        return (turn[-1] for turn in (*self.turns[late:], *self.turns[:late]))
 
 
 class WaitingRequests:
@@ -148,7 +148,7 @@ class WaitingRequests:
     def _by_priority(self, now: float) -> Iterator[str]:
         """Ids of requests whose answer has not begun; whose turn it is may change with each one that is placed."""
         for priority in sorted({group[0] for group in self._lines}, reverse=True):
-            lines = {group: iter(line.in_turn(now)) for group, line in self._lines.items() if group[0] == priority}
+            lines = {group: line.in_turn(now) for group, line in self._lines.items() if group[0] == priority}
             while lines:
                 group = min(lines, key=lambda group: self._num_tokens.get(group, 0))
                 if (request_id := next(lines[group], None)) is None:
