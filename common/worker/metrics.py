@@ -135,18 +135,7 @@ class WorkerMetrics:
             "From a stream's last token here to its safe arrival on another worker",
             SHORT_SECONDS,
         )
-        self._knob = Gauge(
-            "diptych_knob",
-            "Numbers that the worker chooses by itself: step_tokens, batch_cap, draft_tokens",
-            [*self._labels, "knob"],
-            registry=self.registry,
-        )
-        self._knob_changes = Counter(
-            "diptych_knob_changes",
-            "Times that the reason for such a number changed, by the new reason",
-            [*self._labels, "knob", "reason"],
-            registry=self.registry,
-        )
+        self._knob, self._knob_changes = self._knobs()
         self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
 
     def change_role(self, role: str) -> None:
@@ -181,9 +170,15 @@ class WorkerMetrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
 
-    def _labelled(self, name: str, text: str, label: str) -> Counter:
-        """A counter with one more label than the others."""
-        return Counter(name, text, [*self._labels, label], registry=self.registry)
+    def _knobs(self) -> tuple[Gauge, Counter]:
+        text = "Numbers that the worker chooses by itself: step_tokens, batch_cap, draft_tokens"
+        changes = "Times that the reason for such a number changed, by the new reason"
+        knob = Gauge("diptych_knob", text, [*self._labels, "knob"], registry=self.registry)
+        return knob, self._labelled("diptych_knob_changes", changes, "knob", "reason")
+
+    def _labelled(self, name: str, text: str, *labels: str) -> Counter:
+        """A counter with more labels than the others."""
+        return Counter(name, text, [*self._labels, *labels], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         return Histogram(name, text, list(self._labels), buckets=buckets, registry=self.registry).labels(

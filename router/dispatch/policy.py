@@ -25,8 +25,7 @@ from router.dispatch.forecast import (
     terms_of,
     transfer_s,
 )
-from router.fleet.registry import by_fingerprint
-from router.fleet.worker import Worker
+from router.fleet.worker import Worker, by_fingerprint
 
 OUTPUT_RESERVE = 256
 """Output tokens that a decode worker should have room for; how many will come is unknown."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.fleet.registry import SHOWN, by_fingerprint
-from router.fleet.worker import Worker
+from router.fleet.registry import SHOWN
+from router.fleet.worker import Worker, by_fingerprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from hashlib import blake2b
 
 from common.latency.step_model import StepModel, StepShape
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
-from router.fleet.worker import SMOOTHING, Booking, Load, Worker, WorkerState
+from router.fleet.worker import SMOOTHING, Booking, Load, Worker, WorkerState, order_of
 
 # A worker that failed so many requests in a row is a suspect, the longer the more often.
 MAX_STRIKES = 3
@@ -63,7 +62,7 @@ class WorkerRegistry:
 
     def add(self, address: str, role: Role, withheld: str = "") -> None:
         """Add a worker at a new address."""
-        self.workers[address] = Worker(address, role, withheld=withheld, order=_order(self.router_id, address))
+        self.workers[address] = Worker(address, role, withheld=withheld, order=order_of(self.router_id, address))
 
     def remove(self, address: str) -> None:
         """Forget the worker; releasing what was booked on it does nothing from now on."""
@@ -374,13 +373,6 @@ class WorkerRegistry:
         worker.booked, worker.fresh, worker.ended = Load(), Load(), Load()
 
 
-def _order(router_id: str, address: str) -> int:
-    """The worker's place among equal ones in the order of one router; 0 for a router without id."""
-    if not router_id:
-        return 0
-    return int.from_bytes(blake2b(f"{router_id} {address}".encode(), digest_size=6).digest())
-
-
 def _is_stuck(worker: Worker, now: float) -> bool:
     """Whether its engine has not turned for longer than a turn may take."""
     beat = worker.beat
@@ -402,11 +394,3 @@ def _misfit(worker: Worker) -> str:
     if hello.role not in ROLES:
         return f"has the role {hello.role}"
     return "" if hello.block_size else "has blocks of no tokens"
-
-
-def by_fingerprint(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
-    """Workers by layout fingerprint: KV passes only between workers with the same one."""
-    groups: dict[str, list[Worker]] = {}
-    for worker in workers:
-        groups.setdefault(worker.identity.fingerprint, []).append(worker)
-    return groups

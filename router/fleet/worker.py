@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 
 from common.latency.step_model import NOTHING, StepModel, StepShape
 from common.observe.ewma import Ewma
@@ -241,3 +242,18 @@ class Worker:
         if self.state is WorkerState.DEAD and self.last_seen is not None:
             return f"{self.address} {self.reason}, last heard {now - self.last_seen:.1f} s ago"
         return f"{self.address} {self.reason}"
+
+
+def order_of(router_id: str, address: str) -> int:
+    """The worker's place among equal ones in the order of one router; 0 for a router without id."""
+    if not router_id:
+        return 0
+    return int.from_bytes(blake2b(f"{router_id} {address}".encode(), digest_size=6).digest())
+
+
+def by_fingerprint(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
+    """Workers by layout fingerprint: KV passes only between workers with the same one."""
+    groups: dict[str, list[Worker]] = {}
+    for worker in workers:
+        groups.setdefault(worker.identity.fingerprint, []).append(worker)
+    return groups

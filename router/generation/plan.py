@@ -121,8 +121,6 @@ def make_plan(
     answer_id = f"{prefix}-{uuid.uuid4().hex}"
     choices: list[Choice] = []
     salt = origin.key.salt(fields.cache_salt or "")
-    request_class = origin.request_class
-    traceparent = origin.traceparent if TRACEPARENT.fullmatch(origin.traceparent) else ""
     for number, prompt in enumerate(prompts):
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
         shared = SharedPrompt(prompt.token_ids, salt)
@@ -137,20 +135,7 @@ def make_plan(
                 num_prompt_logprobs=num_prompt_logprobs,
             )
             index = len(choices)
-            request = GenerationRequest(
-                request_id=f"{answer_id}-{index}",
-                prompt_token_ids=prompt.token_ids,
-                params=params,
-                cache_salt=salt,
-                deadline_s=service.config.request_timeout_s,
-                traceparent=traceparent,
-                prompt=shared,
-                ttft_s=request_class.ttft_s,
-                tpot_s=request_class.tpot_s,
-                priority=request_class.priority,
-                request_class=request_class.name,
-                key=origin.key.name,
-            )
+            request = _request(service, origin, f"{answer_id}-{index}", prompt, shared, salt, params)
             choices.append(
                 _choice(
                     service,
@@ -164,6 +149,33 @@ def make_plan(
             )
     name, created = service.check_model(fields.model), int(time.time())
     return Plan(answer_id, created, name, fields, list(prompts), choices, num_prompt_logprobs_held, num_logprobs)
+
+
+def _request(
+    service: Service,
+    origin: Origin,
+    request_id: str,
+    prompt: Prompt,
+    shared: SharedPrompt,
+    salt: str,
+    params: SamplingParams,
+) -> GenerationRequest:
+    """What the dispatcher gets for one choice: `shared` is its prompt in the form that all choices use."""
+    request_class = origin.request_class
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt.token_ids,
+        params=params,
+        cache_salt=salt,
+        deadline_s=service.config.request_timeout_s,
+        traceparent=origin.traceparent if TRACEPARENT.fullmatch(origin.traceparent) else "",
+        prompt=shared,
+        ttft_s=request_class.ttft_s,
+        tpot_s=request_class.tpot_s,
+        priority=request_class.priority,
+        request_class=request_class.name,
+        key=origin.key.name,
+    )
 
 
 def _choice(
