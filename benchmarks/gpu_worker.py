@@ -13,17 +13,14 @@ import torch
 
 from benchmarks.gpu_model import random_model
 from benchmarks.gpu_shape import SHAPES, GPUShape
-from common.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
-from common.config.sources import load
+from benchmarks.role_offer import offer_of
+from common.config import WorkerConfig
 from common.model.load import torch_device
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
-from common.observe.logging import setup_logging
 from common.runner.loaded import LoadedModel
 from common.worker.duty import DutyOffer
 from common.worker.process import WorkerProcess, end_process, run_worker
-from decode_worker.duty import decode_offer
-from prefill_worker.duty import prefill_offer
 
 PROGRAM = "python -m benchmarks.gpu_worker"
 SEED = 0
@@ -48,14 +45,8 @@ class RandomWorker(WorkerProcess):
 
 
 def main(argv: Sequence[str]) -> int:
-    shape, role, flags = SHAPES[argv[0]], argv[1], argv[2:]
-    if role == "prefill":
-        prefill = load(PrefillWorkerConfig, flags, prog=PROGRAM)
-        setup_logging(prefill.worker_id, prefill.log_level)
-        return run_worker(lambda: RandomWorker(shape, prefill_offer(prefill)))
-    decode = load(DecodeWorkerConfig, flags, prog=PROGRAM)
-    setup_logging(decode.worker_id, decode.log_level)
-    return run_worker(lambda: RandomWorker(shape, decode_offer(decode)))
+    shape, offer = SHAPES[argv[0]], offer_of(argv[1], argv[2:], PROGRAM)
+    return run_worker(lambda: RandomWorker(shape, offer))
 
 
 if __name__ == "__main__":

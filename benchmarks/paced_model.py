@@ -19,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.coefficients import StepCoefficients
 from common.errors import ModelError
 from common.kv.cache import KVCache
-from common.latency.step_model import Cost, StepModel, StepShape
+from common.latency.step_model import StepShape
 from common.model.batch import ForwardBatch, SequenceChunk, check_chunk
 from common.model_files.config import ModelConfig, from_hf
 from common.model_files.tiny import make_tiny_model
@@ -37,25 +38,11 @@ LOGIT = 30.0
 Sums = NDArray[np.uint64]
 
 
-class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds, as in `StepModel`, of one kind of worker."""
-
-    fixed_s: Cost = 0.0
-    floor_s: Cost = 0.0
-    token_s: Cost = 0.0
-    pair_s: Cost = 0.0
-    row_s: Cost = 0.0
-    context_s: Cost = 0.0
-
-    def seconds(self, shape: StepShape) -> float:
-        return StepModel(**msgspec.structs.asdict(self)).seconds(shape)
-
-
 class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The pace of both kinds of worker, and the bytes of a token's KV."""
 
-    prefill: Pace
-    decode: Pace
+    prefill: StepCoefficients
+    decode: StepCoefficients
     kv_bytes: int = 1024
 
     @classmethod
@@ -119,7 +106,7 @@ class PacedPlan(AttentionPlan):
 class PacedRunner(ModelRunner):
     """Runs a step, and sleeps for what is left of its time."""
 
-    def __init__(self, model: PacedModel, kv: KVCache, pace: Pace, *, decodes: bool) -> None:
+    def __init__(self, model: PacedModel, kv: KVCache, pace: StepCoefficients, *, decodes: bool) -> None:
         """With `decodes` a chunk of one token counts as a decoded row, else as part of a prompt."""
         super().__init__(model, kv)
         self._pace, self._decodes = pace, decodes
@@ -149,7 +136,7 @@ class PacedRunner(ModelRunner):
         logits = super().run(batch)
         plan = batch.plan
         assert isinstance(plan, PacedPlan)
-        seconds = self._pace.seconds(self._shape(plan.spans))
+        seconds = self._pace.model().seconds(self._shape(plan.spans))
         time.sleep(max(0.0, began + seconds - time.perf_counter()))
         return logits
 

@@ -11,17 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.paced_model import Coefficients, PacedModel, PacedRunner
-from common.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
-from common.config.sources import load
+from benchmarks.role_offer import offer_of
+from common.config import WorkerConfig
 from common.errors import ConfigError
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
-from common.observe.logging import setup_logging
 from common.runner.loaded import LoadedModel
 from common.worker.duty import DutyOffer
 from common.worker.process import WorkerProcess, end_process, run_worker
-from decode_worker.duty import decode_offer
-from prefill_worker.duty import prefill_offer
 
 PROGRAM = "python -m benchmarks.paced_worker"
 ROLES = ("prefill", "decode")
@@ -56,14 +53,8 @@ class PacedWorker(WorkerProcess):
 def main(argv: Sequence[str]) -> int:
     if len(argv) < 2 or argv[1] not in ROLES:
         raise SystemExit(f"usage: {PROGRAM} COEFFICIENTS {'|'.join(ROLES)} FLAGS")
-    coefficients, role, flags = Coefficients.read(Path(argv[0])), argv[1], argv[2:]
-    if role == "prefill":
-        prefill = load(PrefillWorkerConfig, flags, prog=PROGRAM)
-        setup_logging(prefill.worker_id, prefill.log_level)
-        return run_worker(lambda: PacedWorker(coefficients, prefill_offer(prefill)))
-    decode = load(DecodeWorkerConfig, flags, prog=PROGRAM)
-    setup_logging(decode.worker_id, decode.log_level)
-    return run_worker(lambda: PacedWorker(coefficients, decode_offer(decode)))
+    coefficients, offer = Coefficients.read(Path(argv[0])), offer_of(argv[1], argv[2:], PROGRAM)
+    return run_worker(lambda: PacedWorker(coefficients, offer))
 
 
 if __name__ == "__main__":

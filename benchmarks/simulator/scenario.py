@@ -14,45 +14,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from benchmarks.coefficients import StepCoefficients
 from common.errors import ConfigError
-from common.latency.step_model import StepModel
 from common.wire.message_fields import Role
 
 Positive = Annotated[float, Meta(gt=0.0, le=1e18)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Share = Annotated[float, Meta(ge=0.0, le=0.5)]
 Number = Annotated[int, Meta(ge=1, le=10**9)]
-Coefficient = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all parts: an unknown field is refused."""
-
-
-class Coefficients(Part, frozen=True):
-    """Of a worker's steps, in seconds, as `/load` of a router shows them under `step_model`."""
-
-    fixed_s: Coefficient = 0.0
-    floor_s: Coefficient = 0.0
-    token_s: Coefficient = 0.0
-    pair_s: Coefficient = 0.0
-    row_s: Coefficient = 0.0
-    context_s: Coefficient = 0.0
-    error: Coefficient = 0.0
-    num_steps: Annotated[int, Meta(ge=0)] = 0
-
-    def model(self, error: float, factor: float = 1.0) -> StepModel:
-        """The model that a worker which has fitted it reports, for steps that take `factor` times as long."""
-        return StepModel(
-            fixed_s=factor * self.fixed_s,
-            floor_s=factor * self.floor_s,
-            token_s=factor * self.token_s,
-            pair_s=factor * self.pair_s,
-            row_s=factor * self.row_s,
-            context_s=factor * self.context_s,
-            error=error,
-            num_steps=max(1, self.num_steps),
-        )
 
 
 class PoolSpec(Part, frozen=True):
@@ -64,7 +37,7 @@ class PoolSpec(Part, frozen=True):
 
     name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,40}$")]
     role: Role
-    coefficients: Coefficients
+    coefficients: StepCoefficients
     count: Annotated[int, Meta(ge=0, le=100_000)] = 1
     num_blocks: Annotated[int, Meta(ge=1, le=10**8)] = 65_536
     max_num_seqs: Annotated[int, Meta(ge=0, le=4096)] = 0

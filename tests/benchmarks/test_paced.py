@@ -11,12 +11,12 @@ import httpx
 import msgspec
 import pytest
 
+from benchmarks.coefficients import StepCoefficients
 from benchmarks.paced import EXAMPLE, PacedStack
 from benchmarks.paced_model import (
     FIRST_TOKEN,
     NUM_TOKENS,
     Coefficients,
-    Pace,
     PacedModel,
     PacedRunner,
     answer,
@@ -27,7 +27,7 @@ from common.kv.cache import KVCache
 from common.latency.step_model import StepShape
 from common.model.batch import SequenceChunk
 
-PACE = Pace(fixed_s=0.5, floor_s=0.2, token_s=0.01, pair_s=1e-4, row_s=0.03, context_s=1e-3)
+PACE = StepCoefficients(fixed_s=0.5, floor_s=0.2, token_s=0.01, pair_s=1e-4, row_s=0.03, context_s=1e-3)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_every_byte_of_the_kv_is_written(runner: PacedRunner) -> None:
 def test_a_step_takes_what_the_coefficients_say(runner: PacedRunner, slept: list[float]) -> None:
     runner.forward([SequenceChunk((1,) * 64, 0, (0, 1, 2, 3))])
     runner.forward([SequenceChunk((1,), 64, (0, 1, 2, 3, 4)), SequenceChunk((1,), 9, (5,))])
-    expected = [PACE.seconds(StepShape.of_prompt(0, 64)), PACE.seconds(StepShape.of_rows(2, 75))]
+    expected = [PACE.model().seconds(StepShape.of_prompt(0, 64)), PACE.model().seconds(StepShape.of_rows(2, 75))]
     assert all(least - 0.1 < seconds <= least for seconds, least in zip(slept, expected, strict=True))
 
 
@@ -120,7 +120,7 @@ def test_a_cluster_answers_at_its_pace(tmp_path: Path, forge: None) -> None:
     """2P2D behind two routers: no answer is wrong, none comes before its steps can have ended."""
     coefficients = Coefficients.read(EXAMPLE)
     file = tmp_path / "pace.json"
-    slow = msgspec.structs.replace(coefficients, prefill=Pace(fixed_s=0.05, token_s=2e-4))
+    slow = msgspec.structs.replace(coefficients, prefill=StepCoefficients(fixed_s=0.05, token_s=2e-4))
     file.write_bytes(msgspec.json.encode(slow))
     prompts = [[(31 * number + 7 * place) % 256 for place in range(100 + 150 * number)] for number in range(8)]
 
@@ -137,6 +137,6 @@ def test_a_cluster_answers_at_its_pace(tmp_path: Path, forge: None) -> None:
         pages = [httpx.get(worker.http_url + "/metrics", trust_env=False).text for worker in stack.workers("prefill")]
     assert [one["tokens"] for one in found] == [answer(prompt, 12) for prompt in prompts]
     for prompt, one in zip(prompts, found, strict=True):
-        least_s = slow.prefill.seconds(StepShape.of_prompt(0, len(prompt)))
-        assert one["took_s"] >= least_s + 11 * slow.decode.seconds(StepShape.of_rows(1, len(prompt)))
+        least_s = slow.prefill.model().seconds(StepShape.of_prompt(0, len(prompt)))
+        assert one["took_s"] >= least_s + 11 * slow.decode.model().seconds(StepShape.of_rows(1, len(prompt)))
     assert sum("vllm:request_success_total{" in page for page in pages) == 2  # both had work
