@@ -13,16 +13,15 @@ import torch
 
 from benchmarks.gpu_model import random_model
 from benchmarks.gpu_shape import SHAPES, GPUShape
-from benchmarks.role_offer import offer_of
+from benchmarks.role_command import run_role
 from common.config import WorkerConfig
 from common.model.load import torch_device
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.runner.loaded import LoadedModel
 from common.worker.duty import DutyOffer
-from common.worker.process import WorkerProcess, end_process, run_worker
+from common.worker.process import WorkerProcess, end_process
 
-PROGRAM = "python -m benchmarks.gpu_worker"
 SEED = 0
 
 
@@ -36,8 +35,8 @@ def load_random(shape: GPUShape, config: WorkerConfig) -> tuple[ModelFiles, Load
 class RandomWorker(WorkerProcess):
     """A worker of a shape."""
 
-    def __init__(self, shape: GPUShape, home: DutyOffer) -> None:
-        super().__init__(home)
+    def __init__(self, shape: GPUShape, home: DutyOffer, other: DutyOffer | None) -> None:
+        super().__init__(home, other)
         self._shape = shape
 
     def _load(self) -> tuple[ModelFiles, LoadedModel]:
@@ -45,8 +44,8 @@ class RandomWorker(WorkerProcess):
 
 
 def main(argv: Sequence[str]) -> int:
-    shape, offer = SHAPES[argv[0]], offer_of(argv[1], argv[2:], PROGRAM)
-    return run_worker(lambda: RandomWorker(shape, offer))
+    shape = SHAPES[argv[0]]
+    return run_role(argv[1], argv[2:], lambda home, other: RandomWorker(shape, home, other))
 
 
 if __name__ == "__main__":

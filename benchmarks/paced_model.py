@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,10 +106,11 @@ class PacedPlan(AttentionPlan):
 class PacedRunner(ModelRunner):
     """Runs a step, and sleeps for what is left of its time."""
 
-    def __init__(self, model: PacedModel, kv: KVCache, pace: StepCoefficients, *, decodes: bool) -> None:
-        """With `decodes` a chunk of one token counts as a decoded row, else as part of a prompt."""
+    def __init__(self, model: PacedModel, kv: KVCache, coefficients: Coefficients, role: Callable[[], str]) -> None:
+        """`role` says at each step which pace the worker has: to "decode", chunks of one token are decoded rows."""
         super().__init__(model, kv)
-        self._pace, self._decodes = pace, decodes
+        self._models = {"prefill": coefficients.prefill.model(), "decode": coefficients.decode.model()}
+        self._role = role
 
     def prepare(self, chunks: Sequence[SequenceChunk]) -> ForwardBatch:
         spans: list[QuerySpan] = []
@@ -136,15 +137,18 @@ class PacedRunner(ModelRunner):
         logits = super().run(batch)
         plan = batch.plan
         assert isinstance(plan, PacedPlan)
-        seconds = self._pace.model().seconds(self._shape(plan.spans))
+        role = self._role()
+        seconds = self._models[role].seconds(_shape(plan.spans, decodes=role == "decode"))
         time.sleep(max(0.0, began + seconds - time.perf_counter()))
         return logits
 
-    def _shape(self, spans: Sequence[QuerySpan]) -> StepShape:
-        rows = [span for span in spans if self._decodes and span.num_rows == 1]
-        prompts = (span for span in spans if not self._decodes or span.num_rows > 1)
-        of_rows = StepShape.of_rows(len(rows), sum(span.length for span in rows))
-        return of_rows + StepShape.sum(StepShape.of_prompt(span.start, span.length) for span in prompts)
+
+def _shape(spans: Sequence[QuerySpan], *, decodes: bool) -> StepShape:
+    """With `decodes` a chunk of one token counts as a decoded row, else as part of a prompt."""
+    rows = [span for span in spans if decodes and span.num_rows == 1]
+    prompts = (span for span in spans if not decodes or span.num_rows > 1)
+    of_rows = StepShape.of_rows(len(rows), sum(span.length for span in rows))
+    return of_rows + StepShape.sum(StepShape.of_prompt(span.start, span.length) for span in prompts)
 
 
 def _run(span: QuerySpan, token_ids: NDArray[np.int64], blocks: Sums) -> Sums:

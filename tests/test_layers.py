@@ -27,7 +27,7 @@ ROOM_ALLOWED = {
 # file -> modules that it alone may import beyond its package's layer; each entry needs its reason in a comment.
 EXCEPTIONS: dict[str, set[str]] = {
     # Benchmarks run the real worker processes around random weights, and around a model that waits.
-    "benchmarks/role_offer.py": {"decode_worker.duty", "prefill_worker.duty"},
+    "benchmarks/role_command.py": {"decode_worker.duty", "prefill_worker.duty"},
     # A process that may change its role gets both duties, and hands the other one over without looking into it.
     "decode_worker/__main__.py": {"prefill_worker.duty"},
     "prefill_worker/__main__.py": {"decode_worker.duty"},

@@ -41,7 +41,9 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.fixture
 def runner(tmp_path: Path, slept: list[float]) -> PacedRunner:
     model = PacedModel(write_folder(Coefficients(PACE, PACE, 64), tmp_path / "m", 4096))
-    return PacedRunner(model, KVCache(model.config, 16, 16, "float32"), PACE, decodes=True)
+    return PacedRunner(
+        model, KVCache(model.config, 16, 16, "float32"), Coefficients(prefill=PACE, decode=PACE), lambda: "decode"
+    )
 
 
 def generated(runner: PacedRunner, prompt: list[int], sizes: tuple[int, ...], table: tuple[int, ...]) -> list[int]:
