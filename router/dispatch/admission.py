@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from statistics import median_low
 
 from common.config import RouterConfig
@@ -44,6 +45,22 @@ MIN_EXPECTED_S = 0.05
 """A shorter prediction teaches nothing when it proves wrong: messages and wake-ups take that long themselves."""
 SMOOTHING = 0.1
 """The share of one more request in the average time of prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How many seconds a first token is predicted to wait for others, and the pool that has too few workers for it."""
+
+    seconds: float
+    behind: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The error for a request, and the pool that has too few workers for it."""
+
+    error: Overloaded
+    behind: Role
 
 
 class Admission:
@@ -102,11 +119,11 @@ class Admission:
         It has `num_tokens` tokens, and was sent with the key of this name.
         """
         one = request_class or self._classes[DEFAULT]
-        if (error := self._judged(choice, now, one, key)) is not None:
-            raise self._counted(error, one)
-        if (error := self._slow(choice, one, num_tokens)) is not None:
-            self._count_failure(error, one)
-            raise error
+        if (refusal := self._judged(choice, now, one, key)) is not None:
+            raise self._counted(refusal, one)
+        if (refusal := self._slow(choice, one, num_tokens)) is not None:
+            self._count_failure(refusal, one)
+            raise refusal.error
         self._patience[one.name].count(refused=False)
 
     def check_unread(self, is_longer: Callable[[int], bool], now: float, caller: Caller = ANYONE) -> None:
@@ -116,12 +133,12 @@ class Admission:
         themselves, so it may find room where a long one finds none.
         """
         classes = caller.classes or (self._classes[DEFAULT],)
-        errors = []
+        refusals = []
         for one in classes:
-            if (error := self._judged_unread(is_longer, now, one, caller.key)) is None:
+            if (refusal := self._judged_unread(is_longer, now, one, caller.key)) is None:
                 return
-            errors.append(error)
-        raise self._counted(errors[0], classes[0])
+            refusals.append(refusal)
+        raise self._counted(refusals[0], classes[0])
 
     def place_for(self, num_tokens: int, now: float, priority: int = 0) -> Choice | None:
         """Where a new prompt of so many tokens would be placed if nothing of it is cached anywhere."""
@@ -206,47 +223,48 @@ class Admission:
             self._least_turn_s = min(turns_s, default=0.0)
         return max(self._prompt_s.value, self._least_turn_s)
 
-    def _counted(self, error: Overloaded, one: RequestClass) -> Overloaded:
+    def _counted(self, refusal: Refusal, one: RequestClass) -> Overloaded:
         self._patience[one.name].count(refused=True)
-        self._count_failure(error, one)
-        return error
+        self._count_failure(refusal, one)
+        return refusal.error
 
-    def _count_failure(self, error: Overloaded, one: RequestClass) -> None:
-        self._counters.num_failures[type(error).__name__] += 1
+    def _count_failure(self, refusal: Refusal, one: RequestClass) -> None:
+        self._counters.num_failures[type(refusal.error).__name__] += 1
         self._counters.num_refused[one.name] += 1
+        self._counters.num_refused_for[refusal.behind] += 1
 
     def _judged_unread(
         self, is_longer: Callable[[int], bool], now: float, one: RequestClass, key: str
-    ) -> Overloaded | None:
+    ) -> Refusal | None:
         threshold = self._config.local_prefill_threshold
-        error = self._judged(self.place_for(threshold + 1, now, one.priority), now, one, key)
-        if error is None:
+        refusal = self._judged(self.place_for(threshold + 1, now, one.priority), now, one, key)
+        if refusal is None:
             return None
         short = self._judged(self.place_for(1, now, one.priority), now, one, key)
-        return error if short is not None or is_longer(threshold) else None
+        return refusal if short is not None or is_longer(threshold) else None
 
-    def _judged(self, choice: Choice | None, now: float, one: RequestClass, key: str) -> Overloaded | None:
-        """The error for a prompt whose first token would come too late, or None. Its own time counts against a goal."""
+    def _judged(self, choice: Choice | None, now: float, one: RequestClass, key: str) -> Refusal | None:
+        """The refusal of a prompt whose first token would come too late, its own time included, or None."""
         first = None if choice is None else choice.prefill or choice.decode
         if choice is None or first is None:
             return None
         held_s, num_held = self._holding.ahead(one.priority, key) if self._holding.concerns(choice) else (0.0, 0)
         meanwhile_s = choice.forecast.prompt_s if choice.prefill is not None else 0.0
-        predicted_s = waiting_s(first, choice.decode, now, one.priority, held_s, num_held, meanwhile_s)
+        wait = wait_for(first, choice.decode, now, one.priority, held_s, num_held, meanwhile_s)
         limit_s, own_s = self._limit_s(one.name), 0.0
         if one.ttft_s > 0 and choice.forecast.is_known:
             own_s = min(choice.forecast.prompt_s, (1.0 - LEAST_SHARE) * limit_s)
-        if predicted_s <= limit_s - own_s:
+        if wait.seconds <= limit_s - own_s:
             return None
-        return refusal(predicted_s, limit_s - own_s, self._others_s(one, first.role))
+        return Refusal(too_late(wait.seconds, limit_s - own_s, self._others_s(one, first.role)), wait.behind)
 
     def _others_s(self, one: RequestClass, role: Role) -> float:
         """What those take that were refused before, and come back before a client that is refused now."""
         num_refused = self._patience[one.name].num_refused
         return num_refused * self._turn_s() / max(1, len(self._registry.ready(role))) if num_refused else 0.0
 
-    def _slow(self, choice: Choice | None, one: RequestClass, num_tokens: int) -> Overloaded | None:
-        """The error for an answer whose tokens would come too slowly beside those that run then, or None."""
+    def _slow(self, choice: Choice | None, one: RequestClass, num_tokens: int) -> Refusal | None:
+        """The refusal of an answer whose tokens would come too slowly beside those that run then, or None."""
         if choice is None or choice.decode is None or one.tpot_s <= 0:
             return None
         worker, after_s = choice.decode, choice.forecast.ttft_s
@@ -255,7 +273,8 @@ class Admission:
         if token_s <= limit_s:
             return None
         why = f"its tokens would take about {token_s * 1e3:.3g} ms each, the most they may is {limit_s * 1e3:.3g} ms"
-        return Overloaded(why, retry_after_s=_retry_after_s(worker.service_s.value / max(1, worker.num_requests)))
+        later_s = worker.service_s.value / max(1, worker.num_requests)
+        return Refusal(Overloaded(why, retry_after_s=_retry_after_s(later_s)), "decode")
 
 
 def _patience_of(one: RequestClass, config: RouterConfig) -> Patience:
@@ -307,7 +326,7 @@ def waits_of(states: Iterable[RequestState], workers: Mapping[str, Worker]) -> l
     return waits
 
 
-def waiting_s(
+def wait_for(
     first: Worker,
     decode: Worker | None,
     now: float,
@@ -315,8 +334,8 @@ def waiting_s(
     held_s: float = 0.0,
     num_held: int = 0,
     meanwhile_s: float = 0.0,
-) -> float:
-    """Seconds that a prompt waits at `first`, which computes it, and its answer for a place at `decode`.
+) -> Wait:
+    """How long a prompt waits at `first`, which computes it, and its answer for a place at `decode`.
 
     A worker that has computed nothing yet counts as idle, unless others wait there. The router holds `num_held`
     requests before it for each decode worker, whose prompts take `held_s` seconds of `first`. A place that becomes free
@@ -325,16 +344,15 @@ def waiting_s(
     is_known = first.step_model.is_known
     prompts_s = wait_s(first, now, priority) if is_known else first.observed_from.get(priority, first.observed_s)
     batch_s = place_s(decode, priority=priority, num_more=num_held) if decode is not None else 0.0
-    return max(prompts_s + held_s, batch_s - meanwhile_s)
+    prompts_s += held_s
+    return Wait(max(prompts_s, batch_s - meanwhile_s), "prefill" if prompts_s >= batch_s - meanwhile_s else "decode")
 
 
-def refusal(predicted_s: float, limit_s: float, others_s: float = 0.0) -> Overloaded | None:
-    """The error for a request that would wait longer than it may; None for one to admit.
+def too_late(predicted_s: float, limit_s: float, others_s: float = 0.0) -> Overloaded:
+    """The error for a request that would wait longer than it may.
 
     Its client should come back after those that were refused before it, whose turns take `others_s`.
     """
-    if predicted_s <= limit_s:
-        return None
     why = f"a new request would wait about {predicted_s:.1f} s, the most it may is {limit_s:.3g} s"
     return Overloaded(why, retry_after_s=_retry_after_s(predicted_s - limit_s + others_s))
 

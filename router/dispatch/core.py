@@ -96,7 +96,7 @@ class DispatchCore:
             self._fail,
         )
         self._handovers = HandOvers(registry, self._placement, self.waiting, self.counters)
-        self._roles = RoleChanges(config, registry, actions.send, registry.router_id)
+        self._roles = RoleChanges(config, registry, actions.send, registry.router_id, self.counters)
 
     # ------------------------------------------------------------ for the front
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.config.request_class import DEFAULT, RequestClass
+from common.wire.message_fields import Role
 from router.dispatch.forecast import wait_s
 from router.dispatch.request_state import RequestState, Stage
 from router.fleet.fleet import WorkerFleet
@@ -170,8 +171,9 @@ class DispatchLoad:
 class DispatchCounters:
     """Retries by the failed worker's role, failures by error class, choices by kind (remote, local, prefill).
 
-    Requests refused for a goal that they would miss, by class; prompts taken back from slow workers. Hand-overs by
-    outcome: done; failed (the old worker went on); ended (the answer ended, or its old worker).
+    Requests refused for a goal that they would miss, by class, and by the role of which there are too few workers for
+    them; prompts taken back from slow workers. Hand-overs by outcome: done; failed (the old worker went on); ended (the
+    answer ended, or its old worker).
     """
 
     num_retries: Counter[str] = field(default_factory=Counter)
@@ -180,4 +182,5 @@ class DispatchCounters:
     num_stale_deltas: int = 0
     num_handovers: Counter[str] = field(default_factory=Counter)
     num_refused: Counter[str] = field(default_factory=Counter)
+    num_refused_for: Counter[Role] = field(default_factory=Counter)
     num_taken_back: int = 0

@@ -7,9 +7,12 @@ orders only while every ready worker names it, so routers that see different wor
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 from common.config import RouterConfig
+from common.wire.message_fields import Role
 from common.wire.messages import ChangeRole
+from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Send
 from router.dispatch.roles import RoleChange, RoleLimits, RolePolicy
 from router.fleet.registry import WorkerRegistry
@@ -23,8 +26,10 @@ ANSWER_S = 2.0
 class RoleChanges:
     """Does nothing without `--role-change`."""
 
-    def __init__(self, config: RouterConfig, registry: WorkerRegistry, send: Send, router_id: str) -> None:
-        self._registry, self._send, self._router_id = registry, send, router_id
+    def __init__(
+        self, config: RouterConfig, registry: WorkerRegistry, send: Send, router_id: str, counters: DispatchCounters
+    ) -> None:
+        self._registry, self._send, self._router_id, self._counters = registry, send, router_id, counters
         self._is_on = config.role_change
         self._policy = RolePolicy(
             RoleLimits(
@@ -38,6 +43,7 @@ class RoleChanges:
         self._open: RoleChange | None = None
         self._answer_by = 0.0
         self._num_seen = 0
+        self._num_refused = Counter[Role]()
 
     def tick(self, now: float) -> None:
         """Order a change if one is due; at each tick."""
@@ -46,6 +52,10 @@ class RoleChanges:
         if self._num_seen != (seen := sum(self._registry.role_changes.values())):
             self._num_seen = seen
             self._policy.changed(now)
+        for role, num in self._counters.num_refused_for.items():
+            if num > self._num_refused[role]:
+                self._num_refused[role] = num
+                self._policy.refused(role, now)
         self._follow(now)
         prefill, decode = self._registry.ready("prefill"), self._registry.ready("decode")
         named = {worker.beat.planner for worker in (*prefill, *decode) if worker.beat is not None}

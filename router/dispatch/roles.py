@@ -6,10 +6,12 @@ moves streams; a load that swings faster than that changes nothing.
 
 - Load of prefill: the seconds that prompts wait for each other, over those allowed.
 - Load of decode: the fullest of places, blocks and, where there is a goal, time of a token; the mean over its workers.
+- Requests that are refused for a goal show a pool behind as well: admission keeps its load at what the goal allows.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +33,9 @@ LEAST_GAIN = 0.95
 """Decode must be predicted to get below this share of its load: steps over few sequences take their time anyway."""
 MAX_DRAIN_S = 5.0
 """A worker that would need longer to be empty is not the one to change."""
+REFUSED_S = 2.0
+"""How long after a refusal the pool that was too slow for that request still counts as behind: at most this, and half
+of the time that a pool must be behind, so that one refusal changes nothing."""
 BUSY_SMOOTHING = 0.1
 """The share of one more look in how busy prefill workers were: of four looks a second, half is from the last two."""
 
@@ -75,10 +80,15 @@ class RolePolicy:
     _behind_since: float = 0.0
     _changed_at: float | None = None
     _busy: Ewma = field(default_factory=lambda: Ewma(BUSY_SMOOTHING, start=0.0))
+    _refused_at: dict[Role, float] = field(default_factory=dict)
 
     def changed(self, now: float) -> None:
         """A worker changed its role, or was told to, by this router or another."""
         self._changed_at, self._behind = now, None
+
+    def refused(self, role: Role, now: float) -> None:
+        """A request was refused because the pool of this role would have been too slow for it."""
+        self._refused_at[role] = now
 
     def choose(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> RoleChange | None:
         """The order to give now, out of all ready workers; mostly None."""
@@ -99,22 +109,22 @@ class RolePolicy:
 
     def _to_prefill(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> RoleChange | None:
         """A decode worker for the prefill pool, if prompts wait too long and decode does well with one worker less."""
-        waits_s = mean_wait_s(prefill or decode, now)
+        waits_s, refuses = mean_wait_s(prefill or decode, now), self._refuses("prefill", now)
         num_left = len(decode) - 1
-        if waits_s <= self.limits.allowed_s or num_left < self.limits.least_of("decode"):
+        if (waits_s <= self.limits.allowed_s and not refuses) or num_left < self.limits.least_of("decode"):
             return None
         then = decode_load(decode, len(decode) / num_left, self.limits.tpot_s)
         if then > ROOM or (donor := _donor(decode, "prefill", now)) is None:
             return None
         drain_s = drain_of(donor, now)
-        if drain_s >= waits_s:
+        if drain_s >= waits_s and not refuses:
             return None  # by the time that the worker is empty, the prompts are computed
         return RoleChange(
             donor.address,
             "prefill",
             f"prompts wait {waits_s:.2f} s for each other on {len(prefill)} prefill workers, allowed are "
-            f"{self.limits.allowed_s:.2f}; decode would be at {then:.2f} of its capacity with {num_left} of "
-            f"{len(decode)} workers; drain {drain_s:.2f} s",
+            f"{self.limits.allowed_s:.2f}{_too(refuses)}; decode would be at {then:.2f} of its capacity with "
+            f"{num_left} of {len(decode)} workers; drain {drain_s:.2f} s",
         )
 
     def _to_decode(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> RoleChange | None:
@@ -122,8 +132,8 @@ class RolePolicy:
         num_left = len(prefill) - 1
         if not decode or num_left < self.limits.least_of("prefill"):
             return None
-        load = decode_load(decode, 1.0, self.limits.tpot_s)
-        if load <= 1.0:
+        load, refuses = decode_load(decode, 1.0, self.limits.tpot_s), self._refuses("decode", now)
+        if load <= 1.0 and not refuses:
             return None
         then = decode_load(decode, len(decode) / (len(decode) + 1), self.limits.tpot_s)
         busy = self._busy.value * len(prefill) / max(0.5, num_left)
@@ -135,10 +145,13 @@ class RolePolicy:
         return RoleChange(
             donor.address,
             "decode",
-            f"decode is at {load:.2f} of its capacity with {len(decode)} workers, and would be at {then:.2f} with one "
-            f"more; prefill would be busy for {busy:.2f} of the time with {num_left} of {len(prefill)} workers; drain "
-            f"{drain_of(donor, now):.2f} s",
+            f"decode is at {load:.2f} of its capacity with {len(decode)} workers{_too(refuses)}, and would be at "
+            f"{then:.2f} with one more; prefill would be busy for {busy:.2f} of the time with {num_left} of "
+            f"{len(prefill)} workers; drain {drain_of(donor, now):.2f} s",
         )
+
+    def _refuses(self, role: Role, now: float) -> bool:
+        return now - self._refused_at.get(role, -math.inf) <= min(REFUSED_S, self.limits.after_s / 2)
 
 
 def mean_wait_s(workers: Sequence[Worker], now: float) -> float:
@@ -149,6 +162,11 @@ def mean_wait_s(workers: Sequence[Worker], now: float) -> float:
 def decode_load(workers: Sequence[Worker], share: float, tpot_s: float) -> float:
     """The mean load of decode workers if each had `share` times the requests that it has; 1 is full."""
     return sum(_load_of(worker, share, tpot_s) for worker in workers) / len(workers) if workers else 0.0
+
+
+def _too(refuses: bool) -> str:
+    """For a reason."""
+    return ", requests are refused" if refuses else ""
 
 
 def drain_of(worker: Worker, now: float) -> float:

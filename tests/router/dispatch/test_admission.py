@@ -11,8 +11,8 @@ from router.dispatch.admission import (
     Admission,
     lasting_s,
     observed_waits_s,
-    refusal,
-    waiting_s,
+    too_late,
+    wait_for,
     waits_of,
 )
 from router.dispatch.client import GenerationRequest
@@ -54,7 +54,7 @@ def wait_s(prefill, decode, observed=None, lasting=None):
     admission = Admission(registry, RoutingPolicy(), RouterConfig(model="m"), DispatchCounters())
     registry.on_observed(observed or {}, lasting or {})
     choice = admission.place_for(65, 0.0)
-    return waiting_s(choice.prefill or choice.decode, choice.decode, 0.0) if choice else 0
+    return wait_for(choice.prefill or choice.decode, choice.decode, 0.0).seconds if choice else 0
 
 
 def test_a_prompt_waits_for_those_before_it():
@@ -101,19 +101,12 @@ def test_nobody_ready_is_another_matter():
     assert wait_s([], []) == 0
 
 
-def test_waiting_as_long_as_allowed_is_allowed():
-    assert refusal(30.0, 30.0) is None
-
-
 def test_a_refusal_says_when_to_come_back():
-    error = refusal(42.0, 30.0)
-    assert error is not None
+    error = too_late(42.0, 30.0)
     assert (error.status, error.retry_after_s) == (429, pytest.approx(12.0))
     assert "42.0 s" in error.message
     assert "30 s" in error.message
-    late = refusal(1e6, 30.0)
-    assert late is not None
-    assert late.retry_after_s == MAX_RETRY_AFTER_S
+    assert too_late(1e6, 30.0).retry_after_s == MAX_RETRY_AFTER_S
 
 
 def test_who_is_refused_later_is_to_come_back_later():

@@ -9,8 +9,9 @@ import pytest
 from common.config import RouterConfig
 from common.latency.step_model import StepModel
 from common.wire.messages import ChangeRole, Message
+from router.dispatch.load import DispatchCounters
 from router.dispatch.role_changes import ANSWER_S, RoleChanges
-from router.dispatch.roles import RoleChange, RoleLimits, RolePolicy
+from router.dispatch.roles import REFUSED_S, RoleChange, RoleLimits, RolePolicy
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 
@@ -52,13 +53,17 @@ class Pools:
     def of(self) -> dict[str, list[Worker]]:
         return {"prefill": self.registry.ready("prefill"), "decode": self.registry.ready("decode")}
 
-    def run(self, seconds: float, *, waits_s: float = 0.0, places: float = 0.0) -> list[RoleChange]:
-        """So much load for so long; the orders that came of it."""
+    def run(
+        self, seconds: float, *, waits_s: float = 0.0, places: float = 0.0, refused: Any = None, every_s: float = TICK_S
+    ) -> list[RoleChange]:
+        """So much load for so long; the orders that came of it. Each `every_s` a request is refused for a role."""
         self.waits_s, self.places = waits_s, places
         known = len(self.orders)
-        for _ in range(round(seconds / TICK_S)):
+        for number in range(round(seconds / TICK_S)):
             self.now += TICK_S
             self.beat()
+            if refused and number % round(every_s / TICK_S) == 0:
+                self.policy.refused(refused, self.now)
             order = self.policy.choose(self.of["prefill"], self.of["decode"], self.now)
             if order is not None:
                 self.orders.append(order)
@@ -179,6 +184,25 @@ def test_a_goal_for_tokens_that_no_number_of_workers_meets_moves_none() -> None:
     assert pools.run(60.0, places=0.1) == []  # a lone row takes 6 ms
 
 
+@pytest.mark.parametrize(("role", "load"), [("prefill", {"waits_s": 0.2}), ("decode", {"places": 0.9})])
+def test_requests_refused_for_a_goal_show_which_pool_is_behind(role: str, load: dict[str, float]) -> None:
+    pools = Pools(2, 2)
+    (order,) = pools.run(5.0, refused=role, every_s=1.0, **load)
+    assert order.role == role and "requests are refused" in order.reason
+
+
+def test_a_refusal_now_and_then_changes_nothing() -> None:
+    pools = Pools(2, 2)
+    assert pools.run(60.0, waits_s=0.2, refused="prefill", every_s=2 * REFUSED_S) == []
+    assert pools.run(60.0, places=0.9) == []
+
+
+def test_a_pool_that_refuses_requests_gives_no_worker() -> None:
+    pools = Pools(2, 2)
+    pools.policy.refused("decode", pools.now)
+    assert pools.run(REFUSED_S, waits_s=3.0, refused="decode") == []
+
+
 # ---------------------------------------------------------------- the router that orders
 
 
@@ -188,19 +212,20 @@ class Router:
     def __init__(self, router_id: str = "a", **settings: Any) -> None:
         self.pools = Pools(1, 2)
         self.sent: list[tuple[str, Message]] = []
+        self.counters = DispatchCounters()
         config = RouterConfig(role_change=True, role_change_after_s=1.0, role_change_interval_s=5.0, **settings)
-        self.changes = RoleChanges(config, self.pools.registry, self.send, router_id)
+        self.changes = RoleChanges(config, self.pools.registry, self.send, router_id, self.counters)
 
     def send(self, address: str, message: Message) -> bool:
         self.sent.append((address, message))
         return True
 
-    def run(self, seconds: float, planner: str = "a", **beat: Any) -> None:
+    def run(self, seconds: float, planner: str = "a", waiting_s: float = 3.0, **beat: Any) -> None:
         pools = self.pools
         for _ in range(round(seconds / TICK_S)):
             pools.now += TICK_S
             for worker in pools.registry.workers.values():
-                load = {"waiting_s": 3.0} if worker.role == "prefill" else {}
+                load = {"waiting_s": waiting_s} if worker.role == "prefill" else {}
                 draining = beat if worker.address in {address for address, _ in self.sent} else {}
                 told = heartbeat_of(
                     worker.worker_id, epoch=worker.epoch, planner=planner, step_model=MODEL, **load, **draining
@@ -217,6 +242,16 @@ def test_the_router_that_workers_name_gives_one_order_at_a_time() -> None:
         address == "d0" and isinstance(order, ChangeRole) and order.role == "prefill" and "prompts wait" in order.reason
     )
     router.run(30.0, draining=True)
+    assert len(router.sent) == 1
+
+
+def test_it_follows_requests_that_admission_refused() -> None:
+    router = Router()
+    router.run(3.0, waiting_s=0.1)
+    assert router.sent == []
+    for _ in range(8):
+        router.counters.num_refused_for["prefill"] += 1
+        router.run(0.5, waiting_s=0.1)
     assert len(router.sent) == 1
 
 
