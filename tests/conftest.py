@@ -14,8 +14,10 @@ import pytest
 from .examples import register_profiles
 from .forge import forged_processes
 from .program import Program
+from .trust import load_trust_once
 
 register_profiles()
+load_trust_once()
 ROOT = Path(__file__).resolve().parents[1]
 
 BEGAN = pytest.StashKey[float]()

@@ -28,7 +28,7 @@ from router.generation.frames import Frames, OpenAIFrames
 from router.generation.origin import Origin
 from router.generation.plan import Plan
 from router.generation.request_log import RequestLog
-from router.generation.service import Service
+from router.generation.service import Service, service_of
 from router.generation.shape import Shape
 from router.request.errors import CLIENT_CLOSED, error_response
 from router.request.fields import ChatRequest, CompletionRequest
@@ -36,34 +36,35 @@ from router.request.paths import CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH, RESP
 
 F = TypeVar("F", ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
 
+generate_routes = APIRouter(tags=["generate"])
+"""`/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`."""
 
-def generate_routes(service: Service) -> APIRouter:
-    """`/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`."""
-    router = APIRouter(tags=["generate"])
 
-    @router.post(CHAT_PATH, **documented(ChatRequest, schema.ChatCompletion, streams=True))
-    async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
-        return await _serve(service, request, ChatRequest, plan_chat, _openai(ChatShape))
+@generate_routes.post(CHAT_PATH, **documented(ChatRequest, schema.ChatCompletion, streams=True))
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    return await _serve(request, ChatRequest, plan_chat, _openai(ChatShape))
 
-    @router.post(COMPLETION_PATH, **documented(CompletionRequest, schema.Completion, streams=True))
-    async def completions(request: Request) -> Response:
-        """Continue a text."""
-        return await _serve(service, request, CompletionRequest, plan_completion, _openai(CompletionShape))
 
-    @router.post(RESPONSES_PATH, **documented(ResponsesRequest, schema.ResponseBody, streams=True))
-    async def respond(request: Request) -> Response:
-        """Answer a conversation, in the shape of OpenAI's Responses API."""
-        return await _serve(service, request, ResponsesRequest, plan_translated, ResponsesFrames)
+@generate_routes.post(COMPLETION_PATH, **documented(CompletionRequest, schema.Completion, streams=True))
+async def completions(request: Request) -> Response:
+    """Continue a text."""
+    return await _serve(request, CompletionRequest, plan_completion, _openai(CompletionShape))
 
-    wrong = (schema.AnthropicErrorBody,)
 
-    @router.post(MESSAGES_PATH, **documented(MessagesRequest, schema.AnthropicMessage, streams=True, errors=wrong))
-    async def messages(request: Request) -> Response:
-        """Answer a conversation, in the shape of Anthropic's API."""
-        return await _serve(service, request, MessagesRequest, plan_translated, MessagesFrames)
+@generate_routes.post(RESPONSES_PATH, **documented(ResponsesRequest, schema.ResponseBody, streams=True))
+async def respond(request: Request) -> Response:
+    """Answer a conversation, in the shape of OpenAI's Responses API."""
+    return await _serve(request, ResponsesRequest, plan_translated, ResponsesFrames)
 
-    return router
+
+@generate_routes.post(
+    MESSAGES_PATH,
+    **documented(MessagesRequest, schema.AnthropicMessage, streams=True, errors=(schema.AnthropicErrorBody,)),
+)
+async def messages(request: Request) -> Response:
+    """Answer a conversation, in the shape of Anthropic's API."""
+    return await _serve(request, MessagesRequest, plan_translated, MessagesFrames)
 
 
 def _openai(shape: Callable[[Service, F], Shape]) -> Callable[[Service, F, Plan, RequestLog], Frames]:
@@ -72,12 +73,12 @@ def _openai(shape: Callable[[Service, F], Shape]) -> Callable[[Service, F, Plan,
 
 
 async def _serve(
-    service: Service,
     request: Request,
     model: type[F],
     plan: Callable[[Service, F, Origin], Awaitable[Plan]],
     frames: Callable[[Service, F, Plan, RequestLog], Frames],
 ) -> Response:
+    service = service_of(request)
     visit: Visit = request.state.visit
     log, traceparent = service.begin(visit, request.headers)
     try:

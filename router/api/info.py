@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
 
 import orjson
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
@@ -23,7 +21,7 @@ from router.api.anthropic_fields import CountTokensRequest
 from router.api.anthropic_messages import count_tokens
 from router.api.chat import conversation_tokens
 from router.api.openapi import documented
-from router.generation.service import Service
+from router.generation.service import Service, service_of
 from router.generation.structure import functions_of
 from router.request.errors import error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
@@ -31,93 +29,101 @@ from router.request.large_body import check_number_of_ids
 from router.request.paths import MESSAGES_PATH, MODELS_PATH
 from router.text.pipeline import SHORT_TOKENS
 
-M = TypeVar("M", bound=BaseModel)
-
 PAGE = Path(__file__).parent.parent / "static" / "index.html"
 NOT_READY_RETRY_S = 1.0
+EITHER_ERROR = (schema.ErrorBody, schema.AnthropicErrorBody)
+
+probe_routes = APIRouter(tags=["operate"])
+"""`/health`, `/ready`, `/metrics` and others for operators and orchestrators."""
 
 
-def probe_routes(service: Service) -> APIRouter:
-    """`/health`, `/ready`, `/metrics` and others for operators and orchestrators."""
-    router = APIRouter(tags=["operate"])
-    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else "<!doctype html><title>Diptych</title>Diptych"
-
-    @router.get("/", response_class=HTMLResponse)
-    async def index() -> Response:
-        """A chat page."""
-        return HTMLResponse(page)
-
-    @router.get("/health", **documented(None, schema.Status))
-    async def health() -> Response:
-        """200 while the process is healthy."""
-        failure = service.failure()
-        if failure:
-            return error_response(Unavailable(failure))
-        return _json({"status": "ok"})
-
-    @router.get("/ready", **documented(None, schema.Readiness))
-    async def ready() -> Response:
-        """200 when the service takes requests."""
-        is_ready, detail = service.ready
-        if not is_ready:
-            return error_response(Unavailable(detail, retry_after_s=NOT_READY_RETRY_S))
-        return _json({"status": "ready", "detail": detail})
-
-    @router.get("/ping", **documented(None, schema.Status))
-    @router.post("/ping", operation_id="ping_by_post", **documented(None, schema.Status))
-    async def ping() -> Response:
-        """Like `/health`, under SageMaker's name."""
-        return await health()
-
-    @router.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
-        """Prometheus text."""
-        return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    @router.get("/version", **documented(None, schema.Version))
-    async def version() -> Response:
-        """The version of this server."""
-        return _json({"version": __version__})
-
-    @router.get("/load", **documented(None, schema.Load))
-    async def load() -> Response:
-        """Requests in flight by stage and by class, and each worker's load."""
-        snapshot = service.client.load()
-        workers = [asdict(worker) for worker in snapshot.workers]
-        classes = [asdict(one) for one in snapshot.classes]
-        num = sum(snapshot.stages.values())
-        return _json({"server_load": num, "stages": snapshot.stages, "classes": classes, "workers": workers})
-
-    @router.post("/reset_prefix_cache", **documented(None, schema.Status))
-    async def reset_prefix_cache() -> Response:
-        """Make every worker drop its prefix cache."""
-        service.client.reset_prefix_cache()
-        return _json({"status": "ok"})
-
-    return router
+@probe_routes.get("/", response_class=HTMLResponse)
+async def index() -> Response:
+    """A chat page."""
+    return HTMLResponse(_page())
 
 
-def model_routes(service: Service) -> APIRouter:
-    """`/v1/models`."""
-    router = APIRouter(tags=["models"])
-    wrong = (schema.ErrorBody, schema.AnthropicErrorBody)
-    listed, one = schema.ModelList | schema.AnthropicModelList, schema.Model | schema.AnthropicModel
+@probe_routes.get("/health", **documented(None, schema.Status))
+async def health(request: Request) -> Response:
+    """200 while the process is healthy."""
+    failure = service_of(request).failure()
+    if failure:
+        return error_response(Unavailable(failure))
+    return _json({"status": "ok"})
 
-    @router.get(MODELS_PATH, **documented(None, listed, errors=wrong))
-    async def models(request: Request) -> Response:
-        """The served model; in the shape of Anthropic's API for requests with the header `anthropic-version`."""
-        name = service.model_name
-        if speaks_anthropic(request.scope):
-            return _json(_anthropic_page(_anthropic_model(service, name), request.query_params))
-        return _json({"object": "list", "data": [_model(service, name)]})
 
-    @router.get(f"{MODELS_PATH}/{{model:path}}", **documented(None, one, errors=wrong))
-    async def model(model: str, request: Request) -> Response:
-        """The served model, by name."""
-        name = service.check_model(model)
-        return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(service, name))
+@probe_routes.get("/ready", **documented(None, schema.Readiness))
+async def ready(request: Request) -> Response:
+    """200 when the service takes requests."""
+    is_ready, detail = service_of(request).ready
+    if not is_ready:
+        return error_response(Unavailable(detail, retry_after_s=NOT_READY_RETRY_S))
+    return _json({"status": "ready", "detail": detail})
 
-    return router
+
+@probe_routes.get("/ping", **documented(None, schema.Status))
+@probe_routes.post("/ping", operation_id="ping_by_post", **documented(None, schema.Status))
+async def ping(request: Request) -> Response:
+    """Like `/health`, under SageMaker's name."""
+    return await health(request)
+
+
+@probe_routes.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    return Response(service_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+@probe_routes.get("/version", **documented(None, schema.Version))
+async def version() -> Response:
+    """The version of this server."""
+    return _json({"version": __version__})
+
+
+@probe_routes.get("/load", **documented(None, schema.Load))
+async def load(request: Request) -> Response:
+    """Requests in flight by stage and by class, and each worker's load."""
+    snapshot = service_of(request).client.load()
+    workers = [asdict(worker) for worker in snapshot.workers]
+    classes = [asdict(one) for one in snapshot.classes]
+    num = sum(snapshot.stages.values())
+    return _json({"server_load": num, "stages": snapshot.stages, "classes": classes, "workers": workers})
+
+
+@probe_routes.post("/reset_prefix_cache", **documented(None, schema.Status))
+async def reset_prefix_cache(request: Request) -> Response:
+    """Make every worker drop its prefix cache."""
+    service_of(request).client.reset_prefix_cache()
+    return _json({"status": "ok"})
+
+
+model_routes = APIRouter(tags=["models"])
+"""`/v1/models`."""
+
+
+@model_routes.get(MODELS_PATH, **documented(None, schema.ModelList | schema.AnthropicModelList, errors=EITHER_ERROR))
+async def models(request: Request) -> Response:
+    """The served model; in the shape of Anthropic's API for requests with the header `anthropic-version`."""
+    service = service_of(request)
+    name = service.model_name
+    if speaks_anthropic(request.scope):
+        return _json(_anthropic_page(_anthropic_model(service, name), request.query_params))
+    return _json({"object": "list", "data": [_model(service, name)]})
+
+
+@model_routes.get(
+    f"{MODELS_PATH}/{{model:path}}", **documented(None, schema.Model | schema.AnthropicModel, errors=EITHER_ERROR)
+)
+async def model(model: str, request: Request) -> Response:
+    """The served model, by name."""
+    service = service_of(request)
+    name = service.check_model(model)
+    return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(service, name))
+
+
+@cache
+def _page() -> str:
+    return PAGE.read_text(encoding="utf-8") if PAGE.exists() else "<!doctype html><title>Diptych</title>Diptych"
 
 
 def _model(service: Service, name: str) -> dict[str, object]:
@@ -145,57 +151,63 @@ def _anthropic_page(model: dict[str, object], asked: Mapping[str, str]) -> dict[
     return {"data": data, "has_more": False, "first_id": ends, "last_id": ends}
 
 
-def token_routes(service: Service) -> APIRouter:
-    """`/tokenize`, `/detokenize`, `/tokenizer_info`: a tokenizer for remote clients."""
-    router = APIRouter(tags=["tokens"])
+token_routes = APIRouter(tags=["tokens"])
+"""`/tokenize`, `/detokenize`, `/tokenizer_info`: a tokenizer for remote clients."""
+
+
+@token_routes.post("/tokenize", **documented(TokenizeRequest, schema.Tokens))
+async def tokenize(request: Request) -> Response:
+    """The tokens of a text or of a rendered conversation."""
+    service = service_of(request)
+    with service.bodies.lease() as lease:
+        fields = await service.read(request, TokenizeRequest, lease)
+        service.check_model(fields.model)
+        token_ids = await _tokens(service, fields)
+    body = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
+
+    def answer() -> Response:
+        named = token_ids if fields.return_token_strs else ()
+        names = [service.text.tokenizer.id_to_token(token_id) for token_id in named]
+        return _json(body | {"token_strs": names if fields.return_token_strs else None})
+
+    return await service.text.apart(answer) if len(token_ids) > SHORT_TOKENS else answer()
+
+
+@token_routes.post("/detokenize", **documented(DetokenizeRequest, schema.Text))
+async def detokenize(request: Request) -> Response:
+    """The text of tokens."""
+    service = service_of(request)
+    with service.bodies.lease() as lease:
+        fields = await service.read(request, DetokenizeRequest, lease)
+        service.check_model(fields.model)
+        check_number_of_ids(len(fields.tokens), service.max_detokenize_ids)
+        shown = await service.text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
+    many = len(fields.tokens) > SHORT_TOKENS
+    return await service.text.apart(partial(_json, {"prompt": shown})) if many else _json({"prompt": shown})
+
+
+@token_routes.post(
+    f"{MESSAGES_PATH}/count_tokens",
+    **documented(CountTokensRequest, schema.TokenCount, errors=(schema.AnthropicErrorBody,)),
+)
+async def message_tokens(request: Request) -> Response:
+    """The number of tokens in the prompt of a conversation, in the shape of Anthropic's API."""
+    service = service_of(request)
+    with service.bodies.lease() as lease:
+        fields = await service.read(request, CountTokensRequest, lease)
+        return _json({"input_tokens": await count_tokens(service, fields)})
+
+
+@token_routes.get("/tokenizer_info", **documented(None, schema.TokenizerInfo))
+async def tokenizer_info(request: Request) -> Response:
+    """Special tokens and the chat template."""
+    service = service_of(request)
     text, files = service.text, service.files
-
-    @router.post("/tokenize", **documented(TokenizeRequest, schema.Tokens))
-    async def tokenize(request: Request) -> Response:
-        """The tokens of a text or of a rendered conversation."""
-        with service.bodies.lease() as lease:
-            fields = await service.read(request, TokenizeRequest, lease)
-            service.check_model(fields.model)
-            token_ids = await _tokens(service, fields)
-        body = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
-
-        def answer() -> Response:
-            named = token_ids if fields.return_token_strs else ()
-            names = [text.tokenizer.id_to_token(token_id) for token_id in named]
-            return _json(body | {"token_strs": names if fields.return_token_strs else None})
-
-        return await text.apart(answer) if len(token_ids) > SHORT_TOKENS else answer()
-
-    @router.post("/detokenize", **documented(DetokenizeRequest, schema.Text))
-    async def detokenize(request: Request) -> Response:
-        """The text of tokens."""
-        with service.bodies.lease() as lease:
-            fields = await service.read(request, DetokenizeRequest, lease)
-            service.check_model(fields.model)
-            check_number_of_ids(len(fields.tokens), service.max_detokenize_ids)
-            shown = await text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
-        many = len(fields.tokens) > SHORT_TOKENS
-        return await text.apart(partial(_json, {"prompt": shown})) if many else _json({"prompt": shown})
-
-    wrong = (schema.AnthropicErrorBody,)
-
-    @router.post(f"{MESSAGES_PATH}/count_tokens", **documented(CountTokensRequest, schema.TokenCount, errors=wrong))
-    async def message_tokens(request: Request) -> Response:
-        """The number of tokens in the prompt of a conversation, in the shape of Anthropic's API."""
-        with service.bodies.lease() as lease:
-            fields = await service.read(request, CountTokensRequest, lease)
-            return _json({"input_tokens": await count_tokens(service, fields)})
-
-    @router.get("/tokenizer_info", **documented(None, schema.TokenizerInfo))
-    async def tokenizer_info() -> Response:
-        """Special tokens and the chat template."""
-        tokens = {"bos_token": files.bos_token or None, "eos_token": files.eos_token or None}
-        ids = {f"{name}_id": text.tokenizer.token_to_id(token) if token else None for name, token in tokens.items()}
-        info = {"tokenizer_class": "PreTrainedTokenizerFast", "vocab_size": text.vocab_size}
-        info |= {"model_max_length": service.max_model_len, **tokens, **ids}
-        return _json(info | {"pad_token": files.eos_token or None, "chat_template": text.chat_template})
-
-    return router
+    tokens = {"bos_token": files.bos_token or None, "eos_token": files.eos_token or None}
+    ids = {f"{name}_id": text.tokenizer.token_to_id(token) if token else None for name, token in tokens.items()}
+    info = {"tokenizer_class": "PreTrainedTokenizerFast", "vocab_size": text.vocab_size}
+    info |= {"model_max_length": service.max_model_len, **tokens, **ids}
+    return _json(info | {"pad_token": files.eos_token or None, "chat_template": text.chat_template})
 
 
 async def _tokens(service: Service, fields: TokenizeRequest) -> list[int]:

@@ -148,3 +148,9 @@ class Service:
     def ready(self) -> tuple[bool, str]:
         """Whether this router serves requests, and if not, why."""
         return (False, "this router is shutting down") if self.draining else self.client.ready
+
+
+def service_of(request: Request) -> Service:
+    """The service of the application that got the request: endpoints are made once for all applications."""
+    service: Service = request.app.state.service
+    return service

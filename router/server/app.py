@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match
+from starlette.routing import Match
 
 from common import __version__
 from common.config import RouterConfig
@@ -30,6 +30,8 @@ from router.server.front import Front
 from router.text.pipeline import TextPipeline
 
 MAX_SHOWN_PATH = 200
+ROUTERS = (generate_routes, model_routes, token_routes, probe_routes)
+"""All applications of a process share them, because FastAPI takes long to make routes."""
 
 
 def build_app(
@@ -50,10 +52,9 @@ def build_app(
     service = Service(client, text, files, config, metrics, gate, failure, tracing)
     app = FastAPI(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    routers = [routes(service) for routes in (generate_routes, model_routes, token_routes, probe_routes)]
-    for router in routers:
+    for router in ROUTERS:
         app.include_router(router)
-    refusals = _Refusals(service, [route for router in routers for route in router.routes])
+    refusals = _Refusals(service)
     app.add_exception_handler(RequestError, refusals.of_ours)
     app.add_exception_handler(HTTPException, refusals.of_framework)
     app.add_exception_handler(ClientDisconnect, refusals.of_leaving)
@@ -67,8 +68,8 @@ def build_app(
 class _Refusals:
     """Turns exceptions into answers, and counts them."""
 
-    def __init__(self, service: Service, routes: Sequence[BaseRoute]) -> None:
-        self._metrics, self._routes = service.metrics, routes
+    def __init__(self, service: Service) -> None:
+        self._metrics = service.metrics
 
     async def of_ours(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -95,7 +96,9 @@ class _Refusals:
 
     def _methods(self, request: Request) -> str:
         """The methods of all routes of the path; the framework names those of one route."""
-        routes = [route for route in self._routes if route.matches(request.scope)[0] is not Match.NONE]
+        routes = [
+            route for router in ROUTERS for route in router.routes if route.matches(request.scope)[0] is not Match.NONE
+        ]
         return ", ".join(sorted({method for route in routes for method in getattr(route, "methods", ())}))
 
     async def of_leaving(self, request: Request, error: Exception) -> Response:
