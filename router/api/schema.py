@@ -308,6 +308,7 @@ class ClassStatus(BaseModel):
     wait_limit_s: float
     num_refused: int
     attainment: dict[str, float]
+    share: float
 
 
 class Load(BaseModel):

@@ -72,7 +72,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class ClassLoad:
-    """One class of requests: its goals, in milliseconds, and how it fares.
+    """One class of requests: its goals, in milliseconds, its share (0: none of its own), and how it fares.
 
     `num_waiting` requests are on no worker, `num_held` of them behind prompts that are computed before, and the oldest
     has waited `oldest_wait_s`. A new one may have to wait `wait_limit_s`. `num_refused` counts since the start, and
@@ -90,6 +90,7 @@ class ClassLoad:
     wait_limit_s: float = 0.0
     num_refused: int = 0
     attainment: Mapping[str, float] = field(default_factory=dict)
+    share: float = 0.0
 
     @classmethod
     def of(
@@ -109,6 +110,7 @@ class ClassLoad:
             max((now - state.queued_at for state in waiting), default=0.0),
             wait_limit_s,
             num_refused,
+            share=one.share,
         )
 
 
