@@ -1,12 +1,10 @@
-"""The endpoints that do not generate: probes, metrics, models, tokens, and the chat page."""
+"""The endpoints that do not generate: probes, metrics, models, tokens, and two pages for people."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import orjson
@@ -22,9 +20,12 @@ from router.api import schema
 from router.api.anthropic_fields import CountTokensRequest
 from router.api.anthropic_messages import count_tokens
 from router.api.chat import conversation_tokens
+from router.api.load import load_body
 from router.api.openapi import documented
+from router.api.pages import CHAT, LIVE, page
 from router.generation.service import Service
 from router.generation.structure import functions_of
+from router.planner.loop import goals_of
 from router.request.errors import error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
 from router.request.large_body import check_number_of_ids
@@ -33,19 +34,23 @@ from router.text.pipeline import SHORT_TOKENS
 
 M = TypeVar("M", bound=BaseModel)
 
-PAGE = Path(__file__).parent.parent / "static" / "index.html"
 NOT_READY_RETRY_S = 1.0
 
 
 def probe_routes(service: Service) -> APIRouter:
     """`/health`, `/ready`, `/metrics` and others for operators and orchestrators."""
     router = APIRouter(tags=["operate"])
-    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else "<!doctype html><title>Diptych</title>Diptych"
+    chat_page, live_page = page(CHAT), page(LIVE)
 
     @router.get("/", response_class=HTMLResponse)
     async def index() -> Response:
         """A chat page."""
-        return HTMLResponse(page)
+        return HTMLResponse(chat_page)
+
+    @router.get("/live", response_class=HTMLResponse)
+    async def live() -> Response:
+        """A page that shows the workers, classes and plan of `/load`, each second."""
+        return HTMLResponse(live_page)
 
     @router.get("/health", **documented(None, schema.Status))
     async def health() -> Response:
@@ -81,12 +86,8 @@ def probe_routes(service: Service) -> APIRouter:
 
     @router.get("/load", **documented(None, schema.Load))
     async def load() -> Response:
-        """Requests in flight by stage and by class, and each worker's load."""
-        snapshot = service.client.load()
-        workers = [asdict(worker) for worker in snapshot.workers]
-        classes = [asdict(one) for one in snapshot.classes]
-        num = sum(snapshot.stages.values())
-        return _json({"server_load": num, "stages": snapshot.stages, "classes": classes, "workers": workers})
+        """Requests in flight by stage and by class, each worker's load, the plan, and the latest events."""
+        return _json(load_body(service.client.load(), service.outlook(), goals_of(service.config)))
 
     @router.post("/reset_prefix_cache", **documented(None, schema.Status))
     async def reset_prefix_cache() -> Response:
