@@ -78,6 +78,7 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
     metrics.registry.register(PlanCollector(lambda: planning.outlook, {"model_name": name, "engine": ENGINE}))
     tracing = Tracing.of(config)
     app = build_app(client, text, files, config, metrics, lambda: dispatcher.fleet.failure or planning.failure, tracing)
+    app.state.service.outlook = lambda: planning.outlook
     gc.collect()
     gc.freeze()  # these objects live as long as the process, so later collections skip them
     try:

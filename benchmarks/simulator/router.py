@@ -121,7 +121,7 @@ class SimulatedRouter:
 
     def on_cut(self, address: str) -> None:
         """The connection to a worker broke."""
-        self._lives.on_cut(address)
+        self._lives.on_cut(address, self._now)
         self._serve_woken()
 
     def tick(self) -> None:

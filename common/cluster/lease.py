@@ -1,6 +1,6 @@
 """One leader among several processes, by a Lease of the Kubernetes API.
 
-    nobody holds it, or its holder has not renewed it for its duration ──> try to take it ──> renew it at each `hold`
+    no process holds it, or its holder did not renew it in its duration ──> try to take it ──> renew it at each `hold`
 
 Each process measures with its own clock how long it has seen the same renewal, so that clocks need not agree (as in
 Kubernetes' own client, client-go/tools/leaderelection). An update names the version that it was made from: of two that

@@ -22,22 +22,40 @@ DEFAULT = "default"
 NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,38}[a-z0-9])?")
 MAX_CLASSES = 16
 """Each is a label of metrics, and has queues of its own."""
-KEYS = ("name", "ttft_ms", "tpot_ms", "priority")
+KEYS = ("name", "ttft_ms", "tpot_ms", "priority", "share")
 EXPECTS = "parts such as name=interactive,ttft_ms=500,tpot_ms=50,priority=5, and name= begins the next class"
+LEAST_SHARE, MOST_SHARE = 0.001, 1000.0
+NO_LANE = ""
+"""Classes without a share of their own have one together, of `COMMON_SHARE`, in which keys share across classes."""
+COMMON_SHARE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestClass:
-    """`ttft_s` and `tpot_s` are goals in seconds, 0 for none. A class of higher `priority` has its turn first."""
+    """`ttft_s` and `tpot_s` are goals in seconds, 0 for none. A class of higher `priority` has its turn first.
+
+    Classes of one priority divide tokens by `share`; 0: none of its own.
+    """
 
     name: str = DEFAULT
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     priority: int = 0
+    share: float = 0.0
 
     @property
     def has_goals(self) -> bool:
         return self.ttft_s > 0 or self.tpot_s > 0
+
+    @property
+    def lane(self) -> str:
+        """The name under which its requests share with those of other classes of its priority."""
+        return self.name if self.share else NO_LANE
+
+    @property
+    def weight(self) -> float:
+        """The share of its lane."""
+        return self.share or COMMON_SHARE
 
 
 def request_classes(parts: Sequence[str], ttft_ms: float, tpot_ms: float) -> Mapping[str, RequestClass]:
@@ -79,7 +97,7 @@ def _class_of(given: Mapping[str, str]) -> RequestClass:
     name = given["name"]
     if not NAME.fullmatch(name):
         raise ConfigError(FIELD, f"name={name}", "up to 40 small letters, digits and - _ within")
-    return RequestClass(name, _goal_s(given, "ttft_ms"), _goal_s(given, "tpot_ms"), _priority(given))
+    return RequestClass(name, _goal_s(given, "ttft_ms"), _goal_s(given, "tpot_ms"), _priority(given), _share(given))
 
 
 def _merged(default: RequestClass, one: RequestClass) -> RequestClass:
@@ -109,3 +127,15 @@ def _priority(given: Mapping[str, str]) -> int:
     if not re.fullmatch(r"[+-]?[0-9]{1,4}", text) or abs(int(text)) > MAX_PRIORITY:
         raise ConfigError(FIELD, f"priority={text}", f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     return int(text)
+
+
+def _share(given: Mapping[str, str]) -> float:
+    if (text := given.get("share")) is None:
+        return 0.0
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not LEAST_SHARE <= share <= MOST_SHARE:
+        raise ConfigError(FIELD, f"share={text}", f"a number from {LEAST_SHARE:g} to {MOST_SHARE:g}")
+    return share

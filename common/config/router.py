@@ -128,8 +128,9 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSetting
     )
     request_class: tuple[str, ...] = setting(
         (),
-        "classes of requests, each with goals and a priority (-10 to 10, the highest first). A request names its class "
-        "by header, field or API key; the class default has the goals of --slo-ttft-ms and --slo-tpot-ms",
+        "classes of requests, each with goals, a priority (-10 to 10, the highest first) and perhaps a share (share=3) "
+        "by which classes of one priority divide tokens. A request names its class by header, field or API key; the "
+        "class default has the goals of --slo-ttft-ms and --slo-tpot-ms",
         group="Scaling",
         expects=EXPECTS,
         metavar="PARTS",

@@ -41,7 +41,7 @@ class PlannerSettings(Config):
     )
     min_prefill: int = setting(
         0,
-        "fewest prefill workers that are planned, and that --role-change leaves; 0: none while nobody asks",
+        "fewest prefill workers that are planned, and that --role-change leaves; 0: none while no request comes",
         group="Scaling",
         ge=0,
         le=MOST_WORKERS,
@@ -56,7 +56,7 @@ class PlannerSettings(Config):
     min_decode: int = setting(
         1,
         "fewest decode workers that are planned, and that --role-change leaves, which always leaves one; 0: none while "
-        "nobody asks",
+        "no request comes",
         group="Scaling",
         ge=0,
         le=MOST_WORKERS,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
 import orjson
 from fastapi import APIRouter
@@ -20,16 +18,18 @@ from router.api import schema
 from router.api.anthropic_fields import CountTokensRequest
 from router.api.anthropic_messages import count_tokens
 from router.api.chat import conversation_tokens
+from router.api.load import load_body
 from router.api.openapi import documented
+from router.api.pages import CHAT, LIVE, page
 from router.generation.service import Service, service_of
 from router.generation.structure import functions_of
+from router.planner.loop import goals_of
 from router.request.errors import error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
 from router.request.large_body import check_number_of_ids
 from router.request.paths import MESSAGES_PATH, MODELS_PATH
 from router.text.pipeline import SHORT_TOKENS
 
-PAGE = Path(__file__).parent.parent / "static" / "index.html"
 NOT_READY_RETRY_S = 1.0
 EITHER_ERROR = (schema.ErrorBody, schema.AnthropicErrorBody)
 
@@ -40,7 +40,13 @@ probe_routes = APIRouter(tags=["operate"])
 @probe_routes.get("/", response_class=HTMLResponse)
 async def index() -> Response:
     """A chat page."""
-    return HTMLResponse(_page())
+    return HTMLResponse(page(CHAT))
+
+
+@probe_routes.get("/live", response_class=HTMLResponse)
+async def live() -> Response:
+    """A page that shows the workers, classes and plan of `/load`, each second."""
+    return HTMLResponse(page(LIVE))
 
 
 @probe_routes.get("/health", **documented(None, schema.Status))
@@ -82,12 +88,9 @@ async def version() -> Response:
 
 @probe_routes.get("/load", **documented(None, schema.Load))
 async def load(request: Request) -> Response:
-    """Requests in flight by stage and by class, and each worker's load."""
-    snapshot = service_of(request).client.load()
-    workers = [asdict(worker) for worker in snapshot.workers]
-    classes = [asdict(one) for one in snapshot.classes]
-    num = sum(snapshot.stages.values())
-    return _json({"server_load": num, "stages": snapshot.stages, "classes": classes, "workers": workers})
+    """Requests in flight by stage and by class, each worker's load, the plan, and the latest events."""
+    service = service_of(request)
+    return _json(load_body(service.client.load(), service.outlook(), goals_of(service.config)))
 
 
 @probe_routes.post("/reset_prefix_cache", **documented(None, schema.Status))
@@ -119,11 +122,6 @@ async def model(model: str, request: Request) -> Response:
     service = service_of(request)
     name = service.check_model(model)
     return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(service, name))
-
-
-@cache
-def _page() -> str:
-    return PAGE.read_text(encoding="utf-8") if PAGE.exists() else "<!doctype html><title>Diptych</title>Diptych"
 
 
 def _model(service: Service, name: str) -> dict[str, object]:

@@ -283,17 +283,29 @@ class Version(BaseModel):
 
 
 class WorkerStatus(BaseModel):
+    """`home`: the role that it was started with. `step_model`: coefficients of its steps, in seconds."""
+
     worker_id: str
     role: str
+    home: str
     state: str
+    reason: str
     address: str
     num_requests: int
     num_booked_requests: int
     num_queued_tokens: int
     num_available_blocks: int
     num_blocks: int
-    reason: str
-    home: str
+    num_known_blocks: int
+    wait_s: float
+    tokens_per_s: float
+    step_time_s: float
+    batch_cap: int
+    step_tokens: int
+    step_model: dict[str, float]
+    num_dropped_frames: int
+    num_unsent: int
+    num_cuts: int
 
 
 class ClassStatus(BaseModel):
@@ -308,13 +320,55 @@ class ClassStatus(BaseModel):
     wait_limit_s: float
     num_refused: int
     attainment: dict[str, float]
+    share: float
+
+
+class WorkerEvent(BaseModel):
+    """What happened to a worker `age_s` seconds ago."""
+
+    kind: Literal["found", "gone", "withheld", "back", "ready", "lost", "role"]
+    worker: str
+    role: str
+    detail: str
+    age_s: float
+
+
+class PoolPlanStatus(BaseModel):
+    wanted: int
+    needed: int
+    present: int
+    reason: str
+
+
+class Tails(BaseModel):
+    """At the quantile of the goals; 0: nothing to go by, null: a wait without end."""
+
+    ttft_ms: float | None
+    tpot_ms: float | None
+
+
+class PlanStatus(BaseModel):
+    """The planner's latest look. `unmet`: why the goals cannot be met, `held`: why the plan does not change, or ""."""
+
+    pools: dict[str, PoolPlanStatus]
+    quantile: float
+    requests_per_s: float
+    goals: Tails
+    predicted: Tails
+    measured: Tails
+    unmet: str
+    held: str
 
 
 class Load(BaseModel):
+    """`plan` is null where none is made (`--planner off`); `events` are the latest, newest first."""
+
     server_load: int
     stages: dict[str, int]
     classes: list[ClassStatus]
     workers: list[WorkerStatus]
+    plan: PlanStatus | None
+    events: list[WorkerEvent]
 
 
 class Tokens(BaseModel):

@@ -248,7 +248,7 @@ class Admission:
         first = None if choice is None else choice.prefill or choice.decode
         if choice is None or first is None:
             return None
-        held_s, num_held = self._holding.ahead(one.priority, key) if self._holding.concerns(choice) else (0.0, 0)
+        held_s, num_held = self._holding.ahead(one, key) if self._holding.concerns(choice) else (0.0, 0)
         meanwhile_s = choice.forecast.prompt_s if choice.prefill is not None else 0.0
         wait = wait_for(first, choice.decode, now, one.priority, held_s, num_held, meanwhile_s)
         limit_s, own_s = self._limit_s(one.name), 0.0

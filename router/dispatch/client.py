@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.config.request_class import DEFAULT, RequestClass
+from common.config.request_class import COMMON_SHARE, DEFAULT, NO_LANE, RequestClass
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from router.dispatch.forecast import Forecast
 from router.dispatch.prompt import Prompt
@@ -27,8 +27,8 @@ class GenerationRequest:
 
     `deadline_s` is how long the request may take from now until its last token, `ttft_s` how long until its first one
     should come and `tpot_s` how long each later one should take; 0: no goal. These goals and the `priority` are those
-    of the class of requests that `request_class` names. Keys, by name, share places fairly. `params.seed` is always
-    set.
+    of the class of requests that `request_class` names, as is the `share` of places among classes of this priority,
+    0 for none of its own. Keys, by name, share places fairly. `params.seed` is always set.
     `cache_salt` keeps prefix cache entries of different tenants apart. `traceparent` is W3C's, or empty. Requests that
     answer the same prompt share `prompt`, which has the same tokens and salt.
     """
@@ -45,6 +45,17 @@ class GenerationRequest:
     priority: int = 0
     request_class: str = DEFAULT
     key: str = ""
+    share: float = 0.0
+
+    @property
+    def lane(self) -> str:
+        """See `RequestClass.lane`."""
+        return self.request_class if self.share else NO_LANE
+
+    @property
+    def weight(self) -> float:
+        """The share of its lane."""
+        return self.share or COMMON_SHARE
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,7 @@ class DispatchCore:
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"the prompt holds what is no token id: {error}", param="prompt") from error
         request_class = self._admission.class_of(request)
-        held_s, _ = self._holding.ahead(request.priority, request.key)
+        held_s, _ = self._holding.ahead(request_class, request.key)
         chosen = self._placement.choose(state, now, held_s=held_s)
         self._admission.check(chosen and chosen[0], now, request_class, request.key, state.num_tokens)
         self.states[request.request_id] = state

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from common.config.request_class import RequestClass
 from common.latency.step_model import StepShape
 from router.dispatch.forecast import model_of, place_s, queued_s, step_tokens
 from router.dispatch.policy import Choice
@@ -51,12 +52,12 @@ class Holding:
         )
         return min(spans_s, default=0.0)
 
-    def ahead(self, priority: int, key: str) -> tuple[float, int]:
-        """What held requests before a new one of this priority and key take: seconds of each worker that computes
+    def ahead(self, one: RequestClass, key: str) -> tuple[float, int]:
+        """What held requests before a new one of this class and key take: seconds of each worker that computes
         prompts, and places of each decode worker."""
         if not self._waiting.num_held:
             return 0.0, 0
-        seconds, num = self._waiting.ahead(priority, key)
+        seconds, num = self._waiting.ahead(one, key)
         return seconds / self._num_workers, -(-num // max(1, len(self._registry.ready("decode"))))
 
     def waits(self, now: float) -> Iterator[tuple[RequestState, float]]:

@@ -10,8 +10,9 @@ import msgspec
 
 from common.config.request_class import DEFAULT, RequestClass
 from common.wire.message_fields import Role
-from router.dispatch.forecast import wait_s
+from router.dispatch.forecast import step_tokens, wait_s
 from router.dispatch.request_state import RequestState, Stage
+from router.fleet.events import FleetEvent
 from router.fleet.fleet import WorkerFleet
 from router.fleet.worker import Worker
 from router.fleet.worker_connection import Connection
@@ -23,7 +24,8 @@ class WorkerLoad:
     role, `home` the one that it was started with.
 
     A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps. This router knows of
-    `num_known_blocks` in its prefix cache.
+    `num_known_blocks` in its prefix cache. `batch_cap` requests run side by side at most, and a step computes at most
+    `step_tokens` prompt tokens, by its flags or as the worker has set them itself; 0: not known.
     """
 
     address: str
@@ -45,6 +47,8 @@ class WorkerLoad:
     step_model: Mapping[str, float] = field(default_factory=dict)
     num_known_blocks: int = 0
     home: str = ""
+    batch_cap: int = 0
+    step_tokens: int = 0
 
     @classmethod
     def of(cls, worker: Worker, connection: Connection, now: float, num_known_blocks: int = 0) -> WorkerLoad:
@@ -68,12 +72,20 @@ class WorkerLoad:
             step_model=msgspec.structs.asdict(worker.step_model),
             num_known_blocks=num_known_blocks,
             home=worker.home,
+            batch_cap=_batch_cap(worker),
+            step_tokens=step_tokens(worker) if worker.hello else 0,
         )
+
+
+def _batch_cap(worker: Worker) -> int:
+    if worker.hello is None:
+        return 0
+    return (worker.beat.batch_cap if worker.beat else 0) or worker.hello.max_num_seqs
 
 
 @dataclass(frozen=True, slots=True)
 class ClassLoad:
-    """One class of requests: its goals, in milliseconds, and how it fares.
+    """One class of requests: its goals, in milliseconds, its share (0: none of its own), and how it fares.
 
     `num_waiting` requests are on no worker, `num_held` of them behind prompts that are computed before, and the oldest
     has waited `oldest_wait_s`. A new one may have to wait `wait_limit_s`. `num_refused` counts since the start, and
@@ -91,6 +103,7 @@ class ClassLoad:
     wait_limit_s: float = 0.0
     num_refused: int = 0
     attainment: Mapping[str, float] = field(default_factory=dict)
+    share: float = 0.0
 
     @classmethod
     def of(
@@ -110,13 +123,14 @@ class ClassLoad:
             max((now - state.queued_at for state in waiting), default=0.0),
             wait_limit_s,
             num_refused,
+            share=one.share,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchLoad:
     """A snapshot. `stages` counts requests by stage, `wait_limit_s` is how long a new one of the class `default` may
-    have to wait; the rest counts since the start, `role_changes` by (from, to)."""
+    have to wait; `events` are the latest of workers; the rest counts since the start, `role_changes` by (from, to)."""
 
     stages: Mapping[str, int]
     workers: tuple[WorkerLoad, ...]
@@ -129,6 +143,7 @@ class DispatchLoad:
     classes: tuple[ClassLoad, ...] = ()
     num_taken_back: int = 0
     role_changes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    events: tuple[FleetEvent, ...] = ()
 
     @classmethod
     def of(
@@ -164,6 +179,7 @@ class DispatchLoad:
             ),
             counters.num_taken_back,
             dict(fleet.registry.role_changes),
+            fleet.recent_events(now),
         )
 
 

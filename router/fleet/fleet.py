@@ -16,6 +16,7 @@ from common.wire.curve import Curve, warn_of_readers
 from common.wire.messages import Message, RouterHeartbeat, RouterHello, ToRouter, WorkerHello
 from router.discovery.endpoint import Endpoint
 from router.discovery.source import open_source
+from router.fleet.events import FleetEvent
 from router.fleet.lives import FleetListener, WorkerLives
 from router.fleet.pairing import Pairing
 from router.fleet.prefix_index import PrefixIndex
@@ -67,7 +68,7 @@ class WorkerFleet:
         self._curve = Curve.load(config.curve_key, config.curve_authorized)
         warn_of_readers(config.curve_key)
         self._hwm = hwm
-        self._events = ConnectionEvents(self._on_message, self._greet, self._lives.on_cut, self.registry.on_refused)
+        self._events = ConnectionEvents(self._on_message, self._greet, self._on_cut, self.registry.on_refused)
         self.connections = {address: self._connection(address) for address in self.registry.workers}
         self.pairing = Pairing()
         self.source = open_source(config, self.reconcile)
@@ -116,6 +117,10 @@ class WorkerFleet:
         if connection is not None:
             connection.abort(request_id, attempt)
 
+    def recent_events(self, now: float) -> tuple[FleetEvent, ...]:
+        """What happened to workers lately, the newest first."""
+        return self._lives.events.recent(now)
+
     def reconcile(self, endpoints: Sequence[Endpoint]) -> None:
         """Take `endpoints` as all workers that exist.
 
@@ -147,6 +152,7 @@ class WorkerFleet:
         if worker.withheld == why:
             return
         log.info("worker %s (%s) %s", worker.address, worker.role, f"{why}: nothing new" if why else "is back")
+        self._lives.events.add("withheld" if why else "back", worker, self._clock(), why)
         if self.registry.withhold(worker.address, why):
             self._listener.on_ready(worker.address)
 
@@ -155,6 +161,7 @@ class WorkerFleet:
         self.registry.add(endpoint.address, endpoint.role, endpoint.withheld)
         self.connections[endpoint.address] = connection
         log.info("worker %s (%s) was found", endpoint.address, endpoint.role)
+        self._lives.events.add("found", self.registry.workers[endpoint.address], self._clock())
         if self._context is None:
             return
         try:
@@ -172,6 +179,7 @@ class WorkerFleet:
             task.cancel()
         self._lives.on_gone(address)
         log.info("worker %s (%s) is gone", address, worker.role)
+        self._lives.events.add("gone", worker, self._clock())
         parting = asyncio.create_task(_part(connection, link), name=f"fleet: part from {address}")
         self._partings.add(parting)
         parting.add_done_callback(self._partings.discard)
@@ -220,6 +228,9 @@ class WorkerFleet:
                     connection.send(self._beat)
             self._listener.on_tick(now)
             await asyncio.sleep(self._heartbeat_s)
+
+    def _on_cut(self, address: str) -> None:
+        self._lives.on_cut(address, self._clock())
 
     def _greet(self, address: str) -> None:
         self.connections[address].send(self._hello)

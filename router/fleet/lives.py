@@ -19,6 +19,7 @@ from common.wire.messages import (
     WorkerHello,
 )
 from router.fleet.block_reports import BlockReports
+from router.fleet.events import FleetEvents
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 
@@ -47,7 +48,7 @@ class FleetListener(Protocol):
 class WorkerLives:
     """Keeps `registry` and `index` up to date, and tells `listener` what it means.
 
-    `greet(address)` sends a worker a hello, and `send(address, message)` anything else.
+    `greet(address)` sends a worker a hello, and `send(address, message)` anything else. `events` are for people.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class WorkerLives:
     ) -> None:
         self._registry, self._listener, self._greet, self._send = registry, listener, greet, send
         self._reports = BlockReports(index)
+        self.events = FleetEvents()
 
     def on_message(self, address: str, message: ToRouter, now: float) -> None:
         match message:
@@ -78,10 +80,10 @@ class WorkerLives:
             case BlockSnapshot():
                 self._reports.on_snapshot(address, message)
 
-    def on_cut(self, address: str) -> None:
+    def on_cut(self, address: str, now: float) -> None:
         """The connection to the worker broke."""
         if self._registry.on_cut(address):
-            self._lost(address)
+            self._lost(address, now)
 
     def on_gone(self, address: str) -> None:
         """The worker was removed."""
@@ -90,14 +92,14 @@ class WorkerLives:
     def sweep(self, now: float) -> None:
         """End the lives of workers that are silent or stuck."""
         for worker in self._registry.sweep(now):
-            self._lost(worker.address)
+            self._lost(worker.address, now)
 
     # ------------------------------------------------------------ inside
 
     def _on_hello(self, address: str, hello: WorkerHello, now: float) -> None:
         if hello.lost_router:
             if self._registry.on_forgotten(address):
-                self._lost(address)
+                self._lost(address, now)
                 self._greet(address)
             return
         worker = self._registry.workers[address]
@@ -105,10 +107,11 @@ class WorkerLives:
         ended = self._registry.on_hello(address, hello, now)
         if worker.role != role:
             log.info("worker %s (%s) has changed from %s to %s", hello.worker_id, address, role, worker.role)
+            self.events.add("role", worker, now, f"was {role}")
         if ended and worker.role != role:
             self._listener.on_lost(address, f"became a {worker.role} worker")
         elif ended:
-            self._end_life(address, f"restarted as epoch {hello.epoch}", had_served)
+            self._end_life(address, f"restarted as epoch {hello.epoch}", had_served, now)
         if started:
             log.info(
                 "worker %s (%s, layout %s, weights %s) says hello",
@@ -125,18 +128,20 @@ class WorkerLives:
         if self._reports.wants_snapshot(address, beat, now):
             self._send(address, BlockSnapshotRequest(epoch=beat.epoch))
         if self._registry.on_heartbeat(address, beat, now):
-            self._lost(address)
+            self._lost(address, now)
         if worker.hello is None:
             self._greet(address)
         if worker.ready and not was_ready:
             log.info("worker %s", worker.describe(now))
+            self.events.add("ready", worker, now)
             self._listener.on_ready(address)
 
-    def _lost(self, address: str) -> None:
+    def _lost(self, address: str, now: float) -> None:
         worker = self._registry.workers[address]
-        self._end_life(address, worker.reason, worker.has_served)
+        self._end_life(address, worker.reason, worker.has_served, now)
 
-    def _end_life(self, address: str, reason: str, had_served: bool) -> None:
+    def _end_life(self, address: str, reason: str, had_served: bool, now: float) -> None:
+        self.events.add("lost", self._registry.workers[address], now, reason)
         if had_served:
             log.warning("worker %s is lost: %s", address, reason)
         else:

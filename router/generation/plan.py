@@ -175,6 +175,7 @@ def _request(
         priority=request_class.priority,
         request_class=request_class.name,
         key=origin.key.name,
+        share=request_class.share,
     )
 
 

@@ -23,6 +23,7 @@ from router.generation.request_log import RequestLog
 from router.generation.tracing import Tracing
 from router.generation.unread import UnreadBudget
 from router.observe.metrics import RouterMetrics
+from router.planner.loop import Outlook
 from router.request.body import BodyBudget, BodyLease, parse, read_body
 from router.request.large_body import LARGE_BYTES, LargeBodies
 from router.text.pipeline import TextPipeline
@@ -55,7 +56,7 @@ class ServingClient(GenerationClient, Protocol):
 class Service:
     """One served model. `draining` refuses new work; `num_active` counts HTTP requests that are being answered.
 
-    `failure` says why this process must be restarted; "" while it is sound.
+    `failure` says why this process must be restarted; "" while it is sound. `outlook`: the planner's latest look.
     """
 
     client: ServingClient
@@ -66,6 +67,7 @@ class Service:
     gate: Gate
     failure: Callable[[], str] = str
     tracing: Tracing | None = None
+    outlook: Callable[[], Outlook | None] = lambda: None
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_active: int = 0

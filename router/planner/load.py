@@ -47,7 +47,8 @@ class OfferedLoad:
         return replace(self, rate=rate, rate_ahead=rate)
 
     def split(self, threshold: int) -> tuple[OfferedLoad, OfferedLoad]:
-        """Requests that prefill workers compute, and those of at most `threshold` uncached tokens, which others do."""
+        """The load whose prompts prefill workers compute, and the load whose prompts, of at most `threshold` uncached
+        tokens, decode workers compute themselves."""
         remote = tuple(one for one in self.requests if one.num_uncached > threshold)
         local = tuple(one for one in self.requests if one.num_uncached <= threshold)
         share = len(remote) / len(self.requests) if self.requests else 1.0

@@ -41,14 +41,18 @@ class Outlook:
     measured_s: tuple[float, float] = (0.0, 0.0)
 
 
+def goals_of(config: RouterConfig) -> Goals:
+    """The goals that pools are planned for."""
+    return Goals(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3, config.slo_quantile)
+
+
 def planner_of(config: RouterConfig) -> Planner:
     """The planner that a router's settings describe."""
-    goals = Goals(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3, config.slo_quantile)
     bounds: dict[Role, Bounds] = {
         "prefill": Bounds(config.min_prefill, config.most("prefill"), config.price_prefill),
         "decode": Bounds(config.min_decode, config.most("decode"), config.price_decode),
     }
-    return Planner(goals, bounds, budget=config.max_cost, idle_s=config.scale_to_zero_s)
+    return Planner(goals_of(config), bounds, budget=config.max_cost, idle_s=config.scale_to_zero_s)
 
 
 def scaler_of(config: RouterConfig) -> Scaler | None:

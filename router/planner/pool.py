@@ -1,4 +1,4 @@
-"""What the planner knows of a pool, and what it may do with it. Pure data."""
+"""The planner's view of a pool, and the bounds that it keeps. Pure data."""
 
 from __future__ import annotations
 

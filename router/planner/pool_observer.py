@@ -29,7 +29,7 @@ class PoolObserver:
     def observe(
         self, workers: Collection[Worker], unschedulable: Mapping[Role, int], now: float
     ) -> dict[Role, PoolState]:
-        """The state of each pool. Of a role `unschedulable` workers find no machine; nobody hears of them here."""
+        """The state of each pool. Of a role `unschedulable` workers find no machine; they are not among `workers`."""
         by_role = {role: [worker for worker in workers if worker.role == role] for role in self._kinds}
         for role, pool in by_role.items():
             self._kinds[role] = _kind([worker for worker in pool if worker.ready], self._kinds[role])

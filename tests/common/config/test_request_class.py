@@ -28,6 +28,12 @@ def test_a_name_begins_the_next_class() -> None:
     ]
 
 
+def test_classes_of_one_priority_may_have_shares() -> None:
+    gold, silver = (config("name=gold,share=3", "name=silver").classes[name] for name in ("gold", "silver"))
+    assert (gold.lane, gold.weight) == ("gold", 3.0)
+    assert (silver.lane, silver.weight) == (RequestClass().lane, 1.0), "classes without a share have one together"
+
+
 def test_flags_environment_and_the_next_process_say_the_same() -> None:
     said = ["--decode=tcp://127.0.0.1:1", "--request-class", "name=a,priority=1", "name=b,ttft_ms=9.5"]
     by_flag = read(RouterConfig, said, environ={})
@@ -52,6 +58,11 @@ def test_the_default_class_takes_what_is_said_of_it() -> None:
         (("name=a,priority=1,priority=2",), "priority once in class a"),
         (("name=Ab",), "small letters"),
         (("name=a,priority=11",), "from -10 to 10"),
+        (("name=a,share=0",), "share=0.*from 0.001 to 1000"),
+        (("name=a,share=-1",), "from 0.001 to 1000"),
+        (("name=a,share=inf",), "from 0.001 to 1000"),
+        (("name=a,share=nan",), "from 0.001 to 1000"),
+        (("name=a,share=half",), "share=half.*from 0.001 to 1000"),
         (("name=a,ttft_ms=-1",), "milliseconds from 0"),
         (("name=a,tpot_ms=nan",), "milliseconds from 0"),
         (("name=default,ttft_ms=300",), "no goal that --slo-ttft-ms sets as well, to 500"),

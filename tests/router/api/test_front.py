@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from router.api import pages
+
 KEY = "s3cret-schlüssel"
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics", "/ping"])
+@pytest.mark.parametrize("path", ["/", "/live", "/health", "/ready", "/metrics", "/ping"])
 async def test_some_paths_need_no_key(start: Any, path: str) -> None:
     running = await start(api_key=KEY)
     assert (await running.http.get(path)).status_code == 200
@@ -38,10 +39,10 @@ async def test_the_key_opens(start: Any, headers: dict[str, str]) -> None:
     assert (await running.http.get("/v1/models", headers=raw)).status_code == 200
 
 
-async def test_the_chat_page_learns_that_it_needs_a_key(start: Any, repository: Path) -> None:
+async def test_the_chat_page_learns_that_it_needs_a_key(start: Any) -> None:
     running = await start(api_key="right")
     page = (await running.http.get("/")).text
-    assert page == (repository / "router/static/index.html").read_text(encoding="utf-8")
+    assert page == pages.page(pages.CHAT)
     paths = set(re.findall(r'\bask\("([^"]+)"', page))
     assert paths == {"/v1/models", "/v1/chat/completions"}
     for path in paths:  # the paths for which the page shows its form

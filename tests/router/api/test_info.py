@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -148,10 +149,11 @@ async def test_small_questions(running: Any) -> None:
     assert running.engine.num_resets == 1
 
 
-async def test_a_page(running: Any) -> None:
-    reply = await running.http.get("/")
+@pytest.mark.parametrize(("path", "other"), [("/", "/live"), ("/live", "/")])
+async def test_pages(running: Any, path: str, other: str) -> None:
+    reply = await running.http.get(path)
     assert reply.headers["content-type"].startswith("text/html")
-    assert "Diptych" in reply.text
+    assert "Diptych" in reply.text and f'href="{other}"' in reply.text
 
 
 async def test_the_schema_has_every_endpoint_and_real_models(running: Any) -> None:
@@ -169,6 +171,32 @@ async def test_the_schema_has_every_endpoint_and_real_models(running: Any) -> No
     assert components["ChatRequest"]["required"] == ["messages"]
 
 
+async def test_load_has_the_plan_of_a_router_that_makes_one(start: Any) -> None:
+    from router.api import schema
+    from router.planner.load import OfferedLoad
+    from router.planner.loop import Outlook
+    from router.planner.planner import Plan, PoolPlan
+    from router.planner.pool import Fleet
+    from router.planner.sizing import Prediction
+
+    running = await start(slo_ttft_ms=500.0, slo_quantile=0.9)
+    assert (await running.http.get("/load")).json()["plan"] is None
+    plan = Plan({"decode": PoolPlan(2, 3, 1, "KV blocks")}, Prediction(math.inf, 0.02), unmet="too dear")
+    running.app.state.service.outlook = lambda: Outlook(plan, OfferedLoad(rate=1.5), Fleet({}), (0.25, 0.0))
+    reply = await running.http.get("/load")
+    schema.Load.model_validate_json(reply.content, strict=True)
+    assert reply.json()["plan"] == {
+        "pools": {"decode": {"wanted": 2, "needed": 3, "present": 1, "reason": "KV blocks"}},
+        "quantile": 0.9,
+        "requests_per_s": 1.5,
+        "goals": {"ttft_ms": 500.0, "tpot_ms": 0.0},
+        "predicted": {"ttft_ms": None, "tpot_ms": 20.0},
+        "measured": {"ttft_ms": 250.0, "tpot_ms": 0.0},
+        "unmet": "too dear",
+        "held": "",
+    }
+
+
 async def test_answers_are_what_the_schema_says(running: Any) -> None:
     from router.api import schema
 
@@ -177,8 +205,9 @@ async def test_answers_are_what_the_schema_says(running: Any) -> None:
     schema.ChatCompletion.model_validate_json(chat, extra="forbid", strict=True)
     completion = (await running.completion(logprobs=2, **whole)).content
     schema.Completion.model_validate_json(completion, extra="forbid", strict=True)
+    schema.Load.model_validate_json((await running.http.get("/load")).content, extra="forbid", strict=True)
     for path, model in (
-        ("/v1/models", schema.ModelList), ("/load", schema.Load), ("/tokenizer_info", schema.TokenizerInfo),
+        ("/v1/models", schema.ModelList), ("/tokenizer_info", schema.TokenizerInfo),
         ("/version", schema.Version), ("/ready", schema.Status),
     ):  # fmt: skip
         model.model_validate_json((await running.http.get(path)).content, strict=True)

@@ -56,7 +56,13 @@ async def test_goals_and_priority_are_those_of_the_class(classes: Any) -> None:
     for name, goals in (("interactive", (0.5, 0.05, 5)), ("batch", (0.0, 0.0, -5)), ("default", (2.0, 0.0, 0))):
         await classes.completion(request_class=name)
         request = classes.engine.requests[-1]
-        assert (request.ttft_s, request.tpot_s, request.priority) == goals
+        assert (request.ttft_s, request.tpot_s, request.priority, request.share) == (*goals, 0.0)
+
+
+async def test_a_request_has_the_share_of_its_class(start: Any) -> None:
+    running = await start(request_class=("name=gold,share=2.5",))
+    await running.completion(request_class="gold")
+    assert (running.engine.requests[-1].share, running.engine.requests[-1].lane) == (2.5, "gold")
 
 
 @pytest.mark.parametrize("path", APIS)

@@ -1,4 +1,4 @@
-"""Routers learn from workers what they cache, whoever sent it there."""
+"""Routers learn from workers which blocks these cache, also those that came with other routers' requests."""
 
 from __future__ import annotations
 

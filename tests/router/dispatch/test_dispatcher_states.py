@@ -210,7 +210,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 self.hear(worker)
             worker.alive = worker.awake = False
             worker.forget()
-            self.run(lambda: self.dispatcher.fleet._lives.on_cut(worker.address))
+            self.run(lambda: self.dispatcher.fleet._lives.on_cut(worker.address, self.now))
 
     @precondition(lambda self: any(self.transferring()))
     @rule()

@@ -81,7 +81,7 @@ class Rig:
         one = self.classes[of]
         wanted = GenerationRequest(
             name, [next(self.numbers)] * num_tokens, SamplingParams(max_tokens=8), ttft_s=one.ttft_s, tpot_s=one.tpot_s,
-            priority=one.priority, request_class=of, key=key,
+            priority=one.priority, request_class=of, key=key, share=one.share,
         )  # fmt: skip
         return self.core.submit(wanted, self.now)
 
@@ -147,6 +147,36 @@ def test_requests_of_higher_priority_do_not_see_those_below() -> None:
     assert rig.placed[-1] == "i0", "5.4 s of prompts of lower priority wait, and it has a goal of a second"
     assert rig.core.states["i0"].forecast.wait_s == 0.0
     assert (batch[5].held_s, batch[5].forecast.wait_s) == pytest.approx((0.3, 1.5))
+
+
+def test_classes_get_places_by_their_shares_and_all_while_the_others_ask_for_nothing() -> None:
+    rig = Rig(request_class=("name=gold,share=3", "name=silver,share=1"), max_wait_s=60.0)
+    for i in range(40):
+        rig.ask(f"silver-{i}", of="silver")
+    alone = len(rig.placed)
+    for i in range(40):
+        rig.ask(f"gold-{i}", of="gold")
+    while len(rig.placed) < alone + 40:  # its worker computes one prompt after the other
+        rig.run(rig.now + 0.1)
+        rig.first_token(rig.core.states[rig.placed[len(rig.placed) - alone]])
+        rig.run(rig.now)
+        for request_id in rig.placed[: len(rig.placed) - alone]:
+            if (state := rig.core.states.get(request_id)) is not None:
+                rig.core.end(state)
+        rig.beat(rig.addresses[0])
+    assert set(rig.placed[:alone]) == {f"silver-{i}" for i in range(alone)}
+    shared = rig.placed[alone : alone + 40]
+    assert sum(name.startswith("gold") for name in shared) == pytest.approx(30, abs=2)
+
+
+def test_a_class_is_refused_for_what_its_share_lets_pass_before_it_and_not_for_the_rest() -> None:
+    rig = Rig(request_class=("name=gold,share=3", "name=silver,share=1"), max_wait_s=2.0)
+    for i in range(16):
+        rig.ask(f"silver-{i}", of="silver")
+    with pytest.raises(Overloaded, match="the most it may is 2 s"):
+        for i in range(16):
+            rig.ask(f"more-{i}", of="silver")
+    assert rig.ask("gold", of="gold").forecast.wait_s < 1.0
 
 
 def test_workers_hear_of_goals_and_priority() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.config.request_class import RequestClass
 from common.wire.messages import TokenDelta
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
@@ -17,11 +19,13 @@ from router.dispatch.waiting import AGE_CAP_S, ELDER_TURNS, WaitingRequests
 
 
 def request(
-    name: str, *, key: str = "", priority: int = 0, num_tokens: int = 10, ttft_s: float = 0.0, at: float = 0.0
-) -> RequestState:
+    name: str, *, key: str = "", priority: int = 0, num_tokens: int = 10, ttft_s: float = 0.0, at: float = 0.0,
+    of: str = "default", share: float = 0.0,
+) -> RequestState:  # fmt: skip
     wanted = GenerationRequest(
-        name, [1] * num_tokens, SamplingParams(max_tokens=8), priority=priority, key=key, ttft_s=ttft_s
-    )
+        name, [1] * num_tokens, SamplingParams(max_tokens=8), priority=priority, key=key, ttft_s=ttft_s,
+        request_class=of, share=share,
+    )  # fmt: skip
     return RequestState(wanted, at)
 
 
@@ -115,6 +119,76 @@ def test_a_key_that_comes_back_gets_no_turns_for_the_time_when_it_was_away() -> 
     assert abs(got["a"] - got["b"]) <= 1
 
 
+def many(of: str, share: float, num: int = 400, **fields: Any) -> list[RequestState]:
+    return [request(f"{of}{fields.get('key', '')}{i}", of=of, share=share, **fields) for i in range(num)]
+
+
+def tokens_by_class(states: Iterable[RequestState]) -> Counter[str]:
+    got = Counter[str]()
+    for state in states:
+        got[state.request.request_class] += len(state.request.prompt_token_ids)
+    return got
+
+
+def test_classes_divide_tokens_by_their_shares_and_not_requests() -> None:
+    queue = queue_of(*many("gold", 3.0, num_tokens=100), *many("silver", 1.0, num_tokens=25), *many("rest", 0.0))
+    got = tokens_by_class(served(queue, most=300))
+    total = sum(got.values())
+    assert [got[of] / total for of in ("gold", "silver", "rest")] == pytest.approx([0.6, 0.2, 0.2], abs=0.02)
+
+
+def test_a_class_that_asks_for_little_leaves_its_share_to_the_others() -> None:
+    few = many("gold", 100.0, num=5)
+    order = served(queue_of(*many("silver", 1.0), *few))
+    assert len(order) == 405, "all are served, one after the other"
+    assert set(order[:6]) >= set(few), "the class of the larger share gets its five at once"
+
+
+def test_a_class_that_comes_back_gets_no_turns_for_the_time_when_it_was_away() -> None:
+    queue = queue_of(*many("gold", 1.0))
+    served(queue, most=300)
+    for state in many("silver", 1.0):
+        queue.add(state, 0.0)
+    got = tokens_by_class(served(queue, most=100))
+    assert abs(got["gold"] - got["silver"]) <= 10
+
+
+def test_within_a_class_its_keys_share_equally_however_many_there_are_elsewhere() -> None:
+    crowd = [state for key in "abcd" for state in many("gold", 1.0, key=key)]
+    order = served(queue_of(*crowd, *many("silver", 1.0, key="alone")), most=400)
+    got = Counter(state.request.key for state in order)
+    assert got == {"alone": 200, "a": 50, "b": 50, "c": 50, "d": 50}
+
+
+def test_a_key_gains_nothing_by_asking_in_two_classes_without_shares() -> None:
+    states = [*many("x", 0.0, key="both"), *many("y", 0.0, key="both"), *many("y", 0.0, key="one")]
+    got = Counter(state.request.key for state in served(queue_of(*states), most=100))
+    assert got == {"both": 50, "one": 50}
+
+
+def test_a_share_counts_only_beside_classes_of_the_same_priority() -> None:
+    queue = queue_of(*many("gold", 1000.0, num=3), request("first", priority=1, share=0.001))
+    assert served(queue)[0].request.request_id == "first"
+
+
+def test_the_tokens_of_answers_count_for_the_class() -> None:
+    wordy, terse = many("wordy", 1.0, num=4), many("terse", 1.0, num=4)
+    queue = queue_of(*wordy, *terse)
+    queue.placed(wordy[0])
+    queue.charge(wordy[0], 100)
+    assert {state.request.request_class for state in served(queue, most=4)} == {"terse"}
+
+
+def test_a_request_that_is_held_again_and_again_keeps_its_place_in_the_order() -> None:
+    waits, other = request("a", key="a"), [request(f"b{i}", key="b") for i in range(3)]
+    queue = queue_of(waits, *other)
+    for state in other[:2]:  # they pass: the worker that they need has room
+        queue.hold(waits, 1.0)
+        queue.placed(state)
+    queue.hold(waits, 1.0)
+    assert names(queue.in_turn(0.0)) == "ab2"
+
+
 def test_the_oldest_gets_each_eighth_place_once_it_has_waited_long() -> None:
     old = [request(f"old{i}", priority=-5) for i in range(3)]
     queue = queue_of(*old, *(request(f"n{i}", priority=5, at=AGE_CAP_S) for i in range(100)))
@@ -133,8 +207,8 @@ def test_what_is_held_ahead_of_a_new_request() -> None:
     queue = queue_of(*states)
     for state, prompt_s in zip(states, (1.0, 0.5, 8.0, 3.0, 50.0), strict=True):
         queue.hold(state, prompt_s)
-    assert queue.ahead(0, "mine") == (1.0 + 0.5 + 1.0 + 3.0, 4), "as much of each other key as of its own"
-    assert queue.ahead(5, "new") == (0.0, 0)
+    assert queue.ahead(RequestClass(), "mine") == (1.0 + 0.5 + 1.0 + 3.0, 4), "as much of each other key as of its own"
+    assert queue.ahead(RequestClass(priority=5), "new") == (0.0, 0)
     assert queue.held_s == 62.5 and queue.num_held == 5
     queue.discard(states[2])
     queue.placed(states[3])
@@ -142,18 +216,34 @@ def test_what_is_held_ahead_of_a_new_request() -> None:
     assert [state.held_s for state in states[2:4]] == [None, None]
 
 
+def test_what_is_held_ahead_of_a_new_request_by_the_shares() -> None:
+    gold, silver = RequestClass("gold", share=3.0), RequestClass("silver", share=1.0)
+    states = [*many("gold", 3.0, num=9), *many("silver", 1.0, num=2)]
+    queue = queue_of(*states)
+    for state in states:
+        queue.hold(state, 1.0)
+    assert queue.ahead(gold, "") == (9.0 + 2.0, 11), "a third of what is before it in its own class, so all there is"
+    assert queue.ahead(silver, "") == (2.0 + 6.0, 8), "three of the other class for each of its own"
+    assert queue.ahead(RequestClass(), "") == (0.0, 0), "classes without a share come next: none of them waits"
+
+
 steps = st.lists(
-    st.tuples(st.sampled_from("abc"), st.sampled_from([-5, 0, 5]), st.integers(1, 50), st.integers(0, 3)), max_size=40
-)
+    st.tuples(
+        st.sampled_from("abc"), st.sampled_from([-5, 0, 5]), st.integers(1, 50), st.integers(0, 3),
+        st.sampled_from([0.0, 0.5, 3.0]),
+    ),
+    max_size=40,
+)  # fmt: skip
 
 
 @given(steps)
 @settings(derandomize=True, deadline=None, max_examples=50)
-def test_every_request_is_there_once_until_it_is_placed(steps: list[tuple[str, int, int, int]]) -> None:
+def test_every_request_is_there_once_until_it_is_placed(steps: list[tuple[str, int, int, int, float]]) -> None:
     queue, here, now = WaitingRequests(), dict[str, RequestState](), 0.0
-    for number, (key, priority, num_tokens, num_placed) in enumerate(steps):
+    for number, (key, priority, num_tokens, num_placed, share) in enumerate(steps):
         now += 0.7
-        state = request(f"r{number}", key=key, priority=priority, num_tokens=num_tokens, ttft_s=float(number % 3))
+        fields = {"key": key, "priority": priority, "num_tokens": num_tokens, "of": f"share-{share}", "share": share}
+        state = request(f"r{number}", ttft_s=float(number % 3), **fields)
         here[state.request.request_id] = state
         queue.add(state, now)
         if number % 2:

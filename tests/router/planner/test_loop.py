@@ -1,4 +1,4 @@
-"""What the planner is told by the router's registry and load window, and what it says to metrics and scalers."""
+"""The plan loop reads the router's registry and load window, and gives its plan to metrics and scalers."""
 
 from __future__ import annotations
 

@@ -1,0 +1,37 @@
+"""The answer of `/load`: where requests are, how classes and workers fare, what is planned, what happened."""
+
+from __future__ import annotations
+
+from router.dispatch.load import DispatchLoad
+from router.planner.loop import Outlook
+from router.planner.pool import Goals
+
+
+def load_body(load: DispatchLoad, outlook: Outlook | None, goals: Goals) -> dict[str, object]:
+    """For `orjson`, which writes dataclasses by itself, and infinity as null."""
+    return {
+        "server_load": sum(load.stages.values()),
+        "stages": load.stages,
+        "classes": load.classes,
+        "workers": load.workers,
+        "plan": None if outlook is None else _plan(outlook, goals),
+        "events": load.events,
+    }
+
+
+def _plan(outlook: Outlook, goals: Goals) -> dict[str, object]:
+    plan = outlook.plan
+    return {
+        "pools": plan.pools,
+        "quantile": goals.quantile,
+        "requests_per_s": outlook.load.rate,
+        "goals": _tails(goals.ttft_s, goals.tpot_s),
+        "predicted": _tails(plan.predicted.ttft_s, plan.predicted.tpot_s),
+        "measured": _tails(*outlook.measured_s),
+        "unmet": plan.unmet,
+        "held": plan.held,
+    }
+
+
+def _tails(ttft_s: float, tpot_s: float) -> dict[str, float]:
+    return {"ttft_ms": ttft_s * 1e3, "tpot_ms": tpot_s * 1e3}

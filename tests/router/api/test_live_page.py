@@ -1,0 +1,179 @@
+"""The page at /live: its figures, and its script over a real router's /load. Needs node."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.api import pages
+
+NODE = shutil.which("node")
+pytestmark = pytest.mark.skipif(NODE is None, reason="node is not installed")
+DEADLINE_S = 60.0
+KEY = "a-key-of-sixteen-or-more"
+BROWSER = Path(__file__).with_name("browser.js")
+SEES = ["until", "!get('picture').hidden"]
+
+
+def figures(*expressions: str) -> list[Any]:
+    """Values of expressions over the page's pure part, `F`."""
+    assert NODE is not None
+    file = json.dumps(str(pages.STATIC / "live_figures.js"))
+    code = f"const F = require({file}); console.log(JSON.stringify([{', '.join(expressions)}]))"
+    done = subprocess.run([NODE, "-"], input=code, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout))
+
+
+async def browse(url: str, *steps: Sequence[str]) -> list[Any]:
+    """What the page shows at each step `show`."""
+    assert NODE is not None
+    process = await asyncio.create_subprocess_exec(
+        NODE, BROWSER, url, json.dumps(steps), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            out, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, errors.decode()
+    return [json.loads(line) for line in out.decode().splitlines()]
+
+
+def test_times_shares_and_ages_are_short() -> None:
+    shown = figures("F.ms(0.031)", "F.ms(4.2)", "F.ms(312.4)", "F.ms(1500)", "F.ms(61000)", "F.ms(null)")
+    assert shown == ["31.0 µs", "4.2 ms", "312 ms", "1.5 s", "61 s", "no end"]
+    assert figures("F.percent(1)", "F.percent(0.998)", "F.percent(0.5)") == ["100 %", "99.8 %", "50 %"]
+    assert figures("F.ago(0)", "F.ago(40)", "F.ago(600)", "F.ago(9000)") == [
+        "just now", "40 s ago", "10 min ago", "3 h ago",
+    ]  # fmt: skip
+
+
+def test_it_asks_each_second_and_less_often_when_answers_take_long_or_fail() -> None:
+    assert figures("F.pauseMs(0, 20)", "F.pauseMs(0, 300)", "F.pauseMs(0, 9000)") == [1000, 3000, 8000]
+    assert figures("F.pauseMs(1)", "F.pauseMs(3)", "F.pauseMs(50)", "F.pauseMs(1, 5, 12)") == [2000, 8000, 30000, 12000]
+
+
+def test_workers_in_trouble_come_first_and_a_page_shows_not_all_of_a_thousand() -> None:
+    worker = {"num_requests": 0, "num_booked_requests": 0, "num_queued_tokens": 0, "num_available_blocks": 5}
+    worker |= {"num_blocks": 10, "wait_s": 0, "tokens_per_s": 0, "reason": "", "step_model": {"num_steps": 0}}
+    worker |= {"batch_cap": 4, "step_tokens": 0, "role": "decode", "home": "decode", "state": "ready"}
+    many = [worker | {"address": f"tcp://d:{i}", "worker_id": f"decode-{i}"} for i in range(1000)]
+    many[700] |= {"state": "dead", "reason": "silent for more than 3 s"}
+    many[3] |= {"role": "prefill"}
+    load = f"({json.dumps({'workers': many})})"
+    rows, filtered, none = figures(
+        f"F.workerRows({load})", f"F.workerRows({load}, ' DECODE-99 ready', 5)", f"F.workerRows({load}, 'x')"
+    )
+    assert [row["cells"][0]["text"] for row in rows["rows"][:4]] == ["decode-700", "decode-3", "decode-0", "decode-1"]
+    assert rows["rows"][0]["cells"][2] == {"text": "dead: silent for more than 3 s", "level": "bad"}
+    assert rows["rows"][1]["cells"][1] == {"text": "prefill (home: decode)", "level": "warm"}
+    assert rows["rows"][2]["cells"][6] == {"text": "50 % of 10", "part": 0.5}
+    assert (len(rows["rows"]), rows["told"]) == (100, "100 of 1,000")
+    assert [row["key"] for row in filtered["rows"]] == [f"tcp://d:{i}" for i in (99, 990, 991, 992, 993)]
+    assert (none["rows"], none["told"]) == ([], "0 of 1,000")
+
+
+def test_the_plan_says_what_binds_and_what_cannot_be() -> None:
+    pool = {"wanted": 3, "needed": 5, "present": 1, "reason": "KV blocks: 97% of 64 at p95 with 2 workers"}
+    plan = {"pools": {"decode": pool}, "quantile": 0.95, "requests_per_s": 2.5, "unmet": "too dear", "held": ""}
+    plan |= {"goals": {"ttft_ms": 500, "tpot_ms": 0}, "measured": {"ttft_ms": 0, "tpot_ms": 0}}
+    plan |= {"predicted": {"ttft_ms": None, "tpot_ms": 20}}
+    lines, off = figures(f"F.planLines({json.dumps({'plan': plan})})", "F.planLines({plan: null})")
+    assert [line["text"] for line in lines] == [
+        "The goals cannot be met: too dear",
+        "decode: 1 present, 3 wanted, 5 needed. KV blocks: 97% of 64 at p95 with 2 workers",
+        "TTFT at p95: predicted no end, the goal is 500 ms",
+        "TPOT at p95: predicted 20 ms",
+        "2.50 requests a second are offered.",
+    ]
+    assert "--planner off" in off[0]["text"]
+
+
+def test_the_time_line_forgets_and_shows_gaps() -> None:
+    points = "[0, 1000, 2000, 60000].reduce((all, at) => F.remember(all, at, {n: at ? 1 : null}), [])"
+    path, later = figures(f"F.line({points}, (p) => p.n, 2, 60000, 300, 100)", f"F.remember({points}, 400000, {{}})")
+    assert path == "M241.0 50.0L242.0 50.0M300.0 50.0", "a line through two, and one behind a gap"
+    assert [point["at"] for point in later] == [400000]
+
+
+def test_the_worst_class_counts_and_none_where_there_is_no_goal() -> None:
+    classes = [{"attainment": {"ttft": 0.9}}, {"attainment": {"ttft": 0.5, "tpot": 1}}, {"attainment": {}}]
+    found = figures(*(
+        f"F.sample({json.dumps({'server_load': 3, 'stages': {'queue': 1}, 'classes': some})})"
+        for some in (classes, classes[2:])
+    ))  # fmt: skip
+    assert found[0] == {"inFlight": 3, "waiting": 1, "ttft": 0.5, "tpot": 1}
+    assert found[1] == {"inFlight": 3, "waiting": 1, "ttft": None, "tpot": None}
+
+
+async def test_the_page_shows_what_the_router_says(start: Any) -> None:
+    running = await start()
+    shown = await browse(
+        running.url, SEES, ["show", "text('workers')"], ["show", "text('classes')"], ["show", "text('stages')"],
+        ["show", "text('plan')"], ["show", "text('age')"],
+    )  # fmt: skip
+    workers, classes, stages, plan, age = shown
+    assert "decode-0" in workers and "ready" in workers
+    assert classes.startswith("batch") and "3 (2 for busy workers)" in classes
+    assert stages == "In flight | 2 | Waiting in the router | 0 | Answer | 2"
+    assert "--planner off" in plan and age == "up to date"
+
+
+async def test_a_router_with_keys_shows_the_page_and_keeps_the_figures(start: Any) -> None:
+    running = await start(api_key=KEY)
+    shown = await browse(
+        running.url, ["until", "!get('unlock').hidden"], ["show", "[text('unlock-title'), get('picture').hidden]"],
+        ["do", "get('key').value = 'wrong-key-of-sixteen'; get('unlock').fire('submit')"],
+        ["until", "text('unlock-title').includes('refused')"], ["do", f"get('key').value = '{KEY}'"],
+        ["do", "get('unlock').fire('submit')"], SEES, ["show", "[get('unlock').hidden, text('workers')]"],
+        ["show", "sessionStorage.getItem('diptych.key')"], ["show", "asked.at(-1).Authorization"],
+    )  # fmt: skip
+    assert shown[0] == ["An API key is needed", True]
+    assert shown[1][0] and "decode-0" in shown[1][1]
+    assert shown[2:] == [KEY, f"Bearer {KEY}"]
+
+
+async def test_a_key_without_rights_is_told_so(start: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[[key]]\nname = "plain"\nkey = "{KEY}"\n')
+    running = await start(api_key_file=str(keys))
+    shown = await browse(
+        running.url, ["until", "!get('unlock').hidden"], ["do", f"get('key').value = '{KEY}'"],
+        ["do", "get('unlock').fire('submit')"], ["until", "text('unlock-title').includes('may not look')"],
+        ["show", "text('unlock-why')"],
+    )  # fmt: skip
+    assert shown[0].startswith("Use a key with admin = true.")
+
+
+async def test_it_says_that_its_picture_is_old_and_asks_again(start: Any) -> None:
+    running = await start()
+    shown = await browse(
+        running.url, SEES, ["do", "reached = false"], ["until", "!get('problem').hidden"], ["show", "text('problem')"],
+        ["show", "text('said')"], ["do", "reached = true"], ["until", "get('problem').hidden"],
+        ["show", "text('said')"],
+    )  # fmt: skip
+    assert shown == [
+        "The router does not answer. What you see is old.", "The router does not answer.",
+        "The router answers again.",
+    ]  # fmt: skip
+
+
+async def test_hidden_or_paused_it_does_not_ask(start: Any) -> None:
+    running = await start()
+    shown = await browse(
+        running.url, SEES, ["do", "get('pause').fire('click')"], ["show", "[text('age'), get('pause').attributes]"],
+        ["do", "var before = asked.length; document.fire('visibilitychange')"], ["show", "asked.length - before"],
+        ["do", "document.hidden = true; get('pause').fire('click')"], ["show", "asked.length - before"],
+        ["do", "document.hidden = false; document.fire('visibilitychange')"], ["show", "asked.length - before"],
+    )  # fmt: skip
+    assert shown == [["up to date, paused", {"aria-pressed": "true"}], 0, 0, 1]
