@@ -104,6 +104,32 @@ OVERVIEW = (
     ),
     (
         Panel(
+            "In flight by class",
+            "Sequences in the routers, by class of requests.",
+            "short",
+            summed("diptych_class_requests", ROUTER, "class"),
+        ),
+        Panel(
+            "Waiting by class",
+            "Those of them on no worker.",
+            "short",
+            summed("diptych_class_waiting_requests", ROUTER, "class"),
+        ),
+        Panel(
+            "Refused by class",
+            "They would have missed a goal of their class, or waited too long.",
+            "reqps",
+            summed("diptych_class_refusals_total", ROUTER, "class", over="5m"),
+        ),
+        Panel(
+            "Goals met by class",
+            "Share of requests that met the goals of their own class, on the worst router.",
+            "percentunit",
+            (("{{class}} {{slo}}", f"min by (class, slo) (diptych_class_attainment_ratio{{{ROUTER}}})"),),
+        ),
+    ),
+    (
+        Panel(
             "Workers planned",
             "By the router's plan, where one is made: wanted within the bounds, and needed without them.",
             "short",

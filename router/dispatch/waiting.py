@@ -121,11 +121,8 @@ class WaitingRequests:
 
     def placed(self, state: RequestState) -> None:
         """A waiting request got a place: its class and key pay for the prompt, once the answer has begun no more."""
-        request = state.request
-        if request.request_id not in self._begun:
-            lane, num_tokens = self._lane(state), len(request.prompt_token_ids)
-            self._shares[request.priority].serve(request.lane, num_tokens, lane.share)
-            lane.keys.serve(request.key, num_tokens)
+        if state.request.request_id not in self._begun:
+            self.charge(state, len(state.request.prompt_token_ids))
         self._num_turns = 0 if state is next(iter(self._states.values()), None) else self._num_turns + 1
         self.discard(state)
 
@@ -234,7 +231,9 @@ class WaitingRequests:
         line.remove(state, self._turns.pop(request.request_id))
         if not line.turns:
             del lane.lines[request.key]
-            lane.keys.forget(request.key)
+            lane.keys.leave(request.key)
+        if not lane.lines:
+            self._shares[request.priority].leave(request.lane)
 
 
 def _turn(state: RequestState) -> Turn:

@@ -29,10 +29,17 @@ class FleetEvents:
 
     def __init__(self) -> None:
         self._events: deque[tuple[float, FleetEvent]] = deque(maxlen=NUM_KEPT)
+        self._names: dict[str, str] = {}  # by address: a lost worker's hello is forgotten
 
     def add(self, kind: str, worker: Worker, now: float, detail: str = "") -> None:
         """It happens now."""
-        self._events.append((now, FleetEvent(kind, worker.worker_id or worker.address, worker.role, detail)))
+        address = worker.address
+        if worker.worker_id:
+            self._names[address] = worker.worker_id
+        name = self._names.get(address, address)
+        if kind == "gone":
+            self._names.pop(address, None)
+        self._events.append((now, FleetEvent(kind, name, worker.role, detail)))
 
     def recent(self, now: float) -> tuple[FleetEvent, ...]:
         """The newest first."""

@@ -14,6 +14,7 @@ const Figures = (() => {
 
   function ms(value) {
     if (value === null) return "no end";
+    if (value === 0) return "0 ms";
     if (value >= 9950) return `${(value / 1000).toFixed(0)} s`;
     if (value >= 1000) return `${(value / 1000).toFixed(1)} s`;
     return value >= 10 ? `${value.toFixed(0)} ms` : value >= 0.1 ? `${value.toFixed(1)} ms` : `${(1000 * value).toFixed(1)} µs`;

@@ -55,6 +55,15 @@ def tails(measured: str, predicted: str) -> Series:
     }
 
 
+def attained(batch: str, everyone: str) -> Series:
+    return {
+        f'diptych_class_attainment_ratio{{{ROUTER},class="batch",slo="ttft"}}': batch,
+        f'diptych_class_attainment_ratio{{{ROUTER},class="default",slo="ttft"}}': "1x60",
+        f'diptych_slo_attainment_ratio{{{ROUTER},slo="ttft"}}': everyone,
+        f'diptych_slo_attainment_ratio{{{ROUTER},slo="tpot"}}': "0.5x60",
+    }
+
+
 def exposed(below: str, above: str) -> Series:
     name = "diptych_exposed_transfer_seconds_bucket"
     return {
@@ -95,6 +104,11 @@ CASES = {
     "DiptychTPOTMissed": Case(
         {f'diptych_slo_attainment_ratio{{{ROUTER},slo="tpot"}}': "0.8x60"},
         {f'diptych_slo_attainment_ratio{{{ROUTER},slo="tpot"}}': "0.95x60"},
+    ),
+    "DiptychClassMissed": Case(
+        attained("0.7x60", "0.95x60"),
+        attained("0.7x60", "0.8x60"),  # all of them miss it: that is another alert
+        labels=OF_MODEL | {"class": "batch", "slo": "ttft"},
     ),
     "DiptychGoalsInfeasible": Case(
         {f"diptych_plan_feasible{{{ROUTER}}}": "0x60"},

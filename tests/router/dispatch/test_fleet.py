@@ -61,6 +61,9 @@ async def test_a_worker_that_is_removed_ends_its_streams_and_is_forgotten(cluste
     assert tokens == tools.expected(request.prompt_token_ids, 2000)
     assert last.timeline.num_attempts == 1
     await tools.until(lambda: leaving.address not in dispatcher.fleet.connections)
+    events = [(event.kind, event.worker, event.detail) for event in dispatcher.load().events]
+    assert events[0] == ("gone", leaving.worker_id, "")
+    assert {("withheld", leaving.worker_id, "is no longer listed"), ("found", staying.address, "")} <= set(events)
     assert [worker.address for worker in dispatcher.load().workers] == [staying.address]
     assert not leaving.of(AbortRequest)
 

@@ -179,6 +179,17 @@ def test_the_tokens_of_answers_count_for_the_class() -> None:
     assert {state.request.request_class for state in served(queue, most=4)} == {"terse"}
 
 
+def test_a_class_that_is_served_out_of_turn_takes_no_turns_from_those_that_wait() -> None:
+    gold, silver = many("gold", 1.0), many("silver", 1.0)
+    queue = queue_of(*gold, *silver)
+    for state in silver[:100]:  # each has a place at once, at a worker that takes no others
+        queue.placed(state)
+    for state in gold[:10]:
+        queue.placed(state)
+        queue.charge(state, 1)
+    assert tokens_by_class(served(queue, most=80)) == {"gold": 800}
+
+
 def test_a_request_that_is_held_again_and_again_keeps_its_place_in_the_order() -> None:
     waits, other = request("a", key="a"), [request(f"b{i}", key="b") for i in range(3)]
     queue = queue_of(waits, *other)
