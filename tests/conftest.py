@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from .examples import register_profiles
-from .forge import forged_processes
+from .forge import SharedForges, forged_processes
 from .program import Program
 from .trust import load_trust_once
 
@@ -21,6 +21,7 @@ load_trust_once()
 ROOT = Path(__file__).resolve().parents[1]
 
 BEGAN = pytest.StashKey[float]()
+FORGES = pytest.StashKey[SharedForges]()
 REAL_PROCESSES_S = 360
 """A deadline is against what hangs: real processes start at the pace of the machine, and of what else it does."""
 
@@ -95,10 +96,20 @@ def what_a_file_leaves_open_is_its_own() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Processes that run tests side by side fork workers and routers from the same two."""
+    stash = node.config.stash
+    if FORGES not in stash:
+        stash[FORGES] = SharedForges()
+        node.config.add_cleanup(stash[FORGES].close)
+    node.workerinput["forges"] = stash[FORGES].folder
+
+
 @pytest.fixture(scope="session")
-def forge() -> Iterator[None]:
+def forge(request: pytest.FixtureRequest) -> Iterator[None]:
     """Stacks fork their workers and routers from processes that have imported what these need."""
-    with forged_processes():
+    with forged_processes(getattr(request.config, "workerinput", {}).get("forges", "")):
         yield
 
 

@@ -7,6 +7,9 @@ another form, is started as ever.
 
     Forge ── {"argv", "env", "log"} ──> the process of this file ── fork ──> worker
           <── pid, then its exit status when asked
+
+Where tests run side by side, all their processes connect to the same two of this file (`SharedForges`), which import
+once and fork a process for each of them that forks on.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ import gc
 import importlib
 import json
 import os
+import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,11 +54,11 @@ POLL_S = 0.01
 
 
 @contextlib.contextmanager
-def forged_processes() -> Iterator[None]:
-    """Within it every stack forks its workers and routers."""
+def forged_processes(shared: str = "") -> Iterator[None]:
+    """Within it every stack forks its workers and routers. `shared` is the folder of `SharedForges`, "" without."""
     from benchmarks.stack import StackProcess
 
-    forges, before = (Forge("workers"), Forge("routers")), StackProcess.spawn
+    forges, before = (Forge("workers", shared), Forge("routers", shared)), StackProcess.spawn
 
     def spawn(command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
         environment = dict(os.environ if env is None else env)
@@ -70,11 +76,32 @@ def forged_processes() -> Iterator[None]:
             forge.close()
 
 
+class SharedForges:
+    """A process of this file for each kind, to which the `Forge` of any process connects; it imports for the first."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="diptych-forge-")
+        self._processes = [self._start(kind) for kind in KINDS]
+
+    def _start(self, kind: str) -> subprocess.Popen[bytes]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(Path(self.folder, kind)))
+            listener.listen()
+            command = [*PLAIN[:2], str(Path(__file__)), kind, str(listener.fileno()), "shared"]
+            return subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.PIPE)
+
+    def close(self) -> None:
+        """End both processes, after those that connected to them."""
+        for process in self._processes:
+            process.communicate(timeout=ANSWER_S)
+        shutil.rmtree(self.folder)
+
+
 class Forge:
     """Starts processes of one kind, "workers" or "routers", from a process that the first of them starts."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind, self._lock = kind, threading.Lock()
+    def __init__(self, kind: str, shared: str = "") -> None:
+        self._kind, self._shared, self._lock = kind, shared, threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -102,19 +129,23 @@ class Forge:
 
     def close(self) -> None:
         """End the process that forks; what it forked ends with it."""
-        if self._socket is not None and self._process is not None:
+        if self._socket is not None:
             self._socket.close()
+        if self._process is not None:
             self._process.wait(ANSWER_S)
-            self._socket = self._process = None
+        self._socket = self._process = None
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
+        if self._shared:
+            ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.connect(str(Path(self._shared, self._kind)))
+        else:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            command = [*PLAIN[:2], str(Path(__file__)), self._kind, str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            theirs.close()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
         ours.settimeout(ANSWER_S)
-        command = [*PLAIN[:2], str(Path(__file__)), self._kind, str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
         self._socket = ours
 
 
@@ -155,8 +186,8 @@ def _differs_in_settings_alone(environment: dict[str, str]) -> bool:
     return all(name.startswith(("DIPTYCH_", "PYTEST_", "POD_")) for name in names)
 
 
-def serve(kind: str, orders: socket.socket) -> None:
-    """Fork what is asked for until the other side closes, then kill what is left."""
+def import_all(kind: str) -> None:
+    """All that processes of a kind import."""
     if kind == "workers":
         from common.machine.compute_threads import spin_briefly
 
@@ -166,6 +197,30 @@ def serve(kind: str, orders: socket.socket) -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that children share the pages of what is there
+
+
+def accept(kind: str, listener: socket.socket) -> None:
+    """Fork a process for each connection, which serves it, until standard input closes."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # their exit statuses are of no use
+    has_imported = False
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        orders = listener.accept()[0]
+        if not has_imported:
+            import_all(kind)
+            has_imported = True
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            with open(os.devnull) as nothing:
+                os.dup2(nothing.fileno(), 0)
+            serve(orders)
+            os._exit(0)
+        orders.close()
+
+
+def serve(orders: socket.socket) -> None:
+    """Fork what is asked for until the other side closes, then kill what is left."""
+    orders.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
     children: set[int] = set()
     while message := orders.recv(MAX_MESSAGE_BYTES):
         order = json.loads(message)
@@ -220,5 +275,11 @@ def _become(order: dict[str, Any], orders: socket.socket) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
+    kind, descriptor, *shared = sys.argv[1:]
+    given = socket.socket(fileno=int(descriptor))
+    if shared:
+        accept(kind, given)
+    else:
+        import_all(kind)
+        serve(given)
     os._exit(0)  # to take torch apart would take a second or two
