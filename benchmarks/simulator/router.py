@@ -28,7 +28,7 @@ from router.fleet.registry import WorkerRegistry
 
 
 class SimulatedRouter:
-    """See `Dispatcher` and `WorkerFleet`. `on_over` is told of each request that has ended.
+    """See `Dispatcher` and `WorkerFleet`. It calls `on_over` with each request that has ended.
 
     `quiet` workers would say the same in their next heartbeats: all that would change is when they were last seen.
     """
@@ -60,9 +60,10 @@ class SimulatedRouter:
     def ask(self, request: SimulatedRequest) -> None:
         """A client sends a request."""
         scenario = self.world.scenario
-        goal_s, deadline_s = scenario.goals.ttft_ms / 1000, self._config.request_timeout_s
+        ttft_s, tpot_s = scenario.goals.ttft_ms / 1000, scenario.goals.tpot_ms / 1000
+        asked = request.ask(scenario.load.max_tokens, ttft_s, self._config.request_timeout_s, tpot_s)
         try:
-            state = self.core.submit(request.ask(scenario.load.max_tokens, goal_s, deadline_s), self._now)
+            state = self.core.submit(asked, self._now)
         except RequestError as error:
             request.outcome, request.ended_at = type(error).__name__, self._now
             self._on_over(request)

@@ -156,7 +156,12 @@ class Simulation:
         request, self._next = self.requests[self._next], self._next + 1
         if self._next < len(self.requests):
             self.world.clock.at(self.requests[self._next].arrival_s, self._arrive)
-        self.routers[request.number % len(self.routers)].ask(request)
+        router = self.routers[request.number % len(self.routers)]
+        way_s = self.scenario.ingress_s + self.scenario.ingress_token_s * request.content.num_prompt_tokens
+        if way_s:
+            self.world.clock.after(way_s, lambda: router.ask(request))
+        else:
+            router.ask(request)
 
     def _on_over(self, request: SimulatedRequest) -> None:
         self._num_left -= 1

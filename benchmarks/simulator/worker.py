@@ -249,6 +249,8 @@ class SimulatedWorker(ABC, Generic[S]):
             num_context_tokens=scheduler.num_context_tokens + more_context,
             step_model=model,
             block_sequence=self._block_log.sequence,
+            batch_cap=scheduler.batch_cap.value,
+            step_tokens=scheduler.max_step_tokens,
         )
 
     @property
@@ -256,7 +258,7 @@ class SimulatedWorker(ABC, Generic[S]):
         """What the worker knows of its steps."""
         if self.world.scenario.fit:
             return self.step_fit.model
-        return self._known_model if self._has_stepped else StepModel()
+        return self._known_model if self._has_stepped or self.world.scenario.warm else StepModel()
 
     def slow_down(self, factor: float) -> None:
         """From now on, steps take `factor` times as long as the pool's coefficients say."""
