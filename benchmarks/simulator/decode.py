@@ -44,7 +44,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         self._told_at = 0.0
         self._are_known, self._left = False, list[int]()
         self._shape, self._is_plain = StepShape(), False
-        self._launched: set[DecodeSequence] = set()  # those of the step that has just ended, if it was launched ahead
+        self._chosen: set[DecodeSequence] = set()  # for the next step, while one that was launched ahead is computed
         self._gaps = TokenGaps(self.scheduler.goal)
 
     def _new_scheduler(self, pool: BlockPool) -> CoalescedScheduler:
@@ -177,15 +177,14 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         return self._run.ends_at - now
 
     def _launchable(self, chunks: Sequence[DecodeChunk]) -> Sequence[DecodeChunk]:
-        """The chunks of the step that begins.
+        """Of these chunks, those of the step that begins now.
 
-        It was launched before the tokens of the step that has just ended were known. So what joins waits for the next.
+        It was chosen when the step before it began. So what joins waits for the next one, which is chosen now.
         """
-        launched = [chunk for chunk in chunks if chunk.sequence in self._launched]
-        chunks = launched or chunks
-        ahead = self.pool.ahead and _are_rows(chunks)
-        self._launched = {chunk.sequence for chunk in chunks} if ahead else set()
-        return chunks
+        present = [chunk for chunk in chunks if chunk.sequence in self._chosen] or chunks
+        ahead = self.pool.ahead and _are_rows(present)
+        self._chosen = {chunk.sequence for chunk in chunks} if ahead else set()
+        return present
 
     def _num_alike(self) -> int:
         """How many steps are like the one that begins: no sequence joins, ends or speaks for the first time."""
