@@ -89,7 +89,7 @@ def test_what_joins_waits_for_a_step_that_was_launched_ahead(scenario: Callable[
         made = scenario(
             prefill={"count": 1, "coefficients": {"token_s": 1e-4}},
             decode={"count": 1, "coefficients": {"fixed_s": 0.01}, "ahead": ahead},
-            load={"rate": 12.0, "input_len": "103", "output_len": "20"}, duration_s=0.4, noise=0.0, seed=2,
+            load={"rate": 12.0, "input_len": "103", "output_len": "60"}, duration_s=0.4, noise=0.0, seed=2,
         )  # fmt: skip
         ended_at.append([request.ended_at for request in Simulation(made).run().requests])
     later_s = [late - early for early, late in zip(*ended_at, strict=True)]
