@@ -17,8 +17,9 @@ from benchmarks.simulator.scenario import Goals, LoadSpec, ModelSpec, PoolSpec, 
 from benchmarks.simulator.simulation import Simulation
 from benchmarks.trace import TraceRow
 
-ALONE_LENGTHS: Final = (200, 480, 900, 1500, 2000)
+ALONE_LENGTHS: Final = (300, 900, 2000)
 """Prompts that calibrate: of one step to four."""
+ALONE_ROUNDS: Final = 2
 ALONE_OUTPUTS: Final = (2, 12)
 """Answers that calibrate: the second token waits for the transfer, those behind it for steps alone."""
 ALONE_GAP_S: Final = 30.0
@@ -90,8 +91,9 @@ class Twin:
             twin = replace(self, decode=slower)
         found = twin._alone(folder)
         link_s = statistics.median(real[few].tpot_s - found[few].tpot_s for few, _ in _pairs())
-        lacking_s = [one.ttft_s - other.ttft_s for one, other in zip(real, found, strict=True)]
-        line = statistics.linear_regression([row.input_len for row in alone_rows()], lacking_s)
+        used = [number for pair in _pairs() for number in pair]
+        lacking_s = [real[number].ttft_s - found[number].ttft_s for number in used]
+        line = statistics.linear_regression([alone_rows()[number].input_len for number in used], lacking_s)
         slope_s, begin_s = max(0.0, line.slope), line.intercept
         if begin_s < 0.0 or line.slope < 0.0:
             slope_s, begin_s = 0.0, statistics.fmean(lacking_s)
@@ -102,14 +104,15 @@ class Twin:
 
 
 def alone_rows() -> list[TraceRow]:
-    """Requests that are sent one after the other."""
-    lengths = [(length, num_output) for _ in range(2) for length in ALONE_LENGTHS for num_output in ALONE_OUTPUTS]
+    """Requests that are sent one after the other. The first two are not used: workers and routers just met."""
+    lengths = [(length, num_output) for length in ALONE_LENGTHS for num_output in ALONE_OUTPUTS]
+    lengths = [*lengths[:2], *ALONE_ROUNDS * lengths]
     return [TraceRow(number * ALONE_GAP_S, *length) for number, length in enumerate(lengths)]
 
 
 def _pairs() -> list[tuple[int, int]]:
     """Places among `alone_rows` of a short and a long answer to prompts of one length."""
-    return [(number, number + 1) for number in range(0, len(alone_rows()), len(ALONE_OUTPUTS))]
+    return [(number, number + 1) for number in range(2, len(alone_rows()), len(ALONE_OUTPUTS))]
 
 
 def _step_s(fates: Sequence[Fate]) -> float:

@@ -24,7 +24,7 @@ from router.dispatch.request_state import RequestState
 from router.dispatch.turns import Cancel
 from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
-from router.fleet.registry import WorkerRegistry
+from router.fleet.registry import ROLES, WorkerRegistry
 
 
 class SimulatedRouter:
@@ -131,9 +131,10 @@ class SimulatedRouter:
             self.registry.workers[address].last_seen = self._now
         self._lives.sweep(self._now)
         self.index.expire(self._now)
-        for address in self.registry.workers:
-            if self.registry.needs_hello(address):
-                self.on_up(address)
+        if sum(len(self.registry.ready(role)) for role in ROLES) < len(self.registry.workers):
+            for address in self.registry.workers:
+                if self.registry.needs_hello(address):
+                    self.on_up(address)
         self.core.on_tick(self._now)
         self._serve_woken()
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from benchmarks.simulator.conservation import Conserved, check_conserved
@@ -170,7 +171,7 @@ class Simulation:
     def _beat(self, slot: int) -> None:
         """The workers of one slot send heartbeats."""
         world, scenario = self.world, self.scenario
-        here = list(self.workers.values())[slot::SLOTS]
+        here = list(islice(self.workers.values(), slot, None, SLOTS))
         for worker in here:
             if worker.has_drained:
                 worker.die(said=True)
