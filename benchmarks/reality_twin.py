@@ -81,8 +81,8 @@ class Twin:
     def calibrated(self, real: Sequence[Fate], folder: Path, *, steps: bool) -> Twin:
         """This twin, with the times that a simulation of `alone_rows` lacks beside what the real cluster needed.
 
-        With `steps` the time between two tokens also corrects the coefficients of decode steps, which do not know what
-        an engine needs beside the model.
+        With `steps` the coefficients are corrected by it, which do not know what an engine needs beside the model:
+        those of decode steps by the time between two tokens, those of prompts by what each token more takes longer.
         """
         twin = self
         if steps:
@@ -97,7 +97,10 @@ class Twin:
         slope_s, begin_s = max(0.0, line.slope), line.intercept
         if begin_s < 0.0 or line.slope < 0.0:
             slope_s, begin_s = 0.0, statistics.fmean(lacking_s)
-        return replace(twin, link_s=max(0.0, link_s), ingress_s=max(0.0, begin_s), ingress_token_s=slope_s)
+        twin = replace(twin, link_s=max(0.0, link_s), ingress_s=max(0.0, begin_s))
+        if not steps:
+            return replace(twin, ingress_token_s=slope_s)
+        return replace(twin, prefill=msgspec.structs.replace(self.prefill, token_s=self.prefill.token_s + slope_s))
 
     def _alone(self, folder: Path) -> list[Fate]:
         return replace(self, noise=0.0).simulate(alone_rows(), folder, policy="diptych", seed=0)

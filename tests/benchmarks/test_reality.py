@@ -110,9 +110,11 @@ def test_calibration_finds_what_a_cluster_needs_beside_its_steps(tmp_path: Path)
     found = twin().calibrated(alone, tmp_path, steps=True)
     assert found.link_s == pytest.approx(0.004, abs=1e-6)
     assert found.ingress_s == pytest.approx(0.003, abs=1e-6)
-    assert found.ingress_token_s == pytest.approx(2e-6, rel=1e-3)
+    assert found.prefill.token_s == pytest.approx(CASE.coefficients().prefill.token_s + 2e-6)
     assert found.decode.fixed_s == pytest.approx(slow.fixed_s + 0.002, abs=1e-6)
-    assert twin().calibrated(alone, tmp_path, steps=False).decode == slow
+    plain = twin().calibrated(alone, tmp_path, steps=False)
+    assert (plain.prefill, plain.decode) == (twin().prefill, slow)
+    assert plain.ingress_token_s == pytest.approx(2e-6, rel=1e-3)
 
 
 def as_dict(coefficients: object) -> dict[str, float]:
