@@ -197,10 +197,9 @@ def parse(argv: Sequence[str]) -> Namespace:
         choices=list(POLICIES),
         default=["random", "least-loaded"],
         metavar="NAME",
-        help="compared with the usual one on the first load of the first case of several workers: "
-        + ", ".join(POLICIES),
+        help="compared with the usual one on the first load of the largest cluster: " + ", ".join(POLICIES),
     )
-    parser.add_argument("--seconds", type=float, default=30.0, help="for which requests arrive, for each load")
+    parser.add_argument("--seconds", type=float, default=24.0, help="for which requests arrive, for each load")
     parser.add_argument("--slower", type=float, default=1.0, help="times as slow steps and loads, for a busy machine")
     parser.add_argument("--seed", type=int, default=1, help="of arrivals, prompts and noise")
     parser.add_argument("--traces", type=Path, default=Path("traces"), help="folder with the trace files")
@@ -216,9 +215,9 @@ def main(argv: Sequence[str]) -> int:
     twins: list[Twin] = []
     began = time.monotonic()
     cases = [replace(case, pace=case.pace * options.slower) for case in CASES if case.name in options.cases]
-    choosing = next((case for case in cases if case.prefill > 1), None)
+    choosing = max(cases, key=lambda case: case.prefill)  # most to choose among
     for case in cases:
-        policies = list(dict.fromkeys([USUAL, *options.policies])) if case is choosing else [USUAL]
+        policies = list(dict.fromkeys([USUAL, *options.policies])) if case is choosing and case.prefill > 1 else [USUAL]
         with tempfile.TemporaryDirectory(prefix="diptych-reality-") as folder:
             measured = measure(case, loads, policies, options, Path(folder), console)
             found = list(compare(case, measured, options, Path(folder)))

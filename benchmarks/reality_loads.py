@@ -75,7 +75,7 @@ class LoadKind:
     trace: str = ""
     scale: float = 1.0
     max_input_len: int = 2048
-    max_output_len: int = 160
+    max_output_len: int = 128
     jitter_s: float = 0.0
     used: float = 0.6
 
@@ -137,7 +137,7 @@ def write_trace(rows: Sequence[TraceRow], file: Path) -> Path:
 def _random_rows(source: random.Random) -> Iterator[TraceRow]:
     now = 0.0
     while True:
-        yield TraceRow(now, source.randint(128, 1536), source.randint(16, 160), ())
+        yield TraceRow(now, source.randint(128, 1536), source.randint(16, 128), ())
         now += source.expovariate(1.0)
 
 
