@@ -6,12 +6,20 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
-from benchmarks.client import CompletionClient
 from benchmarks.summary import RequestRecord
-from benchmarks.workload import RequestPlan, Workload
+from benchmarks.workload import Prompt, RequestPlan, Workload
 
 OnDone = Callable[[RequestRecord], None]
+
+
+class LoadClient(Protocol):
+    """What sends requests; see `CompletionClient`."""
+
+    def body(self, prompt: Prompt, output_len: int) -> bytes: ...
+
+    async def complete(self, plan: RequestPlan, record: RequestRecord, body: bytes | None = None) -> None: ...
 
 
 class Load:
@@ -23,7 +31,7 @@ class Load:
 
     def __init__(
         self,
-        client: CompletionClient,
+        client: LoadClient,
         workload: Workload,
         *,
         num_requests: int = 0,

@@ -166,7 +166,9 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                 self._complete_step(before)
         else:
             self._drain()
-            self._compute([chunk for chunk in chunks if self.scheduler.has(chunk.sequence)], now)
+            self._flush()  # the tokens of the step that was in flight: the next step may take long
+            left = [chunk for chunk in chunks if self.scheduler.has(chunk.sequence)]
+            self._compute(left, max(now, self._completed_at))  # the wait for the step in flight is no part of this one
         self._handovers.stepped()
         self._in_step = ()
 

@@ -7,11 +7,15 @@ import logging
 import socket
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from common.config import RouterConfig
 from common.config.sources import exit_refused, load
 from common.errors import ConfigError, ModelError
 from common.observe.logging import setup_logging
+
+if TYPE_CHECKING:  # imported late, see `main`
+    from router.dispatch.policy import RoutingPolicy
 
 PROG = "diptych router"
 log = logging.getLogger(__name__)
@@ -38,8 +42,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-async def run(config: RouterConfig, listener: socket.socket) -> None:
-    """Build the router and serve until a signal. Raises ModelError, and ConfigError for a file that a setting names."""
+async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPolicy | None = None) -> None:
+    """Build the router and serve until a signal; without a `policy`, the usual one routes.
+
+    Raises ModelError, and ConfigError for a file that a setting names.
+    """
     from common.model_files.resolve import resolve_model
     from router.dispatch.dispatcher import Dispatcher
     from router.generation.tracing import Tracing
@@ -59,7 +66,7 @@ async def run(config: RouterConfig, listener: socket.socket) -> None:
     text = TextPipeline.from_files(files, threads=config.tokenizer_threads)
     if text.grammars is not None and files.eos_token_ids:
         text.grammars.start()
-    dispatcher = Dispatcher(config)
+    dispatcher = Dispatcher(config, policy=policy)
     name = config.served_model_name or files.model_id
     metrics = RouterMetrics(name, dispatcher.load)
     window = SLOWindow.of(config.classes)

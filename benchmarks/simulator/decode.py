@@ -16,6 +16,7 @@ from common.latency.step_model import StepShape
 from common.wire.messages import AbortRequest, DecodeRequest, HandOver, Timeline, TokenDelta
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import DecodeChunk, shape_of
+from decode_worker.token_gaps import TokenGaps
 
 MOST_STEPS = 512
 """Steps that are taken at once at most."""
@@ -43,6 +44,8 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         self._told_at = 0.0
         self._are_known, self._left = False, list[int]()
         self._shape, self._is_plain = StepShape(), False
+        self._chosen: set[DecodeSequence] = set()  # for the next step, while one that was launched ahead is computed
+        self._gaps = TokenGaps(self.scheduler.goal)
 
     def _new_scheduler(self, pool: BlockPool) -> CoalescedScheduler:
         return CoalescedScheduler(
@@ -50,7 +53,14 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
             max_num_seqs=self.pool.num_seqs,
             local_prefill_chunk=self.pool.step_tokens,
             watermark=self.pool.watermark,
+            slo_tpot_s=self._slo_tpot_s,
         )
+
+    @property
+    def _slo_tpot_s(self) -> float:
+        """The goal by which it chooses its batch and chunks."""
+        own = self.pool.slo_tpot_ms
+        return (self.world.scenario.goals.tpot_ms if own is None else own) / 1000
 
     # ------------------------------------------------------------ commands
 
@@ -155,16 +165,26 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         for sequence in output.granted:
             sequence.num_received_blocks = sequence.num_computed // self.scheduler.block_size
             self._grant(sequence, sequence.num_received_blocks)
-        if not output.chunks:
+        self._chunks = self._launchable(output.chunks)
+        if not self._chunks:
             return None
-        self._chunks, self._shape = output.chunks, shape_of(output.chunks)
-        are_rows = all(chunk.num_tokens == 1 and chunk.sample for chunk in output.chunks)
-        self._is_plain = are_rows and len(output.chunks) == len(self.scheduler.running)
+        self._shape = shape_of(self._chunks)
+        self._is_plain = _are_rows(self._chunks) and len(self._chunks) == len(self.scheduler.running)
         num_steps = self._num_alike()
         growth_s = self._known_model.context_s * self._shape.num_rows
         noise = self._noise(num_steps)
         self._run = StepRun(now, num_steps, noise * self.step_s(self._shape), noise * growth_s)
         return self._run.ends_at - now
+
+    def _launchable(self, chunks: Sequence[DecodeChunk]) -> Sequence[DecodeChunk]:
+        """Of these chunks, those of the step that begins now.
+
+        It was chosen when the step before it began. So what joins waits for the next one, which is chosen now.
+        """
+        present = [chunk for chunk in chunks if chunk.sequence in self._chosen] or chunks
+        ahead = self.pool.ahead and _are_rows(present)
+        self._chosen = {chunk.sequence for chunk in chunks} if ahead else set()
+        return present
 
     def _num_alike(self) -> int:
         """How many steps are like the one that begins: no sequence joins, ends or speaks for the first time."""
@@ -172,6 +192,8 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         self._are_known = self._is_plain and all(map(self._has_spoken, sequences))
         self._left = [self._num_left(sequence) for sequence in sequences] if self._are_known else []
         least = min(self.most_steps, *self._left) if self._are_known else 1
+        if self.scheduler.queue and self.scheduler.goal.is_set:  # the cap changes, and patience ends
+            return 1
         return self.scheduler.num_steps_with_room(least) if least > 1 else 1
 
     def _interrupt(self) -> None:
@@ -204,6 +226,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         if run is None:
             return
         sampled = [chunk.sequence for chunk in chunks if chunk.sample]
+        self._observe_gaps(run, num_steps)
         if self._is_plain:
             self.scheduler.advance_steps(num_steps)
         else:
@@ -227,6 +250,16 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         step_s = run.seconds(num_steps) / num_steps
         more = (num_steps - 1) * self._shape.num_rows // 2
         self._stepped(msgspec.structs.replace(self._shape, context=self._shape.context + more), step_s, num_steps)
+
+    def _observe_gaps(self, run: StepRun, num_steps: int) -> None:
+        """Correct the share of the goal by the gaps between tokens, as after each single step."""
+        if not self.scheduler.goal.is_set:
+            return
+        decoding = [chunk.sequence for chunk in self._chunks if chunk.num_tokens == 1]
+        predicted_s = self.model.seconds(self._shape)
+        for number in range(1, num_steps + 1):
+            ended_at = run.began_at + run.seconds(number)
+            self._gaps.stepped(decoding, ended_at, predicted_s=predicted_s, tokens_each=1.0)
 
     # ------------------------------------------------------------ reports and ends
 
@@ -313,3 +346,8 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
     def _beside(self) -> StepShape:
         num_rows = sum(sequence.num_remaining == 1 for sequence in self.scheduler.running)
         return StepShape.of_rows(num_rows, self.scheduler.num_context_tokens)
+
+
+def _are_rows(chunks: Sequence[DecodeChunk]) -> bool:
+    """Whether each chunk decodes one token: only such steps are launched ahead."""
+    return all(chunk.num_tokens == 1 and chunk.sample for chunk in chunks)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.simulator.scenario import LoadSpec, Scenario
 from benchmarks.simulator.tokens import Content, CountedPrompt, CountedTokens
-from benchmarks.trace import MOONCAKE_BLOCK_TOKENS, read_trace
+from benchmarks.trace import read_trace
 from benchmarks.workload import LengthRange, fit_rows
 from common.errors import ConfigError
 from common.wire.sampling_params import SamplingParams
@@ -55,7 +55,7 @@ class SimulatedRequest:
             return False
         return not (tpot_ms and self.tpot_s * 1000 > tpot_ms)
 
-    def ask(self, max_tokens: int, ttft_s: float, deadline_s: float) -> GenerationRequest:
+    def ask(self, max_tokens: int, ttft_s: float, deadline_s: float, tpot_s: float = 0.0) -> GenerationRequest:
         """The request as a router gets it."""
         return GenerationRequest(
             request_id=self.request_id,
@@ -64,6 +64,7 @@ class SimulatedRequest:
             deadline_s=deadline_s,
             prompt=CountedPrompt(self.content),
             ttft_s=ttft_s,
+            tpot_s=tpot_s,
         )
 
 
@@ -90,7 +91,7 @@ def _of_trace(load: LoadSpec, scenario: Scenario) -> Iterator[SimulatedRequest]:
     for number, (arrival_s, copy, row) in enumerate(arrivals):
         if scenario.duration_s and arrival_s > scenario.duration_s:
             return
-        content = Content(number, row.input_len, copy, row.block_ids, MOONCAKE_BLOCK_TOKENS)
+        content = Content(number, row.input_len, copy, row.block_ids, load.id_tokens)
         yield SimulatedRequest(number, arrival_s, max(1, row.output_len), content)
 
 

@@ -24,11 +24,11 @@ from router.dispatch.request_state import RequestState
 from router.dispatch.turns import Cancel
 from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
-from router.fleet.registry import WorkerRegistry
+from router.fleet.registry import ROLES, WorkerRegistry
 
 
 class SimulatedRouter:
-    """See `Dispatcher` and `WorkerFleet`. `on_over` is told of each request that has ended.
+    """See `Dispatcher` and `WorkerFleet`. It calls `on_over` with each request that has ended.
 
     `quiet` workers would say the same in their next heartbeats: all that would change is when they were last seen.
     """
@@ -60,9 +60,10 @@ class SimulatedRouter:
     def ask(self, request: SimulatedRequest) -> None:
         """A client sends a request."""
         scenario = self.world.scenario
-        goal_s, deadline_s = scenario.goals.ttft_ms / 1000, self._config.request_timeout_s
+        ttft_s, tpot_s = scenario.goals.ttft_ms / 1000, scenario.goals.tpot_ms / 1000
+        asked = request.ask(scenario.load.max_tokens, ttft_s, self._config.request_timeout_s, tpot_s)
         try:
-            state = self.core.submit(request.ask(scenario.load.max_tokens, goal_s, deadline_s), self._now)
+            state = self.core.submit(asked, self._now)
         except RequestError as error:
             request.outcome, request.ended_at = type(error).__name__, self._now
             self._on_over(request)
@@ -130,9 +131,10 @@ class SimulatedRouter:
             self.registry.workers[address].last_seen = self._now
         self._lives.sweep(self._now)
         self.index.expire(self._now)
-        for address in self.registry.workers:
-            if self.registry.needs_hello(address):
-                self.on_up(address)
+        if sum(len(self.registry.ready(role)) for role in ROLES) < len(self.registry.workers):
+            for address in self.registry.workers:
+                if self.registry.needs_hello(address):
+                    self.on_up(address)
         self.core.on_tick(self._now)
         self._serve_woken()
 

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from benchmarks.coefficients import StepCoefficients
+from benchmarks.trace import MOONCAKE_BLOCK_TOKENS
 from common.errors import ConfigError
 from common.wire.message_fields import Role
 
@@ -32,7 +33,9 @@ class PoolSpec(Part, frozen=True):
     """`count` equal workers named `name-0`, `name-1`, ...; their links take `link_rate` bytes a second each way.
 
     `start_s` is how long a worker takes from its start until it is ready. With 0 `max_step_tokens` is the default of
-    its role's setting, as are the others.
+    its role's setting, as are the others. `slo_tpot_ms` is the setting of decode workers by which they choose their
+    batch and chunks, by default the scenario's goal. With `ahead` they launch a step before they have the tokens of
+    the one before, as all on CPUs and those with recorded steps on GPUs do.
     """
 
     name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,40}$")]
@@ -45,6 +48,8 @@ class PoolSpec(Part, frozen=True):
     watermark: Share = 0.02
     link_rate: Positive = 12.5e9
     start_s: Seconds = 30.0
+    slo_tpot_ms: Annotated[float, Meta(ge=0.0, le=3.6e6)] | None = None
+    ahead: bool = True
 
     @property
     def num_seqs(self) -> int:
@@ -68,7 +73,7 @@ class LoadSpec(Part, frozen=True):
 
     `copies` replays a trace so many times at once, each copy with prefixes of its own. `rates` are steps, as pairs of
     a time and the rate from then on; they win over `rate`. With `max_tokens` routers know only this bound of an
-    answer's length.
+    answer's length. Each block id of a trace stands for `id_tokens` tokens.
     """
 
     trace: str = ""
@@ -83,6 +88,7 @@ class LoadSpec(Part, frozen=True):
     output_len: str = "128"
     shared_prefix_len: Annotated[int, Meta(ge=0)] = 0
     max_tokens: Annotated[int, Meta(ge=0)] = 0
+    id_tokens: Number = MOONCAKE_BLOCK_TOKENS
 
 
 class Goals(Part, frozen=True):
@@ -113,7 +119,9 @@ class Scenario(Part, frozen=True):
     """`duration_s` is how long requests arrive; 0: the whole trace. `noise` is that of each step's time.
 
     `settings` are router settings by name, such as `local_prefill_threshold`. With `fit` workers fit their models to
-    their steps, as in life; without, they report their coefficients from their first step on.
+    their steps, as in life; without, they report their coefficients from their first step on, with `warm` at once.
+    A request reaches its router `ingress_s` after its client sent it, and `ingress_token_s` later for each prompt
+    token.
     """
 
     pool: Annotated[tuple[PoolSpec, ...], Meta(min_length=1)]
@@ -131,6 +139,9 @@ class Scenario(Part, frozen=True):
     message_s: Seconds = 0.0005
     link_s: Seconds = 0.0001
     fit: bool = False
+    warm: bool = False
+    ingress_s: Seconds = 0.0
+    ingress_token_s: Seconds = 0.0
 
     def check(self) -> None:
         """Checks over several fields. Raises ConfigError."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from benchmarks.simulator.conservation import Conserved, check_conserved
@@ -156,7 +157,12 @@ class Simulation:
         request, self._next = self.requests[self._next], self._next + 1
         if self._next < len(self.requests):
             self.world.clock.at(self.requests[self._next].arrival_s, self._arrive)
-        self.routers[request.number % len(self.routers)].ask(request)
+        router = self.routers[request.number % len(self.routers)]
+        way_s = self.scenario.ingress_s + self.scenario.ingress_token_s * request.content.num_prompt_tokens
+        if way_s:
+            self.world.clock.after(way_s, lambda: router.ask(request))
+        else:
+            router.ask(request)
 
     def _on_over(self, request: SimulatedRequest) -> None:
         self._num_left -= 1
@@ -165,7 +171,7 @@ class Simulation:
     def _beat(self, slot: int) -> None:
         """The workers of one slot send heartbeats."""
         world, scenario = self.world, self.scenario
-        here = list(self.workers.values())[slot::SLOTS]
+        here = list(islice(self.workers.values(), slot, None, SLOTS))
         for worker in here:
             if worker.has_drained:
                 worker.die(said=True)

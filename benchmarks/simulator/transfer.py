@@ -1,7 +1,7 @@
 """A prompt's KV on its way from a prefill to a decode worker, as bytes of a flow. It models `common/transfer`.
 
 The prefill worker announces it, the decode worker grants room, and from then on each block crosses as soon as it is
-computed. Both ends are told of the end by commands, after the time that a message takes.
+computed. Each end gets a command when the transfer ends, after the time that a message takes.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Transfer:
         self.world.soon(lambda: self.sender.take(Acknowledged(self)))
 
     def fail(self, *, by_sender: bool, why: str) -> None:
-        """One of the two gives up, and tells the other."""
+        """One of the two gives up, and sends the other a command."""
         if self.over:
             return
         self._close()
@@ -109,7 +109,7 @@ class Transfer:
         self.world.soon(lambda: other.take(Failed(self, why)))
 
     def drop(self) -> None:
-        """One of the two is gone: nobody tells the other."""
+        """One of the two is gone, and the other gets no command."""
         self._close()
 
     # ------------------------------------------------------------ inside

@@ -143,6 +143,7 @@ class SimulatedWorker(ABC, Generic[S]):
         pool, block_size = self.pool, self.world.scenario.model.block_size
         self._block_log = BlockLog(self.epoch)
         self._wanting: set[bytes] = set()  # routers that asked for a snapshot
+        self._has_turned = True  # since it last told of its blocks, which only turns change
         self.scheduler = self._new_scheduler(BlockPool(pool.num_blocks, block_size, log=self._block_log))
         self.step_fit = StepFit()
         self._has_stepped = False
@@ -201,6 +202,9 @@ class SimulatedWorker(ABC, Generic[S]):
 
     def tell_blocks(self) -> None:
         """Tell every router what changed in the prefix cache, or all that is in it; before each heartbeat."""
+        if not (self._has_turned or self._wanting):
+            return
+        self._has_turned = False
         events, (wanting, self._wanting) = self._block_log.take(), (self._wanting, set())
         if events:
             self._beats.clear()
@@ -249,6 +253,8 @@ class SimulatedWorker(ABC, Generic[S]):
             num_context_tokens=scheduler.num_context_tokens + more_context,
             step_model=model,
             block_sequence=self._block_log.sequence,
+            batch_cap=scheduler.batch_cap.value,
+            step_tokens=scheduler.max_step_tokens,
         )
 
     @property
@@ -256,7 +262,7 @@ class SimulatedWorker(ABC, Generic[S]):
         """What the worker knows of its steps."""
         if self.world.scenario.fit:
             return self.step_fit.model
-        return self._known_model if self._has_stepped else StepModel()
+        return self._known_model if self._has_stepped or self.world.scenario.warm else StepModel()
 
     def slow_down(self, factor: float) -> None:
         """From now on, steps take `factor` times as long as the pool's coefficients say."""
@@ -271,7 +277,7 @@ class SimulatedWorker(ABC, Generic[S]):
         """As an engine's loop: commands, then a step if there is one to compute."""
         if not self.alive or epoch != self.epoch:
             return
-        self._is_woken = False
+        self._is_woken, self._has_turned = False, True
         self._beats.clear()
         self._beaten = None
         self._published_at = self.world.clock.now

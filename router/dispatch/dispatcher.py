@@ -17,6 +17,7 @@ from router.dispatch.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequ
 from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.demand import Demand
 from router.dispatch.load import DispatchLoad
+from router.dispatch.policy import RoutingPolicy
 from router.dispatch.request_state import RequestState
 from router.dispatch.turns import Cancel
 from router.fleet.fleet import CONTROL_HWM, WorkerFleet
@@ -25,7 +26,8 @@ from router.fleet.fleet import CONTROL_HWM, WorkerFleet
 class Dispatcher:
     """Serves token streams from the pools. Owned by one event loop: `start`, serve, `close`."""
 
-    def __init__(self, config: RouterConfig, *, hwm: int = CONTROL_HWM) -> None:
+    def __init__(self, config: RouterConfig, *, hwm: int = CONTROL_HWM, policy: RoutingPolicy | None = None) -> None:
+        """Without a `policy`, the usual one routes."""
         self._clock = time.monotonic
         self._wakes: dict[str, asyncio.Event] = {}
         self._last_max_model_len = 0
@@ -33,7 +35,7 @@ class Dispatcher:
         self._classes = config.classes
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
-        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions)
+        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, policy)
 
     # ------------------------------------------------------------ for the front
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -215,3 +216,36 @@ def test_any_mixture_of_arrivals_and_ends(ahead: Callable[..., Rig]) -> None:
     engine = ahead(num_blocks=24, max_num_seqs=5, chunk=20)
     engine.mix(seed=5)
     assert engine.device.num_fed > 50
+
+
+def test_a_step_with_prompts_is_not_charged_for_the_step_in_flight_before_it(
+    ahead: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time would teach the worker that prompts are dear. The tokens of the other step leave before it begins."""
+    engine, observed, jumps = ahead(), list[tuple[bool, float]](), [0.0]
+    real, observe = time.monotonic, engine.engine.step_fit.observe
+    monkeypatch.setattr(time, "monotonic", lambda: real() + jumps[0])
+    monkeypatch.setattr(
+        engine.engine.step_fit,
+        "observe",
+        lambda shape, step_s: (observed.append((shape.num_tokens > 0, step_s)), observe(shape, step_s)),
+    )
+    engine.ask(prompt(20), max_tokens=40)
+    engine.until(lambda: len(engine.tokens()) > 5)
+
+    def jump() -> None:
+        jumps[0] += 20.0
+
+    engine.device.on_run = jump
+    known = len(engine.tokens())
+    compute = engine.engine._compute
+    seen: list[int] = []
+    monkeypatch.setattr(
+        engine.engine, "_compute", lambda *step: (seen.append(len(engine.tokens()) - known), compute(*step))
+    )
+    del observed[:]
+    engine.ask(prompt(40, 1), "b", max_tokens=2)
+    engine.until(lambda: any(has_prompts for has_prompts, _ in observed))
+    (mixed_s,) = (step_s for has_prompts, step_s in observed if has_prompts)
+    assert jumps[0] and mixed_s < 20.0
+    assert seen == [1]

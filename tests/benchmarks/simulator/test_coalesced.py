@@ -82,6 +82,21 @@ def ends(scenario: Scenario, most_steps: int | None) -> list[tuple[str, float, f
     return [(request.outcome, request.first_token_at, request.ended_at) for request in run.requests]
 
 
+def test_what_joins_waits_for_a_step_that_was_launched_ahead(scenario: Callable[..., Scenario]) -> None:
+    """Every answer but the first begins while others are decoded, in steps of 10 ms whatever is in them."""
+    ended_at = []
+    for ahead in (False, True):
+        made = scenario(
+            prefill={"count": 1, "coefficients": {"token_s": 1e-4}},
+            decode={"count": 1, "coefficients": {"fixed_s": 0.01}, "ahead": ahead},
+            load={"rate": 12.0, "input_len": "103", "output_len": "60"}, duration_s=0.4, noise=0.0, seed=2,
+        )  # fmt: skip
+        ended_at.append([request.ended_at for request in Simulation(made).run().requests])
+    later_s = [late - early for early, late in zip(*ended_at, strict=True)]
+    assert later_s == pytest.approx([0.0, *[0.01] * (len(later_s) - 1)], abs=1e-9)
+    assert len(later_s) > 2
+
+
 @pytest.mark.parametrize("num_blocks", (4096, 120))
 def test_a_simulation_takes_steps_at_once_and_ends_alike(
     scenario: Callable[..., Scenario], num_blocks: int, monkeypatch: pytest.MonkeyPatch
