@@ -22,7 +22,8 @@ class WorkerLoad:
     role, `home` the one that it was started with.
 
     A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps. This router knows of
-    `num_known_blocks` in its prefix cache.
+    `num_known_blocks` in its prefix cache. `block_size`, `max_num_seqs` and `max_step_tokens` are its settings; 0 before
+    its hello.
     """
 
     address: str
@@ -44,6 +45,9 @@ class WorkerLoad:
     step_model: Mapping[str, float] = field(default_factory=dict)
     num_known_blocks: int = 0
     home: str = ""
+    block_size: int = 0
+    max_num_seqs: int = 0
+    max_step_tokens: int = 0
 
     @classmethod
     def of(cls, worker: Worker, connection: Connection, now: float, num_known_blocks: int = 0) -> WorkerLoad:
@@ -67,6 +71,9 @@ class WorkerLoad:
             step_model=msgspec.structs.asdict(worker.step_model),
             num_known_blocks=num_known_blocks,
             home=worker.home,
+            block_size=worker.hello.block_size if worker.hello else 0,
+            max_num_seqs=worker.hello.max_num_seqs if worker.hello else 0,
+            max_step_tokens=worker.hello.max_step_tokens if worker.hello else 0,
         )
 
 
