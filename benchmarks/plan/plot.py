@@ -41,8 +41,8 @@ def plot_plan(path: Path, plan: Plan, *, title: str) -> None:
         place = (one.candidate.cost(plan.spec), one.attainment)
         axes.annotate(one.candidate.shape, place, xytext=(6, -10), textcoords="offset points", fontsize=8)
     if plan.pick is not None:
-        place = ([plan.pick.candidate.cost(plan.spec)], [plan.pick.attainment])
-        axes.plot(*place, "o", color=PICKED, markersize=14, fillstyle="none", label="pick")
+        picked = (plan.pick.candidate.cost(plan.spec), plan.pick.attainment)
+        axes.plot(*([value] for value in picked), "o", color=PICKED, markersize=14, fillstyle="none", label="pick")
     axes.axhline(quantile, color="#888888", linewidth=1, linestyle="--", label=f"goal: {quantile:.0%}")
     axes.set(xlabel="cost of an hour", ylabel="share of requests that met the goals", xlim=(0, None))
     axes.grid(alpha=0.2)

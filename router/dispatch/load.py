@@ -22,8 +22,8 @@ class WorkerLoad:
     role, `home` the one that it was started with.
 
     A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps. This router knows of
-    `num_known_blocks` in its prefix cache. `block_size`, `max_num_seqs` and `max_step_tokens` are its settings; 0 before
-    its hello.
+    `num_known_blocks` in its prefix cache. `block_size`, `max_num_seqs` and `max_step_tokens` are as it
+    said in its hello.
     """
 
     address: str
