@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ REPORT_S = 5.0
 POLL_S = 0.25
 SHARES = (0.02, 0.06, 0.12, 0.25, 0.5, 1.0)
 """Of the longest prompt: the lengths of prompts."""
+LONGEST_SHARE = 0.05
+"""A phase is left out when its prompts would take more of the whole time than this: the fit knows shorter ones."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -54,17 +56,22 @@ class ProfileOptions:
     seconds: float = 120.0
 
 
-def phases(longest: int, most_seqs: int, seconds: float) -> Iterator[Phase]:
-    """Half of the time for prompts on the prefill worker, then batches on the decode worker."""
-    lengths = sorted({max(2, round(share * longest)) for share in SHARES})
-    prompts = [(concurrency, length) for length in lengths for concurrency in (1, 3)]
-    for concurrency, length in prompts:
-        yield Phase(concurrency, length, 1, 0.4 * seconds / len(prompts))
-    batches = [size for size in BATCHES if size <= most_seqs]
+def prompt_phases(longest: int, seconds: float) -> list[Phase]:
+    """Prompts of several lengths for the prefill worker, the shortest first, in two fifths of the time."""
+    lengths = _lengths(longest)
+    return [Phase(num, length, 1, 0.2 * seconds / len(lengths)) for length in lengths for num in (1, 3)]
+
+
+def batch_phases(longest: int, most_seqs: int, seconds: float) -> list[Phase]:
+    """Batches of several sizes and contexts for the decode worker, in the rest of the time."""
+    lengths = _lengths(longest)
     contexts = (lengths[0], lengths[len(lengths) // 2], lengths[-1])
-    runs = [(size, length) for size in batches for length in contexts]
-    for concurrency, length in runs:
-        yield Phase(concurrency, length, ANSWER, 0.6 * seconds / len(runs))
+    runs = [(size, length) for size in BATCHES if size <= most_seqs for length in contexts]
+    return [Phase(size, length, ANSWER, 0.6 * seconds / len(runs)) for size, length in runs]
+
+
+def _lengths(longest: int) -> list[int]:
+    return sorted({max(2, round(share * longest)) for share in SHARES})
 
 
 def profile(options: ProfileOptions, advance: Callable[[float, str], None]) -> dict[str, Any]:
@@ -88,8 +95,11 @@ def profile(options: ProfileOptions, advance: Callable[[float, str], None]) -> d
         workers = ask_load(stack.url)["workers"]
         most_seqs = max(int(worker["max_num_seqs"]) for worker in workers if worker["role"] == "decode")
         longest = min(LONGEST, max_model_len // 2)
-        for phase in phases(longest, most_seqs, options.seconds):
-            asyncio.run(_drive(stack.url, server.model, token_ids, phase))
+        limit_s, token_s = LONGEST_SHARE * options.seconds, 0.0
+        for phase in (*prompt_phases(longest, options.seconds), *batch_phases(longest, most_seqs, options.seconds)):
+            if phase.concurrency * phase.input_len * token_s <= limit_s:
+                found_s = asyncio.run(_drive(stack.url, server.model, token_ids, phase))
+                token_s = found_s if phase.output_len == 1 else token_s
             advance(phase.seconds, f"{phase.concurrency} x {phase.input_len}/{phase.output_len} tokens")
         found = _learned(stack.url)
     block_size = found.setdefault("model", {}).get("block_size", 16)
@@ -101,19 +111,22 @@ def profile(options: ProfileOptions, advance: Callable[[float, str], None]) -> d
     return found
 
 
-async def _drive(url: str, model: str, token_ids: tuple[int, ...], phase: Phase) -> None:
-    """Raises ServerError when no request succeeds."""
+async def _drive(url: str, model: str, token_ids: tuple[int, ...], phase: Phase) -> float:
+    """Seconds for each prompt token. Raises ServerError when no request succeeds."""
     client = CompletionClient(url, RequestOptions(model))
     input_len, output_len = (LengthRange(length, length) for length in (phase.input_len, phase.output_len))
     seed = phase.concurrency * 100_003 + phase.input_len
     workload = Workload(Vocabulary(token_ids), input_len, output_len, seed=seed)
     load = Load(client, workload, duration_s=phase.seconds)
+    began_at = time.monotonic()
     try:
         await load.closed_loop(phase.concurrency)
     finally:
         await client.close()
-    if not any(record.ok for record in load.records):
+    num_ok = sum(record.ok for record in load.records)
+    if not num_ok:
         raise ServerError(f"no request of {phase.input_len} tokens succeeded: {load.records[-1].message}")
+    return (time.monotonic() - began_at) / (num_ok * phase.input_len)
 
 
 def _learned(url: str) -> dict[str, Any]:

@@ -56,10 +56,18 @@ def run_trial(made: Scenario) -> Trial:
 
 
 class Trials:
-    """Answers questions with up to `jobs` processes; `on_done` hears of each new trial. Close it, or use `with`."""
+    """Answers questions with up to `jobs` processes; `on_done` hears of each new trial. To be used with `with`."""
 
-    def __init__(self, spec: PlanSpec, *, jobs: int = 1, on_done: Callable[[Question, Trial], None] | None = None):
-        self.spec, self.num_run = spec, 0
+    def __init__(
+        self,
+        spec: PlanSpec,
+        *,
+        jobs: int = 1,
+        on_done: Callable[[Question, Trial], None] | None = None,
+        simulate: Callable[[Scenario], Trial] = run_trial,
+    ) -> None:
+        """`simulate` runs in another process when there are several jobs."""
+        self.spec, self.num_run, self._simulate = spec, 0, simulate
         self._jobs, self._on_done = jobs, on_done or (lambda question, trial: None)
         self._known: dict[Question, Trial] = {}
         self._pool: ProcessPoolExecutor | None = None
@@ -81,9 +89,9 @@ class Trials:
             if self._pool is None:
                 context = multiprocessing.get_context("spawn")  # a forked child would inherit threads' locks
                 self._pool = ProcessPoolExecutor(self._jobs, mp_context=context)
-            found = self._pool.map(run_trial, made, timeout=TRIAL_LIMIT_S)
+            found = self._pool.map(self._simulate, made, timeout=TRIAL_LIMIT_S)
         else:
-            found = map(run_trial, made)
+            found = map(self._simulate, made)
         for question, trial in zip(new, found, strict=True):
             self._known[question] = trial
             self.num_run += 1
