@@ -18,6 +18,7 @@ COMMANDS = {
     "prefill-worker": ("prefill_worker", "only a worker that computes prompts"),
     "decode-worker": ("decode_worker", "only a worker that generates tokens"),
     "bench": ("benchmarks.bench", "load any OpenAI-compatible server and measure it"),
+    "plan": ("benchmarks.plan", "find the cheapest pools and flags that meet goals for a load, by simulation"),
     "simulate": ("benchmarks.simulator", "simulate a service in virtual time: a load, goals, policies, failures"),
     "api-key": ("router.auth.new_key", "draw an API key and print its entry for the router's key file"),
     "keygen": ("common.wire.keygen", "make a key pair that encrypts and authenticates what processes send"),

@@ -25,7 +25,8 @@ class WorkerLoad:
 
     A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps. This router knows of
     `num_known_blocks` in its prefix cache. `batch_cap` requests run side by side at most, and a step computes at most
-    `step_tokens` prompt tokens, by its flags or as the worker has set them itself; 0: not known.
+    `step_tokens` prompt tokens, by its flags or as the worker has set them itself; 0: not known. `block_size`,
+    `max_num_seqs` and `max_step_tokens` are those of its hello.
     """
 
     address: str
@@ -49,6 +50,9 @@ class WorkerLoad:
     home: str = ""
     batch_cap: int = 0
     step_tokens: int = 0
+    block_size: int = 0
+    max_num_seqs: int = 0
+    max_step_tokens: int = 0
 
     @classmethod
     def of(cls, worker: Worker, connection: Connection, now: float, num_known_blocks: int = 0) -> WorkerLoad:
@@ -74,6 +78,9 @@ class WorkerLoad:
             home=worker.home,
             batch_cap=_batch_cap(worker),
             step_tokens=step_tokens(worker) if worker.hello else 0,
+            block_size=worker.hello.block_size if worker.hello else 0,
+            max_num_seqs=worker.hello.max_num_seqs if worker.hello else 0,
+            max_step_tokens=worker.hello.max_step_tokens if worker.hello else 0,
         )
 
 

@@ -1,0 +1,142 @@
+"""Profiles a prefill and a decode worker on this machine: starts both, loads them, and takes the models of their steps.
+
+The workers compute in turns, so that neither takes cores from the other: with every prompt computed on the decode
+worker, only requests for a single token go to the prefill worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from benchmarks.client import CompletionClient, RequestOptions, ServerError, ask_server, ask_token_ids
+from benchmarks.load import Load
+from benchmarks.plan.running import ask_load, kinds_in
+from benchmarks.stack import Stack
+from benchmarks.workload import LengthRange, Vocabulary, Workload
+from common.errors import ConfigError
+
+EVERY_PROMPT = 1_000_000
+LONGEST = 4096
+"""Prompts are of up to so many tokens, or a half of what the model takes."""
+ANSWER = 32
+REPORT_S = 5.0
+"""Within so long a router hears of the last steps."""
+POLL_S = 0.25
+SHARES = (0.02, 0.06, 0.12, 0.25, 0.5, 1.0)
+"""Of the longest prompt: the lengths of prompts."""
+LONGEST_SHARE = 0.05
+"""A phase is left out when its prompts would take more of the whole time than this: the fit knows shorter ones."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """So many requests at once, all of these lengths, for at most `seconds`; an answer of one token is prefill's."""
+
+    concurrency: int
+    input_len: int
+    output_len: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """Flags of both workers, and about how long they are driven, start not included."""
+
+    model: str
+    dtype: str = "auto"
+    quantization: str = "none"
+    kv_memory_gib: float = 1.0
+    seconds: float = 120.0
+
+
+def prompt_phases(longest: int, seconds: float) -> list[Phase]:
+    """Prompts of several lengths for the prefill worker, the shortest first, in two fifths of the time."""
+    lengths = _lengths(longest)
+    return [Phase(num, length, 1, 0.2 * seconds / len(lengths)) for length in lengths for num in (1, 3)]
+
+
+def batch_phases(longest: int, most_seqs: int, seconds: float) -> list[Phase]:
+    """Batches of several sizes and contexts for the decode worker, in the rest of the time."""
+    lengths = _lengths(longest)
+    contexts = (lengths[0], lengths[len(lengths) // 2], lengths[-1])
+    runs = [(size, length) for size in BATCHES if size <= most_seqs for length in contexts]
+    return [Phase(size, length, ANSWER, 0.6 * seconds / len(runs)) for size, length in runs]
+
+
+def _lengths(longest: int) -> list[int]:
+    return sorted({max(2, round(share * longest)) for share in SHARES})
+
+
+def profile(options: ProfileOptions, advance: Callable[[float, str], None]) -> dict[str, Any]:
+    """The plan's `prefill`, `decode` and `model`, as a file would have them.
+
+    `advance` hears the seconds of each phase once it is over, and a few words. Raises StackError when the workers do
+    not start, ServerError and ConfigError when they do not answer or learn nothing.
+    """
+    worker_flags = ("--kv-memory-gib", f"{options.kv_memory_gib:g}", "--no-enable-prefix-caching")
+    stack = Stack(
+        model=options.model,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        worker_flags=worker_flags,
+        router_flags=("--local-prefill-threshold", str(EVERY_PROMPT)),
+    )
+    with stack, httpx.Client(base_url=stack.url, timeout=10.0, trust_env=False) as asking:
+        server = ask_server(asking, "")
+        token_ids = ask_token_ids(asking, server.model)
+        max_model_len = server.max_model_len or LONGEST
+        workers = ask_load(stack.url)["workers"]
+        most_seqs = max(int(worker["max_num_seqs"]) for worker in workers if worker["role"] == "decode")
+        longest = min(LONGEST, max_model_len // 2)
+        limit_s, token_s = LONGEST_SHARE * options.seconds, 0.0
+        for phase in (*prompt_phases(longest, options.seconds), *batch_phases(longest, most_seqs, options.seconds)):
+            if phase.concurrency * phase.input_len * token_s <= limit_s:
+                found_s = asyncio.run(_drive(stack.url, server.model, token_ids, phase))
+                token_s = found_s if phase.output_len == 1 else token_s
+            advance(phase.seconds, f"{phase.concurrency} x {phase.input_len}/{phase.output_len} tokens")
+        found = _learned(stack.url)
+    block_size = found.setdefault("model", {}).get("block_size", 16)
+    num_blocks = found["decode"]["num_blocks"]
+    found["model"] |= {
+        "kv_bytes_per_token": max(1, round(options.kv_memory_gib * 2**30 / num_blocks / block_size)),
+        "max_model_len": max_model_len,
+    }
+    return found
+
+
+async def _drive(url: str, model: str, token_ids: tuple[int, ...], phase: Phase) -> float:
+    """Seconds for each prompt token. Raises ServerError when no request succeeds."""
+    client = CompletionClient(url, RequestOptions(model))
+    input_len, output_len = (LengthRange(length, length) for length in (phase.input_len, phase.output_len))
+    seed = phase.concurrency * 100_003 + phase.input_len
+    workload = Workload(Vocabulary(token_ids), input_len, output_len, seed=seed)
+    load = Load(client, workload, duration_s=phase.seconds)
+    began_at = time.monotonic()
+    try:
+        await load.closed_loop(phase.concurrency)
+    finally:
+        await client.close()
+    num_ok = sum(record.ok for record in load.records)
+    if not num_ok:
+        raise ServerError(f"no request of {phase.input_len} tokens succeeded: {load.records[-1].message}")
+    return (time.monotonic() - began_at) / (num_ok * phase.input_len)
+
+
+def _learned(url: str) -> dict[str, Any]:
+    """What the router says once it has heard of the last steps. Raises ConfigError."""
+    deadline = time.monotonic() + REPORT_S
+    time.sleep(POLL_S)
+    while True:
+        try:
+            return kinds_in(ask_load(url), url)
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)
