@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from benchmarks.arrivals import BURST, RAMP, STEPS, RateProfile
 from benchmarks.workload import LengthRange
 from common.config.field import Config, setting
 from common.errors import ConfigError
@@ -29,7 +31,7 @@ class BenchConfig(Config):
     about: ClassVar[str] = (
         "Loads any OpenAI-compatible server and measures time to first token (TTFT), time per output token (TPOT),\n"
         "inter-token and end-to-end latency, throughput and goodput. The load is closed (--concurrency), open\n"
-        "(--rate) or a trace's (--trace)."
+        "(--rate, --rates, --ramp, --burst) or a trace's (--trace); --find-rate finds the highest rate within goals."
     )
 
     url: str = setting(
@@ -58,9 +60,33 @@ class BenchConfig(Config):
         expects="a number above 0, or inf",
         metavar="R",
     )
+    rates: str = setting(
+        "",
+        "open loop: rates over time, as RATExSECONDS for a step and RATE-RATExSECONDS for an even change: 2x30,8-2x60",
+        group=_LOAD,
+        pattern=rf"({STEPS})?",
+        expects="parts such as 2x30 or 2-8x30, separated by commas",
+        metavar="R",
+    )
+    ramp: str = setting(
+        "",
+        "open loop: from one rate evenly to another in --duration-s: 2:8",
+        group=_LOAD,
+        pattern=rf"({RAMP})?",
+        expects="two rates such as 2:8",
+        metavar="R:R",
+    )
+    burst: str = setting(
+        "",
+        "open loop: one rate, and another for some seconds in the middle of --duration-s: 2:20x10",
+        group=_LOAD,
+        pattern=rf"({BURST})?",
+        expects="two rates and seconds such as 2:20x10",
+        metavar="R:RxS",
+    )
     concurrency: int = setting(
         0,
-        f"closed loop: requests in flight at all times; 0: {DEFAULT_CONCURRENCY}, unless --rate or --trace is given",
+        f"closed loop: requests in flight at all times; 0: {DEFAULT_CONCURRENCY}, unless a rate or --trace is given",
         group=_LOAD,
         ge=0,
         le=65536,
@@ -74,6 +100,19 @@ class BenchConfig(Config):
     )
     duration_s: float = setting(
         0.0, "seconds after which no more requests are sent; 0: no limit", group=_LOAD, ge=0, le=10**7
+    )
+    find_rate: bool = setting(
+        False,
+        "find the highest rate at which --slo-quantile of requests meet the goals, from --rate on (else from that of"
+        " one request at a time); each rate gets --num-requests or more, and at most --duration-s",
+        group=_LOAD,
+    )
+    rate_tolerance: float = setting(
+        0.05,
+        "end the search when the lowest rate that misses is higher by at most this share",
+        group=_LOAD,
+        ge=0.001,
+        le=0.9,
     )
     warmup: int = setting(2, "requests sent, one by one, before measuring starts", group=_LOAD, ge=0, le=10**6)
     trace: str = setting(
@@ -115,6 +154,12 @@ class BenchConfig(Config):
     slo_ttft_ms: float = setting(0.0, "goodput counts requests with at most this TTFT; 0: any", group=_GOALS, ge=0)
     slo_tpot_ms: float = setting(0.0, "goodput counts requests with at most this TPOT; 0: any", group=_GOALS, ge=0)
 
+    slo_quantile: float = setting(
+        0.95, "share of requests that should meet both goals, for --find-rate", group=_GOALS, ge=0.01, le=0.9999
+    )
+    price_prefill: float = setting(0.0, "price of a prefill worker for an hour, in any currency", group=_GOALS, ge=0)
+    price_decode: float = setting(0.0, "price of a decode worker for an hour", group=_GOALS, ge=0)
+
     config: str = setting(
         "", "TOML file with settings; flags and environment win over it", group=_OUTPUT, metavar="FILE", in_file=False
     )
@@ -123,12 +168,7 @@ class BenchConfig(Config):
     progress: bool = setting(True, "show a progress bar on a terminal", group=_OUTPUT)
 
     def check(self) -> None:
-        if self.rate and self.concurrency:
-            raise ConfigError("rate", self.rate, "not together with concurrency: a load is open or closed")
-        if self.rate and float(self.rate) <= 0:
-            raise ConfigError("rate", self.rate, "a number above 0, or inf")
-        if math.isinf(float(self.rate or 0)) and not self.num_requests and not self.trace:
-            raise ConfigError("num_requests", self.num_requests, "at least 1 when rate is inf")
+        self._check_load()
         for name in ("input_len", "output_len"):
             try:
                 LengthRange.parse(getattr(self, name))
@@ -138,6 +178,41 @@ class BenchConfig(Config):
         if self.shared_prefix_len > shortest:
             raise ConfigError("shared_prefix_len", self.shared_prefix_len, f"at most the shortest prompt, {shortest}")
 
+    def _check_load(self) -> None:
+        loads = [name for name in ("rate", "rates", "ramp", "burst", "concurrency") if getattr(self, name)]
+        if len(loads) > 1:
+            raise ConfigError(loads[0], getattr(self, loads[0]), f"not together with {loads[1]}: a load has one form")
+        if self.rate and float(self.rate) <= 0:
+            raise ConfigError("rate", self.rate, "a number above 0, or inf")
+        if math.isinf(float(self.rate or 0)) and not self.num_requests and not self.trace:
+            raise ConfigError("num_requests", self.num_requests, "at least 1 when rate is inf")
+        for name in ("ramp", "burst"):
+            if getattr(self, name) and not self.duration_s:
+                raise ConfigError("duration_s", self.duration_s, f"above 0 with {name}")
+        try:
+            _ = self.profile
+        except ValueError as error:
+            raise ConfigError(loads[0], getattr(self, loads[0]), str(error)) from error
+        if self.find_rate:
+            if not self.slo_ttft_ms and not self.slo_tpot_ms:
+                raise ConfigError("slo_ttft_ms", self.slo_ttft_ms, "above 0 with find_rate, or slo_tpot_ms")
+            if loads not in ([], ["rate"]) or math.isinf(float(self.rate or 0)):
+                raise ConfigError(loads[0], getattr(self, loads[0]), "with find_rate only a finite rate to begin with")
+
+    @property
+    def profile(self) -> RateProfile | None:
+        """The rate over time, if it changes. Raises ValueError for one that makes no sense."""
+        if self.rates:
+            return RateProfile.steps(self.rates)
+        if self.ramp:
+            return RateProfile.ramp(self.ramp, self.duration_s)
+        return RateProfile.burst(self.burst, self.duration_s) if self.burst else None
+
+    @property
+    def prices(self) -> Mapping[str, float]:
+        """Of an hour of a worker, by role."""
+        return {"prefill": self.price_prefill, "decode": self.price_decode}
+
     @property
     def sends_text(self) -> bool:
         return self.prompt_text or self.endpoint == "chat"
@@ -145,4 +220,4 @@ class BenchConfig(Config):
     @property
     def replays_arrivals(self) -> bool:
         """Requests arrive at the trace's times."""
-        return bool(self.trace) and not self.rate and not self.concurrency
+        return bool(self.trace) and not (self.rate or self.profile or self.concurrency)

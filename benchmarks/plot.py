@@ -11,17 +11,24 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from benchmarks.probing import FoundRate
 from benchmarks.summary import RequestRecord
 
 NUM_BINS = 60
+NUM_PARTS, LEAST_IN_PART = 40, 10
 COLOURS = {"TTFT": "#2f6fb5", "TPOT": "#2b8a5b", "ITL": "#c9652b", "end to end": "#7a4fa3"}
 
 
-def plot_run(path: Path, records: Sequence[RequestRecord], *, title: str) -> None:
-    """Draw cumulative distributions of the four latencies above a timeline of requests and tokens, as a PNG."""
+def plot_run(
+    path: Path, records: Sequence[RequestRecord], *, title: str, goals_ms: tuple[float, float] = (0.0, 0.0)
+) -> None:
+    """Draw cumulative distributions of the four latencies, a timeline of requests and tokens, and tails over time.
+
+    `goals_ms`: of TTFT and TPOT, drawn beside their tails; 0 is none.
+    """
     good = [record for record in records if record.ok]
-    figure = Figure(figsize=(13, 7.5), layout="constrained")
-    grid = figure.add_gridspec(2, 4, height_ratios=(1, 1.1))
+    figure = Figure(figsize=(13, 11), layout="constrained")
+    grid = figure.add_gridspec(3, 4, height_ratios=(1, 1.1, 0.9))
     latencies = {
         "TTFT": [record.ttft_s for record in good],
         "TPOT": [record.tpot_s for record in good],
@@ -31,7 +38,58 @@ def plot_run(path: Path, records: Sequence[RequestRecord], *, title: str) -> Non
     for column, (name, values) in enumerate(latencies.items()):
         plot_cdf(figure.add_subplot(grid[0, column]), name, {name: values})
     _plot_timeline(figure.add_subplot(grid[1, :]), good)
+    _plot_tails(figure.add_subplot(grid[2, :]), records, goals_ms)
     save(figure, path, title)
+
+
+def plot_rate(path: Path, found: FoundRate, *, quantile: float, title: str) -> None:
+    """Draw the share of requests within goals by rate, with its interval, and the highest rate that held."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot()
+    tried = sorted((probe for probe in found.probes if probe.rate), key=lambda probe: probe.rate)
+    shares = np.asarray([probe.verdict.share for probe in tried])
+    below = np.maximum(0.0, shares - np.asarray([probe.verdict.low for probe in tried]))
+    above = np.maximum(0.0, np.asarray([probe.verdict.high for probe in tried]) - shares)
+    rates = [probe.rate for probe in tried]
+    axes.errorbar(rates, shares, yerr=(below, above), fmt="o-", capsize=3, color=COLOURS["TTFT"])
+    axes.axhline(quantile, color="#444444", linestyle="--", linewidth=1, label=f"goal: {quantile:.4g}")
+    if found.rate:
+        axes.axvline(found.rate, color=COLOURS["TPOT"], linewidth=1, label=f"{found.rate:.3g} requests/s")
+    axes.set(xlabel="requests/s", ylabel="share within goals", ylim=(0, 1.02))
+    axes.legend(loc="lower left", fontsize=8)
+    axes.grid(alpha=0.2)
+    save(figure, path, title)
+
+
+def _plot_tails(axes: Any, records: Sequence[RequestRecord], goals_ms: tuple[float, float]) -> None:
+    """Draw p95 of TTFT and TPOT of the requests that began in each part of the run, beside how many those were."""
+    axes.set(title="by the time at which requests began", xlabel="seconds", ylabel="p95, ms")
+    begun = [record for record in records if record.start]
+    if len(begun) < 2:
+        return
+    origin = min(record.start for record in begun)
+    starts = np.asarray([record.start - origin for record in begun])
+    edges = np.linspace(0.0, float(starts.max()) or 1.0, min(NUM_PARTS, max(2, len(begun) // LEAST_IN_PART)) + 1)
+    parts = np.clip(np.searchsorted(edges, starts, side="right") - 1, 0, edges.size - 2)
+    for name, attribute, goal in zip(("TTFT", "TPOT"), ("ttft_s", "tpot_s"), goals_ms, strict=True):
+        values = np.asarray([getattr(record, attribute) * 1000 if record.ok else math.nan for record in begun])
+        tails = [_p95(values[parts == part]) for part in range(edges.size - 1)]
+        axes.plot((edges[:-1] + edges[1:]) / 2, tails, "o-", markersize=3, color=COLOURS[name], label=f"{name} p95")
+        if goal:
+            axes.axhline(goal, color=COLOURS[name], linestyle="--", linewidth=1)
+    axes.set(yscale="log")
+    plain_numbers(axes.yaxis)
+    rates = axes.twinx()
+    counts = np.bincount(parts, minlength=edges.size - 1)
+    rates.stairs(counts / np.diff(edges), edges, color="#444444", alpha=0.8, label="requests/s")
+    rates.set(ylabel="requests/s", ylim=(0, None))
+    handles = [legend for source in (axes, rates) for legend in source.get_legend_handles_labels()[0]]
+    axes.legend(handles=handles, loc="upper left", fontsize=8)
+
+
+def _p95(values: NDArray[np.float64]) -> float:
+    known = values[~np.isnan(values)]
+    return float(np.percentile(known, 95)) if known.size else math.nan
 
 
 def plot_cdf(axes: Any, name: str, series: dict[str, Iterable[float]]) -> None:

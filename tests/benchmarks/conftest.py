@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -18,10 +19,11 @@ from starlette.routing import Route
 
 
 class ScriptedServer:
-    """Remembers the bodies it was sent. Models: good, slow, busy, breaks, cut, silent."""
+    """Remembers the bodies it was sent. Models: good, slow, late, turns (one at a time), busy, breaks, cut, silent."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self._turn = asyncio.Lock()
         app = Starlette(
             routes=[
                 Route("/v1/completions", self.completions, methods=["POST"]),
@@ -59,6 +61,9 @@ class ScriptedServer:
 
     async def _events(self, body: dict[str, Any], chat: bool) -> AsyncIterator[str]:
         model, count = body["model"], body["max_tokens"]
+        if model in ("late", "turns"):
+            async with self._turn if model == "turns" else contextlib.nullcontext():
+                await asyncio.sleep(0.02)
         if chat:
             yield _event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
         yield ": keep-alive\n\n"

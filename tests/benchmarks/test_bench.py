@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench
+from benchmarks.arrivals import RateProfile
 from benchmarks.config import BenchConfig
 from common.config.sources import read
 
@@ -39,7 +40,10 @@ def test_closed_loop_writes_json_and_plot(
     assert "goodput" in printed
 
 
-@pytest.mark.parametrize("flags", [("--rate=500",), ("--rate=inf",), ("--endpoint=chat",), ("--prompt-text",)])
+@pytest.mark.parametrize(
+    "flags",
+    [("--rate=500",), ("--rate=inf",), ("--endpoint=chat",), ("--prompt-text",), ("--ramp=5:90", "--duration-s=1")],
+)
 def test_other_loads(server: ScriptedServer, flags: tuple[str, ...]) -> None:
     assert run(server, *flags) == 0
 
@@ -59,6 +63,43 @@ def test_duration_bounds_the_run(server: ScriptedServer) -> None:
     assert len(server.bodies) > before + 2
 
 
+def test_a_rate_that_changes_ends_with_its_profile(server: ScriptedServer, tmp_path: Path) -> None:
+    output = tmp_path / "r.json"
+    flags = ["--rates=100x0.2,0x0.2,100-200x0.2", "--output-len=1", "--warmup=0", f"--output={output}"]
+    assert bench.main(["--url", server.url, "--seed=3", "--num-requests=0", *flags]) == 0
+    starts = [request["start_s"] for request in json.loads(output.read_text())["requests"]]
+    expected = RateProfile.steps("100x0.2,0x0.2,100-200x0.2").arrivals(3)
+    assert len(starts) == len(list(expected)) > 20
+
+
+def test_find_rate_says_that_no_rate_holds(
+    server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each answer of "late" takes 20 ms, however few there are."""
+    output, picture = tmp_path / "r.json", tmp_path / "r.png"
+    goals = ["--slo-ttft-ms=1", "--num-requests=20", f"--output={output}", f"--plot={picture}"]
+    assert run(server, "--find-rate", "--model=late", *goals) == 1
+    assert (
+        "none: even one request at a time had fewer than 0.95 of requests within TTFT 1 ms" in capsys.readouterr().out
+    )
+    written = json.loads(output.read_text())
+    assert written["answer"] == {"rate": 0.0, "lowest_missed": 0.0}
+    assert [probe["rate"] for probe in written["probes"]] == [0.0]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_find_rate_finds_the_capacity(server: ScriptedServer, tmp_path: Path) -> None:
+    """Model "turns" serves one request at a time, 20 ms each: more than 50 a second cannot be served."""
+    output = tmp_path / "r.json"
+    flags = ["--find-rate", "--model=turns", "--slo-ttft-ms=400", "--slo-quantile=0.9", "--rate=10"]
+    load = ["--output-len=1", "--num-requests=20", "--rate-tolerance=0.8", "--warmup=1", f"--output={output}"]
+    assert bench.main(["--url", server.url, "--seed=1", *flags, *load]) == 0
+    written = json.loads(output.read_text())
+    assert 0 < written["answer"]["rate"] <= 60
+    assert written["answer"]["lowest_missed"] <= 1.8 * written["answer"]["rate"] + 1e-3
+    assert all(probe["num"] >= 20 for probe in written["probes"][1:] if probe["holds"])
+
+
 def test_all_failed_is_a_failure(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(server, "--model=busy") == 1
     assert "6 x http 503 no worker" in capsys.readouterr().out
@@ -69,6 +110,14 @@ def test_all_failed_is_a_failure(server: ScriptedServer, capsys: pytest.CaptureF
     [
         (["--rate=0"], "rate='0' is refused: a number above 0, or inf"),
         (["--rate=1", "--concurrency=1"], "not together with concurrency"),
+        (["--rates=1x2", "--ramp=1:2"], "not together with ramp"),
+        (["--rates=1x2,3"], "parts such as 2x30"),
+        (["--rates=0x2"], "at least one rate must be above 0"),
+        (["--ramp=1:2"], "duration_s=0.0 is refused: above 0 with ramp"),
+        (["--burst=1:9x30", "--duration-s=20"], "does not fit into 20 s"),
+        (["--find-rate"], "above 0 with find_rate"),
+        (["--find-rate", "--slo-ttft-ms=9", "--concurrency=2"], "only a finite rate"),
+        (["--slo-quantile=1"], "slo_quantile=1"),
         (["--rate=inf", "--num-requests=0"], "num_requests=0 is refused"),
         (["--input-len=9-3"], "input_len='9-3' is refused"),
         (["--shared-prefix-len=5"], "at most the shortest prompt, 4"),
