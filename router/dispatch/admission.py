@@ -25,8 +25,9 @@ from router.dispatch.client import ANYONE, Caller, GenerationRequest
 from router.dispatch.forecast import NO_HITS, RequestShape, place_s, places_of, queued_s, step_tokens, wait_s
 from router.dispatch.holding import Holding
 from router.dispatch.load import DispatchCounters
+from router.dispatch.output_lengths import UNKNOWN_LENGTH
 from router.dispatch.patience import Patience
-from router.dispatch.policy import OUTPUT_RESERVE, Choice, RoutingPolicy
+from router.dispatch.policy import Choice, RoutingPolicy
 from router.dispatch.request_state import Assignment, RequestState, Stage
 from router.dispatch.shortlist import FEW, Shortlist
 from router.dispatch.waiting import WaitingRequests
@@ -142,7 +143,7 @@ class Admission:
 
     def place_for(self, num_tokens: int, now: float, priority: int = 0) -> Choice | None:
         """Where a new prompt of so many tokens would be placed if nothing of it is cached anywhere."""
-        shape = RequestShape(num_tokens, OUTPUT_RESERVE, NO_HITS, num_expected=OUTPUT_RESERVE, priority=priority)
+        shape = RequestShape(num_tokens, UNKNOWN_LENGTH, NO_HITS, num_expected=UNKNOWN_LENGTH, priority=priority)
         ready = self._registry.ready if self._shortlist is None else self._shortlist.ready
         return self._policy.choose(ready("prefill"), ready("decode"), shape, now)
 
@@ -269,6 +270,7 @@ class Admission:
             return None
         worker, after_s = choice.decode, choice.forecast.ttft_s
         token_s, alone_s = token_s_at(worker, after_s, num_tokens)
+        token_s += choice.forecast.stall_s
         limit_s = max(one.tpot_s, alone_s / (1.0 - LEAST_SHARE))
         if token_s <= limit_s:
             return None

@@ -21,6 +21,7 @@ from router.dispatch.admission import Admission
 from router.dispatch.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest
 from router.dispatch.demand import Demand, DemandMeter
 from router.dispatch.forecast import RequestShape
+from router.dispatch.growth import follow_growth
 from router.dispatch.handover import HandOvers
 from router.dispatch.holding import Holding
 from router.dispatch.load import DispatchCounters
@@ -200,6 +201,7 @@ class DispatchCore:
         self._turns.serve(now)
 
     def on_tick(self, now: float) -> None:
+        follow_growth(self.states.values(), self._registry, self._placement.lengths)
         self._handovers.leave(self.states.values(), now)
         self._turns.serve(now)
         for state in list(self.states.values()):

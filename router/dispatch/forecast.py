@@ -26,6 +26,8 @@ SCARCE = 0.05
 """A decode worker with less than this share of its blocks to give is full, whatever its number of sequences."""
 STRANGE = 2.0
 """How many times slower than a prefill worker a decode worker may be at prompts, of which it has computed none."""
+LEAST_SERVICE_S = 0.1
+"""How long an answer takes at least, where none has ended yet."""
 NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -57,7 +59,8 @@ class RequestShape:
 
 class Forecast(msgspec.Struct, frozen=True, gc=False):
     """Seconds. `wait_s`: prompts that are computed before this one. `prompt_s`: its own. `place_s`: until the decode
-    worker's batch has a place. `token_s`: a token after the first. `delay_s`: what all sequences that run there lose.
+    worker's batch has a place. `token_s`: a token after the first, of which `stall_s` because the worker's blocks will
+    not do for all answers, so that it preempts some. `delay_s`: what all sequences that run there lose.
     """
 
     wait_s: float = 0.0
@@ -66,6 +69,7 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
     token_s: float = 0.0
     delay_s: float = 0.0
     is_known: bool = False
+    stall_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -78,7 +82,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     `rows` is what each step of a decode worker computes beside prompts, in `step_s` seconds. Prompts that the last
     report does not count yet take `fresh_s`, those that it counted `waiting_s`. `is_known`: the model is the worker's
     own. A step computes at most `max_step_tokens` prompt tokens, a sequence has at most `max_tokens`. Since the report
-    other routers are likely to have sent prompts of `rivals_s`, and so many requests that there are `num_likely`.
+    other routers are likely to have sent prompts of `rivals_s`, and so many requests that there are `num_likely`. When
+    all sequences there have grown, a new one finds `num_spare_blocks`.
     """
 
     model: StepModel
@@ -89,7 +94,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     fresh_s: float
     num_requests: int
     num_places: int
-    num_available_blocks: int
+    num_spare_blocks: int
     knows_prompts: bool
     waiting_s: float
     block_size: int
@@ -114,7 +119,7 @@ def terms_of(worker: Worker) -> Terms:
             fresh_s,
             worker.num_requests,
             places_of(worker),
-            worker.num_available_blocks,
+            worker.num_spare_blocks,
             worker.step_model.knows_prompts,
             worker.beat.waiting_s if worker.beat else 0.0,
             worker.hello.block_size if worker.hello else 1,
@@ -219,9 +224,32 @@ def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
     model = terms.model
     own_s = model.row_s + model.context_s * (shape.num_tokens + shape.num_expected // 2)  # of each step: one row more
     delay_s = terms.rows.num_rows * shape.num_expected * own_s + transfer_s(shape.uncached(worker))
-    token_s = terms.step_s + own_s
+    token_s, stall_s = terms.step_s + own_s, 0.0
     batch_s = place_s(worker, shape.num_expected * token_s, priority=shape.priority)
-    return Forecast(0.0, 0.0, batch_s, token_s, delay_s, terms.is_known)
+    if num_blocks := num_lacking_blocks(worker, shape):
+        again_s = num_blocks * terms.block_size * (model.token_s or model.row_s)
+        delay_s += terms.rows.num_rows * again_s
+        stall_s = (again_s + room_s(worker, num_blocks)) / max(1, shape.num_expected)
+    return Forecast(0.0, 0.0, batch_s, token_s + stall_s, delay_s, terms.is_known, stall_s)
+
+
+def num_lacking_blocks(worker: Worker, shape: RequestShape) -> int:
+    """Blocks that a decode worker will lack for the request, its expected answer and those of all others there."""
+    terms = terms_of(worker)
+    num_tokens = shape.uncached(worker) + shape.num_expected
+    return max(0, -(-num_tokens // terms.block_size) - max(0, terms.num_spare_blocks))
+
+
+def room_s(worker: Worker, num_blocks: int) -> float:
+    """Seconds until so many blocks that a decode worker lacks become free, by Little's law over its answers.
+
+    The youngest answer is preempted first, and waits for them.
+    """
+    booked = worker.booked
+    if not booked.num_requests:
+        return 0.0
+    freed_a_s = (booked.num_blocks + booked.num_more) / max(worker.service_s.value, worker.lasting_s, LEAST_SERVICE_S)
+    return num_blocks / max(1.0, freed_a_s)
 
 
 def computed_there(
@@ -244,7 +272,7 @@ def computed_there(
     stopped_s = terms.rows.num_rows * max(0.0, prompt_s - num_steps * terms.step_s)
     delay_s = remote.delay_s - transfer_s(prompt.num_tokens) + stopped_s
     before_s = wait_s(worker, now, shape.priority)
-    return Forecast(before_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known)
+    return Forecast(before_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s)
 
 
 def transfer_s(num_tokens: int) -> float:
@@ -254,6 +282,5 @@ def transfer_s(num_tokens: int) -> float:
 
 def joined(first: Forecast, then: Forecast) -> Forecast:
     """A prompt on a prefill worker, and its answer on a decode worker."""
-    return Forecast(
-        first.wait_s, first.prompt_s, then.place_s, then.token_s, then.delay_s, first.is_known and then.is_known
-    )
+    is_known = first.is_known and then.is_known
+    return Forecast(first.wait_s, first.prompt_s, then.place_s, then.token_s, then.delay_s, is_known, then.stall_s)

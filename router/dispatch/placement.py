@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from common.latency.step_model import StepShape
-from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import DecodeRequest, HandOver, KVTarget, Message, PrefillRequest
 from router.dispatch.forecast import NO_HITS, RequestShape
-from router.dispatch.policy import OUTPUT_RESERVE, Choice, RoutingPolicy
+from router.dispatch.growth import num_more_blocks
+from router.dispatch.output_lengths import OutputLengths
+from router.dispatch.policy import Choice, RoutingPolicy
 from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.shortlist import Shortlist
+from router.fleet.booking import Booking
 from router.fleet.prefix_index import PrefixHits, PrefixIndex
 from router.fleet.registry import WorkerRegistry
-from router.fleet.worker import Booking, Worker, WorkerState
+from router.fleet.worker import Worker, WorkerState
 
-OUTPUT_SMOOTHING = 0.02
-"""The share of one more answer in the average length."""
 Send = Callable[[str, Message], bool]
 Abort = Callable[[str, str, int], None]
 
@@ -40,7 +40,7 @@ class Placement:
         self._registry, self._policy, self._index = registry, policy, index
         self._send, self._abort = send, abort
         self.shortlist = Shortlist(registry, policy, index)
-        self._num_output = Ewma(OUTPUT_SMOOTHING, start=OUTPUT_RESERVE)  # tokens of an answer, lately
+        self.lengths = OutputLengths()
 
     def choose(
         self, state: RequestState, now: float, deaf: Collection[str] = (), held_s: float = 0.0
@@ -116,9 +116,16 @@ class Placement:
         request = self._decode_request(state, worker, now, num_output, num_reserved_tokens)
         if not self._send(target.address, request):
             return False
-        num_blocks = target.num_blocks_of(state.num_tokens + num_reserved_tokens)
-        priority = state.request.priority
-        booking = self._registry.book(target.address, prompt=StepShape(), num_blocks=num_blocks, priority=priority)
+        num_tokens = state.num_tokens + num_reserved_tokens
+        num_expected = max(0, self.expected_more(state) - num_reserved_tokens)
+        booking = self._registry.book(
+            target.address,
+            prompt=StepShape(),
+            num_blocks=target.num_blocks_of(num_tokens),
+            priority=state.request.priority,
+            num_tokens=num_tokens,
+            num_more=num_more_blocks(target, num_tokens, num_expected),
+        )
         state.successor = _assignment(state, target, booking, num_output)
         order = HandOver(
             request_id=request.request_id,
@@ -151,7 +158,7 @@ class Placement:
 
     def settle(self, state: RequestState) -> None:
         """The request ended well: release its bookings, and stop a hand-over."""
-        self._num_output.observe(len(state.stream.token_ids))
+        self.lengths.observe(state.request.request_class, len(state.stream.token_ids))
         for assignment in (state.prefill, state.decode):
             if assignment is not None:
                 self._registry.release(assignment.booking)
@@ -190,6 +197,11 @@ class Placement:
         """
         accept = _accepting(role, state)
         return [worker for worker in self._registry.ready(role) if accept(worker)]
+
+    def expected_more(self, state: RequestState) -> int:
+        """Tokens that the answer will probably have beyond those of now."""
+        num_output = len(state.stream.token_ids)
+        return self.lengths.expected_more(state.request.request_class, num_output, state.num_remaining)
 
     def obstacle(self, state: RequestState, now: float) -> str:
         """Why the request has no place yet."""
@@ -264,7 +276,7 @@ class Placement:
             num_remaining,
             tokens or NO_HITS,
             alone=state.wants_prompt_logprobs,
-            num_expected=min(num_remaining, round(self._num_output.value)),
+            num_expected=self.lengths.expected_more(state.request.request_class, state.num_base_tokens, num_remaining),
             priority=state.request.priority,
             held_s=held_s,
         )
@@ -293,8 +305,14 @@ class Placement:
         """Book the worker; with `local` it computes the prompt itself."""
         num_blocks = worker.num_blocks_of(shape.uncached(worker))
         prompt = shape.prompt(worker) if local else StepShape()
-        priority = state.request.priority
-        booking = self._registry.book(worker.address, prompt=prompt, num_blocks=num_blocks, priority=priority)
+        booking = self._registry.book(
+            worker.address,
+            prompt=prompt,
+            num_blocks=num_blocks,
+            priority=state.request.priority,
+            num_tokens=shape.num_tokens,
+            num_more=num_more_blocks(worker, shape.num_tokens, shape.num_expected) if worker.role == "decode" else 0,
+        )
         state.assign(_assignment(state, worker, booking, state.num_base_tokens), now)
 
     def _decode_request(

@@ -20,15 +20,15 @@ from router.dispatch.forecast import (
     RequestShape,
     computed_there,
     joined,
+    num_lacking_blocks,
     on_decode,
     on_prefill,
     terms_of,
     transfer_s,
 )
+from router.dispatch.output_lengths import UNKNOWN_LENGTH
 from router.fleet.worker import Worker, by_fingerprint
 
-OUTPUT_RESERVE = 256
-"""Output tokens that a decode worker should have room for; how many will come is unknown."""
 TOLERANCE, MOST_TOLERANCE, TOLERANCE_S = 0.1, 0.5, 1e-3
 """By so much of the least cost, and so many seconds, others may differ from it and count as equal: more where the two
 workers' models of their steps err by more, up to a bound."""
@@ -40,7 +40,7 @@ taken, so one shared prompt never pins all traffic."""
 LEAST_GAIN, LEAST_GAIN_S = 0.8, 0.02
 """Where a prompt is computed against the threshold costs at most this share, and so many seconds less: predictions
 err, and prompts between tokens make gaps."""
-USUAL = RequestShape(2048, 256, NO_HITS)
+USUAL = RequestShape(2048, UNKNOWN_LENGTH, NO_HITS)
 """A request by whose cost workers are compared before one is known."""
 
 
@@ -154,8 +154,7 @@ def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
     """A decode worker for an answer whose prompt a prefill worker computes."""
     forecast, uncached, terms = on_decode(worker, shape), shape.uncached(worker), terms_of(worker)
     cuts = shape.num_tokens + shape.num_remaining > terms.max_tokens  # an answer of full length
-    reserve = min(shape.num_remaining, OUTPUT_RESERVE)
-    lacks_room = uncached + reserve > terms.num_available_blocks * terms.block_size
+    lacks_room = num_lacking_blocks(worker, shape) > 0
     rank, hits = (cuts, worker.suspect, lacks_room), shape.num_tokens - uncached
     return _Place(worker, forecast, rank, _decode_cost_s(forecast, shape), hits)
 

@@ -15,7 +15,7 @@ from router.dispatch.client import GenerationRequest, RequestTimeline, TokenEven
 from router.dispatch.forecast import Forecast
 from router.dispatch.prompt import Prompt
 from router.dispatch.stream import TokenStream
-from router.fleet.worker import Booking
+from router.fleet.booking import Booking
 
 MIN_PROGRESS = 4
 """Output tokens that count as progress after a move: a prefill worker alone makes one each time."""

@@ -10,7 +10,8 @@ from common.latency.step_model import StepModel, StepShape
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
-from router.fleet.worker import SMOOTHING, Booking, Load, Worker, WorkerState, order_of
+from router.fleet.booking import Booking, Load
+from router.fleet.worker import ROLES, SMOOTHING, Worker, WorkerState, order_of
 
 # A worker that failed so many requests in a row is a suspect, the longer the more often.
 MAX_STRIKES = 3
@@ -25,7 +26,6 @@ MAX_RIVALS, RIVALS_SMOOTHING = 15.0, 0.2
 SHOWN = 8
 """Workers that one line names."""
 NOT_READY = "connected, not ready yet"
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class WorkerRegistry:
@@ -100,7 +100,7 @@ class WorkerRegistry:
         self._follow_role(worker, hello)
         worker.hello, worker.known_epoch = hello, hello.epoch
         self._ready.clear()
-        if misfit := _misfit(worker):
+        if misfit := worker.misfit:
             worker.state, worker.reason = WorkerState.UNKNOWN, misfit
         self._changed(worker)
         return ended
@@ -226,7 +226,7 @@ class WorkerRegistry:
             if now - (worker.last_seen or 0.0) > self._worker_timeout_s:
                 self._end(worker, WorkerState.DEAD, f"silent for more than {self._worker_timeout_s:g} s")
                 died.append(worker)
-            elif _is_stuck(worker, now) and self._judge(worker, now):
+            elif worker.is_stuck(now) and self._judge(worker, now):
                 died.append(worker)
         self._compare_routers()
         return died
@@ -270,10 +270,22 @@ class WorkerRegistry:
 
     # ------------------------------------------------------------ bookings
 
-    def book(self, address: str, *, prompt: StepShape, num_blocks: int, priority: int = 0) -> Booking:
-        """Count work that is sent under `next_serial`: `prompt` to compute, `num_blocks` of KV to hold."""
+    def book(
+        self,
+        address: str,
+        *,
+        prompt: StepShape,
+        num_blocks: int,
+        priority: int = 0,
+        num_tokens: int = 0,
+        num_more: int = 0,
+    ) -> Booking:
+        """Count work that is sent under `next_serial`: `prompt` to compute, `num_blocks` of KV to hold.
+
+        They hold `num_tokens` tokens, cached ones included, and the answer will probably need `num_more` blocks.
+        """
         worker = self.workers[address]
-        booking = Booking(self.next_serial, address, prompt, num_blocks, priority)
+        booking = Booking(self.next_serial, address, prompt, num_blocks, priority, num_tokens, 0, num_more)
         self.next_serial += 1
         worker.bookings[booking.serial] = booking
         worker.booked.add(booking)
@@ -285,27 +297,41 @@ class WorkerRegistry:
     def computed(self, booking: Booking) -> Booking:
         """The prompt is computed: drop it from the booking, and return what is left of that."""
         worker = self.workers.get(booking.address)
-        after = replace(booking, prompt=StepShape())
-        if worker is not None and booking.serial in worker.bookings:
+        known = worker.bookings.get(booking.serial) if worker is not None else None
+        after = replace(known or booking, prompt=StepShape())
+        if worker is not None and known is not None:
             worker.bookings[booking.serial] = after
-            worker.booked.computed(booking)
-            if _is_fresh(worker, booking):
-                worker.fresh.computed(booking)
+            worker.booked.computed(known)
+            if worker.is_fresh(known):
+                worker.fresh.computed(known)
             else:
-                worker.ended.prompt += booking.prompt
+                worker.ended.prompt += known.prompt
             self._changed(worker)
         return after
+
+    def resize(self, address: str, sizes: Mapping[int, tuple[int, int]]) -> None:
+        """Set how many blocks bookings have gained, and will gain, by serial. Those that have ended are left out."""
+        worker = self.workers[address]
+        for serial, (num_grown, num_more) in sizes.items():
+            if (before := worker.bookings.get(serial)) is None:
+                continue
+            after = worker.bookings[serial] = replace(before, num_grown=num_grown, num_more=num_more)
+            worker.booked.resize(before, after)
+            if worker.is_fresh(after):
+                worker.fresh.resize(before, after)
+        self._changed(worker)
 
     def release(self, booking: Booking) -> None:
         """The work has ended. Does nothing the second time, and once the worker's life has ended."""
         worker = self.workers.get(booking.address)
-        if worker is None or worker.bookings.pop(booking.serial, None) is None:
+        known = worker.bookings.pop(booking.serial, None) if worker is not None else None
+        if worker is None or known is None:
             return
-        worker.booked.remove(booking)
-        if _is_fresh(worker, booking):
-            worker.fresh.remove(booking)
+        worker.booked.remove(known)
+        if worker.is_fresh(known):
+            worker.fresh.remove(known)
         else:
-            worker.ended.add(booking)
+            worker.ended.add(known)
         self._changed(worker)
 
     # ------------------------------------------------------------ inside
@@ -341,9 +367,9 @@ class WorkerRegistry:
         """Set the state that the last heartbeat implies. True when the worker died of it."""
         beat, was = worker.beat, worker.state
         alive = was is not WorkerState.DEAD
-        if beat is None or _misfit(worker):
+        if beat is None or worker.misfit:
             return False
-        if _is_stuck(worker, now):
+        if worker.is_stuck(now):
             if alive:
                 stuck = f"stuck at step {beat.step} for more than {beat.turn_limit_s:g} s"
                 self._end(worker, WorkerState.DEAD, stuck, keep_beat=True)
@@ -371,26 +397,3 @@ class WorkerRegistry:
         worker.beat, worker.idle_since = None, None
         worker.bookings.clear()
         worker.booked, worker.fresh, worker.ended = Load(), Load(), Load()
-
-
-def _is_stuck(worker: Worker, now: float) -> bool:
-    """Whether its engine has not turned for longer than a turn may take."""
-    beat = worker.beat
-    return beat is not None and beat.ready and now - worker.step_changed > beat.turn_limit_s
-
-
-def _is_fresh(worker: Worker, booking: Booking) -> bool:
-    """Whether the last report does not count it yet."""
-    return worker.beat is None or booking.serial > worker.beat.serial
-
-
-def _misfit(worker: Worker) -> str:
-    """Why a worker can never be used, whatever its heartbeats say; "" for one that fits."""
-    hello = worker.hello
-    if hello is None:
-        return "never said hello"
-    if (home := hello.home or hello.role) != worker.home:
-        return f"is a {home} worker, not {worker.home}"
-    if hello.role not in ROLES:
-        return f"has the role {hello.role}"
-    return "" if hello.block_size else "has blocks of no tokens"

@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 
-from common.latency.step_model import NOTHING, StepModel, StepShape
+from common.latency.step_model import StepModel
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
+from router.fleet.booking import Booking, Load, peak_growth
 
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 SMOOTHING = 0.1
 """The share of one more request in a worker's averages."""
+FEW_BLOCKS = 0.1
+"""Of a worker's blocks: growth by so many is not worth a closer look."""
 
 
 class WorkerState(StrEnum):
@@ -24,74 +28,6 @@ class WorkerState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     DEAD = "dead"
-
-
-@dataclass(frozen=True, slots=True)
-class Booking:
-    """Work that was sent to a worker and has not ended yet: `prompt` is to be computed there, by `priority`.
-
-    The worker's heartbeats count it once they acknowledge its `serial`.
-    """
-
-    serial: int
-    address: str
-    prompt: StepShape
-    num_blocks: int
-    priority: int = 0
-
-
-@dataclass(slots=True)
-class Load:
-    """Sums over bookings: requests, uncached prompt tokens, KV blocks. `prompt` is all of the prompts as one step.
-
-    `by_priority` has the prompts and the number of requests of each priority.
-    """
-
-    num_requests: int = 0
-    prompt: StepShape = NOTHING
-    num_blocks: int = 0
-    by_priority: dict[int, tuple[StepShape, int]] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.prompt.num_tokens
-
-    def below(self, priority: int) -> tuple[StepShape, int]:
-        """Prompts, and the number of requests, of lower priorities."""
-        lower = [part for level, part in self.by_priority.items() if level < priority]
-        if not lower:  # as always where there is one class: this is asked of each worker for each request
-            return NOTHING, 0
-        return StepShape.sum(prompt for prompt, _ in lower), sum(num for _, num in lower)
-
-    def add(self, booking: Booking) -> None:
-        self.num_requests += 1
-        self.prompt += booking.prompt
-        self.num_blocks += booking.num_blocks
-        prompt, num = self.by_priority.get(booking.priority, (NOTHING, 0))
-        self.by_priority[booking.priority] = (prompt + booking.prompt, num + 1)
-
-    @property
-    def is_used(self) -> bool:
-        """Whether anything was counted."""
-        return bool(self.num_requests or self.num_blocks) or self.prompt is not NOTHING
-
-    def clear(self) -> None:
-        self.num_requests, self.prompt, self.num_blocks = 0, NOTHING, 0
-        self.by_priority.clear()
-
-    def remove(self, booking: Booking) -> None:
-        self.num_requests -= 1
-        self.prompt -= booking.prompt
-        self.num_blocks -= booking.num_blocks
-        prompt, num = self.by_priority.pop(booking.priority)
-        if num > 1:
-            self.by_priority[booking.priority] = (prompt - booking.prompt, num - 1)
-
-    def computed(self, booking: Booking) -> None:
-        """The booking's prompt is computed."""
-        self.prompt -= booking.prompt
-        prompt, num = self.by_priority[booking.priority]
-        self.by_priority[booking.priority] = (prompt - booking.prompt, num)
 
 
 @dataclass(slots=True)
@@ -216,6 +152,23 @@ class Worker:
         return max(0, min(now_free, total - self.booked.num_blocks))
 
     @property
+    def num_growing_blocks(self) -> int:
+        """The most blocks that its sequences will take at once beyond those of now, by the lengths of answers.
+
+        While their sum is small it stands for the peak, which is at most as large. Sequences of other routers are taken
+        to grow like those of this one.
+        """
+        num_more = self.booked.num_more
+        if num_more > FEW_BLOCKS * (self.hello.num_blocks if self.hello else 0):
+            num_more = peak_growth(self.bookings.values())
+        return round(num_more * (1.0 + self.rivals))
+
+    @property
+    def num_spare_blocks(self) -> int:
+        """Blocks that a new request could still get when all sequences there have grown; less than 0: some will not."""
+        return self.num_available_blocks - self.num_growing_blocks
+
+    @property
     def step_model(self) -> StepModel:
         """What the worker says of its steps; nothing is known before its first ones."""
         return self.beat.step_model if self.beat else StepModel()
@@ -225,6 +178,27 @@ class Worker:
         """The same; until something is known, what another worker of its pool said."""
         beat = self.beat
         return beat.step_model if beat is not None and beat.step_model.num_steps else self.pool_model
+
+    @property
+    def misfit(self) -> str:
+        """Why it can never be used, whatever its heartbeats say; "" for one that fits."""
+        hello = self.hello
+        if hello is None:
+            return "never said hello"
+        if (home := hello.home or hello.role) != self.home:
+            return f"is a {home} worker, not {self.home}"
+        if hello.role not in ROLES:
+            return f"has the role {hello.role}"
+        return "" if hello.block_size else "has blocks of no tokens"
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether its engine has not turned for longer than a turn may take."""
+        beat = self.beat
+        return beat is not None and beat.ready and now - self.step_changed > beat.turn_limit_s
+
+    def is_fresh(self, booking: Booking) -> bool:
+        """Whether the last report does not count the booking yet."""
+        return self.beat is None or booking.serial > self.beat.serial
 
     def forgive(self, now: float, longest_s: float) -> bool:
         """Count the worker as heard just now, unless its silence has lasted longer than `longest_s`."""

@@ -141,5 +141,6 @@ def _predicted(forecast: Forecast) -> dict[str, object]:
         "predicted_wait_ms": forecast.wait_s * 1e3,
         "predicted_place_ms": forecast.place_s * 1e3,
         "predicted_token_ms": forecast.token_s * 1e3,
+        "predicted_stall_ms": forecast.stall_s * 1e3,
         "delays_others_ms": forecast.delay_s * 1e3,
     }

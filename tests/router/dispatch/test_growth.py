@@ -1,0 +1,134 @@
+"""Bookings that grow with their answers, and what is predicted of a worker's blocks."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.latency.step_model import StepModel, StepShape
+from router.dispatch.forecast import RequestShape, on_decode
+from router.dispatch.growth import num_more_blocks
+from router.dispatch.policy import RoutingPolicy
+from router.fleet.booking import Booking, peak_growth
+from router.fleet.registry import WorkerRegistry
+
+from ...fake_worker import heartbeat_of, hello_of
+
+D, E = "tcp://d:1", "tcp://e:1"
+MODEL = StepModel(fixed_s=0.01, token_s=1e-4, row_s=1e-4, num_steps=500)
+NO_PROMPT = StepShape()
+
+
+def registry_of(*addresses: str, num_blocks: int = 100, num_running: int = 0) -> WorkerRegistry:
+    registry = WorkerRegistry([], addresses, worker_timeout_s=2.0)
+    for address in addresses:
+        layout = {"block_size": 16, "num_blocks": num_blocks, "max_num_seqs": 64, "max_model_len": 4096}
+        registry.on_hello(address, hello_of(address, "decode", **layout), 0.0)
+        registry.on_heartbeat(address, beat(num_blocks, num_running=num_running), 0.0)
+    return registry
+
+
+def beat(num_free: int, step: int = 1, serial: int = 0, num_running: int = 0):
+    load = {"num_free_blocks": num_free, "num_running": num_running}
+    return heartbeat_of(D, step=step, serial=serial, step_model=MODEL, **load)
+
+
+def book(registry, address=D, *, num_tokens=160, num_more=0):
+    num_blocks = registry.workers[address].num_blocks_of(num_tokens)
+    more = {"num_tokens": num_tokens, "num_more": num_more}
+    return registry.book(address, prompt=NO_PROMPT, num_blocks=num_blocks, **more)
+
+
+sizes = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8)
+
+
+@given(sizes)
+def test_the_peak_is_that_of_sequences_that_grow_side_by_side(found):
+    """The oracle lets each grow by a block a turn and end once it has grown as predicted."""
+    peak = 0
+    for turn in range(21):
+        taken = sum(held + turn for held, more in found if more >= turn)
+        peak = max(peak, taken - sum(held for held, _ in found))
+    bookings = [Booking(number, D, NO_PROMPT, held, num_more=more) for number, (held, more) in enumerate(found)]
+    assert peak_growth(bookings) == peak
+
+
+def test_the_peak_is_less_than_the_sum_where_short_answers_end_before_long_ones():
+    short, long = (Booking(number, D, NO_PROMPT, 20, num_more=more) for number, more in ((1, 5), (2, 20)))
+    assert peak_growth([short, long]) == 10
+
+
+def test_an_answer_ends_at_the_longest_sequence():
+    worker = registry_of(D).workers[D]
+    assert num_more_blocks(worker, 160, 33) == 3
+    assert num_more_blocks(worker, 1590, 300) == 0, "100 blocks of 16 tokens are all there are"
+
+
+def test_blocks_that_running_answers_will_take_are_not_spare():
+    registry = registry_of(D)
+    booking = book(registry, num_more=30)
+    worker = registry.workers[D]
+    assert (worker.num_available_blocks, worker.num_spare_blocks) == (90, 60)
+    registry.on_heartbeat(D, beat(90, step=2, serial=booking.serial), 0.1)
+    registry.resize(D, {booking.serial: (12, 18)})
+    registry.on_heartbeat(D, beat(78, step=3, serial=booking.serial), 0.2)
+    assert (worker.num_available_blocks, worker.num_spare_blocks) == (78, 60), "it grew as was predicted"
+    registry.release(booking)
+    assert worker.num_spare_blocks == 100
+
+
+def test_a_resize_of_a_booking_that_has_ended_changes_nothing():
+    registry = registry_of(D)
+    booking = book(registry, num_more=30)
+    registry.release(booking)
+    registry.resize(D, {booking.serial: (5, 5)})
+    assert registry.workers[D].num_spare_blocks == 100
+
+
+steps = st.lists(st.tuples(st.sampled_from(["book", "resize", "computed", "release", "beat"]), st.integers(0, 9)))
+
+
+@given(steps)
+def test_blocks_of_bookings_are_conserved(actions):
+    """Sums follow the single bookings, and go back to zero, in whatever order bookings change."""
+    registry = registry_of(D)
+    worker, bookings, step = registry.workers[D], [], 1
+    for action, number in actions:
+        if action == "book":
+            bookings.append(book(registry, num_more=number))
+        elif action == "beat":
+            step += 1
+            serial = bookings[number % len(bookings)].serial if bookings else 0
+            registry.on_heartbeat(D, beat(100, step, serial), 0.1)
+        elif bookings and action == "resize":
+            registry.resize(D, {one.serial: (number, 9 - number) for one in bookings[number % len(bookings) :]})
+        elif bookings and action == "computed":
+            registry.computed(bookings[number % len(bookings)])
+        elif bookings:
+            registry.release(bookings.pop(number % len(bookings)))
+        known = worker.bookings.values()
+        assert worker.booked.num_blocks == sum(one.num_held for one in known)
+        assert worker.booked.num_more == sum(one.num_more for one in known)
+        assert worker.fresh.num_blocks == sum(one.num_held for one in known if worker.is_fresh(one))
+    for booking in bookings:
+        registry.release(booking)
+    assert (worker.booked.num_requests, worker.booked.num_blocks, worker.booked.num_more) == (0, 0, 0)
+
+
+def test_a_worker_whose_answers_will_fill_it_is_avoided_although_it_has_room_now():
+    registry = registry_of(D, E)
+    book(registry, D, num_tokens=160, num_more=85)
+    for num_tokens in (640, 160):
+        book(registry, E, num_tokens=num_tokens)
+    shape = RequestShape(160, 200, {}, num_expected=100)
+    decode = registry.ready("decode")
+    assert registry.workers[D].num_available_blocks > registry.workers[E].num_available_blocks
+    choice = RoutingPolicy().choose([], decode, shape, 0.0)
+    assert choice is not None and choice.decode is registry.workers[E]
+
+
+def test_an_answer_that_finds_no_room_stalls_itself_and_delays_the_others():
+    registry, shape = registry_of(D, E, num_running=1), RequestShape(160, 200, {}, num_expected=160)
+    book(registry, D, num_tokens=800, num_more=45)
+    book(registry, E, num_tokens=800, num_more=20)
+    full, other = (on_decode(registry.workers[address], shape) for address in (D, E))
+    assert full.stall_s > 0 and full.token_s > other.token_s and full.delay_s > other.delay_s
+    assert other.stall_s == 0
