@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import multiprocessing
 from collections.abc import Callable, Iterable
@@ -34,7 +33,6 @@ class Question:
 
 def run_trial(made: Scenario) -> Trial:
     """Simulate one scenario. Raises ConfigError and TraceError."""
-    logging.getLogger("router").setLevel(logging.ERROR)  # what it logs happens in virtual time
     run = Simulation(made).run()
     found, goals = Findings.of(run), made.goals
     served = [request for request in run.requests if request.outcome == "ok"]

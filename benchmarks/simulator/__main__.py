@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -63,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, or 2 for a refused scenario."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse(argv)
-    logging.getLogger("router").setLevel(logging.ERROR)  # what it logs happens in virtual time
     console = open_console()
     try:
         scenario = read_scenario(arguments.scenario)

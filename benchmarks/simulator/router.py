@@ -24,7 +24,8 @@ from router.dispatch.request_state import RequestState
 from router.dispatch.turns import Cancel
 from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
-from router.fleet.registry import ROLES, WorkerRegistry
+from router.fleet.registry import WorkerRegistry
+from router.fleet.worker import ROLES
 
 
 class SimulatedRouter:

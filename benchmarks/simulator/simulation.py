@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -69,6 +71,10 @@ class Simulation:
 
     def run(self, progress: Callable[[int, float], None] = lambda num_over, now: None) -> Run:
         """Simulate until every request has ended. `progress` hears of their number, and of the virtual time."""
+        with _silent_routers():
+            return self._run(progress)
+
+    def _run(self, progress: Callable[[int, float], None]) -> Run:
         clock = self.world.clock
         for worker in self.workers.values():  # those of the beginning are ready
             worker.start(ready=True)
@@ -211,3 +217,15 @@ class Simulation:
         for router in self.routers:
             router.registry.add(worker.address, pool.role)
         worker.start()
+
+
+@contextmanager
+def _silent_routers() -> Iterator[None]:
+    """Log lines of virtual time say the wrong time: only errors are logged meanwhile."""
+    log = logging.getLogger("router")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +37,6 @@ num_blocks = 512
 """
 POOLS = [{"name": "d", "role": "decode", "coefficients": {"fixed_s": 0.01}}]
 LOAD = {"rate": 1.0}
-
-
-@pytest.fixture(autouse=True)
-def the_log_level_stays() -> Iterator[None]:
-    """The command sets that of routers, which other tests of this process read."""
-    before = logging.getLogger("router").level
-    yield
-    logging.getLogger("router").setLevel(before)
 
 
 @pytest.mark.parametrize(
