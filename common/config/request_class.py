@@ -1,6 +1,6 @@
 """Classes of requests: what a request may expect, and whose turn comes first.
 
-    --request-class name=interactive,ttft_ms=500,tpot_ms=50,priority=5 name=batch,priority=-5
+    --request-class name=interactive,ttft_ms=500,tpot_ms=50,priority=5 name=batch,priority=-5 name=search,share=3
 
 A part `name=...` begins the next class, so lists of lists need no other separator in flags, environment and TOML. The
 class `default` always exists. It has the goals of `--slo-ttft-ms` and `--slo-tpot-ms`.

@@ -79,8 +79,8 @@ const Figures = (() => {
     const order = (one) => `${one.state === "ready" ? 1 : 0} ${one.role === "prefill" ? 0 : 1} ${one.worker_id || one.address}`;
     found.sort((a, b) => order(a).localeCompare(order(b), "en", { numeric: true }));
     const shown = found.slice(0, most);
-    const told = shown.length < load.workers.length ? `${whole(shown.length)} of ${whole(load.workers.length)}` : whole(shown.length);
-    return { rows: shown.map(workerRow), told };
+    const part = shown.length < load.workers.length ? `${whole(shown.length)} of ` : "";
+    return { rows: shown.map(workerRow), told: `${part}${whole(load.workers.length)} workers` };
   }
 
   function planLines(load) {
@@ -122,20 +122,25 @@ const Figures = (() => {
   // The points of the last minutes, oldest first.
   const remember = (points, at, point) => [...points.filter((one) => one.at > at - SPAN_MS), { at, ...point }];
 
+  // What the charts show, in milliseconds: all that the page has seen, at least a minute.
+  const spanMs = (points, now) => Math.min(SPAN_MS, Math.max(60000, ...points.slice(0, 1).map((one) => now - one.at)));
+  const spanText = (ms) => (ms < 120000 ? `${Math.round(ms / 1000)} s ago` : `${Math.round(ms / 60000)} min ago`);
+
   // The `d` of an SVG path through the values, with gaps where the page did not look.
   function line(points, pick, top, now, width, height) {
+    const span = spanMs(points, now);
     const parts = [];
     let before = -Infinity;
     for (const point of points) {
       const value = pick(point);
       if (value === null) { before = -Infinity; continue; }
-      const x = width * (1 - (now - point.at) / SPAN_MS), y = height * (1 - Math.min(1, value / (top || 1)));
+      const x = width * (1 - (now - point.at) / span), y = height * (1 - Math.min(1, value / (top || 1)));
       parts.push(`${point.at - before > GAP_MS ? "M" : "L"}${x.toFixed(1)} ${y.toFixed(1)}`);
       before = point.at;
     }
     return parts.join("");
   }
 
-  return { ago, ms, percent, whole, pauseMs, stages, classRows, workerRows, planLines, eventLines, sample, remember, line };
+  return { ago, ms, percent, whole, pauseMs, stages, classRows, workerRows, planLines, eventLines, sample, remember, spanMs, spanText, line };
 })();
 if (typeof module !== "undefined") module.exports = Figures;

@@ -113,6 +113,7 @@ function chart(name, lines, top, label) {
   const paths = $(`chart-${name}`).children, now = performance.now();
   lines.forEach((pick, index) => paths[index].setAttribute("d", Figures.line(points, pick, top, now, WIDTH, HEIGHT)));
   $(`chart-${name}`).setAttribute("aria-label", label);
+  write($(`since-${name}`), Figures.spanText(Figures.spanMs(points, now)));
 }
 
 function draw() {
@@ -148,9 +149,9 @@ function drawWorkers() {
 
 function showAge() {
   const oldMs = load ? performance.now() - seenAt : 0, isLate = oldMs > LATE_MS;
-  const age = load ? (isLate ? Figures.ago(oldMs / 1000) : "up to date") : "no picture yet";
-  const why = locked ? "locked" : paused ? "paused" : numFailures ? `trying again, ${numFailures} failed` : "";
-  write($("age"), [load && isLate ? `picture from ${age}` : age, why].filter(Boolean).join(", "));
+  const age = !load ? "no picture yet" : isLate ? `picture from ${Figures.ago(oldMs / 1000)}` : "up to date";
+  const why = paused ? "paused" : numFailures ? `trying again, ${numFailures} failed` : "";
+  write($("age"), locked ? "locked" : [age, why].filter(Boolean).join(", "));
   $("age").className = isLate && !paused ? "muted late" : "muted";
 }
 

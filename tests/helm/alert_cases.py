@@ -86,7 +86,7 @@ CASES = {
     "DiptychWorkerDown": Case({f"up{{{DECODE}}}": "0x60"}, {f"up{{{DECODE}}}": "1 0 0 0 1x60"}, labels=OF_MODEL | POD),
     "DiptychNobodyServes": Case(
         workers("decode", "0x60", "2x60") | held("decode", "0x60"),
-        workers("decode", "0x60") | held("decode", "0x60"),  # scaled to zero, and nobody asks
+        workers("decode", "0x60") | held("decode", "0x60"),  # scaled to zero, and no request waits
         labels=OF_MODEL | {"role": "decode"},
         severity="critical",
     ),

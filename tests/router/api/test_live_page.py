@@ -78,9 +78,9 @@ def test_workers_in_trouble_come_first_and_a_page_shows_not_all_of_a_thousand() 
     assert rows["rows"][0]["cells"][2] == {"text": "dead: silent for more than 3 s", "level": "bad"}
     assert rows["rows"][1]["cells"][1] == {"text": "prefill (home: decode)", "level": "warm"}
     assert rows["rows"][2]["cells"][6] == {"text": "50 % of 10", "part": 0.5}
-    assert (len(rows["rows"]), rows["told"]) == (100, "100 of 1,000")
+    assert (len(rows["rows"]), rows["told"]) == (100, "100 of 1,000 workers")
     assert [row["key"] for row in filtered["rows"]] == [f"tcp://d:{i}" for i in (99, 990, 991, 992, 993)]
-    assert (none["rows"], none["told"]) == ([], "0 of 1,000")
+    assert (none["rows"], none["told"]) == ([], "0 of 1,000 workers")
 
 
 def test_the_plan_says_what_binds_and_what_cannot_be() -> None:
@@ -100,10 +100,13 @@ def test_the_plan_says_what_binds_and_what_cannot_be() -> None:
 
 
 def test_the_time_line_forgets_and_shows_gaps() -> None:
-    points = "[0, 1000, 2000, 60000].reduce((all, at) => F.remember(all, at, {n: at ? 1 : null}), [])"
-    path, later = figures(f"F.line({points}, (p) => p.n, 2, 60000, 300, 100)", f"F.remember({points}, 400000, {{}})")
-    assert path == "M241.0 50.0L242.0 50.0M300.0 50.0", "a line through two, and one behind a gap"
-    assert [point["at"] for point in later] == [400000]
+    points = "[0, 1000, 2000, 100000].reduce((all, at) => F.remember(all, at, {n: at ? 1 : null}), [])"
+    path, later = figures(f"F.line({points}, (p) => p.n, 2, 100000, 300, 100)", f"F.remember({points}, 301500, {{}})")
+    assert path == "M3.0 50.0L6.0 50.0M300.0 50.0", "a line through two, and one behind a gap"
+    assert [point["at"] for point in later] == [2000, 100000, 301500]
+    ages = ("[]", "[{at: 1e5}]", "[{at: 0}]", "[{at: -9e5}]")
+    spans = figures(*(f"F.spanText(F.spanMs({age}, 130000))" for age in ages))
+    assert spans == ["60 s ago", "60 s ago", "2 min ago", "5 min ago"]
 
 
 def test_the_worst_class_counts_and_none_where_there_is_no_goal() -> None:
