@@ -94,7 +94,7 @@ check: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q --hypothesis-profile quick -m "not slow" $(PURE) $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --durations=30 --budget-s 300 --hypothesis-profile quick -m "not slow and not gpu and not chaos" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 --budget-s 300 --hypothesis-profile quick -m "not slow and not gpu and not chaos" $(ARGS)
 
 test-touched: $(VENV)/.dev
 	@paths="$$($(BIN)/python tests/touched.py $(BASE))"; test -z "$$paths" || \

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,10 @@ METRIC = re.compile(r"(vllm:|diptych_)[a-z0-9_]+")
 ROUTE_METHODS = {"get", "post", "put", "delete", "api_route", "Route"}
 
 
-def calls_in(repository: Path) -> Iterator[tuple[str, str]]:
+@functools.cache
+def calls_in(repository: Path) -> list[tuple[str, str]]:
     """(called name, first argument) for every call in our packages whose first argument is a literal string."""
+    found = []
     for package in PACKAGES:
         for file in (repository / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -29,7 +31,8 @@ def calls_in(repository: Path) -> Iterator[tuple[str, str]]:
                     continue
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
                 if isinstance(node.args[0].value, str):
-                    yield name, node.args[0].value
+                    found.append((name, node.args[0].value))
+    return found
 
 
 def missing(names: set[str], page: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from .conftest import slow_tests
 
 
+@functools.cache
 def functions_of(path: Path) -> set[str]:
     return {
         node.name

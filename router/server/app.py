@@ -30,7 +30,7 @@ from router.server.front import Front
 from router.text.pipeline import TextPipeline
 
 MAX_SHOWN_PATH = 200
-ROUTERS = (generate_routes, model_routes, token_routes, probe_routes)
+ROUTES = [route for router in (generate_routes, model_routes, token_routes, probe_routes) for route in router.routes]
 """All applications of a process share them, because FastAPI takes long to make routes."""
 
 
@@ -52,8 +52,7 @@ def build_app(
     service = Service(client, text, files, config, metrics, gate, failure, tracing)
     app = FastAPI(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    for router in ROUTERS:
-        app.include_router(router)
+    app.router.routes.extend(ROUTES)  # `include_router` would make each of them again, for its first request
     refusals = _Refusals(service)
     app.add_exception_handler(RequestError, refusals.of_ours)
     app.add_exception_handler(HTTPException, refusals.of_framework)
@@ -96,9 +95,7 @@ class _Refusals:
 
     def _methods(self, request: Request) -> str:
         """The methods of all routes of the path; the framework names those of one route."""
-        routes = [
-            route for router in ROUTERS for route in router.routes if route.matches(request.scope)[0] is not Match.NONE
-        ]
+        routes = [route for route in ROUTES if route.matches(request.scope)[0] is not Match.NONE]
         return ", ".join(sorted({method for route in routes for method in getattr(route, "methods", ())}))
 
     async def of_leaving(self, request: Request, error: Exception) -> Response:

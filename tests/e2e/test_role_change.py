@@ -65,12 +65,17 @@ def works_as(system: Any, worker: StackProcess, role: str) -> bool:
     return any(all(label in line for label in labels) for line in router_lines(system, "diptych_worker_state"))
 
 
+def changing(system_of: Any) -> tuple[Any, StackProcess]:
+    """A system whose workers may change their roles, and its first decode worker."""
+    shape = flags("auto")  # through shared memory, which outlasts a duty
+    system = system_of(1, 2, **shape | {"worker_flags": (*shape["worker_flags"], "--role-change")})
+    return system, system.stack.workers("decode")[0]
+
+
 def test_a_decode_worker_becomes_a_prefill_worker_and_back_while_streams_run(
     system_of: Any, random_prompts: Any
 ) -> None:
-    shape = flags("auto")  # through shared memory, which outlasts a duty
-    system = system_of(1, 2, **shape | {"worker_flags": (*shape["worker_flags"], "--role-change")})
-    worker = system.stack.workers("decode")[0]
+    system, worker = changing(system_of)
     with under_load(system, random_prompts(LENGTHS, vocab_size=256, seed=1)) as load:
         load.wait_for_streams(6)
         running = "vllm:num_requests_running"
@@ -90,6 +95,9 @@ def test_a_decode_worker_becomes_a_prefill_worker_and_back_while_streams_run(
     counted = router_lines(system, "diptych_role_changes_total")
     assert {line.rsplit(" ", 1)[1] for line in counted} == {"1.0"} and len(counted) == 2
 
+
+def test_a_worker_that_dies_while_it_changes_starts_where_it_is_at_home(system_of: Any, random_prompts: Any) -> None:
+    system, worker = changing(system_of)
     with under_load(system, random_prompts(LENGTHS, vocab_size=256, seed=2)) as load:
         load.wait_for_streams(6)
         with orders_to(worker) as socket:

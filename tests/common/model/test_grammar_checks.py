@@ -197,7 +197,7 @@ def test_closing_ends_what_waits(make: Callable[..., GrammarChecks]) -> None:
 
 @pytest.fixture
 def worker(make: Callable[..., GrammarChecks]) -> Iterator[Grammars]:
-    made = Grammars(resolve_model("tiny-random"), VOCAB_SIZE, make())
+    made = Grammars(resolve_model("tiny-random"), VOCAB_SIZE, make(slow_cpu_s=0.2))
     yield made
     made.close()
 
