@@ -68,7 +68,8 @@ CASES: Final = (Case("1P1D", 1, 1), Case("2P2D", 2, 2, pace=1.5), Case("8P8D", 8
 class LoadKind:
     """Requests of a trace, or of random lengths. `used` is the share of the prefill pool's time that prompts take.
 
-    Lengths are multiplied by `scale` and cut. Arrivals are moved by up to `jitter_s` seconds of the trace's time.
+    Lengths are multiplied by `scale` and cut. Arrivals are moved by up to `jitter_s` seconds of the trace's time. Of a
+    trace one in `stride` requests is taken: a few seconds of it as they are would be one burst.
     """
 
     name: str
@@ -77,6 +78,7 @@ class LoadKind:
     max_input_len: int = 2048
     max_output_len: int = 128
     jitter_s: float = 0.0
+    stride: int = 1
     used: float = 0.6
 
     @property
@@ -88,7 +90,7 @@ class LoadKind:
         """The requests that arrive within `seconds`. Raises TraceError."""
         source = random.Random(f"{seed}/{self.name}")
         if self.trace:
-            rows = read_trace(traces / self.trace, NUM_SAMPLED)
+            rows = read_trace(traces / self.trace, NUM_SAMPLED * self.stride)[:: self.stride]
             rows = [replace(row, arrival_s=row.arrival_s + source.uniform(0.0, self.jitter_s)) for row in rows]
             rows.sort(key=lambda row: row.arrival_s)
         else:
@@ -104,8 +106,8 @@ class LoadKind:
 
 
 LOADS: Final = (
-    LoadKind("conversation", "azure2023_conv.csv.gz"),
-    LoadKind("code", "azure2023_code.csv.gz", max_output_len=64),
+    LoadKind("conversation", "azure2023_conv.csv.gz", stride=4),
+    LoadKind("code", "azure2023_code.csv.gz", max_output_len=64, stride=4),
     LoadKind("mooncake", "mooncake_conversation.jsonl.gz", scale=1 / 8, jitter_s=3.0),
     LoadKind("synthetic"),
 )
