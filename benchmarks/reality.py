@@ -217,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
     cases = [replace(case, pace=case.pace * options.slower) for case in CASES if case.name in options.cases]
     choosing = max(cases, key=lambda case: case.prefill)  # most to choose among
     for case in cases:
-        policies = list(dict.fromkeys([USUAL, *options.policies])) if case is choosing and case.prefill > 1 else [USUAL]
+        policies = list(dict.fromkeys([USUAL, *options.policies])) if case is choosing else [USUAL]
         with tempfile.TemporaryDirectory(prefix="diptych-reality-") as folder:
             measured = measure(case, loads, policies, options, Path(folder), console)
             found = list(compare(case, measured, options, Path(folder)))
