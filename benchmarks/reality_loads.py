@@ -26,6 +26,8 @@ NUM_BLOCKS: Final = 4096
 """Of each worker's KV cache."""
 TTFT_MS, TPOT_MS = 1000.0, 50.0
 """Goals at pace 1."""
+LEAST_OUTPUT: Final = 8
+"""Tokens of an answer: of two or three, the time between tokens is where in a step their KV came."""
 NUM_SAMPLED: Final = 2000
 """Requests of a trace that its rate is set by."""
 PRINTABLE: Final = tuple(range(32, 127))
@@ -96,6 +98,7 @@ class LoadKind:
         else:
             rows = list(islice(_random_rows(source), NUM_SAMPLED))
         rows = fit_rows(rows, scale=self.scale, max_input_len=self.max_input_len, max_output_len=self.max_output_len)
+        rows = [replace(row, output_len=max(LEAST_OUTPUT, row.output_len)) for row in rows]
         model, num_rows = case.coefficients().prefill.model(), len(rows)
         prompt_s = sum(model.steps_s(StepShape.of_prompt(0, row.input_len), STEP_TOKENS) for row in rows) / num_rows
         count = round(seconds * self.used * case.prefill / prompt_s)
