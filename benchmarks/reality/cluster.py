@@ -1,4 +1,4 @@
-"""The real side of `benchmarks/reality.py`: a cluster of paced workers, what it takes at idle, and how a load fares."""
+"""The real side: a cluster of paced workers, what it takes at idle, and how a load fares."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from benchmarks.client import CompletionClient, RequestOptions
 from benchmarks.coefficients import StepCoefficients
 from benchmarks.load import Load
 from benchmarks.paced import MODEL, PacedStack
-from benchmarks.reality_loads import MAX_MODEL_LEN, NUM_BLOCKS, STEP_TOKENS, Case, workload_of
-from benchmarks.reality_numbers import Fate
+from benchmarks.reality.loads import MAX_MODEL_LEN, NUM_BLOCKS, STEP_TOKENS, Case, workload_of
+from benchmarks.reality.numbers import Fate
 from benchmarks.stack import StackProcess
 from benchmarks.summary import RequestRecord
 from benchmarks.trace import TraceRow
@@ -91,7 +91,7 @@ class Cluster(PacedStack):
         policy, number = self._policies[index // self.case.routers], index % self.case.routers
         start = router.command.index("router")
         seed = f"{self._seed}/policy/{number}"
-        router.command[start : start + 1] = ["benchmarks.reality_router", policy, seed]
+        router.command[start : start + 1] = ["benchmarks.reality.router", policy, seed]
         return router
 
     def urls(self, policy: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What `benchmarks/reality.py` runs: clusters, and loads whose every request is fixed by the seed."""
+"""What `python -m benchmarks.reality` runs: clusters, and loads whose every request is fixed by the seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.trace import MOONCAKE_BLOCK_TOKENS, TraceError, TraceRow, read_t
 from benchmarks.workload import LengthRange, Vocabulary, Workload, fit_rows
 from common.latency.step_model import StepShape
 
-PACE: Final = Path(__file__).parent / "data" / "reality.json"
+PACE: Final = Path(__file__).parent.parent / "data" / "reality.json"
 """Slow enough that a small machine's own time for messages and Python is a small part."""
 STEP_TOKENS: Final = 512
 MAX_MODEL_LEN: Final = 8192
