@@ -39,6 +39,8 @@ S = TypeVar("S", bound=WorkerSequence)
 AnyWorker: TypeAlias = "SimulatedWorker[Any]"
 LEAST_NOISE = 0.5
 """No step takes less than this share of its time, however the dice fall."""
+KNOWN_STEPS = 1000
+"""From so many steps workers learnt the coefficients that they report: goals turn their knobs from 64 on."""
 NEVER_S = 1e9
 """Simulated engines do not get stuck."""
 FINGERPRINT = "simulated"
@@ -266,7 +268,8 @@ class SimulatedWorker(ABC, Generic[S]):
 
     def slow_down(self, factor: float) -> None:
         """From now on, steps take `factor` times as long as the pool's coefficients say."""
-        self._known_model = self.pool.coefficients.model(self.world.scenario.noise, factor)
+        model = self.pool.coefficients.model(self.world.scenario.noise, factor)
+        self._known_model = msgspec.structs.replace(model, num_steps=max(KNOWN_STEPS, model.num_steps))
         self._beats.clear()
         self._beaten = None
         self.world.stir(self.address)

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.simulator.report import Findings
 from benchmarks.simulator.scenario import Scenario
 from benchmarks.simulator.simulation import Run, Simulation
+from common.wire.messages import WorkerHeartbeat
 
 
 def simulate(scenario: Scenario) -> Run:
@@ -164,3 +165,22 @@ def test_a_goal_bounds_waiting(scenario: Callable[..., Scenario]) -> None:
     found = Findings.of(simulate(made))
     assert found.num_refused > found.num_ok > 20
     assert found.ttft_ms.p90 < 500.0
+
+
+@pytest.mark.parametrize(("goal_ms", "reason", "most"), ((40.0, "goal", 9), (0.0, "bound", 64)))
+def test_a_goal_for_tokens_turns_the_knobs_of_decode_workers(
+    scenario: Callable[..., Scenario], goal_ms: float, reason: str, most: int
+) -> None:
+    """Steps of 10 ms and 4 for each row: half to nine tenths of 40 ms hold four to six rows, and patience adds some."""
+    decode = {"count": 1, "coefficients": {"fixed_s": 0.01, "row_s": 0.004, "token_s": 1e-4}, "slo_tpot_ms": goal_ms}
+    made = scenario(decode=decode, load={"rate": 4.0, "output_len": "60"}, warm=True, duration_s=8.0)
+    simulation = Simulation(made)
+    heard = list[tuple[str, WorkerHeartbeat]]()
+    for router in simulation.routers:
+        router.hear_beats = lambda beats, hear=router.hear_beats: (heard.extend(beats), hear(beats))
+    simulation.run()
+    beats = [beat for address, beat in heard if "decode" in address and beat.num_running]
+    caps = {beat.batch_cap for beat in beats}
+    assert simulation.workers["decode-0"].scheduler.batch_cap.reason == reason
+    assert 4 <= min(caps) <= max(caps) <= most
+    assert max(beat.num_running for beat in beats) > 4

@@ -1,4 +1,4 @@
-"""The simulated side of `benchmarks/reality.py`: the scenario of a cluster, with what was measured of it at idle."""
+"""The simulated side: the scenario of a cluster, with what was measured of it at idle."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 
 from benchmarks.coefficients import StepCoefficients
-from benchmarks.reality_loads import MAX_MODEL_LEN, NUM_BLOCKS, STEP_TOKENS, Case, write_trace
-from benchmarks.reality_numbers import Fate
+from benchmarks.reality.loads import MAX_MODEL_LEN, NUM_BLOCKS, STEP_TOKENS, Case, write_trace
+from benchmarks.reality.numbers import Fate
 from benchmarks.simulator.scenario import Goals, LoadSpec, ModelSpec, PoolSpec, Scenario
 from benchmarks.simulator.simulation import Simulation
 from benchmarks.trace import TraceRow

@@ -1,4 +1,4 @@
-"""The real side of `benchmarks/reality.py`: a cluster of paced workers, what it takes at idle, and how a load fares."""
+"""The real side: a cluster of paced workers, what it takes at idle, and how a load fares."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from benchmarks.client import CompletionClient, RequestOptions
 from benchmarks.coefficients import StepCoefficients
 from benchmarks.load import Load
 from benchmarks.paced import MODEL, PacedStack
-from benchmarks.reality_loads import MAX_MODEL_LEN, NUM_BLOCKS, STEP_TOKENS, Case, workload_of
-from benchmarks.reality_numbers import Fate
+from benchmarks.reality.loads import MAX_MODEL_LEN, NUM_BLOCKS, STEP_TOKENS, Case, workload_of
+from benchmarks.reality.numbers import Fate
 from benchmarks.stack import StackProcess
 from benchmarks.summary import RequestRecord
 from benchmarks.trace import TraceRow
@@ -32,7 +32,7 @@ from common.wire.messages import RouterHello, WorkerHello
 
 REQUEST_TIMEOUT_S: Final = 120.0
 NUM_PINGS, PING_TIMEOUT_MS = 40, 2000
-WARM_UP_EACH: Final = 6
+WARM_UP_EACH: Final = 8
 """Requests for each worker before anything is measured, so that its model of its steps is settled."""
 FORGET_S: Final = 1.0
 """For workers and routers to forget what was cached: a few heartbeats."""
@@ -91,7 +91,7 @@ class Cluster(PacedStack):
         policy, number = self._policies[index // self.case.routers], index % self.case.routers
         start = router.command.index("router")
         seed = f"{self._seed}/policy/{number}"
-        router.command[start : start + 1] = ["benchmarks.reality_router", policy, seed]
+        router.command[start : start + 1] = ["benchmarks.reality.router", policy, seed]
         return router
 
     def urls(self, policy: str) -> list[str]:
@@ -118,9 +118,13 @@ class Cluster(PacedStack):
         return statistics.median(took_s) / 2
 
     def warm_up(self, policy: str) -> None:
-        """Give each worker some work, so that it knows how long its steps take."""
+        """Give each worker some work, so that it knows how long its steps take.
+
+        One prompt in three is so short that its decode worker computes it.
+        """
         num = WARM_UP_EACH * (self.case.prefill + self.case.decode)
-        rows = [TraceRow(number * 0.02, 150 + 97 * number % 900, 16) for number in range(num)]
+        lengths = ((20 + 41 * number % 44) if number % 3 == 0 else (150 + 97 * number % 900) for number in range(num))
+        rows = [TraceRow(number * 0.02, length, 16) for number, length in enumerate(lengths)]
         self.replay(rows, policy, seed=-1)
 
     def alone(self, rows: Sequence[TraceRow], policy: str) -> list[Fate]:

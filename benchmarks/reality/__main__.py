@@ -23,10 +23,10 @@ from typing import Any, Final
 import msgspec
 from rich.console import Console
 
-from benchmarks.reality_cluster import Cluster, RealRun
-from benchmarks.reality_loads import CASES, LOADS, Case, LoadKind
-from benchmarks.reality_numbers import Fate, Numbers, deviations, misses, pairs_ranked_alike
-from benchmarks.reality_twin import Twin, alone_rows
+from benchmarks.reality.cluster import Cluster, RealRun
+from benchmarks.reality.loads import CASES, LOADS, Case, LoadKind
+from benchmarks.reality.numbers import Fate, Numbers, deviations, misses, pairs_ranked_alike
+from benchmarks.reality.twin import Twin, alone_rows
 from benchmarks.report import open_console, print_table
 from benchmarks.script import run, script_parser, settings_of, write_result
 from benchmarks.simulator.policies import POLICIES
@@ -217,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
     cases = [replace(case, pace=case.pace * options.slower) for case in CASES if case.name in options.cases]
     choosing = max(cases, key=lambda case: case.prefill)  # most to choose among
     for case in cases:
-        policies = list(dict.fromkeys([USUAL, *options.policies])) if case is choosing and case.prefill > 1 else [USUAL]
+        policies = list(dict.fromkeys([USUAL, *options.policies])) if case is choosing else [USUAL]
         with tempfile.TemporaryDirectory(prefix="diptych-reality-") as folder:
             measured = measure(case, loads, policies, options, Path(folder), console)
             found = list(compare(case, measured, options, Path(folder)))

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.reality_router POLICY SEED FLAGS`: a router that chooses workers by a policy of the simulator.
+"""`python -m benchmarks.reality.router POLICY SEED FLAGS`: a router that chooses workers by a policy of the simulator.
 
 It is the router process of a cluster, with its flags. `diptych` is its own policy; `simulator/policies.py` has the
 others. SEED is what chance begins from.
@@ -19,7 +19,7 @@ from common.observe.logging import setup_logging
 from router.__main__ import run
 from router.server.server import listen
 
-PROGRAM = "python -m benchmarks.reality_router"
+PROGRAM = "python -m benchmarks.reality.router"
 
 
 def main(argv: Sequence[str]) -> int:

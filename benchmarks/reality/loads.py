@@ -1,4 +1,4 @@
-"""What `benchmarks/reality.py` runs: clusters, and loads whose every request is fixed by the seed."""
+"""What `python -m benchmarks.reality` runs: clusters, and loads whose every request is fixed by the seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.trace import MOONCAKE_BLOCK_TOKENS, TraceError, TraceRow, read_t
 from benchmarks.workload import LengthRange, Vocabulary, Workload, fit_rows
 from common.latency.step_model import StepShape
 
-PACE: Final = Path(__file__).parent / "data" / "reality.json"
+PACE: Final = Path(__file__).parent.parent / "data" / "reality.json"
 """Slow enough that a small machine's own time for messages and Python is a small part."""
 STEP_TOKENS: Final = 512
 MAX_MODEL_LEN: Final = 8192
@@ -26,6 +26,8 @@ NUM_BLOCKS: Final = 4096
 """Of each worker's KV cache."""
 TTFT_MS, TPOT_MS = 1000.0, 50.0
 """Goals at pace 1."""
+LEAST_OUTPUT: Final = 8
+"""Tokens of an answer: of two or three, the time between tokens is where in a step their KV came."""
 NUM_SAMPLED: Final = 2000
 """Requests of a trace that its rate is set by."""
 PRINTABLE: Final = tuple(range(32, 127))
@@ -68,7 +70,8 @@ CASES: Final = (Case("1P1D", 1, 1), Case("2P2D", 2, 2, pace=1.5), Case("8P8D", 8
 class LoadKind:
     """Requests of a trace, or of random lengths. `used` is the share of the prefill pool's time that prompts take.
 
-    Lengths are multiplied by `scale` and cut. Arrivals are moved by up to `jitter_s` seconds of the trace's time.
+    Lengths are multiplied by `scale` and cut. Arrivals are moved by up to `jitter_s` seconds of the trace's time. Of a
+    trace one in `stride` requests is taken: a few seconds of it as they are would be one burst.
     """
 
     name: str
@@ -77,6 +80,7 @@ class LoadKind:
     max_input_len: int = 2048
     max_output_len: int = 128
     jitter_s: float = 0.0
+    stride: int = 1
     used: float = 0.6
 
     @property
@@ -88,12 +92,13 @@ class LoadKind:
         """The requests that arrive within `seconds`. Raises TraceError."""
         source = random.Random(f"{seed}/{self.name}")
         if self.trace:
-            rows = read_trace(traces / self.trace, NUM_SAMPLED)
+            rows = read_trace(traces / self.trace, NUM_SAMPLED * self.stride)[:: self.stride]
             rows = [replace(row, arrival_s=row.arrival_s + source.uniform(0.0, self.jitter_s)) for row in rows]
             rows.sort(key=lambda row: row.arrival_s)
         else:
             rows = list(islice(_random_rows(source), NUM_SAMPLED))
         rows = fit_rows(rows, scale=self.scale, max_input_len=self.max_input_len, max_output_len=self.max_output_len)
+        rows = [replace(row, output_len=max(LEAST_OUTPUT, row.output_len)) for row in rows]
         model, num_rows = case.coefficients().prefill.model(), len(rows)
         prompt_s = sum(model.steps_s(StepShape.of_prompt(0, row.input_len), STEP_TOKENS) for row in rows) / num_rows
         count = round(seconds * self.used * case.prefill / prompt_s)
@@ -104,8 +109,8 @@ class LoadKind:
 
 
 LOADS: Final = (
-    LoadKind("conversation", "azure2023_conv.csv.gz"),
-    LoadKind("code", "azure2023_code.csv.gz", max_output_len=64),
+    LoadKind("conversation", "azure2023_conv.csv.gz", stride=4),
+    LoadKind("code", "azure2023_code.csv.gz", max_output_len=64, stride=4),
     LoadKind("mooncake", "mooncake_conversation.jsonl.gz", scale=1 / 8, jitter_s=3.0),
     LoadKind("synthetic"),
 )
