@@ -53,6 +53,9 @@ class Search:
         best = self.found()
         limit = DEARER * self._cost(best.candidate) if best else math.inf
         self._cheapest(shapes(spec, flags, one_pool=True), limit)
+        if not self.trials.num_run:
+            self.say("the largest pools")
+            self._largest()
         self._vary_flags()
         return self.found()
 
@@ -129,6 +132,12 @@ class Search:
                 else:
                     left = [one for one in left if not one.has_at_most(found.candidate)]
             left = [one for one in left if one not in asked and (best is None or self._is_better(one, best, strain))]
+
+    def _largest(self) -> None:
+        """Judge some of the largest pools, to know how far all are off, where formulas exclude all that there are."""
+        spec, flags = self.trials.spec, base_flags(self.trials.spec)
+        found = [one for one_pool in (False, True) for one in shapes(spec, flags, one_pool=one_pool)]
+        self.judge(self._next(found, {one: self.outlook.strain(one) + 1.0 for one in found}, None))
 
     def _first_to_meet(self, asked: Sequence[Candidate]) -> list[Evidence]:
         """Simulate all of them once, then judge them from the cheapest on until one meets the goals.

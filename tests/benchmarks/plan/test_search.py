@@ -109,4 +109,5 @@ def test_the_pick_of_real_simulations_is_that_of_an_exhaustive_sweep(load: str) 
         assert pick is not None and best is not None
         assert pick.candidate.cost(spec) <= 1.05 * best.candidate.cost(spec)
         assert few.num_run <= all_of_them.num_run
+    assert all(outlook.can_hold(one.candidate) for one in all_of_them.all_evidence() if one.attainment >= 0.95)
     assert pick.candidate.is_one_pool == (load != "two pools")
