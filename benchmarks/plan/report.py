@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from string import ascii_lowercase
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ COLUMNS = (
     "TTFT ms p50/p95/p99",
     "TPOT ms p50/p95/p99",
     "met goals",
-    "95 % interval",
+    "interval, %",
     "goodput /s",
     "cost/h",
     "cost/Mtok",
@@ -53,8 +54,13 @@ class Plan:
 
 def print_plan(console: Console, plan: Plan, *, title: str) -> None:
     """Print the ranked candidates, then the pick and why, or what is possible."""
-    shown = _shown(plan)
-    print_table(console, title, COLUMNS, [_cells(plan, one) for one in shown], left=(0, 1, 9))
+    shown, base = _shown(plan), base_flags(plan.spec)
+    changes = [text for text in dict.fromkeys(one.candidate.flags.changes(base) for one in shown) if text]
+    letters = {"": ""} | dict(zip(changes, ascii_lowercase, strict=False))
+    rows = [_cells(plan, one, letters[one.candidate.flags.changes(base)]) for one in shown]
+    print_table(console, title, COLUMNS, rows, left=(0, 1, 9))
+    for text in changes:
+        console.print(f"flags {letters[text]}: {text}", highlight=False)
     if (rest := len(plan.search.ranked()) - len(shown)) > 0:
         console.print(f"and {rest} more that were simulated (--json has all)", highlight=False)
     for line in sentences(plan):
@@ -72,18 +78,18 @@ def _shown(plan: Plan) -> list[Evidence]:
     return found if one_pool is None or one_pool in found else [*found, one_pool]
 
 
-def _cells(plan: Plan, found: Evidence) -> tuple[str, ...]:
+def _cells(plan: Plan, found: Evidence, flags: str) -> tuple[str, ...]:
     candidate, low_high = found.candidate, found.interval
     cost = candidate.cost(plan.spec)
     is_pick = plan.pick is not None and candidate == plan.pick.candidate
     token_cost = found.token_cost(cost)
     return (
         f"{'> ' if is_pick else '  '}{candidate.shape}",
-        candidate.flags.changes(base_flags(plan.spec)),
+        flags,
         _tails(found.ttft_ms, ",.0f"),
         _tails(found.tpot_ms, ",.1f"),
         f"{found.attainment:.1%}",
-        _percent(low_high),
+        "{:.1f} to {:.1f}".format(*(100 * value for value in low_high)),
         f"{found.goodput:.2f}",
         f"{cost:,.2f}",
         f"{token_cost:,.3f}" if math.isfinite(token_cost) else "-",
