@@ -20,6 +20,8 @@ from benchmarks.plan.spec import PlanGoals, PlanSpec
 from benchmarks.report import print_table
 
 MOST_ROWS = 12
+MUCH_ERROR = 0.15
+"""A mean error of a worker's model of its steps beyond which the report warns of it."""
 COLUMNS = (
     "pools",
     "flags",
@@ -109,9 +111,18 @@ def _percent(interval: Sequence[float]) -> str:
 def sentences(plan: Plan) -> list[str]:
     """What to do and why, a line each."""
     if plan.pick is not None:
-        return _of_pick(plan, plan.pick)
+        return [*_of_pick(plan, plan.pick), *_doubts(plan.spec)]
     assert plan.reach is not None  # the pick or what can be reached
-    return _of_reach(plan, plan.reach)
+    return [*_of_reach(plan, plan.reach), *_doubts(plan.spec)]
+
+
+def _doubts(spec: PlanSpec) -> Iterable[str]:
+    for role, worker in (("prefill", spec.prefill), ("decode", spec.decode)):
+        if (error := worker.coefficients.error) > MUCH_ERROR:
+            yield (
+                f"The coefficients of {role} workers miss measured steps by {error:.0%} on average, so the plan may "
+                "be off as far. A machine that does nothing else is measured better."
+            )
 
 
 def _of_pick(plan: Plan, pick: Evidence) -> list[str]:
@@ -133,7 +144,7 @@ def _of_pick(plan: Plan, pick: Evidence) -> list[str]:
     if cheaper:
         found.append(f"Of what costs less, {_why_missed(cheaper[0])}.")
     else:
-        found.append("Nothing that costs less was worth a simulation: formulas rule it out, or nothing is smaller.")
+        found.append("Nothing that costs less had to be simulated: formulas or failures of larger pools rule it out.")
     other = [
         one
         for one in judged

@@ -57,6 +57,22 @@ def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
     assert results[0]["candidates"] == results[1]["candidates"]
 
 
+def test_a_trace_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = (f"2023-11-16 18:00:{number:02}.5,{200 + 10 * number},{5 + number}" for number in range(20))
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    file = written(tmp_path, duration_s=0.0, load={"rate": 0.0, "trace": str(trace)}, search={"seeds": 1})
+    assert main([file, "--speedup", "4", "--jobs", "1", "--no-progress"]) == 0
+    shown = capsys.readouterr().out
+    assert "20 requests in 5 s" in shown and "> one pool of 1" in shown
+
+
+def test_coefficients_that_err_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, decode={"coefficients": {"error": 0.4}}, search={"seeds": 1})
+    assert main([file, "--jobs", "1", "--no-progress"]) == 0
+    assert "coefficients of decode workers miss measured steps by 40%" in capsys.readouterr().out
+
+
 def test_goals_out_of_reach_end_with_1_and_what_is_possible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, values = written(tmp_path, duration_s=1.5, bounds={"max_workers": 1}), tmp_path / "values.yaml"
     flags = ("--slo-ttft-ms", "10", "--seeds", "1", "--jobs", "1", "--no-progress", "--values", str(values))
