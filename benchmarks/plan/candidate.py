@@ -87,6 +87,11 @@ def flag_values(spec: PlanSpec) -> tuple[tuple[int, ...], ...]:
     )
 
 
+def varies(spec: PlanSpec) -> bool:
+    """Whether any flag has several values to try."""
+    return any(len(values) > 1 for values in flag_values(spec))
+
+
 def _default(config: type[Config], name: str) -> int:
     return next(int(field.default) for field in fields_of(config) if field.name == name)
 

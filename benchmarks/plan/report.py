@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from benchmarks.plan.candidate import Candidate, base_flags
+from benchmarks.plan.candidate import Candidate, base_flags, varies
 from benchmarks.plan.evidence import Evidence, Tails
 from benchmarks.plan.outlook import Outlook
 from benchmarks.plan.reach import Reach, Reached
@@ -152,7 +152,9 @@ def _of_pick(plan: Plan, pick: Evidence) -> list[str]:
     ]
     kind = "Two pools" if candidate.is_one_pool else "One pool"
     if other:
-        found.append(f"{kind} would take {other[0].candidate.shape}, {other[0].candidate.cost(spec):,.2f} an hour.")
+        tried = other[0].candidate
+        plain = " with the first value of each flag" if varies(spec) and tried.flags == base_flags(spec) else ""
+        found.append(f"{kind} would take {tried.shape}{plain}, {tried.cost(spec):,.2f} an hour.")
     else:
         found.append(f"{kind}: none that was simulated meets the goals.")
     return found

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.plan.candidate import Candidate, base_flags, every, neighbours, plain, shapes
+from benchmarks.plan.candidate import Candidate, base_flags, every, neighbours, plain, shapes, varies
 from benchmarks.plan.evidence import Evidence, wilson
 from benchmarks.plan.outlook import Outlook
 from benchmarks.plan.trials import Question, Trials
@@ -173,7 +173,7 @@ class Search:
 
     def _vary_flags(self) -> None:
         """Climb from near misses to candidates with other flags; a new best one is followed by cheaper numbers."""
-        if not any(neighbours(Candidate(1, 1, base_flags(self.trials.spec)), self.trials.spec)):
+        if not varies(self.trials.spec):
             return
         for _ in range(MOST_PASSES):
             before = self.found()
