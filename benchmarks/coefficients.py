@@ -11,7 +11,7 @@ from common.latency.step_model import Cost, StepModel
 
 
 class StepCoefficients(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds, as in `StepModel`. `error` is there to be copied with the rest; nothing reads it."""
+    """Seconds, as in `StepModel`. `error` is there to be copied with the rest; no step's time depends on it."""
 
     fixed_s: Cost = 0.0
     floor_s: Cost = 0.0

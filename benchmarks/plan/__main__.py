@@ -17,7 +17,6 @@ from benchmarks.plan.candidate import every
 from benchmarks.plan.evidence import Trial
 from benchmarks.plan.options import PROG, num_jobs, parse, values_of
 from benchmarks.plan.outlook import Outlook
-from benchmarks.plan.plot import plot_plan
 from benchmarks.plan.reach import reach
 from benchmarks.plan.report import Plan, as_json, print_plan, sentences
 from benchmarks.plan.search import Search
@@ -87,6 +86,8 @@ def deliver(plan: Plan, options: argparse.Namespace, argv: Sequence[str], took_s
         write_json(options.json, as_json(plan, conditions(PROG, argv, took_s=took_s)))
         console.print(f"wrote {options.json}", highlight=False)
     if options.plot:
+        from benchmarks.plan.plot import plot_plan  # matplotlib takes a second to import
+
         plot_plan(options.plot, plan, title=f"{PROG}: {title}")
         console.print(f"wrote {options.plot}", highlight=False)
     if options.values and plan.pick is None:

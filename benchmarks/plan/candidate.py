@@ -87,6 +87,11 @@ def flag_values(spec: PlanSpec) -> tuple[tuple[int, ...], ...]:
     )
 
 
+def varies(spec: PlanSpec) -> bool:
+    """Whether any flag has several values to try."""
+    return any(len(values) > 1 for values in flag_values(spec))
+
+
 def _default(config: type[Config], name: str) -> int:
     return next(int(field.default) for field in fields_of(config) if field.name == name)
 
@@ -138,7 +143,10 @@ def neighbours(candidate: Candidate, spec: PlanSpec) -> Iterator[Candidate]:
 
 
 def scenario(spec: PlanSpec, candidate: Candidate, seed: int, *, load_factor: float, goals: PlanGoals) -> Scenario:
-    """A run of the candidate at `load_factor` times the rate. The same seed is the same load for each candidate."""
+    """A run of the candidate at `load_factor` times the rate.
+
+    The same seed is the same load for each candidate; at another rate the same requests come, further apart.
+    """
     flags = candidate.flags
     found = Scenario(
         pool=(
@@ -151,7 +159,7 @@ def scenario(spec: PlanSpec, candidate: Candidate, seed: int, *, load_factor: fl
         settings={**spec.settings, "local_prefill_threshold": flags.local_prefill_threshold},
         routers=spec.routers,
         seed=seed,
-        duration_s=spec.arrivals_s,
+        duration_s=spec.arrivals_s / load_factor,
         noise=spec.noise,
     )
     found.check()
@@ -178,5 +186,5 @@ def _faster(load: LoadSpec, factor: float) -> LoadSpec:
         return load
     if load.trace:
         return msgspec.structs.replace(load, speedup=load.speedup * factor)
-    rates = tuple((at_s, rate * factor) for at_s, rate in load.rates)
+    rates = tuple((at_s / factor, rate * factor) for at_s, rate in load.rates)
     return msgspec.structs.replace(load, rate=load.rate * factor, rates=rates)

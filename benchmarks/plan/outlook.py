@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,11 +34,15 @@ OVERLOADED = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one request takes at least, in seconds of a worker, and `held`, its KV in tokens times seconds."""
+    """What one request takes at least, in seconds: its prompt on either kind of worker, and its rows in decode steps.
+
+    `held`: its KV in tokens times seconds.
+    """
 
     on_prefill_s: float
     on_decode_s: float
-    decode_s: float
+    rows_s: float
+    num_rows: int
     held: float
 
 
@@ -65,32 +69,36 @@ class Outlook:
         time_s = self.seconds + (goals.ttft_ms + longest * goals.tpot_ms) / 1e3
         works = [self._work(one, flags) for one in self._sampled]
         num, count = math.floor(goals.quantile * len(works)), candidate.num_decode
+        each = self.num_requests / len(works)  # requests that a sampled one stands for
 
-        def least(costs: Sequence[float]) -> float:
-            return sum(sorted(costs)[:num])
+        def least(costs: Iterable[float]) -> float:
+            return each * sum(sorted(costs)[:num])
 
         room = self.spec.decode.num_blocks * self.spec.model.block_size
-        if least([one.held for one in works]) > count * room * time_s:
+        if least(one.held for one in works) > count * room * time_s:
             return False
-        if candidate.is_one_pool:
-            return least([one.decode_s + one.on_decode_s for one in works]) <= count * time_s
-        both = [one.decode_s + min(one.on_prefill_s, one.on_decode_s) for one in works]
-        workers = count + candidate.num_prefill
-        return least([one.decode_s for one in works]) <= count * time_s and least(both) <= workers * time_s
+        fixed_s, goal_s = self.spec.decode.coefficients.fixed_s, goals.tpot_ms / 1e3
+        # A step takes its fixed time and that of its rows. Rows may take what the goal leaves, and are so many at most.
+        slowdown = goal_s / (goal_s - fixed_s) if goal_s > fixed_s else 1.0
+        num_steps = least(one.num_rows for one in works) / flags.max_num_seqs
+        rows_s = least(one.rows_s for one in works)
+        decode_s = max(slowdown * rows_s, num_steps * fixed_s + rows_s)
+        prompts = (
+            (one.on_decode_s,) if candidate.is_one_pool else (one.on_prefill_s, one.on_decode_s) for one in works
+        )
+        both_s = least(slowdown * one.rows_s + min(of) for one, of in zip(works, prompts, strict=True))
+        return decode_s <= count * time_s and both_s <= (count + candidate.num_prefill) * time_s
 
     def _work(self, one: SampledRequest, flags: Flags) -> Work:
         first, then = self.spec.prefill.coefficients, self.spec.decode.coefficients
-        context = one.num_prompt + one.num_output / 2
-        most_rows = min(
-            flags.max_num_seqs, max(1.0, then.model().most_rows(context, self.spec.goals.tpot_ms / 1e3 + then.floor_s))
-        )
-        token_s = then.fixed_s / most_rows + then.row_s + then.context_s * context
+        context, num_rows = one.num_prompt + one.num_output / 2, max(0, one.num_output - 1)
         steps = one.num_uncached / max(1, flags.max_num_batched_tokens)
         return Work(
             on_prefill_s=steps * first.fixed_s + _prompt_s(first, one.prompt),
             on_decode_s=_prompt_s(then, one.prompt),
-            decode_s=(one.num_output - 1) * token_s,
-            held=(one.num_output - 1) * context * (then.fixed_s + then.row_s + then.context_s * one.num_prompt),
+            rows_s=num_rows * (then.row_s + then.context_s * context),
+            num_rows=num_rows,
+            held=num_rows * context * (then.fixed_s + then.row_s + then.context_s * one.num_prompt),
         )
 
     # ------------------------------------------------------------ what is likely
@@ -157,7 +165,7 @@ class Outlook:
         decode = _kind(spec, spec.decode, flags.max_num_seqs, flags.local_prefill_chunk)
         pools: dict[Role, PoolState] = {"decode": PoolState(decode)}
         if candidate.num_prefill:
-            pools["prefill"] = PoolState(_kind(spec, spec.prefill, 32, flags.max_num_batched_tokens))
+            pools["prefill"] = PoolState(_kind(spec, spec.prefill, 1, flags.max_num_batched_tokens))
         return Fleet(pools, flags.local_prefill_threshold)
 
     @staticmethod

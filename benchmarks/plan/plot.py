@@ -37,7 +37,8 @@ def plot_plan(path: Path, plan: Plan, *, title: str) -> None:
             capsize=3,
             alpha=0.8,
         )
-    for one in shown[:MOST_NAMES]:
+    by_shape = {one.candidate.shape: one for one in reversed(shown)}  # the best of each
+    for one in list(by_shape.values())[-MOST_NAMES:]:
         place = (one.candidate.cost(plan.spec), one.attainment)
         axes.annotate(one.candidate.shape, place, xytext=(6, -10), textcoords="offset points", fontsize=8)
     if plan.pick is not None:

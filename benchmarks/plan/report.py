@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from string import ascii_lowercase
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from benchmarks.plan.candidate import Candidate, base_flags
+from benchmarks.plan.candidate import Candidate, base_flags, varies
 from benchmarks.plan.evidence import Evidence, Tails
 from benchmarks.plan.outlook import Outlook
 from benchmarks.plan.reach import Reach, Reached
@@ -19,13 +20,15 @@ from benchmarks.plan.spec import PlanGoals, PlanSpec
 from benchmarks.report import print_table
 
 MOST_ROWS = 12
+MUCH_ERROR = 0.15
+"""A mean error of a worker's model of its steps beyond which the report warns of it."""
 COLUMNS = (
     "pools",
     "flags",
     "TTFT ms p50/p95/p99",
     "TPOT ms p50/p95/p99",
     "met goals",
-    "95 % interval",
+    "interval, %",
     "goodput /s",
     "cost/h",
     "cost/Mtok",
@@ -53,8 +56,13 @@ class Plan:
 
 def print_plan(console: Console, plan: Plan, *, title: str) -> None:
     """Print the ranked candidates, then the pick and why, or what is possible."""
-    shown = _shown(plan)
-    print_table(console, title, COLUMNS, [_cells(plan, one) for one in shown], left=(0, 1, 9))
+    shown, base = _shown(plan), base_flags(plan.spec)
+    changes = [text for text in dict.fromkeys(one.candidate.flags.changes(base) for one in shown) if text]
+    letters = {"": ""} | dict(zip(changes, ascii_lowercase, strict=False))
+    rows = [_cells(plan, one, letters[one.candidate.flags.changes(base)]) for one in shown]
+    print_table(console, title, COLUMNS, rows, left=(0, 1, 9))
+    for text in changes:
+        console.print(f"flags {letters[text]}: {text}", highlight=False)
     if (rest := len(plan.search.ranked()) - len(shown)) > 0:
         console.print(f"and {rest} more that were simulated (--json has all)", highlight=False)
     for line in sentences(plan):
@@ -72,18 +80,18 @@ def _shown(plan: Plan) -> list[Evidence]:
     return found if one_pool is None or one_pool in found else [*found, one_pool]
 
 
-def _cells(plan: Plan, found: Evidence) -> tuple[str, ...]:
+def _cells(plan: Plan, found: Evidence, flags: str) -> tuple[str, ...]:
     candidate, low_high = found.candidate, found.interval
     cost = candidate.cost(plan.spec)
     is_pick = plan.pick is not None and candidate == plan.pick.candidate
     token_cost = found.token_cost(cost)
     return (
         f"{'> ' if is_pick else '  '}{candidate.shape}",
-        candidate.flags.changes(base_flags(plan.spec)),
+        flags,
         _tails(found.ttft_ms, ",.0f"),
         _tails(found.tpot_ms, ",.1f"),
         f"{found.attainment:.1%}",
-        _percent(low_high),
+        "{:.1f} to {:.1f}".format(*(100 * value for value in low_high)),
         f"{found.goodput:.2f}",
         f"{cost:,.2f}",
         f"{token_cost:,.3f}" if math.isfinite(token_cost) else "-",
@@ -103,9 +111,18 @@ def _percent(interval: Sequence[float]) -> str:
 def sentences(plan: Plan) -> list[str]:
     """What to do and why, a line each."""
     if plan.pick is not None:
-        return _of_pick(plan, plan.pick)
+        return [*_of_pick(plan, plan.pick), *_doubts(plan.spec)]
     assert plan.reach is not None  # the pick or what can be reached
-    return _of_reach(plan, plan.reach)
+    return [*_of_reach(plan, plan.reach), *_doubts(plan.spec)]
+
+
+def _doubts(spec: PlanSpec) -> Iterable[str]:
+    for role, worker in (("prefill", spec.prefill), ("decode", spec.decode)):
+        if (error := worker.coefficients.error) > MUCH_ERROR:
+            yield (
+                f"The coefficients of {role} workers miss measured steps by {error:.0%} on average, so the plan may "
+                "be off as far. A machine that does nothing else is measured better."
+            )
 
 
 def _of_pick(plan: Plan, pick: Evidence) -> list[str]:
@@ -127,7 +144,7 @@ def _of_pick(plan: Plan, pick: Evidence) -> list[str]:
     if cheaper:
         found.append(f"Of what costs less, {_why_missed(cheaper[0])}.")
     else:
-        found.append("Nothing that costs less was worth a simulation: formulas rule it out, or nothing is smaller.")
+        found.append("Nothing that costs less had to be simulated: formulas or failures of larger pools rule it out.")
     other = [
         one
         for one in judged
@@ -135,7 +152,9 @@ def _of_pick(plan: Plan, pick: Evidence) -> list[str]:
     ]
     kind = "Two pools" if candidate.is_one_pool else "One pool"
     if other:
-        found.append(f"{kind} would take {other[0].candidate.shape}, {other[0].candidate.cost(spec):,.2f} an hour.")
+        tried = other[0].candidate
+        plain = " with the first value of each flag" if varies(spec) and tried.flags == base_flags(spec) else ""
+        found.append(f"{kind} would take {tried.shape}{plain}, {tried.cost(spec):,.2f} an hour.")
     else:
         found.append(f"{kind}: none that was simulated meets the goals.")
     return found

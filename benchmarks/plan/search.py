@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.plan.candidate import Candidate, base_flags, every, neighbours, plain, shapes
+from benchmarks.plan.candidate import Candidate, base_flags, every, neighbours, plain, shapes, varies
 from benchmarks.plan.evidence import Evidence, wilson
 from benchmarks.plan.outlook import Outlook
 from benchmarks.plan.trials import Question, Trials
@@ -53,6 +53,9 @@ class Search:
         best = self.found()
         limit = DEARER * self._cost(best.candidate) if best else math.inf
         self._cheapest(shapes(spec, flags, one_pool=True), limit)
+        if not self.trials.num_run:
+            self.say("the largest pools")
+            self._largest()
         self._vary_flags()
         return self.found()
 
@@ -130,6 +133,12 @@ class Search:
                     left = [one for one in left if not one.has_at_most(found.candidate)]
             left = [one for one in left if one not in asked and (best is None or self._is_better(one, best, strain))]
 
+    def _largest(self) -> None:
+        """Judge some of the largest pools, to know how far all are off, where formulas exclude all that there are."""
+        spec, flags = self.trials.spec, base_flags(self.trials.spec)
+        found = [one for one_pool in (False, True) for one in shapes(spec, flags, one_pool=one_pool)]
+        self.judge(self._next(found, {one: self.outlook.strain(one) + 1.0 for one in found}, None))
+
     def _first_to_meet(self, asked: Sequence[Candidate]) -> list[Evidence]:
         """Simulate all of them once, then judge them from the cheapest on until one meets the goals.
 
@@ -164,7 +173,7 @@ class Search:
 
     def _vary_flags(self) -> None:
         """Climb from near misses to candidates with other flags; a new best one is followed by cheaper numbers."""
-        if not any(neighbours(Candidate(1, 1, base_flags(self.trials.spec)), self.trials.spec)):
+        if not varies(self.trials.spec):
             return
         for _ in range(MOST_PASSES):
             before = self.found()

@@ -39,4 +39,7 @@ def test_a_scenario_has_the_candidates_workers_flags_and_load() -> None:
     assert (prefill.count, prefill.step_tokens, decode.count) == (2, 1024, 3)
     assert (decode.num_seqs, decode.step_tokens) == (32, 256)
     assert made.settings == {"max_wait_s": 5.0, "local_prefill_threshold": 7}
-    assert (made.load.rate, made.seed, made.goals.ttft_ms) == (2.5, 4, 500.0)
+    assert (made.load.rate, made.duration_s, made.seed, made.goals.ttft_ms) == (2.5, 16.0, 4, 500.0)
+    stepped = make_spec(load={"rate": 0.0, "rates": [[0, 4.0], [4, 8.0]]})
+    made = scenario(stepped, Candidate(0, 1, DEFAULTS), 1, load_factor=2.0, goals=spec.goals)
+    assert (made.load.rates, made.duration_s) == (((0.0, 8.0), (2.0, 16.0)), 4.0)

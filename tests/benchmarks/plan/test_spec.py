@@ -22,7 +22,7 @@ from .conftest import make_spec, make_values
         ({"decode": {"most": 0}}, "decode.most"),
         ({"bounds": {"max_cost": 0.5}}, "bounds.max_cost"),
         ({"bounds": {"max_worker": 3}}, "bounds"),
-        ({"search": {"max_num_seqs": [8, 0]}}, "search.max_num_seqs[...]"),
+        ({"search": {"max_num_seqs": [8, 0]}}, "search.max_num_seqs[1]"),
         (
             {"prefill": {"coefficients": {"token_s": 0.0}}, "decode": {"coefficients": {"token_s": 0.0}}},
             "prefill.coeff",
