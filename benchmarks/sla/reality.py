@@ -54,7 +54,7 @@ def read(file: Path) -> Numbers:
     """Distributions of each run in its result. Raises Skipped for a file that is none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        columns = {name: content["fields"].index(attribute) for name, attribute in LATENCIES}
+        columns = {name: list(content["fields"]).index(attribute) for name, attribute in LATENCIES}
         return {"runs": [_run(run, columns) for run in content["runs"]], "source": content.get("conditions", {})}
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise Skipped(f"{file} is no result of {MODULE}: {error!r}") from error
