@@ -1,4 +1,4 @@
-# make serve | check | test | test-all | lint | format | fetch | clean. `make` alone says what each does.
+# make serve | sla | check | test | test-all | lint | format | fetch | clean. `make` alone says what each does.
 PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 8000
@@ -22,13 +22,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERM
 NEWER := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve fetch bench compare check test test-touched test-all chaos soak lint format docs clean
+.PHONY: help serve fetch bench compare sla check test test-touched test-all chaos soak lint format docs clean
 
 help:
 	@echo "make serve      a service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
 	@echo "make fetch      download MODEL only"
 	@echo "make bench      load generator (ARGS='--help')"
 	@echo "make compare    Diptych beside another engine (ARGS='--peer openvino --peer-env DIR'; --help)"
+	@echo "make sla        how well goals are met and at what cost, in half an hour: tables and plots (ARGS='--only policies'; --help)"
 	@echo "make check      lint and the tests of what is pure, in a minute"
 	@echo "make test       lint and every quick test; says which 30 were slowest"
 	@echo "make test-touched    the slow tests of what differs from a commit (BASE=main)"
@@ -74,6 +75,9 @@ bench: $(VENV)/.bench
 
 compare: $(VENV)/.serve $(VENV)/.bench
 	@exec $(BIN)/python -m benchmarks.compare $(ARGS)
+
+sla: $(VENV)/.serve $(VENV)/.bench
+	@exec $(BIN)/python -m benchmarks.sla $(ARGS)
 
 # ------------------------------------------------------------------ check
 

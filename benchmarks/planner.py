@@ -1,8 +1,9 @@
 """The planner beside simpler rules and beside one who knows the future, in virtual time.
 
-Both pools of an 8B model on GPUs, goals of 500 and 25 ms at p95, workers that start in 30 or 120 s. Each row is one
-controller on one load: the share of requests that met both goals (a refused one met none), worker-seconds over those of
-the clairvoyant, and how often each pool changed. The world is `planner_world.py`; the planner is the router's own.
+Rivals' rules are written from what Dynamo and llm-d publish. Both pools of an 8B model on GPUs, goals of 500 and 25 ms
+at p95, workers that start in 30 or 120 s. Each row is one controller on one load: the share of requests that met both
+goals (a refused one met none), worker-seconds over those of the clairvoyant, and how often each pool changed. The world
+is `planner_world.py`; the planner is the router's own.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from benchmarks.planner_rules import Clairvoyant, Planned, Threshold, Utilisation
+from benchmarks.planner_rules import Clairvoyant, Interpolating, Planned, Saturation, Threshold, Utilisation
 from benchmarks.planner_world import Controller, Result, World, poisson
 from benchmarks.report import open_console, print_table
 from benchmarks.script import run, script_parser, settings_of, write_result
@@ -74,16 +75,34 @@ def controllers(load: Load) -> dict[str, Controller]:
         "planner": Planned(Planner(GOALS, BOUNDS)),
         "HPA, utilisation": Utilisation(BOUNDS),
         "threshold": Threshold(BOUNDS),
+        "Dynamo's rule": Interpolating(GOALS, BOUNDS),
+        "llm-d's rule": Saturation(BOUNDS),
     }
 
 
-def measure(load: Load, seed: int) -> Iterator[tuple[str, Result]]:
+def measure(load: Load, seed: int) -> Iterator[tuple[str, World, Result]]:
+    """Each controller's name, its world at the end, and the result."""
     for name, controller in controllers(load).items():
         requests = poisson(load.rate, load.seconds, conversation, seed)
         world = World(
             requests, KINDS, GOALS, controller, start={"prefill": 1, "decode": 1}, start_s=load.start_s, seed=seed
         )
-        yield name, world.run(load.seconds)
+        yield name, world, world.run(load.seconds)
+
+
+def row_of(load: Load, name: str, result: Result, best: float) -> dict[str, Any]:
+    """A result as JSON values; `best` is the cost of the clairvoyant."""
+    return {
+        "load": load.name,
+        "controller": name,
+        "met": round(result.met, 4),
+        "refused": round(result.refused, 4),
+        "prefill_s": round(result.worker_s["prefill"]),
+        "decode_s": round(result.worker_s["decode"]),
+        "over_clairvoyant": round(result.cost / best, 3),
+        "changes": result.changes("prefill") + result.changes("decode"),
+        "turns": result.turns("prefill") + result.turns("decode"),
+    }
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -101,20 +120,9 @@ def main(argv: Sequence[str]) -> int:
         if not load.name.startswith(options.only):
             continue
         best = 0.0
-        for name, result in measure(load, options.seed):
+        for name, _, result in measure(load, options.seed):
             best = best or result.cost
-            row = {
-                "load": load.name,
-                "controller": name,
-                "met": round(result.met, 4),
-                "refused": round(result.refused, 4),
-                "prefill_s": round(result.worker_s["prefill"]),
-                "decode_s": round(result.worker_s["decode"]),
-                "over_clairvoyant": round(result.cost / best, 3),
-                "changes": result.changes("prefill") + result.changes("decode"),
-                "turns": result.turns("prefill") + result.turns("decode"),
-            }
-            rows.append(row)
+            rows.append(row := row_of(load, name, result, best))
             shown.append(
                 (
                     load.name,

@@ -57,7 +57,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a controller sees: the pools, and what happened since it looked last."""
+    """What a controller sees: the pools, and what happened since it looked last.
+
+    `kv`: the share of a pool's KV blocks that requests own.
+    """
 
     now: float
     fleet: Fleet
@@ -66,6 +69,7 @@ class Seen:
     refused: Sequence[Request]
     busy: Mapping[Role, float]
     present: Mapping[Role, int]
+    kv: Mapping[Role, float]
 
 
 Controller = Callable[[Seen], Mapping[Role, int]]
@@ -75,13 +79,14 @@ Controller = Callable[[Seen], Mapping[Role, int]]
 class Result:
     """`met`: share of requests that met both goals. `worker_s`: by role, from the order of a worker to its end.
 
-    `history`: what was wanted at each look of the controller.
+    `history`: what was wanted at each look of the controller, `ready` how many served then.
     """
 
     met: float
     refused: float
     worker_s: Mapping[Role, float]
     history: Sequence[Mapping[Role, int]]
+    ready: Sequence[Mapping[Role, int]] = ()
 
     @property
     def cost(self) -> float:
@@ -130,6 +135,7 @@ class World:
         self.worker_s: dict[Role, float] = dict.fromkeys(ROLES, 0.0)
         self.busy_s: dict[Role, float] = dict.fromkeys(ROLES, 0.0)
         self.history: list[dict[Role, int]] = []
+        self.ready: list[dict[Role, int]] = []
         self._looked = (0, 0, 0)
         self._chance = random.Random(seed)
         self._noise, self._serial = noise, 0
@@ -148,10 +154,10 @@ class World:
             if now % CONTROL_S == 0:
                 self._control(now, num_arrived)
         judged = [one for one in self.all if one.arrived_at < seconds - 60.0]
-        met = sum(self._meets(one) for one in judged) / max(1, len(judged))
-        return Result(met, len(self.refused) / max(1, len(self.all)), self.worker_s, self.history)
+        met = sum(self.meets(one) for one in judged) / max(1, len(judged))
+        return Result(met, len(self.refused) / max(1, len(self.all)), self.worker_s, self.history, self.ready)
 
-    def _meets(self, one: Request) -> bool:
+    def meets(self, one: Request) -> bool:
         goals = self.goals
         return (not goals.ttft_s or one.ttft_s <= goals.ttft_s) and (not goals.tpot_s or one.tpot_s <= goals.tpot_s)
 
@@ -264,11 +270,13 @@ class World:
             self.refused[seen_refused:],
             {role: self.busy_s[role] / CONTROL_S for role in ROLES},
             {role: sum(not each.leaving for each in self.machines[role]) for role in ROLES},
+            {role: self._kv_used(role, now) for role in ROLES},
         )
         self._looked = (num_arrived, len(self.done), len(self.refused))
         self.busy_s = dict.fromkeys(ROLES, 0.0)
         wanted = self.controller(seen)
         self.history.append(dict(wanted))
+        self.ready.append({role: len(self._ready(role, now)) for role in ROLES})
         for role in ROLES:
             self._scale(role, wanted[role], now)
 
@@ -302,6 +310,12 @@ class World:
             )
         held = {role: 0 if self._ready(role, now) else len(self.waiting) for role in ROLES}
         return Fleet(pools, self.threshold, dict.fromkeys(ROLES, self.start_s), held)
+
+    def _kv_used(self, role: Role, now: float) -> float:
+        kind, ready = self.kinds[role], self._ready(role, now)
+        held = sum(one.shape.num_prompt for each in ready for one in each.held) / kind.block_size
+        rows = sum(math.ceil(row.context / kind.block_size) for each in ready for row in each.rows)
+        return (held + rows) / max(1, len(ready) * kind.num_blocks)
 
     def _num_blocked(self, now: float) -> int:
         """Computed prompts that no decode worker has room for."""

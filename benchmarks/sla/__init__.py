@@ -1,0 +1,1 @@
+"""`make sla`: how well goals are met, and at what cost, in tables and plots."""

@@ -1,0 +1,139 @@
+"""How well goals are met, and at what cost: every table and plot of docs/sla.md in one command.
+
+    python -m benchmarks.sla --traces FOLDER
+
+Each step writes `sla-STEP-DATE.json` and `.png` into the folder of results. A step that cannot run here says why, and
+the others go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.status import Status
+
+from benchmarks.conditions import conditions
+from benchmarks.report import open_console, write_json
+from benchmarks.script import run
+from benchmarks.sla import knobs, planner, policies, prediction, reality
+from benchmarks.sla.step import Settings, Skipped, Step
+from benchmarks.stack import StackError
+from benchmarks.trace import TraceError
+
+PROGRAM: Final = "python -m benchmarks.sla"
+STEPS: Final[tuple[Step, ...]] = (policies.STEP, planner.STEP, prediction.STEP, reality.STEP, knobs.STEP)
+RESULTS: Final = Path(__file__).parent.parent / "results"
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = ArgumentParser(PROGRAM, description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
+    usual, names = Settings(), [step.name for step in STEPS]
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="STEP", help="run these: " + ", ".join(names)
+    )
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with azure2023_conv.csv.gz, azure2023_code.csv.gz and mooncake_conversation.jsonl.gz; "
+        "without it loads are synthetic",
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where results are written")
+    parser.add_argument("--repeats", type=int, default=usual.repeats, help="runs of each policy with other requests")
+    parser.add_argument("--num-requests", type=int, default=usual.num_requests, help="of each run of a policy")
+    parser.add_argument("--seconds", type=float, default=usual.seconds, help="of virtual time for each planner's load")
+    parser.add_argument("--real-s", type=float, default=usual.real_s, help="seconds of load on real processes")
+    parser.add_argument(
+        "--reality", type=Path, metavar="FILE", help="result of benchmarks.reality, instead of running it"
+    )
+    parser.add_argument("--model", default=usual.model, help="small real model, for predictions")
+    parser.add_argument("--seed", type=int, default=usual.seed, help="of arrivals, lengths and noise")
+    parser.add_argument("--redraw", type=Path, nargs="+", metavar="JSON", help="only draw these results again")
+    options = parser.parse_args(argv)
+    for name, least in (("repeats", 1), ("num_requests", 20), ("seconds", 120.0), ("real_s", 5.0)):
+        if getattr(options, name) < least:
+            parser.error(f"argument --{name.replace('_', '-')}: {getattr(options, name)} is less than {least}")
+    return options
+
+
+def settings_of(options: Namespace) -> Settings:
+    return Settings(
+        traces=options.traces,
+        repeats=options.repeats,
+        num_requests=options.num_requests,
+        seconds=options.seconds,
+        real_s=options.real_s,
+        reality=options.reality,
+        model=options.model,
+        seed=options.seed,
+    )
+
+
+def title_of(step: Step, found: dict[str, Any]) -> str:
+    """What a plot says of its conditions."""
+    load = "load average {} to {}".format(*found["load_averages"])
+    return f"{step.about} ({found['date'][:10]}, {found['cpu']}, {found['cores']} cores, {load})"
+
+
+def run_step(step: Step, settings: Settings, options: Namespace, console: Console, argv: Sequence[str]) -> None:
+    """Measure, print, write and draw one step. Raises Skipped, StackError, TraceError."""
+    before, began = os.getloadavg()[0], time.monotonic()
+    with Status(step.about, console=console) as status:
+
+        def tell(words: str) -> None:
+            status.update(f"{step.name}: {words}")
+            if not console.is_terminal:
+                console.print(f"  {time.monotonic() - began:5.0f} s  {words}", highlight=False)
+
+        numbers = step.measure(settings, tell)
+    found = conditions(PROGRAM, argv, took_s=round(time.monotonic() - began))
+    found["load_averages"] = [round(before, 1), round(os.getloadavg()[0], 1)]
+    step.show(console, numbers)
+    name = f"sla-{step.name}-{datetime.now(UTC):%Y-%m-%d}"
+    write_json(options.results / f"{name}.json", {"step": step.name, "conditions": found, **numbers})
+    step.draw(numbers, options.results / f"{name}.png", title_of(step, found))
+    console.print(f"wrote {options.results / name}.json and .png after {found['took_s']} s", highlight=False)
+
+
+def redraw(files: Sequence[Path], console: Console) -> None:
+    """Print and draw results again."""
+    by_name = {step.name: step for step in STEPS}
+    for file in files:
+        numbers = json.loads(file.read_text(encoding="utf-8"))
+        step = by_name[numbers["step"]]
+        step.show(console, numbers)
+        step.draw(numbers, file.with_suffix(".png"), title_of(step, numbers["conditions"]))
+        console.print(f"drew {file.with_suffix('.png')}", highlight=False)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status 0, or 1 when a step failed; one that was skipped has not failed."""
+    options, console = parse(argv), open_console()
+    if options.redraw:
+        redraw(options.redraw, console)
+        return 0
+    chosen = [step for step in STEPS if step.name in options.only]
+    num_failed = 0
+    for number, step in enumerate(chosen, 1):
+        console.print(f"[{number}/{len(chosen)}] {step.name}: {step.about}", markup=False, highlight=False)
+        try:
+            run_step(step, settings_of(options), options, console, argv)
+        except Skipped as why:
+            console.print(f"skipped {step.name}: {why}", markup=False, highlight=False)
+        except (StackError, TraceError) as error:
+            num_failed += 1
+            print(f"{PROGRAM}: {step.name} failed: {error}", file=sys.stderr)
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,135 @@
+"""Predicted against measured TTFT and TPOT of single requests, on a paced 1P1D cluster and on a small real model.
+
+The router logs what it predicted for a request when it placed it, so all predictions are made ahead of what they
+predict. Workers go on fitting their models meanwhile; requests of the first part of the load are left out.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from benchmarks.arrivals import RateProfile
+from benchmarks.paced import PacedStack
+from benchmarks.plot import plain_numbers, save
+from benchmarks.report import print_table
+from benchmarks.sla.real import requests_logged, served
+from benchmarks.sla.step import Numbers, Settings, Step
+from benchmarks.stack import Stack
+
+PACED, REAL = "paced 1P1D", "real model, 1P1D"
+LEARNING: Final = 0.3
+"""Of the requests, while workers fit their models."""
+LENGTHS: Final[dict[str, tuple[str, str]]] = {PACED: ("200-1500", "20-80"), REAL: ("64-512", "16-48")}
+RATES: Final[dict[str, tuple[float, ...]]] = {PACED: (4.0, 10.0, 16.0), REAL: (0.5, 1.0, 1.5)}
+ROUTER_FLAGS: Final = ("--log-json",)
+MARKS: Final = {"TTFT": (0.10, 0.25), "TPOT": (0.08, None)}
+NUM_SMALL_MS: Final = 0.01
+
+
+def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
+    pairs: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    with tempfile.TemporaryDirectory(prefix="diptych-sla-") as folder:
+        for name in (PACED, REAL):
+            tell(f"{name}: starts")
+            log_dir = Path(folder) / name.partition(" ")[0]
+            with stack_of(name, settings, log_dir) as stack:
+                seconds = settings.real_s / len(RATES[name])
+                tell(f"{name}: {settings.real_s:g} s of load")
+                profile = RateProfile.steps(",".join(f"{rate:g}x{seconds:g}" for rate in RATES[name]))
+                records = served(stack, profile, LENGTHS[name], seed=settings.seed)
+                num_ok = sum(record.ok for record in records)
+                lines = requests_logged(stack.router.log, num_ok)
+            pairs[name] = pairs_of(lines[int(LEARNING * len(lines)) :])
+    return {"pairs": pairs, "summary": [row for name, found in pairs.items() for row in summarised(name, found)]}
+
+
+def stack_of(name: str, settings: Settings, log_dir: Path) -> Stack:
+    if name == PACED:
+        return PacedStack(1, 1, router_flags=ROUTER_FLAGS, log_dir=log_dir)
+    return Stack(1, 1, model=settings.model, router_flags=ROUTER_FLAGS, log_dir=log_dir)
+
+
+def pairs_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """(predicted, measured) in ms, from a router's log; requests that were placed once."""
+    once = [line for line in lines if line.get("attempts") == 1]
+    ttft = [(line["predicted_ttft_ms"], line["queue_ms"] + line["prefill_ms"]) for line in once]
+    tpot = [
+        (line["predicted_token_ms"], line["decode_ms"] / (line["output"] - 1))
+        for line in once
+        if line["output"] > 1 and line["predicted_token_ms"] > 0
+    ]
+    return {
+        name: [(round(predicted, 3), round(measured, 3)) for predicted, measured in values if measured > NUM_SMALL_MS]
+        for name, values in (("TTFT", ttft), ("TPOT", tpot))
+    }
+
+
+def summarised(name: str, found: Mapping[str, Sequence[tuple[float, float]]]) -> list[dict[str, Any]]:
+    """Quantiles of |predicted - measured| / measured."""
+    rows = []
+    for latency, pairs in found.items():
+        if not pairs:
+            continue
+        predicted, measured = np.asarray(pairs).T
+        errors = np.abs(predicted - measured) / measured
+        p50, p90 = (round(float(each), 4) for each in np.percentile(errors, (50, 90)))
+        bias = round(float(np.median(measured / np.maximum(NUM_SMALL_MS, predicted))), 3)
+        rows.append(
+            {"where": name, "latency": latency, "num": len(pairs), "p50": p50, "p90": p90, "measured_over": bias}
+        )
+    return rows
+
+
+def show(console: Console, numbers: Mapping[str, Any]) -> None:
+    columns = ("where", "latency", "requests", "error p50", "mark", "error p90", "mark", "measured over predicted")
+    rows = [
+        (
+            row["where"],
+            row["latency"],
+            f"{row['num']}",
+            f"{row['p50']:.1%}",
+            _mark(MARKS[row["latency"]][0]),
+            f"{row['p90']:.1%}",
+            _mark(MARKS[row["latency"]][1]),
+            f"{row['measured_over']:.2f}",
+        )
+        for row in numbers["summary"]
+    ]
+    print_table(console, "predicted against measured", columns, rows, left=(0, 1))
+
+
+def _mark(mark: float | None) -> str:
+    return "-" if mark is None else f"{mark:.0%}"
+
+
+def draw(numbers: Mapping[str, Any], path: Path, title: str) -> None:
+    pairs = numbers["pairs"]
+    figure = Figure(figsize=(10, 4.8 * len(pairs)), layout="constrained")
+    for row, (name, found) in enumerate(pairs.items()):
+        for column, (latency, values) in enumerate(found.items()):
+            axes = figure.add_subplot(len(pairs), len(found), row * len(found) + column + 1)
+            axes.set(title=f"{name}: {latency}", xlabel="predicted, ms", ylabel="measured, ms")
+            if not values:
+                continue
+            predicted, measured = np.asarray(values).T
+            axes.scatter(predicted, measured, s=8, alpha=0.5)
+            ends = [max(NUM_SMALL_MS, min(predicted.min(), measured.min())), max(predicted.max(), measured.max())]
+            axes.plot(ends, ends, color="#444444", linewidth=1)
+            axes.fill_between(
+                ends, [0.75 * end for end in ends], [1.25 * end for end in ends], alpha=0.1, color="#444444"
+            )
+            axes.set(xscale="log", yscale="log")
+            for axis in (axes.xaxis, axes.yaxis):
+                plain_numbers(axis)
+            axes.grid(alpha=0.2)
+    save(figure, path, title)
+
+
+STEP: Final = Step("prediction", "predicted against measured latencies of requests", measure, show, draw)

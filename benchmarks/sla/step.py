@@ -1,0 +1,47 @@
+"""A part of `make sla`: it measures, prints and draws. Its numbers are JSON values that it can draw again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+Numbers = dict[str, Any]
+
+
+class Skipped(Exception):
+    """A step cannot run here. The message says why, and what the operator can do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the steps share. `traces` is a folder of trace files, or None for synthetic loads.
+
+    `repeats` runs with other seeds and slices of traces, of `num_requests` requests each, compare policies; `seconds`
+    of virtual time compare planners; `real_s` seconds of load measure real processes. `reality` is a file that
+    `python -m benchmarks.reality --output` wrote, or None to run it.
+    """
+
+    traces: Path | None = None
+    repeats: int = 5
+    num_requests: int = 400
+    seconds: float = 3600.0
+    real_s: float = 60.0
+    reality: Path | None = None
+    model: str = "smollm2-135m"
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`measure` returns numbers (and tells its progress in a few words), or raises Skipped; `show` prints and `draw`
+    draws them."""
+
+    name: str
+    about: str
+    measure: Callable[[Settings, Callable[[str], None]], Numbers]
+    show: Callable[[Console, Mapping[str, Any]], None]
+    draw: Callable[[Mapping[str, Any], Path, str], None]

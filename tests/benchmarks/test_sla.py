@@ -1,0 +1,170 @@
+"""The steps of `make sla`: what they compute from runs, and that their numbers can be shown and drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from benchmarks.sla import __main__ as sla
+from benchmarks.sla import knobs, policies, prediction, reality
+from benchmarks.sla.step import Settings, Skipped
+from benchmarks.summary import OK, RequestRecord
+from benchmarks.trace import read_trace
+
+
+def run_of(policy: str, repeat: int, goodput: float) -> dict[str, Any]:
+    return {"load": "a", "policy": policy, "repeat": repeat, "share": 1.0, "rate": 9.0, "goodput": goodput}
+
+
+def test_ratios_are_taken_within_a_repeat() -> None:
+    """The best rival of each repeat counts: here round robin once, random twice."""
+    goodputs = {"diptych": (6.0, 8.0, 9.0), "random": (3.0, 4.0, 6.0), "round-robin": (5.0, 2.0, 2.0)}
+    runs = [
+        run_of(arm, repeat, goodputs.get(arm, (1.0, 1.0, 3.0))[repeat]) for repeat in range(3) for arm in policies.ARMS
+    ]
+    (row,) = policies.summarised(runs)
+    assert row["to_best_rival"] == pytest.approx(1.5)  # of 1.2, 2.0 and 1.5
+    assert row["to_best_rival_range"] == [1.2, 2.0]
+    assert row["to_one_pool"] == pytest.approx(6.0)
+    assert row["goodput"]["diptych"] == 8.0
+
+
+def test_slices_do_not_overlap_and_begin_at_zero() -> None:
+    load = policies.log_normal("x", 3, (100, 0.5), (50, 0.5), num=100)
+    first, second = (load.slice(number, 30) for number in (0, 1))
+    assert first[0].arrival_s == second[0].arrival_s == 0.0
+    assert [row.input_len for row in first] == [row.input_len for row in load.rows[:30]]
+    assert [row.input_len for row in second] == [row.input_len for row in load.rows[30:60]]
+    assert len(load.slice(7, 30)) == 30
+
+
+def test_a_slice_is_written_as_a_trace(tmp_path: Path) -> None:
+    rows = policies.conversations(2, num=40).slice(0, 40)
+    policies.write_trace(tmp_path / "t.jsonl", rows)
+    again = read_trace(tmp_path / "t.jsonl")
+    assert [(row.input_len, row.output_len, row.block_ids) for row in again] == [
+        (row.input_len, row.output_len, row.block_ids) for row in rows
+    ]
+    assert any(set(one.block_ids) & set(other.block_ids) for one in rows[:5] for other in rows[5:])
+
+
+def test_policies_are_simulated_shown_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = policies.log_normal("code", 1, (900, 0.5), (20, 0.5), num=60)
+    monkeypatch.setattr(policies, "loads", lambda settings: iter([load]))
+    monkeypatch.setattr(policies, "SHARES", (1.0,))
+    told: list[str] = []
+    numbers = policies.measure(Settings(repeats=1, num_requests=40), told.append)
+    assert told == ["code, repeat 1 of 1"]
+    assert {run["policy"] for run in numbers["runs"]} == set(policies.ARMS)
+    assert all(0.0 < run["met"] <= 1.0 and run["failed"] == 0 for run in numbers["runs"])
+    (row,) = numbers["summary"]
+    assert all(0.0 < goodput <= 2 * row["rate"] for goodput in row["goodput"].values())
+    drawn_and_shown(policies.STEP, numbers, tmp_path)
+
+
+def drawn_and_shown(step: Any, numbers: Any, folder: Path) -> str:
+    """What a step prints of numbers that went through JSON."""
+    numbers = json.loads(json.dumps(numbers))
+    console = Console(width=200, record=True, quiet=False, file=(folder / "out").open("w"))
+    step.show(console, numbers)
+    step.draw(numbers, folder / "p.png", "title")
+    assert (folder / "p.png").read_bytes().startswith(b"\x89PNG")
+    console.file.close()
+    return console.export_text()
+
+
+def line(predicted: tuple[float, float], measured: tuple[float, float], **more: Any) -> dict[str, Any]:
+    """A router's log line of a request with an answer of 11 tokens."""
+    fields = {"predicted_ttft_ms": predicted[0], "predicted_token_ms": predicted[1], "attempts": 1, "output": 11}
+    return fields | {"queue_ms": 10.0, "prefill_ms": measured[0] - 10.0, "decode_ms": 10 * measured[1]} | more
+
+
+def test_predictions_are_compared_with_what_happened(tmp_path: Path) -> None:
+    lines = [line((90.0, 9.0), (100.0, 10.0)), line((50.0, 5.0), (100.0, 5.0)), line((100.0, 8.0), (80.0, 10.0))]
+    others = [line((1.0, 1.0), (100.0, 10.0), attempts=2), line((100.0, 1.0), (100.0, 9.0), output=1)]
+    pairs = prediction.pairs_of([*lines, *others])
+    assert pairs["TTFT"] == [(90.0, 100.0), (50.0, 100.0), (100.0, 80.0), (100.0, 100.0)]
+    assert pairs["TPOT"] == [(9.0, 10.0), (5.0, 5.0), (8.0, 10.0)]
+    ttft, tpot = prediction.summarised("here", pairs)
+    assert (ttft["num"], ttft["p50"]) == (4, pytest.approx(0.175))
+    assert tpot["p50"] == pytest.approx(0.1)
+    said = drawn_and_shown(prediction.STEP, {"pairs": {"here": pairs}, "summary": [ttft, tpot]}, tmp_path)
+    assert "17.5%" in said
+
+
+def test_knobs_are_read_from_metrics() -> None:
+    text = (
+        "# TYPE diptych_knob gauge\n"
+        'diptych_knob{engine="decode-0",knob="batch_cap",model_name="m"} 23.0\n'
+        'diptych_knob{engine="decode-0",knob="step_tokens",model_name="m"} 1.28e+02\n'
+        'diptych_knob_changes_total{engine="decode-0",knob="batch_cap",reason="goal"} 4.0\n'
+    )
+    assert knobs.knobs_in(text) == {"batch_cap": 23.0, "step_tokens": 128.0}
+
+
+def test_tails_are_those_of_their_window(tmp_path: Path) -> None:
+    def record(start: float, ttft_s: float, outcome: str = OK) -> RequestRecord:
+        times = [start + ttft_s, start + ttft_s + 1.0] if outcome == OK else []
+        return RequestRecord(0, start=start, token_times=times, output_tokens=2, outcome=outcome)
+
+    records = [record(100.0, 0.1), record(102.0, 0.3), record(103.5, 0.0, "http 429"), record(109.5, 0.2)]
+    tails = knobs.tails_of(records)
+    assert [window["at_s"] for window in tails] == [1.5, 4.5, 10.5]
+    assert tails[0]["ttft_p95_ms"] == pytest.approx(290.0) and tails[0]["rate"] == pytest.approx(0.67)
+    assert tails[1]["ttft_p95_ms"] is None and tails[1]["tpot_p95_ms"] is None
+    numbers = {"knobs": {"decode-0 batch_cap": [(0.0, 8.0), (1.0, 4.0)]}, "tails": tails, "num_good": 3}
+    numbers |= {"goals": {"ttft_ms": 500.0, "tpot_ms": 20.0}, "num_requests": 4, "num_refused": 1}
+    assert "75.0% of 4 requests met both goals" in drawn_and_shown(knobs.STEP, numbers, tmp_path)
+
+
+def test_a_result_of_reality_is_drawn(tmp_path: Path) -> None:
+    rows = [[0, 0.0, 0.1, 0.01, 5, 0, "ok"], [1, 0.5, 0.3, None, 1, 0, "ok"], [2, 0.7, None, None, 0, 0, "refused"]]
+    run = {"case": "1P1D", "load": "conv", "policy": "diptych", "fitted_on": False, "load_average": [1.0, 2.0]}
+    content = {"fields": ["index", "at_s", "ttft_s", "tpot_s", "num_tokens", "num_cached", "outcome"]}
+    content |= {"runs": [run | {"real": {"requests": rows}, "simulated": {"fit": {"requests": rows[:1]}}}]}
+    file = tmp_path / "reality.json"
+    file.write_text(json.dumps(content))
+    numbers = reality.measure(Settings(reality=file), lambda words: None)
+    assert numbers["runs"][0]["ms"]["real"] == {"TTFT": [100.0, 300.0], "TPOT": [10.0]}
+    assert "1P1D conv diptych" in drawn_and_shown(reality.STEP, numbers, tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"fields": ["ttft_s"], "runs": []}', '{"fields": 3}'])
+def test_a_file_that_is_no_result_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(Skipped, match=r"x\.json is no result"):
+        reality.measure(Settings(reality=tmp_path / "x.json"), lambda words: None)
+
+
+def test_a_step_that_cannot_run_says_why_and_fails_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    absent = tmp_path / "absent.json"
+    assert sla.main(["--only", "reality", "--reality", str(absent), "--results", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out.replace("\n", " ")
+    assert "skipped reality" in printed and "absent.json" in printed
+    assert not list(tmp_path.glob("sla-*"))
+
+
+def test_a_trace_that_is_missing_fails_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sla.main(["--only", "policies", "--traces", str(tmp_path), "--results", str(tmp_path)]) == 1
+    assert "azure2023_conv.csv.gz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--only", "everything"], ["--repeats", "0"], ["--real-s", "1"]])
+def test_bad_options_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sla.main(flags)
+    assert ended.value.code == 2 and flags[0] in capsys.readouterr().err
+
+
+def test_capacity_is_that_of_the_slower_pool() -> None:
+    prompts = policies.log_normal("long prompts", 1, (4000, 0.1), (10, 0.1), num=50)
+    answers = policies.log_normal("long answers", 1, (50, 0.1), (900, 0.1), num=50)
+    per_prompt = policies.PREFILL.token_s * 4000
+    assert policies.rate_served(prompts.rows, prompts) < policies.NUM_WORKERS / per_prompt
+    most = policies.NUM_WORKERS * policies.MOST_ROWS / (0.025 * 900)
+    assert math.isclose(policies.rate_served(answers.rows, answers), most, rel_tol=0.1)
