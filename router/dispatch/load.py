@@ -21,8 +21,8 @@ class WorkerLoad:
     """One worker: what it reports and what is booked on it. `reason` says why it is not ready. `role` is its present
     role, `home` the one that it was started with.
 
-    A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps. This router knows of
-    `num_known_blocks` in its prefix cache.
+    A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps, `link_model` of the transfers
+    that come to it. This router knows of `num_known_blocks` in its prefix cache.
     """
 
     address: str
@@ -42,6 +42,7 @@ class WorkerLoad:
     reason: str = ""
     wait_s: float = 0.0
     step_model: Mapping[str, float] = field(default_factory=dict)
+    link_model: Mapping[str, float] = field(default_factory=dict)
     num_known_blocks: int = 0
     home: str = ""
 
@@ -65,6 +66,7 @@ class WorkerLoad:
             reason=worker.withheld or worker.reason,
             wait_s=wait_s(worker, now) if worker.ready else 0.0,
             step_model=msgspec.structs.asdict(worker.step_model),
+            link_model=msgspec.structs.asdict(worker.likely_link),
             num_known_blocks=num_known_blocks,
             home=worker.home,
         )
