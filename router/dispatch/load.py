@@ -126,6 +126,7 @@ class DispatchLoad:
     num_choices: Mapping[str, int]
     num_stale_deltas: int
     num_handovers: Mapping[str, int] = field(default_factory=dict)
+    num_balanced: Mapping[str, int] = field(default_factory=dict)
     wait_limit_s: float = 0.0
     classes: tuple[ClassLoad, ...] = ()
     num_taken_back: int = 0
@@ -158,6 +159,7 @@ class DispatchLoad:
             dict(counters.num_choices),
             counters.num_stale_deltas,
             dict(counters.num_handovers),
+            dict(counters.num_balanced),
             wait_limits_s[DEFAULT],
             tuple(
                 ClassLoad.of(one, by_class[name], wait_limits_s[name], counters.num_refused[name], now)
@@ -173,7 +175,8 @@ class DispatchCounters:
     """Retries by the failed worker's role, failures by error class, choices by kind (remote, local, prefill).
 
     Requests refused for a goal that they would miss, by class; prompts taken back from slow workers. Hand-overs by
-    outcome: done; failed (the old worker went on); ended (the answer ended, or its old worker).
+    outcome: done; failed (the old worker went on); ended (the answer ended, or its old worker). Those begun between
+    ready workers, by what the first had not enough of: blocks, or time for tokens.
     """
 
     num_retries: Counter[str] = field(default_factory=Counter)
@@ -181,5 +184,6 @@ class DispatchCounters:
     num_choices: Counter[str] = field(default_factory=Counter)
     num_stale_deltas: int = 0
     num_handovers: Counter[str] = field(default_factory=Counter)
+    num_balanced: Counter[str] = field(default_factory=Counter)
     num_refused: Counter[str] = field(default_factory=Counter)
     num_taken_back: int = 0
