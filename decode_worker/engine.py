@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
@@ -19,7 +20,7 @@ from common.transfer.receiver import TransferCompleted, TransferFailed, Transfer
 from common.transfer.sender import KVSender
 from common.wire.messages import DecodeRequest, HandOver, Message
 from common.wire.sampling_params import SampledToken
-from common.worker.engine import EngineConfig, RequestReceived, Send
+from common.worker.engine import EngineConfig, EngineStatus, RequestReceived, Send
 from common.worker.metrics import WorkerMetrics
 from decode_worker.grants import IncomingTransfers
 from decode_worker.handover import Handovers
@@ -241,6 +242,9 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         if self._handovers.wants_pause:
             self._drain()
             self._handovers.pause_due(now)
+
+    def snapshot(self) -> EngineStatus:
+        return replace(super().snapshot(), links=self._remote_prefills.link_fits.links)
 
     def expire(self, now: float) -> None:
         if self._transfers.failure is not None:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from common.errors import WireError
+from common.latency.link_model import LinkFits
+from common.transfer.incoming import IncomingTransfer
 from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from decode_worker.grants import IncomingTransfers
 from decode_worker.recorder import Recorder
@@ -36,6 +38,7 @@ class RemotePrefills:
     ) -> None:
         self._transfers, self._scheduler, self._rules, self._recorder = transfers, scheduler, rules, recorder
         self._fail = fail
+        self.link_fits = LinkFits()
         self._grant_timeout_s, self._transfer_timeout_s = grant_timeout_s, transfer_timeout_s
 
     # ------------------------------------------------------------ events of the receiver
@@ -96,6 +99,7 @@ class RemotePrefills:
         # By this worker's clock, but for the latency of an idle wire.
         computed_at = done.computed_at + sequence.clock_offset_s
         sequence.exposed_transfer_s = max(0.0, max(transfer.last_block_at, transfer.done_at) - computed_at)
+        self._observe_link(transfer, max(computed_at, transfer.granted_at))
         sequence.prefill_s, sequence.num_cached = done.prefill_s, done.num_cached_tokens
         sequence.first_token_at = time.monotonic()
         for token in tokens:
@@ -149,6 +153,13 @@ class RemotePrefills:
                 self._transfers.renew(sequence, now)
 
     # ------------------------------------------------------------ inside
+
+    def _observe_link(self, transfer: IncomingTransfer, since: float) -> None:
+        """Learn from what crossed after `since`, when the sender waited for nothing but the link."""
+        seconds = max(0.0, max(transfer.last_block_at, transfer.done_at) - since)
+        block_bytes = transfer.num_bytes // max(1, len(transfer.received))
+        is_shared = transfer.memory is not None
+        self.link_fits.observe(transfer.bytes_since(since), seconds, block_bytes, shared=is_shared)
 
     def _begin(self, sequence: DecodeSequence, event: TransferOpened, now: float) -> None:
         sequence.peer, sequence.opened_at, sequence.renewed_at = event.peer, now, now

@@ -79,6 +79,12 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSetting
         ge=0,
         le=1_000_000_000,
     )
+    balance_decode: bool = setting(
+        True,
+        "hand running answers over from a decode worker that runs out of KV blocks, or misses --slo-tpot-ms, to one "
+        "that has room",
+        group="Workers",
+    )
     max_retries: int = setting(
         3,
         "how often a request may move to another worker without getting any further before it fails",

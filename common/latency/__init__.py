@@ -1,1 +1,1 @@
-"""How long steps take: one model, which workers fit to their own steps, and everybody else predicts with. Pure."""
+"""How long steps and KV transfers take: models that workers fit to their own, and that routers predict with. Pure."""

@@ -16,7 +16,8 @@ class IncomingTransfer:
     A block is received once its frame arrived, or it was copied from `memory`, and its checksum matched. A second frame
     for it is ignored. `memory` is the prefill worker's, if this worker can read it. In a hand-over `blocks` has room
     for more blocks than come in the end, as `done` says. Frames must carry the secret `token`. They hold 8-bit numbers
-    if the transfer is `quantised`. `num_bytes` arrived or were copied. Times are engine clock, in seconds.
+    if the transfer is `quantised`. `num_bytes` arrived or were copied; `arrivals` has when each message was read, and
+    its bytes. Times are engine clock, in seconds.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class IncomingTransfer:
     token: int = 0
     quantised: bool = False
     num_bytes: int = 0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -60,6 +62,10 @@ class IncomingTransfer:
         while index in self.received:
             index += 1
         return index
+
+    def bytes_since(self, at: float) -> int:
+        """Bytes that arrived after this time."""
+        return sum(num_bytes for arrived_at, num_bytes in self.arrivals if arrived_at > at)
 
     def wants(self, index: int) -> bool:
         """Whether a frame for block `index` may be written."""

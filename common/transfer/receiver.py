@@ -225,11 +225,13 @@ class KVReceiver:
         with self._lock:
             transfer = self._transfer_of(header)
             if transfer is not None:
+                num_before = transfer.num_bytes
                 received, problem = self._write_blocks(transfer, header)
                 transfer.last_progress = now = time.monotonic()
                 transfer.busy_s += now - began
                 if received:
                     transfer.last_block_at = now
+                    transfer.arrivals.append((now, transfer.num_bytes - num_before))
         if transfer is None:
             discard_rest(self._socket)
             self._drop_late(f"{len(header.checksums)} blocks", header)

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from common.latency.link_model import Links
 from common.latency.step_model import StepModel
 from common.wire.message_fields import (
     MAX_TOKENS,
@@ -26,7 +27,7 @@ from common.wire.message_fields import (
 )
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_BLOCKS_PER_FRAME = 256
 MAX_OUTPUTS = 16_384
 """More sequences than any batch has."""
@@ -208,7 +209,8 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     counts the requests of the receiving router with a serial of at most `serial`. The last `BlockEvents` had the number
     `block_sequence`; 0: the prefix cache has always been empty. At present `batch_cap` requests run side by side at
     most, and a step computes at most `step_tokens` prompt tokens; 0: as the hello says. `planner` is the id of the
-    router that may change roles: the least of those that said they would; "" if none did.
+    router that may change roles: the least of those that said they would; "" if none did. `links` is fitted to the KV
+    transfers that came to this worker.
     """
 
     worker_id: Name
@@ -235,6 +237,7 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     batch_cap: Count = 0
     step_tokens: Count = 0
     planner: Text = ""
+    links: Links = Links()
 
 
 class BlockEvents(Message, frozen=True, tag=25):

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 
 from common.errors import BlockError
 from common.kv.block_pool import BlockCounts
+from common.latency.link_model import Links
 from common.latency.step_fit import StepFit
 from common.latency.step_model import StepModel, StepShape
 from common.machine.core_share import CoreShare
@@ -87,6 +88,7 @@ class EngineStatus:
     waiting_s: float = 0.0
     num_context_tokens: int = 0
     step_model: StepModel = StepModel()
+    links: Links = Links()
     serials: Mapping[bytes, int] = field(default_factory=dict)
     batch_cap: int = 0
     step_tokens: int = 0

@@ -107,6 +107,7 @@ def heartbeat_of(
         batch_cap=status.batch_cap,
         step_tokens=status.step_tokens,
         planner=planner,
+        links=status.links,
     )
 
 

@@ -18,6 +18,7 @@ from common.config import RouterConfig
 from common.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from common.wire.messages import PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
 from router.dispatch.admission import Admission
+from router.dispatch.balancer import Balancer
 from router.dispatch.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest
 from router.dispatch.demand import Demand, DemandMeter
 from router.dispatch.forecast import RequestShape
@@ -97,6 +98,13 @@ class DispatchCore:
             self._fail,
         )
         self._handovers = HandOvers(registry, self._placement, self.waiting, self.counters)
+        self._balancer = Balancer(
+            registry,
+            self._placement,
+            self._handovers,
+            self.counters,
+            least_tpot_s=min((one.tpot_s for one in config.classes.values() if one.tpot_s > 0), default=0.0),
+        )
         self._roles = RoleChanges(config, registry, actions.send, registry.router_id, self.counters)
 
     # ------------------------------------------------------------ for the front
@@ -203,6 +211,8 @@ class DispatchCore:
     def on_tick(self, now: float) -> None:
         follow_growth(self.states.values(), self._registry, self._placement.lengths)
         self._handovers.leave(self.states.values(), now)
+        if self._config.balance_decode:
+            self._balancer.tick(self.states, now)
         self._turns.serve(now)
         for state in list(self.states.values()):
             self._check_progress(state, now)
@@ -335,7 +345,9 @@ class DispatchCore:
         if assignment is state.successor:
             self._give_up_handover(state, reason, now)
             return
-        if self._registry.workers[assignment.address].ready and not state.is_through_with(assignment):
+        is_moving = state.successor is not None  # it was preempted before the order to hand it over came
+        worker = self._registry.workers[assignment.address]
+        if worker.ready and not is_moving and not state.is_through_with(assignment):
             self._registry.on_request_failed(assignment.address, now)
         error = self._recovery.recover(state, assignment, reason, now, died=died)
         if error is not None:

@@ -13,19 +13,22 @@ from types import MappingProxyType
 
 import msgspec
 
+from common.latency.link_model import LinkModel
 from common.latency.step_model import StepModel, StepShape
 from common.wire.message_fields import MAX_PRIORITY
 from router.fleet.worker import Worker
 
 UNKNOWN = StepModel(fixed_s=1e-3, token_s=1e-4, row_s=1e-4, context_s=1e-8)
 TRANSFER_TOKEN_S = 2e-6
-"""For the KV of a token on its way to a decode worker: 23 KB at 10 GB/s. It only breaks ties."""
+"""For the KV of a token on its way to a decode worker of which no transfer is known: 23 KB at 10 GB/s."""
 REMOTE_S = 2e-3
 """Messages and wake-ups of a second worker."""
 SCARCE = 0.05
 """A decode worker with less than this share of its blocks to give is full, whatever its number of sequences."""
 STRANGE = 2.0
 """How many times slower than a prefill worker a decode worker may be at prompts, of which it has computed none."""
+HIDDEN_SHARE = 0.9
+"""Of a transfer, that prefill may hide: the blocks of the last step cross behind it."""
 LEAST_SERVICE_S = 0.1
 """How long an answer takes at least, where none has ended yet."""
 NO_HITS: Mapping[str, int] = MappingProxyType({})
@@ -60,7 +63,8 @@ class RequestShape:
 class Forecast(msgspec.Struct, frozen=True, gc=False):
     """Seconds. `wait_s`: prompts that are computed before this one. `prompt_s`: its own. `place_s`: until the decode
     worker's batch has a place. `token_s`: a token after the first, of which `stall_s` because the worker's blocks will
-    not do for all answers, so that it preempts some. `delay_s`: what all sequences that run there lose.
+    not do for all answers, so that it preempts some. `delay_s`: what all sequences that run there lose. `transfer_s`:
+    what the KV takes that comes from another worker, of which prefill hides as much as `joined` takes off.
     """
 
     wait_s: float = 0.0
@@ -70,6 +74,7 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
     delay_s: float = 0.0
     is_known: bool = False
     stall_s: float = 0.0
+    transfer_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -101,6 +106,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     max_tokens: int
     rivals_s: float
     num_likely: int
+    link: LinkModel
 
 
 def terms_of(worker: Worker) -> Terms:
@@ -126,6 +132,7 @@ def terms_of(worker: Worker) -> Terms:
             worker.max_tokens if worker.hello else 0,
             worker.rivals * fresh_s,
             likely_requests(worker),
+            worker.likely_link,
         )
     return terms
 
@@ -223,14 +230,15 @@ def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
     terms = terms_of(worker)
     model = terms.model
     own_s = model.row_s + model.context_s * (shape.num_tokens + shape.num_expected // 2)  # of each step: one row more
-    delay_s = terms.rows.num_rows * shape.num_expected * own_s + transfer_s(shape.uncached(worker))
+    delay_s = terms.rows.num_rows * shape.num_expected * own_s
     token_s, stall_s = terms.step_s + own_s, 0.0
     batch_s = place_s(worker, shape.num_expected * token_s, priority=shape.priority)
     if num_blocks := num_lacking_blocks(worker, shape):
         again_s = num_blocks * terms.block_size * (model.token_s or model.row_s)
         delay_s += terms.rows.num_rows * again_s
         stall_s = (again_s + room_s(worker, num_blocks)) / max(1, shape.num_expected)
-    return Forecast(0.0, 0.0, batch_s, token_s + stall_s, delay_s, terms.is_known, stall_s)
+    arrival_s = transfer_s(worker, shape.uncached(worker))
+    return Forecast(0.0, 0.0, batch_s, token_s + stall_s, delay_s, terms.is_known, stall_s, arrival_s)
 
 
 def num_lacking_blocks(worker: Worker, shape: RequestShape) -> int:
@@ -270,17 +278,32 @@ def computed_there(
     prompt_s = model.steps_s(prompt, terms.max_step_tokens, terms.rows)
     num_steps = -(-prompt.num_tokens // terms.max_step_tokens)
     stopped_s = terms.rows.num_rows * max(0.0, prompt_s - num_steps * terms.step_s)
-    delay_s = remote.delay_s - transfer_s(prompt.num_tokens) + stopped_s
+    delay_s = remote.delay_s + stopped_s
     before_s = wait_s(worker, now, shape.priority)
     return Forecast(before_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s)
 
 
-def transfer_s(num_tokens: int) -> float:
-    """What it costs that the KV of so many tokens comes from another worker."""
+def transfer_s(worker: Worker, num_tokens: int) -> float:
+    """Seconds that the KV of so many tokens takes to a decode worker once all of it is computed."""
+    if (link := terms_of(worker).link).is_known:
+        return REMOTE_S + link.seconds(worker.num_blocks_of(num_tokens))
     return REMOTE_S + TRANSFER_TOKEN_S * num_tokens
+
+
+def hidden_s(prompt_s: float, arrival_s: float) -> float:
+    """How much of a transfer is over when the prompt is: blocks cross while the next ones are computed.
+
+    The last step's blocks, a tenth of the transfer, cross afterwards.
+    """
+    return min(prompt_s, HIDDEN_SHARE * max(0.0, arrival_s - REMOTE_S))
 
 
 def joined(first: Forecast, then: Forecast) -> Forecast:
     """A prompt on a prefill worker, and its answer on a decode worker."""
-    is_known = first.is_known and then.is_known
-    return Forecast(first.wait_s, first.prompt_s, then.place_s, then.token_s, then.delay_s, is_known, then.stall_s)
+    return msgspec.structs.replace(
+        then,
+        wait_s=first.wait_s,
+        prompt_s=first.prompt_s,
+        transfer_s=then.transfer_s - hidden_s(first.prompt_s, then.transfer_s),
+        is_known=first.is_known and then.is_known,
+    )

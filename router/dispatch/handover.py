@@ -1,4 +1,4 @@
-"""Moves requests off draining decode workers: running streams by live hand-over, all others by a new attempt.
+"""Moves running streams between decode workers by live hand-over, and all other requests off draining ones.
 
     begin ──> the old worker decodes on and copies its KV to the new one ──"moved", or the new one's first token──> done
       └── either side fails, or it takes too long ──> the old worker goes on; another try a little later
@@ -58,6 +58,21 @@ class HandOvers:
             elif now >= state.handover_after and not state.stream.has_gap:
                 self._begin(state, targets, now)
 
+    def begin(self, state: RequestState, target: Worker, now: float) -> bool:
+        """Hand a running answer over to `target`. False when a worker takes no messages: it stays where it is."""
+        self._open[state.request.request_id] = state
+        state.handover_until = now + TIMEOUT_S
+        if self._placement.hand_over(state, target, _num_reserved(state), now):
+            return True
+        self.fail(state, "a worker takes no messages", now)
+        return False
+
+    @property
+    def workers(self) -> set[str]:
+        """Addresses of those that take part in a hand-over under way."""
+        parts = ((state.decode, state.successor) for state in self._open.values())
+        return {one.address for pair in parts for one in pair if one is not None}
+
     def succeed(self, state: RequestState, now: float, *, moved: bool) -> None:
         """The new worker goes on. `moved`: the old one reported that the new one has all KV, and ended the request.
 
@@ -84,16 +99,12 @@ class HandOvers:
         source = self._registry.workers[state.decode.address] if state.decode else None
         if source is None:
             return
-        num_reserved = min(RESERVED_TOKENS, state.num_remaining)
+        num_reserved = _num_reserved(state)
         num_tokens, num_left = state.num_tokens + num_reserved, state.num_remaining - num_reserved
         busy = Counter(open_.successor.address for open_ in self._open.values() if open_.successor)
         target = choose_target(targets, source, num_tokens=num_tokens, num_left=num_left, busy=busy)
-        if target is None:
-            return
-        self._open[state.request.request_id] = state
-        state.handover_until = now + TIMEOUT_S
-        if not self._placement.hand_over(state, target, num_reserved, now):
-            self.fail(state, "a worker takes no messages", now)
+        if target is not None:
+            self.begin(state, target, now)
 
     def _place_again(self, state: RequestState, now: float) -> None:
         """No token came from the decode worker yet: starting over elsewhere costs no token."""
@@ -110,6 +121,11 @@ class HandOvers:
     def _close(self, state: RequestState, outcome: str) -> None:
         if self._open.pop(state.request.request_id, None) is not None:
             self._counters.num_handovers[outcome] += 1
+
+
+def _num_reserved(state: RequestState) -> int:
+    """Tokens that the old worker may generate meanwhile."""
+    return min(RESERVED_TOKENS, state.num_remaining)
 
 
 def choose_target(

@@ -23,10 +23,10 @@ class WorkerLoad:
     """One worker: what it reports and what is booked on it. `reason` says why it is not ready. `role` is its present
     role, `home` the one that it was started with.
 
-    A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps. This router knows of
-    `num_known_blocks` in its prefix cache. `batch_cap` requests run side by side at most, and a step computes at most
-    `step_tokens` prompt tokens, by its flags or as the worker has set them itself; 0: not known. `block_size`,
-    `max_num_seqs` and `max_step_tokens` are those of its hello.
+    A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps, `link_model` of the transfers
+    that come to it. This router knows of `num_known_blocks` in its prefix cache. `batch_cap` requests run side by side
+    at most, and a step computes at most `step_tokens` prompt tokens, by its flags or as the worker has set them itself;
+    0: not known. `block_size`, `max_num_seqs` and `max_step_tokens` are those of its hello.
     """
 
     address: str
@@ -46,6 +46,7 @@ class WorkerLoad:
     reason: str = ""
     wait_s: float = 0.0
     step_model: Mapping[str, float] = field(default_factory=dict)
+    link_model: Mapping[str, float] = field(default_factory=dict)
     num_known_blocks: int = 0
     home: str = ""
     batch_cap: int = 0
@@ -74,6 +75,7 @@ class WorkerLoad:
             reason=worker.withheld or worker.reason,
             wait_s=wait_s(worker, now) if worker.ready else 0.0,
             step_model=msgspec.structs.asdict(worker.step_model),
+            link_model=msgspec.structs.asdict(worker.likely_link),
             num_known_blocks=num_known_blocks,
             home=worker.home,
             batch_cap=_batch_cap(worker),
@@ -146,6 +148,7 @@ class DispatchLoad:
     num_choices: Mapping[str, int]
     num_stale_deltas: int
     num_handovers: Mapping[str, int] = field(default_factory=dict)
+    num_balanced: Mapping[str, int] = field(default_factory=dict)
     wait_limit_s: float = 0.0
     classes: tuple[ClassLoad, ...] = ()
     num_taken_back: int = 0
@@ -179,6 +182,7 @@ class DispatchLoad:
             dict(counters.num_choices),
             counters.num_stale_deltas,
             dict(counters.num_handovers),
+            dict(counters.num_balanced),
             wait_limits_s[DEFAULT],
             tuple(
                 ClassLoad.of(one, by_class[name], wait_limits_s[name], counters.num_refused[name], now)
@@ -197,6 +201,9 @@ class DispatchCounters:
     Requests refused for a goal that they would miss, by class, and by the role of which there are too few workers for
     them; prompts taken back from slow workers. Hand-overs by outcome: done; failed (the old worker went on); ended (the
     answer ended, or its old worker).
+    Requests refused for a goal that they would miss, by class; prompts taken back from slow workers. Hand-overs by
+    outcome: done; failed (the old worker went on); ended (the answer ended, or its old worker). Those begun between
+    ready workers, by what the first had not enough of: blocks, or time for tokens.
     """
 
     num_retries: Counter[str] = field(default_factory=Counter)
@@ -204,6 +211,7 @@ class DispatchCounters:
     num_choices: Counter[str] = field(default_factory=Counter)
     num_stale_deltas: int = 0
     num_handovers: Counter[str] = field(default_factory=Counter)
+    num_balanced: Counter[str] = field(default_factory=Counter)
     num_refused: Counter[str] = field(default_factory=Counter)
     num_refused_for: Counter[Role] = field(default_factory=Counter)
     num_taken_back: int = 0

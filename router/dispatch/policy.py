@@ -19,12 +19,12 @@ from router.dispatch.forecast import (
     Forecast,
     RequestShape,
     computed_there,
+    hidden_s,
     joined,
     num_lacking_blocks,
     on_decode,
     on_prefill,
     terms_of,
-    transfer_s,
 )
 from router.dispatch.output_lengths import UNKNOWN_LENGTH
 from router.fleet.worker import Worker, by_fingerprint
@@ -123,7 +123,7 @@ class RoutingPolicy:
             return _alone(_best([_local_place(place, shape, now) for place in remote]))
         first = _best([_prefill_place(worker, shape, now) for worker in prefill])
         then = _best(remote)
-        cost_s = first.cost_s + then.cost_s
+        cost_s = _pair_s(first, then)
         local = (self._local(place, first, then, shape, now) for place in remote)
         if alone := [place for place in local if place is not None]:
             return _alone(_best(alone))
@@ -134,12 +134,12 @@ class RoutingPolicy:
         """The place of a decode worker that should compute the prompt although there are prefill workers, or None."""
         if place.rank > then.rank:
             return None
-        worker, remote_s = place.worker, first.cost_s + then.cost_s
+        worker, remote_s = place.worker, _pair_s(first, then)
         uncached, holds_more = shape.uncached(worker), _holds_more(place, first.worker, shape)
         # The tokens after the first must not hide that the prefill worker would compute an answer again.
         same_s = shape.num_expected * min(place.forecast.token_s, then.forecast.token_s) if holds_more else 0.0
         if uncached > self.local_prefill_threshold:
-            least_s = place.cost_s - transfer_s(uncached)  # before it computes anything
+            least_s = place.cost_s - place.forecast.transfer_s  # before it computes anything
             if self.local_prefill_threshold == 0 or not _is_better(least_s - same_s, remote_s - same_s):
                 return None
         local = _local_place(place, shape, now, first.worker)
@@ -175,7 +175,13 @@ def _holds_more(place: _Place, first: Worker, shape: RequestShape) -> bool:
 
 
 def _decode_cost_s(forecast: Forecast, shape: RequestShape) -> float:
-    return forecast.ttft_s + forecast.place_s + forecast.delay_s + shape.num_expected * forecast.token_s
+    own_s = forecast.ttft_s + forecast.place_s + forecast.transfer_s + shape.num_expected * forecast.token_s
+    return own_s + forecast.delay_s
+
+
+def _pair_s(first: _Place, then: _Place) -> float:
+    """The cost of a prefill and a decode worker: the transfer takes what prefill does not hide."""
+    return first.cost_s + then.cost_s - hidden_s(first.forecast.prompt_s, then.forecast.transfer_s)
 
 
 def _is_better(cost_s: float, other_s: float) -> bool:

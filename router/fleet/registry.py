@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from common.latency.link_model import LinkModel
 from common.latency.step_model import StepModel, StepShape
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
@@ -55,6 +56,7 @@ class WorkerRegistry:
         self.role_changes: Counter[tuple[str, str]] = Counter()
         """How often workers changed their roles, by (from, to), whichever router had ordered it."""
         self._models: dict[Role, StepModel] = {}
+        self._links: dict[Role, LinkModel] = {}
         self._last_sweep: float | None = None
         self._rivals = Ewma(RIVALS_SMOOTHING, start=0.0)
 
@@ -124,6 +126,10 @@ class WorkerRegistry:
             self._models[worker.role] = beat.step_model
         else:
             worker.pool_model = self._models.get(worker.role, StepModel())
+        if (link := beat.links.usual).is_known:
+            self._links[worker.role] = link
+        else:
+            worker.pool_link = self._links.get(worker.role, LinkModel())
         for booking in reversed(worker.bookings.values()):
             if booking.serial <= beat.serial:
                 break

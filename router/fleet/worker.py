@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 
+from common.latency.link_model import LinkModel
 from common.latency.step_model import StepModel
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
@@ -48,7 +49,7 @@ class Worker:
     `order`: its place among equal workers, of which each router has an order of its own.
     `rivals`: how many requests other routers send to decode workers for each of this router's.
     `terms`: what forecasts derive from all this; the registry drops it with each change.
-    `pool_model` is that of another worker of its pool, for as long as it has none.
+    `pool_model` and `pool_link` are those of another worker of its pool, for as long as it has none.
 
     Its load is what it reports, less what `ended` since, and `fresh`, which the report does not count yet. So several
     routers see one another's requests, and none twice. `beat_at`: when it last reported.
@@ -78,6 +79,7 @@ class Worker:
     observed_from: Mapping[int, float] = field(default_factory=dict)
     lasting_s: float = 0.0
     pool_model: StepModel = StepModel()
+    pool_link: LinkModel = LinkModel()
     bookings: dict[int, Booking] = field(default_factory=dict)
     booked: Load = field(default_factory=Load)
     fresh: Load = field(default_factory=Load)
@@ -199,6 +201,12 @@ class Worker:
     def is_fresh(self, booking: Booking) -> bool:
         """Whether the last report does not count the booking yet."""
         return self.beat is None or booking.serial > self.beat.serial
+
+    @property
+    def likely_link(self) -> LinkModel:
+        """How KV reaches it as a rule, by its transfers; until it had some, by those of another worker of its pool."""
+        link = self.beat.links.usual if self.beat is not None else self.pool_link
+        return link if link.num_transfers else self.pool_link
 
     def forgive(self, now: float, longest_s: float) -> bool:
         """Count the worker as heard just now, unless its silence has lasted longer than `longest_s`."""

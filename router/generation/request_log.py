@@ -142,5 +142,6 @@ def _predicted(forecast: Forecast) -> dict[str, object]:
         "predicted_place_ms": forecast.place_s * 1e3,
         "predicted_token_ms": forecast.token_s * 1e3,
         "predicted_stall_ms": forecast.stall_s * 1e3,
+        "predicted_transfer_ms": forecast.transfer_s * 1e3,
         "delays_others_ms": forecast.delay_s * 1e3,
     }

@@ -32,6 +32,9 @@ class LoadCollector(Collector):
         yield counter(
             "diptych_handovers", "Running answers handed over between workers", _by(load.num_handovers), ("outcome",)
         )
+        yield counter(
+            "diptych_balancing_moves", "Hand-overs between ready workers", _by(load.num_balanced), ("reason",)
+        )
         yield counter("diptych_stale_deltas", "Tokens that came from a worker given up", load.num_stale_deltas)
         yield counter(
             "diptych_role_changes", "Workers that changed their role", load.role_changes.items(), ("from", "to")

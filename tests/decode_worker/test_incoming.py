@@ -43,3 +43,9 @@ def test_the_end_of_a_hand_over_says_how_many_blocks_there_are() -> None:
     assert (state.num_blocks, state.num_missing, state.complete) == (3, 1, False)
     state.received.add(2)
     assert state.complete
+
+
+def test_bytes_that_came_after_a_moment_are_told() -> None:
+    state = transfer(0, 1, 2)
+    state.arrivals += [(1.0, 100), (2.0, 50), (3.0, 7)]
+    assert [state.bytes_since(at) for at in (0.0, 1.0, 2.5, 3.0)] == [157, 57, 7, 0]

@@ -127,6 +127,18 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(256) for _ in range(length)]
 
 
+def test_a_decode_worker_learns_the_link_from_its_transfers(make_service: Callable[..., Service]) -> None:
+    service = make_service(64, 64)
+    for length in (100, 33):
+        service.ask(prompt(length, length), f"r{length}")
+    service.wait(lambda: all(service.decode.reason(name) for name in ("r100", "r33")))
+    service.settle()
+    links = service.decode.engine.snapshot().links
+    assert {links.tcp.num_transfers, links.shm.num_transfers} == {0, 2}
+    assert links.usual.block_bytes == service.kv.block_bytes
+    assert links.usual.latency_s > 0 or links.usual.byte_s > 0
+
+
 @pytest.mark.parametrize(("decode_blocks", "prefill_blocks", "num_streams"), [(64, 64, 1), (14, 12, 3)])
 def test_tokens_equal_the_oracle(
     make_service: Callable[..., Service], decode_blocks: int, prefill_blocks: int, num_streams: int

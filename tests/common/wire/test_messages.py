@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import WireError
+from common.latency.link_model import LinkModel, Links
 from common.wire.codec import CHECKSUM_BYTES, decode, encode, seal, unpack
 from common.wire.message_fields import MAX_MESSAGE_BYTES, pack_tokens, unpack_tokens
 from common.wire.messages import (
@@ -77,6 +78,7 @@ MESSAGES: list[Message] = [
     WorkerHeartbeat(
         worker_id="w", epoch=1, step=2, ready=True, draining=False, num_running=1, num_waiting=2, num_transferring=3,
         num_waiting_tokens=4, num_free_blocks=5, num_cached_blocks=6, num_owned_blocks=7, tokens_per_s=1.5,
+        links=Links(shm=LinkModel(latency_s=1e-4, byte_s=1e-9, block_bytes=2**40, error=0.1, num_transfers=5)),
     ),
     TokenOutput(
         worker_id="w", epoch=1,

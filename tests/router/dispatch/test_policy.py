@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.latency.link_model import LinkModel, Links
 from common.latency.step_model import StepModel, StepShape
-from router.dispatch.forecast import RequestShape
+from router.dispatch.forecast import RequestShape, on_decode
 from router.dispatch.policy import RoutingPolicy
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
@@ -287,3 +288,40 @@ def test_a_forecast_has_every_term():
     assert forecast.place_s == 0.0
     assert forecast.token_s == pytest.approx(1e-3 + 5e-4 + 5100e-8, rel=0.02)
     assert forecast.delay_s > 4 * 1e-4
+
+
+# ---------------------------------------------------------------- what models of links predict
+
+
+def linked(byte_s: float, **fields):
+    """What a decode worker reports that got a hundred transfers over TCP, in blocks of 1 MB."""
+    link = LinkModel(latency_s=1e-3, byte_s=byte_s, block_bytes=10**6, num_transfers=100)
+    return {"links": Links(tcp=link), **fields}
+
+
+def test_an_answer_goes_where_its_kv_arrives_sooner():
+    assert choose(reported(d0=linked(1e-7), d1=linked(1e-9))).decode.address == "d1"
+    assert choose(reported(d0=linked(1e-9), d1=linked(1e-7))).decode.address == "d0"
+    held = choose(reported(d0=linked(2e-8), d1=linked(1e-8)), hits={"d0": 400}, policy=REMOTE)
+    assert held.decode.address == "d0", "what it holds need not come"
+
+
+def test_a_prompt_is_computed_where_its_answer_is_made_when_the_link_is_slow():
+    slow, fast = (reported(d0=linked(byte_s), d1=linked(byte_s)) for byte_s in (1e-6, 1e-9))
+    assert choose(slow, num_tokens=1000).prefill is None
+    assert choose(fast, num_tokens=1000).prefill is not None
+
+
+def test_a_new_worker_has_the_link_of_its_pool():
+    registry = pool()
+    report(registry, "d0", **linked(1e-7))
+    report(registry, "d1")
+    assert registry.workers["d1"].likely_link == registry.workers["d0"].likely_link
+    assert not registry.workers["p0"].likely_link.is_known
+
+
+def test_prefill_hides_most_of_a_transfer():
+    choice = choose(reported(d0=linked(1e-9), d1=linked(1e-9)), num_tokens=1000)
+    alone_s = on_decode(choice.decode, RequestShape(1000, 100, {})).transfer_s
+    assert alone_s == pytest.approx(0.066)
+    assert choice.forecast.prompt_s > 0.09 and choice.forecast.transfer_s == pytest.approx(0.002 + 0.1 * 0.064)
