@@ -200,22 +200,22 @@ def import_all(kind: str) -> None:
 
 
 def accept(kind: str, listener: socket.socket) -> None:
-    """Fork a process for each connection, which serves it, until standard input closes."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # their exit statuses are of no use
-    has_imported = False
+    """Fork a process for each connection, which serves it, until standard input closes; then wait for these."""
+    serving: list[int] = []
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         orders = listener.accept()[0]
-        if not has_imported:
+        if not serving:
             import_all(kind)
-            has_imported = True
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        serving.append(os.fork())
+        if not serving[-1]:
             listener.close()
             with open(os.devnull) as nothing:
                 os.dup2(nothing.fileno(), 0)
             serve(orders)
             os._exit(0)
         orders.close()
+    for pid in serving:  # so that the time of all that they forked counts as that of the tests
+        os.waitpid(pid, 0)
 
 
 def serve(orders: socket.socket) -> None:
