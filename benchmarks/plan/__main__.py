@@ -30,8 +30,8 @@ from benchmarks.trace import TraceError
 from common.config.sources import exit_refused
 from common.errors import ConfigError, ModelError
 
-NOT_MET = 1
-"""Exit status when no candidate meets the goals."""
+NOT_MET, INTERRUPTED = 1, 130
+"""Exit status when no candidate meets the goals, and after Ctrl-C."""
 
 
 def bar_of(console: Console, *, shown: bool) -> Progress:
@@ -100,7 +100,7 @@ def deliver(plan: Plan, options: argparse.Namespace, argv: Sequence[str], took_s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0, 1 when no candidate meets the goals, 2 for refused input."""
+    """Exit status 0, 1 when no candidate meets the goals, 2 for refused input, 130 when interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     options, console = parse(argv), open_console()
     try:
@@ -109,6 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         began_at = time.monotonic()
         plan = planned(spec, console, jobs=jobs, exhaustive=options.exhaustive, progress=not options.no_progress)
         deliver(plan, options, argv, time.monotonic() - began_at, console)
+    except KeyboardInterrupt:
+        console.print("interrupted: nothing is planned")
+        return INTERRUPTED
     except (ConfigError, ModelError, ServerError, StackError, TraceError) as error:
         exit_refused(error, PROG)
     return 0 if plan.pick else NOT_MET

@@ -16,7 +16,7 @@ import httpx
 
 from benchmarks.client import CompletionClient, RequestOptions, ServerError, ask_server, ask_token_ids
 from benchmarks.load import Load
-from benchmarks.plan.running import ask_load, kinds_in
+from benchmarks.plan.running import FEWEST_STEPS, ask_load, kinds_in
 from benchmarks.stack import Stack
 from benchmarks.workload import LengthRange, Vocabulary, Workload
 from common.errors import ConfigError
@@ -25,12 +25,11 @@ EVERY_PROMPT = 1_000_000
 LONGEST = 4096
 """Prompts are of up to so many tokens, or a half of what the model takes."""
 ANSWER = 32
-REPORT_S = 5.0
-"""Within so long a router hears of the last steps."""
-POLL_S = 0.25
+POLL_S = 0.5
+"""Within so long a router hears of the last steps: two heartbeats."""
 SHARES = (0.02, 0.06, 0.12, 0.25, 0.5, 1.0)
 """Of the longest prompt: the lengths of prompts."""
-LONGEST_SHARE = 0.05
+LONGEST_SHARE = 0.1
 """A phase is left out when its prompts would take more of the whole time than this: the fit knows shorter ones."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -96,12 +95,19 @@ def profile(options: ProfileOptions, advance: Callable[[float, str], None]) -> d
         most_seqs = max(int(worker["max_num_seqs"]) for worker in workers if worker["role"] == "decode")
         longest = min(LONGEST, max_model_len // 2)
         limit_s, token_s = LONGEST_SHARE * options.seconds, 0.0
-        for phase in (*prompt_phases(longest, options.seconds), *batch_phases(longest, most_seqs, options.seconds)):
+        prompts = prompt_phases(longest, options.seconds)
+        batches = batch_phases(longest, most_seqs, options.seconds)
+        for phase in (*prompts, *batches):
             if phase.concurrency * phase.input_len * token_s <= limit_s:
                 found_s = asyncio.run(_drive(stack.url, server.model, token_ids, phase))
                 token_s = found_s if phase.output_len == 1 else token_s
             advance(phase.seconds, f"{phase.concurrency} x {phase.input_len}/{phase.output_len} tokens")
-        found = _learned(stack.url)
+        deadline = time.monotonic() + options.seconds
+        for role, phase in (("prefill", prompts[0]), ("decode", batches[0])):
+            while _num_steps(stack.url, role) < FEWEST_STEPS and time.monotonic() < deadline:
+                asyncio.run(_drive(stack.url, server.model, token_ids, phase))
+                advance(0.0, f"more steps of the {role} worker")
+        found = _learned(stack.url, options)
     block_size = found.setdefault("model", {}).get("block_size", 16)
     num_blocks = found["decode"]["num_blocks"]
     found["model"] |= {
@@ -129,14 +135,17 @@ async def _drive(url: str, model: str, token_ids: tuple[int, ...], phase: Phase)
     return (time.monotonic() - began_at) / (num_ok * phase.input_len)
 
 
-def _learned(url: str) -> dict[str, Any]:
-    """What the router says once it has heard of the last steps. Raises ConfigError."""
-    deadline = time.monotonic() + REPORT_S
+def _num_steps(url: str, role: str) -> int:
+    """Steps that the worker of a role has fitted its model to, once the router has heard of the last of them."""
     time.sleep(POLL_S)
-    while True:
-        try:
-            return kinds_in(ask_load(url), url)
-        except ConfigError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(POLL_S)
+    models = [worker["step_model"] for worker in ask_load(url)["workers"] if worker["role"] == role]
+    return max((int(model["num_steps"]) for model in models), default=0)
+
+
+def _learned(url: str, options: ProfileOptions) -> dict[str, Any]:
+    """What the router says of both workers. Raises ConfigError when one has computed too few steps."""
+    for role in ("prefill", "decode"):
+        if (num_steps := _num_steps(url, role)) < FEWEST_STEPS:
+            allowed = f"enough seconds for {FEWEST_STEPS} steps of each worker: the {role} worker computed {num_steps}"
+            raise ConfigError("profile_s", options.seconds, allowed)
+    return kinds_in(ask_load(url), url)
