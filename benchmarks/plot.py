@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from benchmarks.probing import FoundRate
@@ -78,7 +79,7 @@ def _plot_tails(axes: Any, records: Sequence[RequestRecord], goals_ms: tuple[flo
         if goal:
             axes.axhline(goal, color=COLOURS[name], linestyle="--", linewidth=1)
     axes.set(yscale="log")
-    plain_numbers(axes.yaxis)
+    sparse_numbers(axes.yaxis)
     rates = axes.twinx()
     counts = np.bincount(parts, minlength=edges.size - 1)
     rates.stairs(counts / np.diff(edges), edges, color="#444444", alpha=0.8, label="requests/s")
@@ -144,6 +145,13 @@ def plain_numbers(axis: Any) -> None:
     """Write the numbers of a logarithmic axis without exponents."""
     for place in (axis.set_major_formatter, axis.set_minor_formatter):
         place("{x:g}")
+
+
+def sparse_numbers(axis: Any) -> None:
+    """The same for an axis of several decades: only 1, 2 and 5 of each have numbers."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def save(figure: Figure, path: Path, title: str) -> None:

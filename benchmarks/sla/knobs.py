@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmarks.arrivals import RateProfile
 from benchmarks.paced import PacedStack
-from benchmarks.plot import plain_numbers, save
+from benchmarks.plot import save, sparse_numbers
 from benchmarks.report import print_table
 from benchmarks.sla.real import ANSWER_S, served
 from benchmarks.sla.step import Numbers, Settings, Step
@@ -135,7 +135,7 @@ def draw(numbers: Mapping[str, Any], path: Path, title: str) -> None:
         )
         tails.axhline(numbers["goals"][f"{name}_ms"], color=colour, linestyle="--", linewidth=1, label="goal")
     tails.set(title="tails beside the goals", xlabel="seconds", ylabel="ms", yscale="log")
-    plain_numbers(tails.yaxis)
+    sparse_numbers(tails.yaxis)
     rates = tails.twinx()
     rates.step(at, [window["rate"] for window in numbers["tails"]], where="mid", color="#444444", label="requests/s")
     rates.set(ylabel="requests/s", ylim=(0, None))

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks import planner
 from benchmarks.planner_world import CONTROL_S, Request, Result, World
-from benchmarks.plot import plain_numbers, save
+from benchmarks.plot import save, sparse_numbers
 from benchmarks.report import print_table
 from benchmarks.sla.step import Numbers, Settings, Step
 
@@ -119,7 +119,7 @@ def _draw_tails(axes: Any, lines: Mapping[str, Any], goals: Mapping[str, float])
         axes.plot(_middles(lines), values, color=colour, label=f"{name.upper()} p95")
         axes.axhline(goals[f"{name}_ms"], color=colour, linestyle="--", linewidth=1, label="goal")
     axes.set(title="tails beside the goals", xlabel="seconds", ylabel="ms", yscale="log")
-    plain_numbers(axes.yaxis)
+    sparse_numbers(axes.yaxis)
     axes.legend(loc="upper right", fontsize=8, ncols=2)
 
 

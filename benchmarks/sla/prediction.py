@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmarks.arrivals import RateProfile
 from benchmarks.paced import PacedStack
-from benchmarks.plot import plain_numbers, save
+from benchmarks.plot import save, sparse_numbers
 from benchmarks.report import print_table
 from benchmarks.sla.real import requests_logged, served
 from benchmarks.sla.step import Numbers, Settings, Step
@@ -127,7 +127,7 @@ def draw(numbers: Mapping[str, Any], path: Path, title: str) -> None:
             )
             axes.set(xscale="log", yscale="log")
             for axis in (axes.xaxis, axes.yaxis):
-                plain_numbers(axis)
+                sparse_numbers(axis)
             axes.grid(alpha=0.2)
     save(figure, path, title)
 

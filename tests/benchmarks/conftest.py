@@ -23,6 +23,7 @@ class ScriptedServer:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.num_readings = 0
         self._turn = asyncio.Lock()
         app = Starlette(
             routes=[
@@ -30,6 +31,8 @@ class ScriptedServer:
                 Route("/v1/chat/completions", self.completions, methods=["POST"]),
                 Route("/v1/models", self.models),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/diptych/load", self.load),
+                Route("/diptych/metrics", self.metrics),
             ]
         )
         self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", loop="asyncio"))
@@ -46,6 +49,18 @@ class ScriptedServer:
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"data": [{"id": "good", "max_model_len": 2048}]})
+
+    async def load(self, _: Request) -> Response:
+        """As a Diptych router's, below a path of its own: this server is none at its root."""
+        workers = [{"role": role, "state": "ready"} for role in ("prefill", "decode", "decode")]
+        return JSONResponse({"workers": workers})
+
+    async def metrics(self, _: Request) -> Response:
+        """Each reading has 10 more requests that took 1.0 to 1.05 times what was predicted."""
+        self.num_readings += 1
+        buckets = [(0.95, 0), (1.0, 0), (1.05, 10 * self.num_readings), ("+Inf", 10 * self.num_readings)]
+        lines = (f'diptych_ttft_prediction_ratio_bucket{{engine="router",le="{le}"}} {num}' for le, num in buckets)
+        return Response("\n".join(lines))
 
     async def tokenize(self, request: Request) -> Response:
         text = (await request.json())["prompt"]

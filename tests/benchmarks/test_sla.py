@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from benchmarks.arrivals import RateProfile
 from benchmarks.sla import __main__ as sla
 from benchmarks.sla import knobs, policies, prediction, reality
+from benchmarks.sla.real import requests_logged, served
 from benchmarks.sla.step import Settings, Skipped
 from benchmarks.summary import OK, RequestRecord
 from benchmarks.trace import read_trace
+
+from .conftest import ScriptedServer
 
 
 def run_of(policy: str, repeat: int, goodput: float) -> dict[str, Any]:
@@ -95,6 +102,28 @@ def test_predictions_are_compared_with_what_happened(tmp_path: Path) -> None:
     assert tpot["p50"] == pytest.approx(0.1)
     said = drawn_and_shown(prediction.STEP, {"pairs": {"here": pairs}, "summary": [ttft, tpot]}, tmp_path)
     assert "17.5%" in said
+
+
+def test_a_load_is_sent_to_a_stack_while_something_looks_on(server: ScriptedServer) -> None:
+    looks: list[float] = []
+
+    async def look() -> None:
+        while True:
+            looks.append(time.perf_counter())
+            await asyncio.sleep(0.01)
+
+    stack: Any = SimpleNamespace(url=server.url)
+    profile = RateProfile.steps("40x0.5")
+    records = served(stack, profile, ("5-9", "2"), seed=4, beside=look)
+    assert len(records) == len(list(profile.arrivals(4))) and all(record.ok for record in records)
+    assert looks and looks[0] <= records[0].token_times[-1]
+
+
+def test_lines_of_a_log_that_say_what_was_predicted(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(
+        '{"predicted_ttft_ms": 3}\nplain words\n{"message": "ready"}\n{"predicted_ttft_ms": 4'
+    )
+    assert requests_logged(tmp_path / "log", 1) == [{"predicted_ttft_ms": 3}]
 
 
 def test_knobs_are_read_from_metrics() -> None:

@@ -1,5 +1,6 @@
 """Worker-seconds and prediction errors, from what a router says."""
 
+import asyncio
 import random
 
 import pytest
@@ -40,6 +41,18 @@ async def test_another_server_is_not_watched(server: ScriptedServer) -> None:
     async with watch.during():
         pass
     assert watch.cost({}) is None and watch.errors == {}
+
+
+async def test_a_router_is_watched(server: ScriptedServer) -> None:
+    watch = ServerWatch(f"{server.url}/diptych")
+    async with watch.during():
+        while not watch.samples:
+            await asyncio.sleep(0.01)
+    cost = watch.cost({"prefill": 3600.0})
+    assert cost is not None
+    assert cost.worker_s == {"prefill": watch.seconds, "decode": 2 * watch.seconds}
+    assert cost.cost == pytest.approx(watch.seconds)
+    assert watch.errors["TTFT"].num == 10 and 0.0 < watch.errors["TTFT"].p50 < watch.errors["TTFT"].p90 < 0.05
 
 
 def test_errors_are_those_of_the_requests_within_a_bucket() -> None:
