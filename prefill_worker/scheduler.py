@@ -8,12 +8,16 @@ to be computed: those that wait own no blocks that a more urgent one could lack.
 
 A prompt that does not fit is passed by others that do. But once the oldest that waits did not fit, others get only as
 many blocks as it needs itself. Then nothing else is admitted before it.
+
+A computed prompt keeps its blocks until its decode worker has room. So that a flood of batch prompts for full decode
+workers does not leave others without blocks, prompts of a lower priority own a share of them at most.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +32,10 @@ STEPS_AHEAD = 2
 """A prompt is admitted when its turn comes within so many steps: the decode worker grants blocks during the first."""
 MAX_TRIES = 16
 """How many prompts that do not fit a step tries, so that a long queue does not slow it down."""
+
+LOW_SHARE = 0.75
+"""Of all blocks, that prompts of a low priority own at most, unless one of them alone needs more. Low is a priority
+below 0, and one below the highest that came so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,8 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         )
         self.waiting: list[PrefillSequence] = []  # the oldest first
         self.held: dict[str, PrefillSequence] = {}
+        self._top_priority = 0
+        self._owned: Counter[int] = Counter()  # blocks of prompts, by priority
 
     @property
     def has_work(self) -> bool:
@@ -97,6 +107,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
     def add(self, sequence: PrefillSequence) -> None:
         """Accept a prompt; it owns no blocks yet."""
         self._by_id[sequence.request_id] = sequence
+        self._top_priority = max(self._top_priority, sequence.priority)
         self._enqueue(sequence)
 
     def schedule(self, now: float, model: StepModel) -> SchedulerOutput:
@@ -132,6 +143,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
             return
         self._check_not_lent(sequence)
         del self._by_id[sequence.request_id]
+        self._owned[sequence.priority] -= len(sequence.blocks)
         if self.held.pop(sequence.request_id, None) is None:
             next(state for state in (self.running, self.unready, self.waiting) if sequence in state).remove(sequence)
         self._release(sequence)
@@ -170,6 +182,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
             oldest.num_passing_blocks += num_new
         self.waiting.remove(sequence)
         self._give_blocks(sequence, hits, num_new, now)
+        self._owned[sequence.priority] += len(sequence.blocks)
         sequence.num_cached = sequence.num_computed
         self.running.append(sequence)
 
@@ -179,12 +192,19 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
             return None
         hits = self._cached_prefix(sequence)
         num_new = self.blocks_for(sequence.num_tokens) - len(hits)
-        if num_new > self._num_available(hits):
+        if num_new > self._num_available(hits) or self._exceeds_share(sequence):
             return None
         oldest = self.waiting[0]
-        if sequence is oldest or not self._counts_passing(oldest):
+        if sequence is oldest or self._exceeds_share(oldest) or not self._counts_passing(oldest):
             return hits
         return hits if num_new <= self.blocks_for(oldest.num_tokens) - oldest.num_passing_blocks else None
+
+    def _exceeds_share(self, sequence: PrefillSequence) -> bool:
+        """Whether a prompt must wait for others of low priority, whose decode workers may be full."""
+        if sequence.priority >= self._top_priority:
+            return False
+        owned = sum(num_blocks for priority, num_blocks in self._owned.items() if priority < self._top_priority)
+        return owned > 0 and owned + self.blocks_for(sequence.num_tokens) > LOW_SHARE * self.pool.num_blocks
 
     def _counts_passing(self, oldest: PrefillSequence) -> bool:
         """Whether blocks that others get are counted: the oldest waiting prompt does not fit, or did not before."""

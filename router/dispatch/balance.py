@@ -115,7 +115,7 @@ def _takes(target: Worker, source: Worker, answer: Running, limit_s: float) -> b
     left = target.num_spare_blocks - target.num_blocks_of(num_tokens)
     if num_tokens > target.max_tokens or left < SPARE_SHARE * target.identity.num_blocks:
         return False
-    least_left_s = max(LEAST_LEFT_S, LEAST_COPIES * transfer_s(target, answer.num_tokens))
+    least_left_s = max(LEAST_LEFT_S, LEAST_COPIES * transfer_s(there, answer.num_tokens))
     return answer.num_expected * terms_of(source).step_s >= least_left_s and _step_with(target, answer) <= limit_s
 
 

@@ -233,18 +233,17 @@ def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
     delay_s = terms.rows.num_rows * shape.num_expected * own_s
     token_s, stall_s = terms.step_s + own_s, 0.0
     batch_s = place_s(worker, shape.num_expected * token_s, priority=shape.priority)
-    if num_blocks := num_lacking_blocks(worker, shape):
+    uncached = shape.uncached(worker)
+    if num_blocks := num_lacking_blocks(terms, uncached + shape.num_expected):
         again_s = num_blocks * terms.block_size * (model.token_s or model.row_s)
         delay_s += terms.rows.num_rows * again_s
         stall_s = (again_s + room_s(worker, num_blocks)) / max(1, shape.num_expected)
-    arrival_s = transfer_s(worker, shape.uncached(worker))
+    arrival_s = transfer_s(terms, uncached)
     return Forecast(0.0, 0.0, batch_s, token_s + stall_s, delay_s, terms.is_known, stall_s, arrival_s)
 
 
-def num_lacking_blocks(worker: Worker, shape: RequestShape) -> int:
-    """Blocks that a decode worker will lack for the request, its expected answer and those of all others there."""
-    terms = terms_of(worker)
-    num_tokens = shape.uncached(worker) + shape.num_expected
+def num_lacking_blocks(terms: Terms, num_tokens: int) -> int:
+    """Blocks that a decode worker will lack for so many new tokens of a request and its answer, and for all others."""
     return max(0, -(-num_tokens // terms.block_size) - max(0, terms.num_spare_blocks))
 
 
@@ -283,10 +282,10 @@ def computed_there(
     return Forecast(before_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s)
 
 
-def transfer_s(worker: Worker, num_tokens: int) -> float:
+def transfer_s(terms: Terms, num_tokens: int) -> float:
     """Seconds that the KV of so many tokens takes to a decode worker once all of it is computed."""
-    if (link := terms_of(worker).link).is_known:
-        return REMOTE_S + link.seconds(worker.num_blocks_of(num_tokens))
+    if terms.link.num_transfers:
+        return REMOTE_S + terms.link.seconds(-(-num_tokens // terms.block_size))
     return REMOTE_S + TRANSFER_TOKEN_S * num_tokens
 
 

@@ -154,7 +154,7 @@ def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
     """A decode worker for an answer whose prompt a prefill worker computes."""
     forecast, uncached, terms = on_decode(worker, shape), shape.uncached(worker), terms_of(worker)
     cuts = shape.num_tokens + shape.num_remaining > terms.max_tokens  # an answer of full length
-    lacks_room = num_lacking_blocks(worker, shape) > 0
+    lacks_room = num_lacking_blocks(terms, uncached + shape.num_expected) > 0
     rank, hits = (cuts, worker.suspect, lacks_room), shape.num_tokens - uncached
     return _Place(worker, forecast, rank, _decode_cost_s(forecast, shape), hits)
 

@@ -28,9 +28,17 @@ def scheduler(num_blocks: int = 32, budget: int = 8, max_num_seqs: int = 4) -> P
     return PrefillScheduler(BlockPool(num_blocks, SIZE), max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
 
 
-def prompt(name: str, tokens: list[int], at: float = 0.0, salt: str = "", ttft_s: float = 0.0) -> PrefillSequence:
+def prompt(
+    name: str, tokens: list[int], at: float = 0.0, salt: str = "", ttft_s: float = 0.0, priority: int = 0
+) -> PrefillSequence:
     request = PrefillRequest(
-        request_id=name, attempt=0, prompt=pack_tokens(tokens), params=PARAMS, cache_salt=salt, ttft_s=ttft_s
+        request_id=name,
+        attempt=0,
+        prompt=pack_tokens(tokens),
+        params=PARAMS,
+        cache_salt=salt,
+        ttft_s=ttft_s,
+        priority=priority,
     )
     return PrefillSequence(b"router", request, tokens, BlockHasher(SIZE, salt), at, at + 60.0)
 
@@ -75,6 +83,47 @@ def test_blocks_are_held_until_removed() -> None:
     plan.remove(held)
     plan.remove(held)
     assert plan.check_integrity().cached == 2
+
+
+def batch_of(plan: PrefillScheduler, count: int, priority: int = -5) -> None:
+    """So many prompts of two blocks, computed as far as blocks go; no decode worker has room for their KV."""
+    for number in range(count):
+        plan.add(prompt(f"batch{number}", [number] * 2 * SIZE, priority=priority))
+    for _ in range(count):
+        run(plan)
+
+
+def test_prompts_of_low_priority_leave_blocks_to_others() -> None:
+    plan = scheduler(num_blocks=16)
+    batch_of(plan, 12)
+    assert len(plan.held) == 6 and plan.num_waiting == 6 and not plan.has_work
+    for number in range(2):
+        plan.add(prompt(f"chat{number}", [20 + number] * 2 * SIZE, at=1.0))
+        assert run(plan) == [(f"chat{number}", 0, 8)]
+    assert plan.check_integrity().owned == 16
+    plan.remove(plan.held["batch0"])
+    assert run(plan) == [("batch6", 0, 8)], "room at a decode worker lets the next one in"
+
+
+def test_prompts_of_one_priority_may_own_all_blocks() -> None:
+    plan = scheduler(num_blocks=16)
+    batch_of(plan, 12, priority=0)
+    assert len(plan.held) == 8
+    plan.add(prompt("urgent", [30] * 2 * SIZE, priority=5))
+    for number in range(2):
+        plan.remove(plan.held[f"batch{number}"])
+    assert run(plan) == [("urgent", 0, 8)], "0 is low now: no other has taken the room"
+    assert run(plan) == []
+
+
+def test_a_prompt_of_low_priority_that_needs_most_blocks_is_computed_alone() -> None:
+    plan = scheduler(num_blocks=16, budget=64)
+    plan.add(prompt("long", list(range(15 * SIZE)), priority=-5))
+    assert run(plan) == [("long", 0, 60)]
+    plan.add(prompt("next", [9] * SIZE, priority=-5))
+    assert run(plan) == []
+    plan.remove(plan.held["long"])
+    assert run(plan) == [("next", 0, 4)]
 
 
 def test_a_prefix_hit_computes_the_rest_and_at_least_one_token() -> None:
