@@ -23,7 +23,7 @@ from benchmarks.report import print_table
 from benchmarks.sla.step import Numbers, Settings, Skipped, Step
 
 MODULE: Final = "benchmarks.reality"
-MOST_S: Final = 900.0
+MOST_S: Final = 600.0
 LATENCIES: Final = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))
 QUANTILES: Final = (50, 90, 99)
 MOST_DRAWN: Final = 6

@@ -27,7 +27,7 @@ class Settings:
 
     traces: Path | None = None
     repeats: int = 5
-    num_requests: int = 400
+    num_requests: int = 300
     seconds: float = 3600.0
     real_s: float = 60.0
     reality: Path | None = None
