@@ -53,7 +53,7 @@ class Move:
 def until_full_s(worker: Worker) -> float:
     """Seconds until a decode worker's answers have taken its last block; infinity when they will not."""
     terms = terms_of(worker)
-    if worker.num_spare_blocks >= 0 or not terms.is_known or not terms.rows.num_rows:
+    if terms.num_spare_blocks >= 0 or not terms.is_known or not terms.rows.num_rows:
         return math.inf
     blocks_a_s = terms.rows.num_rows / terms.step_s / terms.block_size
     return worker.num_available_blocks / blocks_a_s
@@ -83,7 +83,9 @@ def choose_move(
         limit_s = _limit_s(source, answer, goal_s if reason == "tokens" else 0.0)
         fitting = [one for one in targets if one.address not in busy and _takes(one, source, answer, limit_s)]
         if fitting:
-            target = min(fitting, key=lambda one: (_step_with(one, answer), -one.num_spare_blocks, one.address))
+            target = min(
+                fitting, key=lambda one: (_step_with(one, answer), -terms_of(one).num_spare_blocks, one.address)
+            )
             return Move(answer.request_id, target, reason)
     return None
 
@@ -112,7 +114,7 @@ def _takes(target: Worker, source: Worker, answer: Running, limit_s: float) -> b
     if target.suspect or there.num_requests >= there.num_places:
         return False
     num_tokens = answer.num_tokens + answer.num_expected
-    left = target.num_spare_blocks - target.num_blocks_of(num_tokens)
+    left = there.num_spare_blocks - target.num_blocks_of(num_tokens)
     if num_tokens > target.max_tokens or left < SPARE_SHARE * target.identity.num_blocks:
         return False
     least_left_s = max(LEAST_LEFT_S, LEAST_COPIES * transfer_s(there, answer.num_tokens))
