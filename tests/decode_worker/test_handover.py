@@ -205,6 +205,7 @@ def test_a_block_that_arrives_spoilt(make_engine: Callable[..., Rig]) -> None:
     pair.new.receiver._block_view = lambda index: memoryview(bytearray(7))
     pair.hand_over()
     pair.goes_on(why="bytes")
+    pair.wait(pair.new.failures)
     assert pair.new.failures()[0].phase == "transfer"
 
 
