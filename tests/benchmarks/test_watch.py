@@ -46,7 +46,7 @@ async def test_another_server_is_not_watched(server: ScriptedServer) -> None:
 async def test_a_router_is_watched(server: ScriptedServer) -> None:
     watch = ServerWatch(f"{server.url}/diptych")
     async with watch.during():
-        while not watch.samples:
+        while not watch.samples:  # noqa: ASYNC110 (the watch fills it)
             await asyncio.sleep(0.01)
     cost = watch.cost({"prefill": 3600.0})
     assert cost is not None
