@@ -7,7 +7,6 @@ before the next repeat begins with another seed and another slice of its trace.
 from __future__ import annotations
 
 import json
-import logging
 import random
 import statistics
 import tempfile
@@ -149,7 +148,6 @@ def scenario(load: Load, trace: Path, arm: str, speedup: float, seed: int) -> Sc
 
 
 def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
-    logging.getLogger("router").setLevel(logging.ERROR)  # what it logs happens in virtual time
     runs: list[dict[str, Any]] = []
     began = time.process_time()
     with tempfile.TemporaryDirectory(prefix="diptych-sla-") as folder:

@@ -283,7 +283,9 @@ class Version(BaseModel):
 
 
 class WorkerStatus(BaseModel):
-    """`home`: the role that it was started with. `step_model`: coefficients of its steps, in seconds."""
+    """`home`: the role that it was started with. `step_model`: coefficients of its steps, in seconds. `link_model`: of
+    the KV transfers that come to it, in seconds and bytes. `max_num_seqs`, `max_step_tokens`: bounds of `batch_cap` and
+    `step_tokens`, which say what it does now."""
 
     worker_id: str
     role: str
@@ -303,6 +305,10 @@ class WorkerStatus(BaseModel):
     batch_cap: int
     step_tokens: int
     step_model: dict[str, float]
+    link_model: dict[str, float]
+    block_size: int
+    max_num_seqs: int
+    max_step_tokens: int
     num_dropped_frames: int
     num_unsent: int
     num_cuts: int

@@ -136,7 +136,7 @@ def test_a_decode_worker_learns_the_link_from_its_transfers(make_service: Callab
     links = service.decode.engine.snapshot().links
     assert {links.tcp.num_transfers, links.shm.num_transfers} == {0, 2}
     assert links.usual.block_bytes == service.kv.block_bytes
-    assert links.usual.latency_s > 0 or links.usual.byte_s > 0
+    assert links.usual.is_known  # both coefficients are 0 where all KV was there when the prompts ended
 
 
 @pytest.mark.parametrize(("decode_blocks", "prefill_blocks", "num_streams"), [(64, 64, 1), (14, 12, 3)])
