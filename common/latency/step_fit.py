@@ -8,6 +8,7 @@ long prompts while only short ones come.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,10 +34,15 @@ PACE_SMOOTHING, PACE_CHANGE = 0.03, 1.2
 STEEPEST = 128
 """At so many tokens of context attention takes at most as long as all else that a token takes."""
 SHALLOW = 256
-"""Steps whose tokens see fewer tokens on average say nothing of attention: fits to short prompts would explain noise by
-its square, and predict that long prompts take minutes."""
+"""Steps whose tokens see fewer tokens on average, or that have less attention than a prompt of so many tokens, say
+nothing of it: fits to short prompts, or to the ends of cached ones, would explain noise by its square, and predict that
+long prompts take minutes."""
 RIDGE = (3e-2, 3e-2, 1e-3, 3e-2, 1e-2, 3e-2)
 """What makes a fit to few kinds definite, for each column: tokens rather than fixed parts or attention explain it."""
+FEW_TOKENS = 32
+RIDGE_OF_FEW = (3e-2, 3e-2, 0.3, 3e-2, 1e-2, 3e-2)
+"""The same while no step had so many prompt tokens: such steps take what reading the weights takes, whatever they
+compute. Otherwise four prompts of one token would make one of 4,000 look like seconds."""
 FLOOR_GAIN = 0.8
 """A floor must lower the squared error to this share to be believed."""
 FEWEST_ON_FLOOR, MOST_FLOORS = 2, 8
@@ -163,22 +169,23 @@ def _fit_without(values: Floats, times: Floats, trust: Floats, on_floor: NDArray
     above = np.where(on_floor, 0.0, 1.0)
     tokens, pairs, rows, context = values.T
     steep, steep_rows = (tokens + pairs / STEEPEST) * above, rows + context / STEEPEST
-    steep *= (pairs > SHALLOW * tokens).any()
+    steep *= ((pairs > SHALLOW * tokens) & (pairs > SHALLOW**2)).any()
     steep_rows *= (context > SHALLOW * rows).any()
     columns = np.column_stack([np.ones(len(times)), 1.0 - above, tokens * above, steep, rows, steep_rows])
     weights = np.sqrt(trust)
     relative = columns / times[:, None] * weights[:, None]
-    fixed, floor, token, pair, row, seen = _non_negative(relative, weights, np.abs(relative).max(axis=0))
+    ridge = RIDGE if tokens.max() >= FEW_TOKENS else RIDGE_OF_FEW
+    fixed, floor, token, pair, row, seen = _non_negative(relative, weights, np.abs(relative).max(axis=0), ridge)
     return np.array([fixed, floor, token + pair, pair / STEEPEST, row + seen, seen / STEEPEST])
 
 
-def _non_negative(matrix: Floats, target: Floats, scales: Floats) -> Floats:
+def _non_negative(matrix: Floats, target: Floats, scales: Floats, ridges: Sequence[float]) -> Floats:
     """Least squares without negative coefficients: the most negative one leaves until none is."""
     active = [index for index, scale in enumerate(scales) if scale > 0]
     solution = np.zeros(len(scales))
     while active:
         used = scales[active]
-        ridge = np.diag([RIDGE[index] for index in active])
+        ridge = np.diag([ridges[index] for index in active])
         system = np.vstack([matrix[:, active] / used, ridge])
         found = np.linalg.lstsq(system, np.concatenate([target, np.zeros(len(active))]), rcond=None)[0]
         worst = int(np.argmin(found))

@@ -73,6 +73,7 @@ def test_a_router_that_starts_later_learns_what_is_cached(system_of: Any, random
         ask(first, prompt, 8)
     second.kill()
     system.stack.restart(second)
+    system.stack.wait_ready(time.monotonic() + READY_S)
     system.wait_for_workers()
     system.settle()
     agree(system)

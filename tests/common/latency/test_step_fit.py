@@ -81,6 +81,29 @@ def test_short_prompts_do_not_make_long_ones_look_endless(seed: int) -> None:
     assert fit.model.seconds(long) < 3 * machine.model.seconds(long)
 
 
+@pytest.mark.parametrize("num_steps", [4, 40])
+def test_a_few_tiny_prompts_do_not_make_long_ones_look_endless(num_steps: int) -> None:
+    fit = StepFit()
+    for _ in range(num_steps):
+        fit.observe(StepShape.of_prompt(0, 1), 0.0019)
+    assert fit.model.seconds(StepShape.of_prompt(0, 1)) == pytest.approx(0.0019, rel=0.05)
+    assert fit.model.seconds(StepShape.of_prompt(0, 512)) < 0.01
+    for _ in range(4):
+        fit.observe(StepShape.of_prompt(0, 512), 0.5)
+    assert fit.model.seconds(StepShape.of_prompt(0, 512)) == pytest.approx(0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_ends_of_cached_prompts_do_not_make_long_ones_look_endless(seed: int) -> None:
+    machine, fit = Machine(CPU, seed), StepFit()
+    rng = random.Random(seed)
+    machine.run(fit, lambda: StepShape.of_prompt(0, rng.randint(1, 3)), 8)
+    machine.run(fit, lambda: StepShape.of_prompt(176, 180), 8)
+    machine.run(fit, lambda: StepShape.of_prompt(400, 404), 8)
+    long = StepShape.of_prompt(0, 4000)
+    assert fit.model.seconds(long) < 3 * machine.model.seconds(long)
+
+
 def test_few_decoded_tokens_do_not_make_long_contexts_look_slow() -> None:
     machine, fit = Machine(CPU), StepFit()
     rng = random.Random(5)
