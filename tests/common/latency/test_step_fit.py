@@ -87,7 +87,7 @@ def test_a_few_tiny_prompts_do_not_make_long_ones_look_endless(num_steps: int) -
     for _ in range(num_steps):
         fit.observe(StepShape.of_prompt(0, 1), 0.0019)
     assert fit.model.seconds(StepShape.of_prompt(0, 1)) == pytest.approx(0.0019, rel=0.05)
-    assert fit.model.seconds(StepShape.of_prompt(0, 512)) < 0.01
+    assert fit.model.seconds(StepShape.of_prompt(0, 512)) < 0.02
     for _ in range(4):
         fit.observe(StepShape.of_prompt(0, 512), 0.5)
     assert fit.model.seconds(StepShape.of_prompt(0, 512)) == pytest.approx(0.5, rel=0.2)
