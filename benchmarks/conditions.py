@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -18,10 +19,10 @@ SECRET_FLAGS = ("--api-key",)
 
 
 def conditions(program: str, argv: Sequence[str], **more: Any) -> dict[str, Any]:
-    """Date, machine, versions and command line (without secrets) as JSON values, and `more`."""
+    """Date, machine, versions and command line as JSON values, and `more`; without secrets and folders."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([*program.split(), *_without_secrets(argv)]),
+        "command": shlex.join([*program.split(), *map(_without_folders, _without_secrets(argv))]),
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "load_average": round(os.getloadavg()[0], 2),
@@ -59,3 +60,8 @@ def _without_secrets(argv: Sequence[str]) -> list[str]:
         else:
             shown.append(f"{name}=***" if equals and name in SECRET_FLAGS else argument)
     return shown
+
+
+def _without_folders(argument: str) -> str:
+    """`--output=/a/b.json` as `--output=b.json`: results are published, and their folders mean nothing elsewhere."""
+    return re.sub(r"(^|(?<=[=,]))/[^\s,=]*?([^/\s,=]+)/?(?=$|,)", r"\2", argument)

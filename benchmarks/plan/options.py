@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.input_file import read_table
 from benchmarks.plan.running import ask_load, kinds_in
-from benchmarks.plan.spec import merged, read_values
+from benchmarks.plan.spec import merged
 from common.errors import ConfigError
 
 PROG = "diptych plan"
@@ -143,7 +144,7 @@ def values_of(
     elif options.profile:
         values = dict(measure(options))
     if options.plan:
-        file = read_values(options.plan)
+        file = read_table(options.plan, "plan")
         sourced: dict[str, Any] = {role: kind for role, kind in values.items() if role in ("prefill", "decode")}
         values = merged(merged(values, file), sourced if not options.coefficients else _only_steps(sourced))
     values = merged(values, _given(options))
@@ -161,7 +162,7 @@ def _only_steps(kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 def _coefficients(path: Path) -> dict[str, Any]:
     """A file as `python -m benchmarks.paced` takes it."""
-    found = read_values(path)
+    found = read_table(path, "plan")
     if unknown := set(found) - {"prefill", "decode", "kv_bytes"}:
         raise ConfigError("coefficients", str(path), f"a file with prefill, decode and kv_bytes, not {min(unknown)}")
     values: dict[str, Any] = {role: {"coefficients": found[role]} for role in ("prefill", "decode") if role in found}

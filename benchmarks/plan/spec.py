@@ -5,17 +5,13 @@ A TOML or JSON file; docs/plan.md describes it. Load, model and coefficients are
 
 from __future__ import annotations
 
-import json
-import re
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
 from benchmarks.coefficients import StepCoefficients
+from benchmarks.input_file import converted
 from benchmarks.simulator.scenario import LoadSpec, ModelSpec, Part, Positive, Seconds, Share
 from common.errors import ConfigError
 
@@ -121,37 +117,8 @@ def merged(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def read_values(path: Path) -> dict[str, Any]:
-    """What a `.toml` or `.json` file holds, unchecked. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise ConfigError("plan", str(path), f"a file that can be read ({error})") from error
-    except ValueError as error:
-        raise ConfigError("plan", str(path), f"a TOML or JSON file ({error})") from error
-    if not isinstance(values, dict):
-        raise ConfigError("plan", str(path), "a file that holds a table")
-    return values
-
-
 def spec_of(values: Mapping[str, Any]) -> PlanSpec:
     """The plan's input of decoded TOML or JSON. Raises ConfigError with the field, its value and what is allowed."""
-    try:
-        spec = msgspec.convert(values, PlanSpec, strict=True)
-    except msgspec.ValidationError as error:
-        allowed, _, where = str(error).partition(" - at `")
-        field = where.rstrip("`").removeprefix("$").lstrip(".") or "plan"
-        raise ConfigError(field, _value_at(values, field), allowed) from error
+    spec = converted(values, PlanSpec, "plan")
     spec.check()
     return spec
-
-
-def _value_at(values: Any, field: str) -> Any:
-    """What a path such as `prefill.price` leads to; None where it leads to nothing."""
-    for key, index in re.findall(r"([A-Za-z_]\w*)|\[(\d+)\]", field):
-        try:
-            values = values[key] if key else values[int(index)]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return values

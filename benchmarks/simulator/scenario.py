@@ -5,9 +5,6 @@ A scenario is a TOML or JSON file; docs/simulator.md describes it with examples.
 
 from __future__ import annotations
 
-import json
-import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from benchmarks.coefficients import StepCoefficients
+from benchmarks.input_file import converted, read_table
 from benchmarks.trace import MOONCAKE_BLOCK_TOKENS
 from common.errors import ConfigError
 from common.wire.message_fields import Role
@@ -166,33 +164,11 @@ class Scenario(Part, frozen=True):
 
 def read_scenario(path: Path) -> Scenario:
     """The scenario of a `.toml` or `.json` file. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise ConfigError("scenario", str(path), f"a file that can be read ({error})") from error
-    except ValueError as error:
-        raise ConfigError("scenario", str(path), f"a TOML or JSON file ({error})") from error
-    return scenario_of(values)
+    return scenario_of(read_table(path, "scenario"))
 
 
 def scenario_of(values: Any) -> Scenario:
     """The scenario of decoded TOML or JSON. Raises ConfigError with the field, its value and what is allowed."""
-    try:
-        scenario = msgspec.convert(values, Scenario, strict=True)
-    except msgspec.ValidationError as error:
-        allowed, _, where = str(error).partition(" - at `")
-        field = where.rstrip("`").removeprefix("$").lstrip(".") or "scenario"
-        raise ConfigError(field, _value_at(values, field), allowed) from error
+    scenario = converted(values, Scenario, "scenario")
     scenario.check()
     return scenario
-
-
-def _value_at(values: Any, field: str) -> Any:
-    """What a path such as `pool[0].count` leads to; None where it leads to nothing."""
-    for key, index in re.findall(r"([A-Za-z_]\w*)|\[(\d+)\]", field):
-        try:
-            values = values[key] if key else values[int(index)]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return values

@@ -100,6 +100,7 @@ def _attempts() -> Iterator[tuple[Sequence[str], Sequence[str]]]:
 
 
 def _build(compiler: str, scratch: Path, target: Path) -> ctypes.CDLL:
+    log.info("compiling CPU kernels for this machine, about 20 s, once")
     failure: OSError | subprocess.SubprocessError = OSError("no attempt was made")
     for compile_flags, link_flags in _attempts():
         objects, library = scratch / "kernels.o", scratch / "kernels.so"

@@ -30,8 +30,8 @@ class SampledRequest:
 class OfferedLoad:
     """Requests a second, refused ones included, and a sample of them, each as likely as the others.
 
-    `rate`: of the last minute. `rate_ahead`: what it will be when a worker that is asked for now is ready, at least
-    `rate`. `burstiness`: the variance of the number of arrivals over its mean, 1 for independent clients; the squared
+    `rate` is that of the last minute. `rate_ahead`, at least `rate`, is expected once a worker that is started now is
+    ready. `burstiness`: the variance of the number of arrivals over its mean, 1 for independent clients; the squared
     coefficient of variation of the times between arrivals comes to the same over long windows. Nothing has arrived for
     `idle_s` seconds.
     """

@@ -24,6 +24,21 @@ def test_a_secret_is_not_in_the_command() -> None:
         assert "***" in command
 
 
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("/home/me/traces", "traces"),
+        ("--output=/home/me/result.json", "--output=result.json"),
+        ("name=/home/me/env/,/srv/other", "name=env,other"),
+        ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1"),
+        ("512/64@1.6", "512/64@1.6"),
+        ("results/one.json", "results/one.json"),
+    ],
+)
+def test_folders_of_a_machine_are_not_in_the_command(argument: str, shown: str) -> None:
+    assert conditions("diptych bench", [argument])["command"] == f"diptych bench {shown}"
+
+
 def test_overlap_compares_medians() -> None:
     def cell(ttft: float, **more: list[float]) -> Cell:
         return Cell(ttft=[ttft, ttft + 1, 999.0], first_gap=[5.0], later_gap=[4.0], **more)

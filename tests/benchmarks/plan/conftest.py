@@ -60,7 +60,7 @@ def trial_of(attained: Attained) -> Callable[[Scenario], Trial]:
 
 
 class Guesses(Outlook):
-    """Formulas that know nothing, or what they are told."""
+    """Formulas that let every candidate pass, and order candidates by `strain` alone."""
 
     def __init__(self, spec: PlanSpec, strain: Callable[[Candidate], float] = lambda candidate: 1.0) -> None:
         super().__init__(spec)

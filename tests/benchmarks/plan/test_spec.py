@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan.spec import merged, read_values, spec_of
+from benchmarks.input_file import read_table
+from benchmarks.plan.spec import merged, spec_of
 from common.errors import ConfigError
 
 from .conftest import make_spec, make_values
@@ -48,10 +49,12 @@ def test_tables_are_merged_by_their_keys() -> None:
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match="plan"):
-        read_values(tmp_path / name)
+        read_table(tmp_path / name, "plan")
 
 
 def test_the_examples_are_read(repository: Path) -> None:
-    found = [spec_of(read_values(file)) for file in sorted((repository / "benchmarks" / "data").glob("plan*.toml"))]
+    found = [
+        spec_of(read_table(file, "plan")) for file in sorted((repository / "benchmarks" / "data").glob("plan*.toml"))
+    ]
     assert found and all(spec.bounds.max_workers <= 16 for spec in found)
     assert spec_of(make_values()).prefill.price == 1.0

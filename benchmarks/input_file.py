@@ -1,0 +1,49 @@
+"""A command's input in a TOML or JSON file: read, and checked against a struct; errors name the field."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from common.errors import ConfigError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def read_table(path: Path, name: str) -> dict[str, Any]:
+    """What a `.toml` or `.json` file holds, unchecked. Raises ConfigError for the setting `name`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise ConfigError(name, str(path), f"a file that can be read ({error})") from error
+    except ValueError as error:
+        raise ConfigError(name, str(path), f"a TOML or JSON file ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(name, str(path), "a file that holds a table")
+    return values
+
+
+def converted(values: Any, kind: type[T], name: str) -> T:
+    """Decoded TOML or JSON as a `kind`. Raises ConfigError with the field, its value and what is allowed."""
+    try:
+        return msgspec.convert(values, kind, strict=True)
+    except msgspec.ValidationError as error:
+        allowed, _, where = str(error).partition(" - at `")
+        field = where.rstrip("`").removeprefix("$").lstrip(".") or name
+        raise ConfigError(field, _value_at(values, field), allowed) from error
+
+
+def _value_at(values: Any, field: str) -> Any:
+    """What a path such as `pool[0].count` leads to; None where it leads to nothing."""
+    for key, index in re.findall(r"([A-Za-z_]\w*)|\[(\d+)\]", field):
+        try:
+            values = values[key] if key else values[int(index)]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return values
