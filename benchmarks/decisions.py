@@ -120,7 +120,7 @@ def measure(num_workers: int, prompt_tokens: int, hit_blocks: int, num_holders: 
         _measure_policy(cluster, state, chosen[1], times, weigh_all=number % 50 == 0)
         for worker in (chosen[0].prefill, chosen[0].decode):
             if worker is not None:
-                cluster.registry.book(worker.address, prompt=StepShape.of_prompt(0, prompt_tokens), num_blocks=250)
+                cluster.registry.book(worker.address, 0.0, prompt=StepShape.of_prompt(0, prompt_tokens), num_blocks=250)
     cells = [
         f"{statistics.median(found):8.0f} {sorted(found)[int(0.99 * len(found))]:6.0f}" for found in times.values()
     ]

@@ -322,7 +322,7 @@ def waits_of(states: Iterable[RequestState], workers: Mapping[str, Worker]) -> l
         placed.sort(key=lambda one: one[0].progress_at)
         for index, (state, assignment) in enumerate(placed):
             decode_s = place_s(worker, num_after=len(placed) - index) if worker.role == "decode" else 0.0
-            prompts_s = worker.step_model.steps_s(before, step_tokens(worker)) * worker.slowness.value
+            prompts_s = worker.step_model.steps_s(before, step_tokens(worker)) * worker.slowness
             waits.append((state, max(prompts_s, decode_s)))
             before += assignment.booking.prompt
     return waits

@@ -286,7 +286,7 @@ class DispatchCore:
             self._actions.wake(state.request.request_id)
         if first:
             self._registry.on_request_served(assignment.address)
-            self._placement.computed(assignment)
+            self._placement.computed(assignment, now)
             self._turns.soon(now)
             if assignment is state.decode:
                 self._placement.remember(state, assignment, now)

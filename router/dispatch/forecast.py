@@ -174,7 +174,10 @@ def queued_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float
     """Seconds until the worker has computed the prompts of at least `priority` that it has, by its model and report."""
     terms = terms_of(worker)
     left_s = terms.waiting_s - max(0.0, now - worker.beat_at) if terms.waiting_s else 0.0
-    all_s = terms.fresh_s + max(0.0, left_s)
+    fresh_s = terms.fresh_s
+    if fresh_s and left_s <= 0.0:  # their turn has come: what was computed of them since is not left
+        fresh_s -= max(0.0, now - max(worker.fresh_since, worker.beat_at + terms.waiting_s))
+    all_s = max(0.0, fresh_s) + max(0.0, left_s)
     lower, _ = worker.booked.below(priority)
     if not lower.num_tokens:
         return all_s
@@ -185,7 +188,7 @@ def queued_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float
 def wait_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
     """The same, corrected by how late first tokens came lately, and by how long others wait already."""
     observed_s = worker.observed_from.get(priority, worker.observed_s)
-    return max(queued_s(worker, now, priority) * worker.slowness.value, observed_s)
+    return max(queued_s(worker, now, priority) * worker.slowness, observed_s)
 
 
 def place_s(

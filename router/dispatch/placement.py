@@ -120,6 +120,7 @@ class Placement:
         num_expected = max(0, self.expected_more(state) - num_reserved_tokens)
         booking = self._registry.book(
             target.address,
+            now,
             prompt=StepShape(),
             num_blocks=target.num_blocks_of(num_tokens),
             priority=state.request.priority,
@@ -143,12 +144,11 @@ class Placement:
         if abort:
             self._abort(assignment.address, state.request.request_id, assignment.attempt)
 
-    def computed(self, assignment: Assignment) -> None:
+    def computed(self, assignment: Assignment, now: float) -> None:
         """The worker's first token came: take the prompt off its load."""
+        assignment.booking = self._registry.computed(assignment.booking, now)
         if assignment.role == "prefill":
             self._registry.release(assignment.booking)
-        else:
-            assignment.booking = self._registry.computed(assignment.booking)
 
     def spare_prefill(self, state: RequestState) -> None:
         """The decode worker has the KV: abort a replacement prefill worker that is still computing it."""
@@ -307,6 +307,7 @@ class Placement:
         prompt = shape.prompt(worker) if local else StepShape()
         booking = self._registry.book(
             worker.address,
+            now,
             prompt=prompt,
             num_blocks=num_blocks,
             priority=state.request.priority,

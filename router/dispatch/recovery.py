@@ -55,7 +55,7 @@ class Recovery:
         """Go on without a worker that failed, or `died`. Returns the error that ends the request, or None."""
         decode = state.decode
         if state.is_through_with(failed):
-            self._placement.computed(failed)
+            self._placement.computed(failed, now)
             return None
         state.record_failure(failed, reason, now, died=died)
         if state.num_fruitless > self._max_retries:
@@ -72,7 +72,7 @@ class Recovery:
     def continue_behind(self, state: RequestState, differing: Assignment, now: float) -> None:
         """Sound workers disagree: the tokens that were sent become part of the prompt of a new attempt."""
         if state.is_through_with(differing):
-            self._placement.computed(differing)
+            self._placement.computed(differing, now)
             return
         self._requeue(state, now)
 

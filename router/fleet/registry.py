@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -96,7 +97,7 @@ class WorkerRegistry:
         if new_life:
             self._forget(worker)
             worker.num_strikes, worker.suspect, worker.has_served = 0, False, False
-            worker.slowness = Ewma(SMOOTHING, start=1.0)
+            worker.lateness = Ewma(SMOOTHING, start=0.0)
         if worker.hello is None or new_life:
             worker.state, worker.reason, worker.step_changed = WorkerState.CONNECTED, NOT_READY, now
         self._follow_role(worker, hello)
@@ -119,7 +120,7 @@ class WorkerRegistry:
             return True
         if worker.beat is None or worker.beat.step != beat.step or not worker.beat.ready:
             worker.step_changed = now
-        worker.beat, worker.beat_at = beat, now
+        worker.beat, worker.beat_at, worker.fresh_since = beat, now, now
         worker.fresh.clear()
         worker.ended.clear()
         if beat.step_model.is_known:
@@ -188,7 +189,8 @@ class WorkerRegistry:
 
     def on_first_token(self, address: str, slowness: float) -> None:
         """A first token took `slowness` times as long as predicted."""
-        self.workers[address].slowness.observe(min(MAX_SLOWNESS, max(1.0, slowness)))
+        bounded = min(MAX_SLOWNESS, max(1.0 / MAX_SLOWNESS, slowness))
+        self.workers[address].lateness.observe(math.log(bounded))
 
     def on_observed(
         self,
@@ -279,6 +281,7 @@ class WorkerRegistry:
     def book(
         self,
         address: str,
+        now: float,
         *,
         prompt: StepShape,
         num_blocks: int,
@@ -295,12 +298,14 @@ class WorkerRegistry:
         self.next_serial += 1
         worker.bookings[booking.serial] = booking
         worker.booked.add(booking)
+        if not worker.fresh.num_tokens:
+            worker.fresh_since = now
         worker.fresh.add(booking)
         worker.num_dispatched += 1
         self._changed(worker)
         return booking
 
-    def computed(self, booking: Booking) -> Booking:
+    def computed(self, booking: Booking, now: float) -> Booking:
         """The prompt is computed: drop it from the booking, and return what is left of that."""
         worker = self.workers.get(booking.address)
         known = worker.bookings.get(booking.serial) if worker is not None else None
@@ -308,6 +313,7 @@ class WorkerRegistry:
         if worker is not None and known is not None:
             worker.bookings[booking.serial] = after
             worker.booked.computed(known)
+            worker.fresh_since = now
             if worker.is_fresh(known):
                 worker.fresh.computed(known)
             else:

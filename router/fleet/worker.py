@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -43,7 +44,7 @@ class Worker:
     `has_served`: it has been ready in its present life.
     `forgiven_at`: what `last_seen` was set to when its silence was last forgiven; it has lasted since `silent_since`.
     `service_s`: the recent average of how long it decodes a request; 0 before the first.
-    `slowness`: the recent average of how many times later than predicted its first tokens came, at least 1.
+    `lateness`: the recent average of the logarithm of how many times later than predicted its first tokens came.
     `observed_s`: how long requests have waited there for a first token, `observed_from` by the least priority that
     counts; `lasting_s`: how long they have been decoded.
     `order`: its place among equal workers, of which each router has an order of its own.
@@ -52,7 +53,8 @@ class Worker:
     `pool_model` and `pool_link` are those of another worker of its pool, for as long as it has none.
 
     Its load is what it reports, less what `ended` since, and `fresh`, which the report does not count yet. So several
-    routers see one another's requests, and none twice. `beat_at`: when it last reported.
+    routers see one another's requests, and none twice. `beat_at`: when it last reported. `fresh_since`: from when on it
+    can have computed what is left of the prompts in `fresh`, unless others came before them.
     """
 
     address: str
@@ -74,7 +76,7 @@ class Worker:
     suspect_until: float = 0.0
     suspect: bool = False
     service_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))
-    slowness: Ewma = field(default_factory=lambda: Ewma(SMOOTHING, start=1.0))
+    lateness: Ewma = field(default_factory=lambda: Ewma(SMOOTHING, start=0.0))
     observed_s: float = 0.0
     observed_from: Mapping[int, float] = field(default_factory=dict)
     lasting_s: float = 0.0
@@ -85,6 +87,7 @@ class Worker:
     fresh: Load = field(default_factory=Load)
     ended: Load = field(default_factory=Load)
     beat_at: float = 0.0
+    fresh_since: float = 0.0
     order: int = 0
     rivals: float = 0.0
     terms: object = None
@@ -127,6 +130,15 @@ class Worker:
     def num_blocks_of(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""
         return -(-num_tokens // self.identity.block_size)
+
+    @property
+    def slowness(self) -> float:
+        """How many times later than predicted first tokens come there, at least 1.
+
+        A geometric mean: prompts pass each other, so some come early and others late by the same factor, and an
+        arithmetic one would take that for a slow worker.
+        """
+        return math.exp(late) if (late := self.lateness.value) > 0.0 else 1.0
 
     @property
     def num_reported_requests(self) -> int:

@@ -208,7 +208,7 @@ def first_token(admission, prefill, num_tokens, after_s):
     registry = admission._registry
     request = GenerationRequest("r", [1] * num_tokens, SamplingParams(max_tokens=2))
     state = RequestState(request, 0.0)
-    booking = registry.book(prefill.address, prompt=StepShape.of_prompt(0, num_tokens), num_blocks=1)
+    booking = registry.book(prefill.address, 0.0, prompt=StepShape.of_prompt(0, num_tokens), num_blocks=1)
     assignment = Assignment("prefill", prefill.address, "p", 1, 0, booking, 0, 0)
     state.assign(assignment, 0.0)
     admission.expect(state, Choice(prefill, None, on_prefill(prefill, shape_of(num_tokens), 0.0)), 0.0)
@@ -247,7 +247,7 @@ def test_a_short_prediction_that_proves_wrong_says_nothing():
     admission = admission_of(prefill, decode())
     for _ in range(30):
         first_token(admission, prefill, 40, after_s=2.0)
-    assert prefill.slowness.value == 1.0
+    assert prefill.slowness == 1.0
 
 
 # ---------------------------------------------------------------- more than can be served
@@ -256,7 +256,7 @@ def test_a_short_prediction_that_proves_wrong_says_nothing():
 def placed(admission, worker, num_tokens, now):
     """A prompt that waits at `worker`."""
     state = RequestState(GenerationRequest(f"r{now}", [1] * num_tokens, SamplingParams(max_tokens=2)), now)
-    booking = admission._registry.book(worker.address, prompt=StepShape.of_prompt(0, num_tokens), num_blocks=1)
+    booking = admission._registry.book(worker.address, 0.0, prompt=StepShape.of_prompt(0, num_tokens), num_blocks=1)
     state.assign(Assignment(worker.role, worker.address, worker.worker_id, 1, 0, booking, 0, 0), now)
     own = on_prefill(worker, shape_of(num_tokens), 0.0)
     admission.expect(state, Choice(worker, None, own), now)

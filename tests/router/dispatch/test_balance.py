@@ -26,7 +26,9 @@ def fleet(**load: tuple[int, int, int]) -> WorkerRegistry:
         layout = {"block_size": 16, "num_blocks": 100, "max_num_seqs": 8, "max_model_len": 1600}
         registry.on_hello(address, hello_of(address, "decode", **layout), 0.0)
         for _ in range(num_running):
-            registry.book(address, prompt=StepShape(), num_blocks=num_held, num_tokens=16 * num_held, num_more=num_more)
+            registry.book(
+                address, 0.0, prompt=StepShape(), num_blocks=num_held, num_tokens=16 * num_held, num_more=num_more
+            )
         beat = {
             "num_running": num_running, "num_context_tokens": 16 * num_held * num_running, "step_model": MODEL,
             "num_free_blocks": 100 - num_running * num_held, "serial": 10**6,

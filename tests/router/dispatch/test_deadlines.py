@@ -283,15 +283,15 @@ async def test_when_more_comes_than_can_be_served_who_waits_too_long_hears_so(cl
     dispatcher = await cluster.start(max_wait_s=0.4, overload_wait_s=0.2)
     (worker,) = cluster.prefill
     worker.serving = False
-    worker.beat |= {"step_model": StepModel(token_s=0.01, num_steps=100)}
+    worker.beat |= {"step_model": StepModel(token_s=0.011, num_steps=100)}
     keep_busy(worker)
     registered = dispatcher.fleet.registry.workers[worker.address]
     await tools.until(lambda: registered.beat.step_model.is_known)
-    asks = [tools.request([n, *PROMPT[1:]]) for n in range(4)]  # 0.12 s each
+    asks = [tools.request([n, *PROMPT[1:]]) for n in range(4)]  # 0.13 s each
     waiting = [asyncio.create_task(tools.collect(dispatcher, ask)) for ask in asks]
     await tools.until(lambda: len(worker.of(PrefillRequest)) == 4)
     while dispatcher.load().wait_limit_s > 0.3:
-        with pytest.raises(Overloaded, match="would wait about 0.5 s"):
+        with pytest.raises(Overloaded, match=r"would wait about 0\.[45] s"):
             await tools.collect(dispatcher, tools.request(PROMPT))
         await asyncio.sleep(0.001)
     for late in waiting[2:]:

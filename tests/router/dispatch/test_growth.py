@@ -34,7 +34,7 @@ def beat(num_free: int, step: int = 1, serial: int = 0, num_running: int = 0):
 def book(registry, address=D, *, num_tokens=160, num_more=0):
     num_blocks = registry.workers[address].num_blocks_of(num_tokens)
     more = {"num_tokens": num_tokens, "num_more": num_more}
-    return registry.book(address, prompt=NO_PROMPT, num_blocks=num_blocks, **more)
+    return registry.book(address, 0.0, prompt=NO_PROMPT, num_blocks=num_blocks, **more)
 
 
 sizes = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8)
@@ -101,7 +101,7 @@ def test_blocks_of_bookings_are_conserved(actions):
         elif bookings and action == "resize":
             registry.resize(D, {one.serial: (number, 9 - number) for one in bookings[number % len(bookings) :]})
         elif bookings and action == "computed":
-            registry.computed(bookings[number % len(bookings)])
+            registry.computed(bookings[number % len(bookings)], 0.0)
         elif bookings:
             registry.release(bookings.pop(number % len(bookings)))
         known = worker.bookings.values()

@@ -70,7 +70,7 @@ def test_only_equal_fingerprints_are_paired():
 
 def test_prefill_goes_where_least_is_queued_unless_a_hit_saves_more():
     registry = pool()
-    registry.book("p0", prompt=StepShape.of_prompt(0, 300), num_blocks=0)
+    registry.book("p0", 0.0, prompt=StepShape.of_prompt(0, 300), num_blocks=0)
     assert choose(registry).prefill.address == "p1"
     assert choose(registry, hits={"p0": 200}).prefill.address == "p1"
     assert choose(registry, hits={"p0": 400}).prefill.address == "p0"
@@ -80,15 +80,15 @@ def test_decode_goes_where_a_hit_is_but_not_to_a_busy_worker():
     registry = pool()
     assert choose(registry, hits={"d1": 400}).decode.address == "d1"
     for _ in range(5):
-        registry.book("d1", prompt=StepShape.of_prompt(0, 0), num_blocks=1)
+        registry.book("d1", 0.0, prompt=StepShape.of_prompt(0, 0), num_blocks=1)
     assert choose(registry, hits={"d1": 400}).decode.address == "d0"
 
 
 def test_decode_without_room_comes_last():
     registry = pool()
-    registry.book("d0", prompt=StepShape.of_prompt(0, 0), num_blocks=980)
+    registry.book("d0", 0.0, prompt=StepShape.of_prompt(0, 0), num_blocks=980)
     for _ in range(6):
-        registry.book("d1", prompt=StepShape.of_prompt(0, 0), num_blocks=1)
+        registry.book("d1", 0.0, prompt=StepShape.of_prompt(0, 0), num_blocks=1)
     assert choose(registry).decode.address == "d1"
 
 
@@ -106,7 +106,7 @@ def test_equal_workers_take_turns():
     for _ in range(30):
         decode = choose(registry).decode
         picks[decode.address] += 1
-        registry.release(registry.book(decode.address, prompt=StepShape.of_prompt(0, 0), num_blocks=1))
+        registry.release(registry.book(decode.address, 0.0, prompt=StepShape.of_prompt(0, 0), num_blocks=1))
     assert picks == {"d0": 10, "d1": 10, "d2": 10}
 
 
@@ -118,7 +118,7 @@ def test_one_shared_system_prompt_does_not_pin_all_traffic(prefill):
         for worker in filter(None, (choice.decode, choice.prefill)):
             computes = worker is choice.prefill or choice.local
             num_tokens = 1100 - held.get(worker.address, 0) if computes else 0
-            registry.book(worker.address, prompt=StepShape.of_prompt(0, num_tokens), num_blocks=10)
+            registry.book(worker.address, 0.0, prompt=StepShape.of_prompt(0, num_tokens), num_blocks=10)
             held[worker.address] = 1024
             picks[worker.address] += 1
     assert max(picks[f"d{i}"] for i in range(4)) - min(picks[f"d{i}"] for i in range(4)) <= 5
@@ -131,7 +131,7 @@ def test_a_choice_is_sound_and_a_function_of_state(bookings, num_tokens, num_rem
     registry = pool(prefill=2, decode=3, fingerprints={"p1": "g", "d2": "g"})
     for worker, tokens in bookings:
         address = ("p0", "p1", "d0", "d1", "d2")[worker]
-        registry.book(address, prompt=StepShape.of_prompt(0, tokens), num_blocks=tokens // 16)
+        registry.book(address, 0.0, prompt=StepShape.of_prompt(0, tokens), num_blocks=tokens // 16)
     choice = choose(registry, num_tokens, num_remaining)
     assert names(choice) == names(choose(registry, num_tokens, num_remaining))
     if choice.prefill and choice.decode:
@@ -177,7 +177,7 @@ def test_workers_that_differ_by_less_than_predictions_err_take_turns():
     registry, picks = reported(**noisy), Counter()
     for _ in range(10):
         picks[(decode := choose(registry).decode).address] += 1
-        registry.book(decode.address, prompt=StepShape(), num_blocks=1)
+        registry.book(decode.address, 0.0, prompt=StepShape(), num_blocks=1)
     assert picks == {"d0": 5, "d1": 5}
 
 
@@ -187,9 +187,9 @@ def test_a_new_worker_is_taken_for_one_like_its_pool():
     report(registry, "d0", slow)
     report(registry, "d1", StepModel())
     assert choose(registry).decode.address == "d0", "equal, and its turn"
-    registry.book("d0", prompt=StepShape(), num_blocks=1)
+    registry.book("d0", 0.0, prompt=StepShape(), num_blocks=1)
     assert choose(registry).decode.address == "d1"
-    registry.book("d1", prompt=StepShape(), num_blocks=1)
+    registry.book("d1", 0.0, prompt=StepShape(), num_blocks=1)
     assert choose(registry).decode.address == "d0", "the new one is no faster for being unknown"
 
 
@@ -213,8 +213,8 @@ def test_a_short_prompt_goes_to_a_prefill_worker_when_decode_workers_compute_lon
 
 def test_nothing_is_predicted_from_workers_that_computed_nothing():
     registry = pool()
-    registry.book("p0", prompt=StepShape.of_prompt(0, 100_000), num_blocks=0)
-    registry.book("p1", prompt=StepShape.of_prompt(0, 100_000), num_blocks=0)
+    registry.book("p0", 0.0, prompt=StepShape.of_prompt(0, 100_000), num_blocks=0)
+    registry.book("p1", 0.0, prompt=StepShape.of_prompt(0, 100_000), num_blocks=0)
     choice = choose(registry)
     assert not choice.forecast.is_known and choice.prefill is not None
 
@@ -232,14 +232,14 @@ def test_a_router_counts_on_others_that_fill_the_emptiest_worker_as_it_does():
         worker.rivals = 3.0
     for _ in range(4):
         picks[(decode := choose(registry).decode).address] += 1
-        registry.book(decode.address, prompt=StepShape(), num_blocks=1)
+        registry.book(decode.address, 0.0, prompt=StepShape(), num_blocks=1)
     assert picks == {"d0": 2, "d1": 2}, "alone it would send three to d1, and four routers twelve"
 
 
 def test_how_much_other_routers_send_is_seen_in_reports():
     registry = reported()
-    registry.book("d0", prompt=StepShape(), num_blocks=1)
-    serial = registry.book("d1", prompt=StepShape(), num_blocks=1).serial
+    registry.book("d0", 0.0, prompt=StepShape(), num_blocks=1)
+    serial = registry.book("d1", 0.0, prompt=StepShape(), num_blocks=1).serial
     for now in range(40):
         for address in ("d0", "d1"):
             report(registry, address, num_running=4, num_context_tokens=400, serial=serial)

@@ -120,7 +120,7 @@ def test_a_long_turn_gets_the_time_that_its_worker_says(alive):
 
 
 def test_a_new_epoch_ends_the_old_life(alive):
-    alive.book(D, prompt=StepShape.of_prompt(0, 10), num_blocks=1)
+    alive.book(D, 0.0, prompt=StepShape.of_prompt(0, 10), num_blocks=1)
     assert alive.on_heartbeat(D, beat(epoch=2), 0.1)
     assert alive.workers[D].booked.num_requests == 0
     assert alive.needs_hello(D)
@@ -164,21 +164,21 @@ def test_the_pool_bounds_the_longest_sequence(alive):
 def test_a_report_counts_what_the_worker_had_when_it_wrote_it(alive):
     worker = alive.workers[D]
     prompt = StepShape.of_prompt(0, 10)
-    first = alive.book(D, prompt=prompt, num_blocks=1)
+    first = alive.book(D, 0.0, prompt=prompt, num_blocks=1)
     assert (worker.num_requests, worker.num_queued_tokens) == (1, 10)
     alive.on_heartbeat(D, beat(num_running=5, num_waiting_tokens=70), 0.1)
     assert (worker.num_requests, worker.num_queued_tokens) == (6, 80), "five are other routers'; ours is under way"
     alive.on_heartbeat(D, beat(num_running=6, num_waiting_tokens=80, serial=first.serial), 0.2)
     assert (worker.num_requests, worker.num_queued_tokens) == (6, 80)
-    alive.book(D, prompt=prompt, num_blocks=1)
+    alive.book(D, 0.0, prompt=prompt, num_blocks=1)
     assert (worker.num_requests, worker.num_queued_tokens) == (7, 90)
 
 
 def test_what_ended_since_the_report_makes_room_at_once(alive):
     worker = alive.workers[D]
-    mine = alive.book(D, prompt=StepShape.of_prompt(0, 10), num_blocks=40)
+    mine = alive.book(D, 0.0, prompt=StepShape.of_prompt(0, 10), num_blocks=40)
     alive.on_heartbeat(D, beat(num_running=3, num_waiting_tokens=70, num_free_blocks=20, serial=mine.serial), 0.1)
-    mine = alive.computed(mine)
+    mine = alive.computed(mine, 0.0)
     assert (worker.num_requests, worker.num_queued_tokens) == (3, 60)
     alive.release(mine)
     assert (worker.num_requests, worker.num_queued_tokens, worker.num_available_blocks) == (2, 60, 60)
@@ -188,10 +188,10 @@ def test_what_ended_since_the_report_makes_room_at_once(alive):
 
 def test_what_ends_before_any_report_counts_it_is_gone(alive):
     worker = alive.workers[D]
-    mine = alive.book(D, prompt=StepShape.of_prompt(0, 10), num_blocks=40)
+    mine = alive.book(D, 0.0, prompt=StepShape.of_prompt(0, 10), num_blocks=40)
     alive.on_heartbeat(D, beat(num_running=3, num_waiting_tokens=70, num_free_blocks=50), 0.1)
     assert (worker.num_requests, worker.num_queued_tokens, worker.num_available_blocks) == (4, 80, 10)
-    alive.release(alive.computed(mine))
+    alive.release(alive.computed(mine, 0.0))
     assert (worker.num_requests, worker.num_queued_tokens, worker.num_available_blocks) == (3, 70, 50)
 
 
@@ -214,14 +214,14 @@ def test_bookings_never_leak(actions):
     bookings, epoch = [], 1
     for action in actions:
         if action == "book":
-            bookings.append(registry.book(D, prompt=StepShape.of_prompt(0, 7), num_blocks=3))
+            bookings.append(registry.book(D, 0.0, prompt=StepShape.of_prompt(0, 7), num_blocks=3))
         elif action == "beat":
             registry.on_heartbeat(D, beat(epoch=epoch), 0.0)
         elif action == "restart":
             epoch += 1
             registry.on_hello(D, hello(epoch=epoch), 0.0)
         elif bookings and action == "computed":
-            bookings[-1] = registry.computed(bookings[-1])
+            bookings[-1] = registry.computed(bookings[-1], 0.0)
         elif bookings:
             registry.release(bookings.pop(0))
     for booking in bookings * 2:

@@ -92,7 +92,7 @@ def test_the_ranking_follows_reports_and_bookings() -> None:
         if address != "p3":
             rig.report(address, waiting_s=0.2)
     assert all("p3" in rig.names("prefill") for _ in range(10))
-    booking = rig.registry.book("p3", prompt=StepShape.of_prompt(0, 200_000), num_blocks=10)
+    booking = rig.registry.book("p3", 0.0, prompt=StepShape.of_prompt(0, 200_000), num_blocks=10)
     assert not any("p3" in rig.names("prefill") for _ in range(10))
     rig.registry.release(booking)
     assert all("p3" in rig.names("prefill") for _ in range(10))
@@ -209,7 +209,7 @@ def most_for_one(router_ids: list[str], num_workers: int, num_requests: int) -> 
         rig = Rig(num_workers, router_id)
         for _ in range(num_requests):
             for worker in rig.choose():
-                rig.registry.book(worker.address, prompt=StepShape(), num_blocks=100)
+                rig.registry.book(worker.address, 0.0, prompt=StepShape(), num_blocks=100)
                 picks[worker.address] += 1
     return max(picks.values())
 

@@ -91,7 +91,7 @@ def test_other_routers_load_is_seen_in_the_workers_reports() -> None:
     workers, observer = registry(decode=beat("decode")), PoolObserver(("decode",))
     assert observer.num_routers(workers.workers.values()) == 1.0
     for _ in range(4):
-        workers.book(DECODE, prompt=StepShape(), num_blocks=1)
+        workers.book(DECODE, 0.0, prompt=StepShape(), num_blocks=1)
     workers.on_heartbeat(DECODE, beat("decode", num_running=12, serial=9), 1.0)
     for _ in range(60):
         times = observer.num_routers(workers.workers.values())
