@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from common.errors import RequestError
-from router.api import schema
+from router.api import anthropic_answers, openai_answers
 from router.api.anthropic_fields import MessagesRequest
 from router.api.anthropic_messages import MessagesFrames
 from router.api.chat import ChatShape, plan_chat
@@ -40,19 +40,19 @@ generate_routes = APIRouter(tags=["generate"])
 """`/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`."""
 
 
-@generate_routes.post(CHAT_PATH, **documented(ChatRequest, schema.ChatCompletion, streams=True))
+@generate_routes.post(CHAT_PATH, **documented(ChatRequest, openai_answers.ChatCompletion, streams=True))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     return await _serve(request, ChatRequest, plan_chat, _openai(ChatShape))
 
 
-@generate_routes.post(COMPLETION_PATH, **documented(CompletionRequest, schema.Completion, streams=True))
+@generate_routes.post(COMPLETION_PATH, **documented(CompletionRequest, openai_answers.Completion, streams=True))
 async def completions(request: Request) -> Response:
     """Continue a text."""
     return await _serve(request, CompletionRequest, plan_completion, _openai(CompletionShape))
 
 
-@generate_routes.post(RESPONSES_PATH, **documented(ResponsesRequest, schema.ResponseBody, streams=True))
+@generate_routes.post(RESPONSES_PATH, **documented(ResponsesRequest, openai_answers.ResponseBody, streams=True))
 async def respond(request: Request) -> Response:
     """Answer a conversation, in the shape of OpenAI's Responses API."""
     return await _serve(request, ResponsesRequest, plan_translated, ResponsesFrames)
@@ -60,7 +60,12 @@ async def respond(request: Request) -> Response:
 
 @generate_routes.post(
     MESSAGES_PATH,
-    **documented(MessagesRequest, schema.AnthropicMessage, streams=True, errors=(schema.AnthropicErrorBody,)),
+    **documented(
+        MessagesRequest,
+        anthropic_answers.AnthropicMessage,
+        streams=True,
+        errors=(anthropic_answers.AnthropicErrorBody,),
+    ),
 )
 async def messages(request: Request) -> Response:
     """Answer a conversation, in the shape of Anthropic's API."""
