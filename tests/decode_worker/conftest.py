@@ -48,6 +48,7 @@ from decode_worker.pipeline import Launcher
 from decode_worker.scheduler import DecodeScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, prompt, wait
+from .handover_pair import Pair
 
 
 @pytest.fixture(autouse=True)
@@ -377,3 +378,9 @@ def make_engine(tiny: tuple[Decoder, tuple[int, ...]]) -> Iterator[Callable[...,
 @pytest.fixture
 def engine(make_engine: Callable[..., EngineRig]) -> EngineRig:
     return make_engine()
+
+
+@pytest.fixture
+def pair(make_engine: Callable[..., EngineRig]) -> Pair:
+    """Two decode engines, for a hand-over."""
+    return Pair(make_engine)
