@@ -23,7 +23,7 @@ END_TOKENS = frozenset(
 
 
 def describe_gguf(path: Path, model_id: str, folder: Path, *, progress: bool) -> ModelFiles:
-    """Describes a .gguf file and convert its vocabulary to `folder`/tokenizer.json.
+    """Describes a .gguf file and converts its vocabulary to `folder`/tokenizer.json.
 
     Raises ModelError when the file is damaged or its tokenizer is not supported.
     """

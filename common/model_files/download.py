@@ -34,7 +34,7 @@ def model_folder(model: BuiltinModel) -> Path:
 
 
 def fetch_model(model: BuiltinModel, *, progress: bool = True, force: bool = False) -> Path:
-    """Makes sure the model file is in the cache and return its path; with `force`, fetch it anew.
+    """Makes sure the model file is in the cache and returns its path; with `force`, fetches it anew.
 
     Raises ModelError when pip is missing or fails, and when the content has not the expected hash.
     """

@@ -200,10 +200,8 @@ class DispatchCounters:
 
     Requests refused for a goal that they would miss, by class, and by the role of which there are too few workers for
     them; prompts taken back from slow workers. Hand-overs by outcome: done; failed (the old worker went on); ended (the
-    answer ended, or its old worker).
-    Requests refused for a goal that they would miss, by class; prompts taken back from slow workers. Hand-overs by
-    outcome: done; failed (the old worker went on); ended (the answer ended, or its old worker). Those begun between
-    ready workers, by what the first had not enough of: blocks, or time for tokens.
+    answer ended, or its old worker). Those begun between ready workers, by what the first had not enough of: blocks, or
+    time for tokens.
     """
 
     num_retries: Counter[str] = field(default_factory=Counter)

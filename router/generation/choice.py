@@ -105,7 +105,7 @@ class Choice:
         return piece
 
     def record(self) -> ChoiceRecord:
-        """What is known of the choice now."""
+        """The facts of the choice so far."""
         return ChoiceRecord(
             self.index,
             self.request.params,

@@ -1,4 +1,4 @@
-"""Helpers that translate requests of other APIs into OpenAI's chat requests."""
+"""Translates parts of other APIs' requests into OpenAI's chat requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts through real processes: those of `transformers`, and whole whoever dies meanwhile."""
+"""Log-probabilities of prompts through real processes: those of `transformers`, whole even if workers die."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ share.begin(prompts=sys.argv[2:] == ["prompts"])
 print("holds", flush=True)
 sys.stdin.readline()
 share.end()
-print("let go", flush=True)
+print("released", flush=True)
 sys.stdin.readline()
 """
 
@@ -46,7 +46,7 @@ class Holder:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        self.read("let go")
+        self.read("released")
 
     def kill(self) -> None:
         self.process.kill()
