@@ -22,11 +22,11 @@ from common.wire.messages import DecodeRequest, HandOver, Message
 from common.wire.sampling_params import SampledToken
 from common.worker.engine import EngineConfig, EngineStatus, RequestReceived, Send
 from common.worker.metrics import WorkerMetrics
+from decode_worker.counters import DecodeCounters
 from decode_worker.grants import IncomingTransfers
 from decode_worker.handover import Handovers
 from decode_worker.pace import StepPace
 from decode_worker.pipeline import Launcher, Pipeline, StepInFlight, by_chunk, model_chunks
-from decode_worker.recorder import Recorder
 from decode_worker.remote_prefill import RemotePrefills
 from decode_worker.reporting import DecodeReports
 from decode_worker.rules import DecodeRules
@@ -84,13 +84,13 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         super().__init__(send, config, scheduler, rules, metrics, grammars)
         self._runner, self._sampler, self._transfers = runner, sampler, transfers
         self._reports = DecodeReports(config.identity, self.emit)
-        self._recorder = Recorder(metrics, block_size=scheduler.block_size)
+        self._counters = DecodeCounters(metrics, block_size=scheduler.block_size)
         self._handovers = Handovers(sender, scheduler, self._reports, metrics, timeout_s=handover_timeout_s)
         self._remote_prefills = RemotePrefills(
             transfers,
             scheduler,
             rules,
-            self._recorder,
+            self._counters,
             functools.partial(self._fail, retryable=True),
             grant_timeout_s=grant_timeout_s,
             transfer_timeout_s=transfer_timeout_s,
@@ -152,7 +152,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._pause_due(now)
         output = self.scheduler.schedule(now, self.step_fit.model, self._handovers.withdraw)
         self._remote_prefills.grant(output.granted, now)
-        self._recorder.scheduled(output, now)
+        self._counters.scheduled(output, now)
         certain = [chunk for chunk in output.chunks if not self._rules.ends_in_flight(chunk.sequence)]
         chunks = self._speculation.extend(certain, self._room)
         self._in_step = [chunk.sequence for chunk in chunks]
@@ -218,7 +218,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                 num_tokens += self._on_tokens(chunk.sequence, tokens[: accepted + 1], now)
         self._reports.flush()
         self._speculation.stepped(chunks, step_s)
-        self._recorder.stepped(chunks, num_tokens, num_accepted, step_s)
+        self._counters.stepped(chunks, num_tokens, num_accepted, step_s)
         self._rate.add(sum(chunk.num_tokens for chunk in chunks) + num_accepted, step_s)
         shape = shape_of(chunks)
         decoding = [chunk.sequence for chunk in chunks if chunk.num_tokens == 1]
@@ -341,7 +341,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             elif not sequence.first_token_at:
                 sequence.first_token_at = now
                 sequence.prefill_s = now - sequence.admitted_at
-                self._recorder.prefilled(sequence)
+                self._counters.prefilled(sequence)
             sequence.append(token)
             if reason := self._rules.finish_reason(sequence, token.token_id):
                 self._finish(sequence, reason, now)

@@ -26,7 +26,7 @@ from router.dispatch.client import Caller
 from router.generation.exchange import Exchange
 from router.generation.frames import Frames, OpenAIFrames
 from router.generation.origin import Origin
-from router.generation.plan import Plan
+from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog
 from router.generation.service import Service, service_of
 from router.generation.shape import Shape
@@ -72,7 +72,7 @@ async def messages(request: Request) -> Response:
     return await _serve(request, MessagesRequest, plan_translated, MessagesFrames)
 
 
-def _openai(shape: Callable[[Service, F], Shape]) -> Callable[[Service, F, Plan, RequestLog], Frames]:
+def _openai(shape: Callable[[Service, F], Shape]) -> Callable[[Service, F, AnswerPlan, RequestLog], Frames]:
     """Frames that write choices in this shape."""
     return lambda service, fields, plan, log: OpenAIFrames(service, plan, shape(service, fields), log)
 
@@ -80,8 +80,8 @@ def _openai(shape: Callable[[Service, F], Shape]) -> Callable[[Service, F, Plan,
 async def _serve(
     request: Request,
     model: type[F],
-    plan: Callable[[Service, F, Origin], Awaitable[Plan]],
-    frames: Callable[[Service, F, Plan, RequestLog], Frames],
+    plan: Callable[[Service, F, Origin], Awaitable[AnswerPlan]],
+    frames: Callable[[Service, F, AnswerPlan, RequestLog], Frames],
 ) -> Response:
     service = service_of(request)
     visit: Visit = request.state.visit

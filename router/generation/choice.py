@@ -42,7 +42,7 @@ class Piece:
     first: bool = False
 
 
-class Choice:
+class AnswerChoice:
     """Choice `index` of an answer.
 
     `prompt` is the number of the prompt that it answers; `echo` is text that precedes the generated one. A stop string

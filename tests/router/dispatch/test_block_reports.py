@@ -42,7 +42,7 @@ class Rig:
             self.reports.on_events("w", event)
 
     def asks(self, now: float = 0.0) -> bool:
-        return self.reports.wants_snapshot("w", beat(self.log.sequence), now)
+        return self.reports.begin_snapshot("w", beat(self.log.sequence), now)
 
     def answer(self) -> None:
         for piece in self.log.snapshot():
@@ -147,11 +147,11 @@ def test_messages_of_another_life_or_an_unknown_worker_do_nothing() -> None:
     rig.tell(events)
     rig.reports.on_snapshot("w", pieces[0])
     assert not rig.holds(1)
-    assert not rig.reports.wants_snapshot("w", beat(5, epoch=1), 0.0)
+    assert not rig.reports.begin_snapshot("w", beat(5, epoch=1), 0.0)
     rig.reports.end("w")
     rig.tell(events)
     rig.reports.on_snapshot("w", pieces[0])
-    assert rig.index.is_empty and not rig.reports.wants_snapshot("w", beat(5, epoch=2), 0.0)
+    assert rig.index.is_empty and not rig.reports.begin_snapshot("w", beat(5, epoch=2), 0.0)
 
 
 class Deaf:

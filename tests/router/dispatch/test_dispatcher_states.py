@@ -23,7 +23,7 @@ from common.wire.messages import Message
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
 from router.dispatch.dispatcher import Dispatcher
-from router.fleet.worker_connection import Connection
+from router.fleet.worker_connection import WorkerConnection
 
 from ...examples import examples
 from ...fake_worker import expected
@@ -51,7 +51,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.asked: list[Asked] = []
         self.said: list[tuple[SteppedWorker, Message]] = []
         self.loop = asyncio.new_event_loop()
-        self.patch = patch.object(Connection, "send", lambda connection, message: self.carry(connection, message))
+        self.patch = patch.object(WorkerConnection, "send", lambda connection, message: self.carry(connection, message))
         self.patch.start()
         self.blamed: list[str] = []
         self.dispatcher = self.run(self.make_dispatcher)
@@ -294,7 +294,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
         return self.loop.run_until_complete(act())
 
-    def carry(self, connection: Connection, message: Message) -> bool:
+    def carry(self, connection: WorkerConnection, message: Message) -> bool:
         worker = self.by_address[connection.address]
         if worker.alive:
             worker.inbox.append(message)
