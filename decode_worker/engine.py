@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
@@ -42,6 +42,19 @@ EXPIRE_INTERVAL_S = 0.05
 """How often deadlines are checked: each check looks at every request."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLimits:
+    """How long a request may wait for room, for the rest of its KV, and for the end of a hand-over, in seconds.
+
+    A step checks at most `max_draft_tokens` tokens for each sequence.
+    """
+
+    grant_timeout_s: float
+    transfer_timeout_s: float
+    handover_timeout_s: float
+    max_draft_tokens: int = 0
+
+
 class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
     """Owns the block pool (through its scheduler) and the model; the KV receiver writes only what it was lent."""
 
@@ -60,18 +73,14 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         transfers: IncomingTransfers,
         sender: KVSender,
         metrics: WorkerMetrics,
+        limits: DecodeLimits,
         *,
-        grant_timeout_s: float,
-        transfer_timeout_s: float,
-        handover_timeout_s: float,
-        max_draft_tokens: int = 0,
         launcher: Launcher | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """A step checks at most `max_draft_tokens` tokens for each sequence.
+        """A `launcher` launches the steps that it takes before the tokens of the step before are known.
 
-        A `launcher` launches the steps that it takes before the tokens of the step before are known. Without
-        `grammars`, requests with a grammar are refused.
+        Without `grammars`, requests with a grammar are refused.
         """
         longest = min(config.max_model_len, scheduler.pool.num_blocks * scheduler.block_size)
         rules = DecodeRules(
@@ -85,19 +94,19 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._runner, self._sampler, self._transfers = runner, sampler, transfers
         self._reports = DecodeReports(config.identity, self.emit)
         self._counters = DecodeCounters(metrics, block_size=scheduler.block_size)
-        self._handovers = Handovers(sender, scheduler, self._reports, metrics, timeout_s=handover_timeout_s)
+        self._handovers = Handovers(sender, scheduler, self._reports, metrics, timeout_s=limits.handover_timeout_s)
         self._remote_prefills = RemotePrefills(
             transfers,
             scheduler,
             rules,
             self._counters,
             functools.partial(self._fail, retryable=True),
-            grant_timeout_s=grant_timeout_s,
-            transfer_timeout_s=transfer_timeout_s,
+            grant_timeout_s=limits.grant_timeout_s,
+            transfer_timeout_s=limits.transfer_timeout_s,
         )
         self._pipeline = Pipeline(scheduler, launcher)
         self._speculation = Speculation(
-            rules, scheduler.goal, max_tokens=max_draft_tokens, max_rows=scheduler.max_num_seqs
+            rules, scheduler.goal, max_tokens=limits.max_draft_tokens, max_rows=scheduler.max_num_seqs
         )
         self._pace, self._gaps = StepPace(scheduler.goal), TokenGaps(scheduler.goal)
         self._completed_at = 0.0
