@@ -67,7 +67,7 @@ def test_a_full_hit_needs_no_block(engine: Rig) -> None:
 @pytest.mark.parametrize(
     ("params", "reason"), [({"max_tokens": 1}, "length"), ({"stop_token_ids": tuple(range(261))}, "stop")]
 )
-def test_a_request_may_end_as_it_lands(engine: Rig, params: dict[str, Any], reason: str) -> None:
+def test_a_request_may_end_as_it_arrives(engine: Rig, params: dict[str, Any], reason: str) -> None:
     tokens = prompt(40)
     engine.ship(tokens, transferring(engine, tokens, **params))
     engine.until(lambda: engine.is_clean)

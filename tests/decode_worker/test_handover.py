@@ -104,7 +104,7 @@ def test_blocks_that_the_new_worker_has_are_not_sent(pair: Pair) -> None:
     assert pair.new.receiver.num_bytes < 3 * pair.new.kv.block_bytes
 
 
-def test_a_step_in_flight_lands_before_its_sequence_leaves(make_engine: Callable[..., Rig]) -> None:
+def test_a_step_in_flight_completes_before_its_sequence_leaves(make_engine: Callable[..., Rig]) -> None:
     devices: list[LazyDevice] = []
 
     def launcher(runner: Any, sampler: Any) -> LazyDevice:
