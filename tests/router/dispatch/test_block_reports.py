@@ -11,17 +11,11 @@ from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 
-from ...fake_worker import hello_of
-
-NAMES = ("num_running", "num_waiting", "num_transferring", "num_waiting_tokens")
-NAMES += ("num_free_blocks", "num_cached_blocks", "num_owned_blocks")
+from ...fake_worker import heartbeat_of, hello_of
 
 
 def beat(sequence: int, epoch: int = 1) -> WorkerHeartbeat:
-    return WorkerHeartbeat(
-        worker_id="w", epoch=epoch, step=1, ready=True, draining=False, block_sequence=sequence,
-        **dict.fromkeys(NAMES, 0),
-    )  # fmt: skip
+    return heartbeat_of(epoch=epoch, block_sequence=sequence)
 
 
 def block(number: int) -> bytes:
