@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from common.errors import ModelError
 from common.model_files.builtin import BuiltinModel, WheelPart
-from common.model_files.cache import cache_folder, locked, make_folder
+from common.model_files.cache_folder import cache_folder, locked, make_folder
 
 CHUNK_BYTES = 1 << 20
 POLL_S = 0.1

@@ -10,8 +10,8 @@ from common.errors import RequestError
 from router.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from router.api.chat import conversation_tokens
 from router.api.translated import chat_of
+from router.generation.answer_frames import event
 from router.generation.choice import AnswerChoice, Piece
-from router.generation.frames import event
 from router.generation.parts import AnswerParts
 from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog

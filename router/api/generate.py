@@ -23,8 +23,8 @@ from router.api.translated import plan_translated
 from router.auth.class_choice import HEADER, class_of
 from router.auth.visit import Visit
 from router.dispatch.client import Caller
+from router.generation.answer_frames import Frames, OpenAIFrames
 from router.generation.exchange import Exchange
-from router.generation.frames import Frames, OpenAIFrames
 from router.generation.origin import Origin
 from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog

@@ -18,7 +18,7 @@ from router.api import anthropic_answers, openai_answers, service_answers
 from router.api.anthropic_fields import CountTokensRequest
 from router.api.anthropic_messages import count_tokens
 from router.api.chat import conversation_tokens
-from router.api.load import load_body
+from router.api.load_answer import load_body
 from router.api.openapi import documented
 from router.api.pages import CHAT, LIVE, page
 from router.generation.service import Service, service_of
@@ -28,7 +28,7 @@ from router.request.errors import error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
 from router.request.large_body import check_number_of_ids
 from router.request.paths import MESSAGES_PATH, MODELS_PATH
-from router.text.pipeline import SHORT_TOKENS
+from router.text.text_pipeline import SHORT_TOKENS
 
 NOT_READY_RETRY_S = 1.0
 EITHER_ERROR = (openai_answers.ErrorBody, anthropic_answers.AnthropicErrorBody)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from common.errors import RequestError
 from router.api.choice_shape import merged
 from router.api.responses_fields import ResponsesRequest
+from router.generation.answer_frames import event
 from router.generation.choice import AnswerChoice, Piece, TokenWithLogprobs
-from router.generation.frames import event
 from router.generation.logprobs import LogprobShapes
 from router.generation.parts import AnswerParts
 from router.generation.plan import AnswerPlan

@@ -19,8 +19,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import DeadlineExceeded, RequestError, Unavailable
+from router.generation.answer_frames import Frames
 from router.generation.choice import AnswerChoice, Piece
-from router.generation.frames import Frames
 from router.generation.generations import Arrival, ClientGone, Generations
 from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog

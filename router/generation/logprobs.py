@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from common.wire.sampling_params import TokenLogprobs
 from router.generation.choice import AnswerChoice, TokenWithLogprobs
 from router.text.detokenizer import Detokenizer
-from router.text.pipeline import TextPipeline
+from router.text.text_pipeline import TextPipeline
 
 FLOOR = -9999.0
 """Stands for minus infinity and NaN, which JSON does not have; vLLM and OpenAI use the same."""

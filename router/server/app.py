@@ -28,7 +28,7 @@ from router.observe.metrics import RouterMetrics
 from router.request.errors import CLIENT_CLOSED, MethodNotAllowed, UnknownPath, error_response
 from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.server.front import Front
-from router.text.pipeline import TextPipeline
+from router.text.text_pipeline import TextPipeline
 
 MAX_SHOWN_PATH = 200
 ROUTES = [route for router in (generate_routes, model_routes, token_routes, probe_routes) for route in router.routes]

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from router.local.sizing import Accelerator, Estimate, Infeasible, ModelSize, RequestLoad, main, size
+from router.local.size_estimate import Accelerator, Estimate, Infeasible, ModelSize, RequestLoad, main, size
 
 LLAMA_8B = ModelSize(parameters=8e9, weight_bytes=2, kv_bytes=128 * 1024)
 # NVIDIA's data sheet of the H200: 989 TFLOP/s dense bf16, 141 GB, 4.8 TB/s.
