@@ -8,7 +8,7 @@ BASE ?= main
 # Test files that run side by side: many of them wait for processes of their own.
 JOBS ?= 3
 # Tests of what is pure: no process, no model, seconds in all.
-PURE := tests/test_layers.py tests/test_documented.py $(addprefix tests/common/,config kv observe sampling transfer wire) \
+PURE := tests/test_layers.py tests/test_house.py tests/test_documented.py $(addprefix tests/common/,config kv observe sampling transfer wire) \
   $(addprefix tests/common/worker/test_,scaling.py step_times.py) $(addprefix tests/router/,text auth test_slo.py test_sizing.py) \
   $(addprefix tests/router/dispatch/test_,admission.py patience.py policy.py prefix_index.py prompt.py registry.py stream.py) \
   tests/router/discovery/test_slices.py tests/prefill_worker/test_scheduler.py \

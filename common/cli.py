@@ -23,7 +23,7 @@ COMMANDS = {
     "api-key": ("router.auth.new_key", "draw an API key and print its entry for the router's key file"),
     "keygen": ("common.wire.keygen", "make a key pair that encrypts and authenticates what processes send"),
     "fetch": ("common.model_files.fetch", "download a built-in model into the cache"),
-    "size": ("router.local.sizing", "estimate how many workers a load needs"),
+    "size": ("router.local.size_estimate", "estimate how many workers a load needs"),
 }
 
 

@@ -16,7 +16,7 @@ from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.worker.duty import Duty, DutyOffer, WorkerParts
 from common.worker.engine import Engine, Send
-from decode_worker.engine import DecodeEngine
+from decode_worker.engine import DecodeEngine, DecodeLimits
 from decode_worker.grants import IncomingTransfers
 from decode_worker.pipeline import Launcher
 from decode_worker.scheduler import DecodeScheduler
@@ -87,10 +87,12 @@ class DecodeDuty(Duty):
             transfers,
             sender,
             self.parts.metrics,
-            grant_timeout_s=settings.grant_timeout_s,
-            transfer_timeout_s=settings.transfer_timeout_s,
-            handover_timeout_s=settings.handover_timeout_s,
-            max_draft_tokens=settings.max_draft_tokens,
+            DecodeLimits(
+                grant_timeout_s=settings.grant_timeout_s,
+                transfer_timeout_s=settings.transfer_timeout_s,
+                handover_timeout_s=settings.handover_timeout_s,
+                max_draft_tokens=settings.max_draft_tokens,
+            ),
             launcher=step_launcher(loaded.runner, sampler),
             grammars=grammars,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
@@ -22,11 +22,11 @@ from common.wire.messages import DecodeRequest, HandOver, Message
 from common.wire.sampling_params import SampledToken
 from common.worker.engine import EngineConfig, EngineStatus, RequestReceived, Send
 from common.worker.metrics import WorkerMetrics
+from decode_worker.counters import DecodeCounters
 from decode_worker.grants import IncomingTransfers
 from decode_worker.handover import Handovers
 from decode_worker.pace import StepPace
 from decode_worker.pipeline import Launcher, Pipeline, StepInFlight, by_chunk, model_chunks
-from decode_worker.recorder import Recorder
 from decode_worker.remote_prefill import RemotePrefills
 from decode_worker.reporting import DecodeReports
 from decode_worker.rules import DecodeRules
@@ -40,6 +40,19 @@ FEW_SEQUENCES = 4
 """A step of fewer sequences reads the weights with one core nearly as fast as with two (docs/performance.md)."""
 EXPIRE_INTERVAL_S = 0.05
 """How often deadlines are checked: each check looks at every request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLimits:
+    """How long a request may wait for room, for the rest of its KV, and for the end of a hand-over, in seconds.
+
+    A step checks at most `max_draft_tokens` tokens for each sequence.
+    """
+
+    grant_timeout_s: float
+    transfer_timeout_s: float
+    handover_timeout_s: float
+    max_draft_tokens: int = 0
 
 
 class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
@@ -60,18 +73,14 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         transfers: IncomingTransfers,
         sender: KVSender,
         metrics: WorkerMetrics,
+        limits: DecodeLimits,
         *,
-        grant_timeout_s: float,
-        transfer_timeout_s: float,
-        handover_timeout_s: float,
-        max_draft_tokens: int = 0,
         launcher: Launcher | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """A step checks at most `max_draft_tokens` tokens for each sequence.
+        """A `launcher` launches the steps that it takes before the tokens of the step before are known.
 
-        A `launcher` launches the steps that it takes before the tokens of the step before are known. Without
-        `grammars`, requests with a grammar are refused.
+        Without `grammars`, requests with a grammar are refused.
         """
         longest = min(config.max_model_len, scheduler.pool.num_blocks * scheduler.block_size)
         rules = DecodeRules(
@@ -84,20 +93,20 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         super().__init__(send, config, scheduler, rules, metrics, grammars)
         self._runner, self._sampler, self._transfers = runner, sampler, transfers
         self._reports = DecodeReports(config.identity, self.emit)
-        self._recorder = Recorder(metrics, block_size=scheduler.block_size)
-        self._handovers = Handovers(sender, scheduler, self._reports, metrics, timeout_s=handover_timeout_s)
+        self._counters = DecodeCounters(metrics, block_size=scheduler.block_size)
+        self._handovers = Handovers(sender, scheduler, self._reports, metrics, timeout_s=limits.handover_timeout_s)
         self._remote_prefills = RemotePrefills(
             transfers,
             scheduler,
             rules,
-            self._recorder,
+            self._counters,
             functools.partial(self._fail, retryable=True),
-            grant_timeout_s=grant_timeout_s,
-            transfer_timeout_s=transfer_timeout_s,
+            grant_timeout_s=limits.grant_timeout_s,
+            transfer_timeout_s=limits.transfer_timeout_s,
         )
         self._pipeline = Pipeline(scheduler, launcher)
         self._speculation = Speculation(
-            rules, scheduler.goal, max_tokens=max_draft_tokens, max_rows=scheduler.max_num_seqs
+            rules, scheduler.goal, max_tokens=limits.max_draft_tokens, max_rows=scheduler.max_num_seqs
         )
         self._pace, self._gaps = StepPace(scheduler.goal), TokenGaps(scheduler.goal)
         self._completed_at = 0.0
@@ -152,7 +161,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._pause_due(now)
         output = self.scheduler.schedule(now, self.step_fit.model, self._handovers.withdraw)
         self._remote_prefills.grant(output.granted, now)
-        self._recorder.scheduled(output, now)
+        self._counters.scheduled(output, now)
         certain = [chunk for chunk in output.chunks if not self._rules.ends_in_flight(chunk.sequence)]
         chunks = self._speculation.extend(certain, self._room)
         self._in_step = [chunk.sequence for chunk in chunks]
@@ -218,7 +227,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                 num_tokens += self._on_tokens(chunk.sequence, tokens[: accepted + 1], now)
         self._reports.flush()
         self._speculation.stepped(chunks, step_s)
-        self._recorder.stepped(chunks, num_tokens, num_accepted, step_s)
+        self._counters.stepped(chunks, num_tokens, num_accepted, step_s)
         self._rate.add(sum(chunk.num_tokens for chunk in chunks) + num_accepted, step_s)
         shape = shape_of(chunks)
         decoding = [chunk.sequence for chunk in chunks if chunk.num_tokens == 1]
@@ -341,7 +350,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             elif not sequence.first_token_at:
                 sequence.first_token_at = now
                 sequence.prefill_s = now - sequence.admitted_at
-                self._recorder.prefilled(sequence)
+                self._counters.prefilled(sequence)
             sequence.append(token)
             if reason := self._rules.finish_reason(sequence, token.token_id):
                 self._finish(sequence, reason, now)

@@ -15,6 +15,7 @@ STEPS_SHARE = 0.25
 LONGEST_GAP_S = 0.1
 """Between two steps without a goal, where a step itself is not longer: readers notice more."""
 SMOOTHING = 0.2
+"""The share of one more step in the average time of steps."""
 
 
 class StepPace:

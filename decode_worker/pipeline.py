@@ -23,7 +23,7 @@ from decode_worker.step import DecodeChunk
 Sampled = TypeVar("Sampled")
 
 
-class Tokens(Protocol):
+class LaunchedTokens(Protocol):
     """The tokens that a launched step samples."""
 
     def read(self) -> list[int]:
@@ -37,7 +37,7 @@ class Launcher(Protocol):
 
     def launch(
         self, chunks: Sequence[SequenceChunk], sources: Sequence[int], rows: Sequence[SamplingRow]
-    ) -> Tokens: ...
+    ) -> LaunchedTokens: ...
 
     def close(self) -> None:
         """Wait for the launched steps. No step may be launched afterwards."""
@@ -48,7 +48,7 @@ class StepInFlight:
     """A launched step, with the rows of each of `chunks` in turn. Times are engine clock, in seconds."""
 
     chunks: Sequence[DecodeChunk]
-    tokens: Tokens
+    tokens: LaunchedTokens
     launched_at: float
 
     @property

@@ -15,8 +15,8 @@ from common.errors import WireError
 from common.latency.link_model import LinkFits
 from common.transfer.incoming import IncomingTransfer
 from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
+from decode_worker.counters import DecodeCounters
 from decode_worker.grants import IncomingTransfers
-from decode_worker.recorder import Recorder
 from decode_worker.rules import DecodeRules
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
@@ -30,13 +30,13 @@ class RemotePrefills:
         transfers: IncomingTransfers,
         scheduler: DecodeScheduler,
         rules: DecodeRules,
-        recorder: Recorder,
+        counters: DecodeCounters,
         fail: Callable[[DecodeSequence, str, str], None],
         *,
         grant_timeout_s: float,
         transfer_timeout_s: float,
     ) -> None:
-        self._transfers, self._scheduler, self._rules, self._recorder = transfers, scheduler, rules, recorder
+        self._transfers, self._scheduler, self._rules, self._counters = transfers, scheduler, rules, counters
         self._fail = fail
         self.link_fits = LinkFits()
         self._grant_timeout_s, self._transfer_timeout_s = grant_timeout_s, transfer_timeout_s
@@ -105,7 +105,7 @@ class RemotePrefills:
         for token in tokens:
             sequence.append(token)
         self._scheduler.start_decoding(sequence)
-        self._recorder.transfer_completed(sequence, transfer)
+        self._counters.transfer_completed(sequence, transfer)
         sequence.append(last)
         return sequence
 

@@ -203,7 +203,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
 
     def completed(self, chunk: DecodeChunk) -> bool:
         """Record that a step in flight has computed `chunk`; False when its sequence has ended, so drop its tokens."""
-        if not self._ended(chunk.sequence):
+        if not self._end_step_of(chunk.sequence):
             return False
         self.pool.wrote(chunk.sequence.blocks, chunk.start, chunk.start + chunk.num_tokens)
         self._publish_full(chunk.sequence)
@@ -211,7 +211,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
 
     def failed(self, chunk: DecodeChunk) -> None:
         """Record that a step in flight failed: its slots hold anything, so nothing of `chunk` is ever published."""
-        self._ended(chunk.sequence)
+        self._end_step_of(chunk.sequence)
 
     def remove(self, sequence: DecodeSequence, num_received: int = 0) -> None:
         """Forget a request in any state and release its blocks, once no step in flight writes to them.
@@ -242,7 +242,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         """Every owned block belongs to a request that lives or lingers. Raises BlockError otherwise."""
         return self.pool.check_integrity(sequence.blocks for sequence in (*self._by_id.values(), *self._lingering))
 
-    def _ended(self, sequence: DecodeSequence) -> bool:
+    def _end_step_of(self, sequence: DecodeSequence) -> bool:
         """Record that a step in flight has ended for the sequence; whether the sequence is still here."""
         sequence.num_pending -= 1
         sequence.num_drafted *= sequence.num_pending > 0  # a step with draft tokens is the last in flight

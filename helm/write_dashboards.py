@@ -45,12 +45,7 @@ OVERVIEW = (
             "reqps",
             summed("diptych_http_requests_total", f"{ROUTER},{GENERATION}", "status", over="5m"),
         ),
-        Panel(
-            "Requests in the routers",
-            "By stage.",
-            "short",
-            summed("diptych_requests_in_flight", ROUTER, "stage"),
-        ),
+        Panel("Requests in the routers", "By stage.", "short", summed("diptych_requests_in_flight", ROUTER, "stage")),
         Panel(
             "Requests held",
             "Waiting for a worker of a role; wakes pools that are scaled to zero.",
@@ -164,12 +159,7 @@ OVERVIEW = (
             "reqps",
             summed("diptych_retries_total", ROUTER, "role", over="5m"),
         ),
-        Panel(
-            "Given up",
-            "By error class.",
-            "reqps",
-            summed("diptych_failures_total", ROUTER, "reason", over="5m"),
-        ),
+        Panel("Given up", "By error class.", "reqps", summed("diptych_failures_total", ROUTER, "reason", over="5m")),
     ),
 )
 
@@ -193,26 +183,11 @@ POOLS = (
             "short",
             by_pool("diptych_decode_pressure"),
         ),
-        Panel(
-            "Pods that answer",
-            "Scraped, by pool.",
-            "short",
-            by_pool("up"),
-        ),
+        Panel("Pods that answer", "Scraped, by pool.", "short", by_pool("up")),
     ),
     (
-        Panel(
-            "Running",
-            "Requests in the running batches.",
-            "short",
-            by_pool("vllm:num_requests_running"),
-        ),
-        Panel(
-            "Waiting",
-            "Requests that wait to be scheduled.",
-            "short",
-            by_pool("vllm:num_requests_waiting"),
-        ),
+        Panel("Running", "Requests in the running batches.", "short", by_pool("vllm:num_requests_running")),
+        Panel("Waiting", "Requests that wait to be scheduled.", "short", by_pool("vllm:num_requests_waiting")),
         Panel(
             "Active", "Requests that would be cut if the pool ended now.", "short", by_pool("diptych_active_requests")
         ),
@@ -222,12 +197,7 @@ POOLS = (
             "KV cache in use",
             "Share of blocks that requests own; the mean of a pool.",
             "percentunit",
-            (
-                (
-                    "{{diptych_role}} {{diptych_pool}}",
-                    f"avg by (diptych_role, diptych_pool) ({KV_USE})",
-                ),
-            ),
+            (("{{diptych_role}} {{diptych_pool}}", f"avg by (diptych_role, diptych_pool) ({KV_USE})"),),
         ),
         Panel("Tokens computed", "Recent rate.", "short", by_pool("diptych_tokens_per_second")),
         Panel(
@@ -263,7 +233,7 @@ POOLS = (
             by_pool("vllm:num_preemptions_total", over="5m"),
         ),
         Panel(
-            "Guesses that were right",
+            "Draft tokens accepted",
             "Share of the draft tokens that decode steps accepted.",
             "percentunit",
             (
@@ -291,12 +261,7 @@ TRANSFER = (
             "reqps",
             summed("diptych_kv_transfers_total", DECODE, "transport", over="5m"),
         ),
-        Panel(
-            "Under way",
-            "Requests whose KV is under way.",
-            "short",
-            by_pool("diptych_num_requests_transferring"),
-        ),
+        Panel("Under way", "Requests whose KV is under way.", "short", by_pool("diptych_num_requests_transferring")),
     ),
     (
         Panel(

@@ -326,7 +326,7 @@ def pools(role: str, **bounds: int) -> Schema:
 
 
 def definitions() -> Schema:
-    """What is referred to from several places."""
+    """The parts to which several places refer."""
     # A setting for all workers must be one that both kinds have.
     decode_settings = settings(DecodeWorkerConfig)["properties"]
     shared = {

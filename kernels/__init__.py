@@ -8,7 +8,7 @@
     rms_norm, add_rms_norm, gated           the element-wise steps between the matrix products
     Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8 or 4 bits
     Embedding                               rows of a table, which the head of a tied model may hold
-    record, Recorder, Program               a whole forward pass as one native call
+    record, ProgramRecorder, Program        a whole forward pass as one native call
     share_cores                             how many threads that call may use while others compute too
 
 KV caches are `[num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head_dim]`, contiguous.
@@ -26,7 +26,7 @@ from __future__ import annotations
 from kernels.blocks import gather_blocks, scatter_blocks, wire_bytes
 from kernels.cpu.backend import NativePlan, share_cores
 from kernels.cpu.program import Program
-from kernels.cpu.recorder import Recorder, record
+from kernels.cpu.recorder import ProgramRecorder, record
 from kernels.device import on_device
 from kernels.dispatch import (
     add_rms_norm,
@@ -59,7 +59,7 @@ __all__ = [
     "Program",
     "QuantisedWeight",
     "QuerySpan",
-    "Recorder",
+    "ProgramRecorder",
     "SamplingTensors",
     "Weight",
     "add_rms_norm",

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from kernels.cpu.backend import native_backend
 from kernels.cpu.packed import PackedWeight
-from kernels.cpu.recorder import Recorder
+from kernels.cpu.recorder import ProgramRecorder
 from kernels.linear import Linear
 
 
@@ -42,6 +42,6 @@ class Embedding:
         assert native is not None  # it packed the table
         return native.unpack_rows(self._table, token_ids, self.dtype)
 
-    def record(self, recorder: Recorder, scale: float) -> Tensor:
+    def record(self, recorder: ProgramRecorder, scale: float) -> Tensor:
         """The rows of a step's token ids, times `scale`."""
         return recorder.embed(self._table, scale)

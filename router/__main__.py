@@ -59,7 +59,7 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
     from router.planner.loop import PlanLoop, scaler_of
     from router.server.app import build_app
     from router.server.server import serve, stop_on_signals
-    from router.text.pipeline import TextPipeline
+    from router.text.text_pipeline import TextPipeline
 
     stop = stop_on_signals()
     files = resolve_model(config.model, progress=False, weights=False)

@@ -15,7 +15,7 @@ PATIENCE_S = 30.0
 
 
 class Collector:
-    """`spans` are OTLP's messages, `resource` the attributes of whoever sent them, `headers` those of each request."""
+    """`spans` are OTLP's messages, `resource` the attributes of their sender, `headers` those of each request."""
 
     def __init__(self, delay_s: float = 0.0, status: int = 200) -> None:
         self.spans: list[Any] = []

@@ -187,9 +187,9 @@ class FakeWorker:
         """Log-probabilities of the prompt, `logprobs_per_message` at a time, if wanted."""
         if request.params.prompt_logprobs < 0 or request.num_output_tokens:
             return
-        scores = [TokenLogprobs(-float(token)) for token in tokens[1:]]
-        for first in range(0, len(scores), self.logprobs_per_message):
-            part = tuple(scores[first : first + self.logprobs_per_message])
+        found = [TokenLogprobs(-float(token)) for token in tokens[1:]]
+        for first in range(0, len(found), self.logprobs_per_message):
+            part = tuple(found[first : first + self.logprobs_per_message])
             told = PromptLogprobs(
                 worker_id=self.worker_id, epoch=self.epoch, request_id=request.request_id, attempt=request.attempt,
                 start=first + 1, logprobs=part,

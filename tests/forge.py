@@ -42,7 +42,7 @@ ROUTERS = {
         *("router.__main__", "uvloop", "common.model_files.resolve", "router.dispatch.dispatcher"),
         *("router.generation.tracing", "router.observe.measured_client", "router.observe.metrics"),
         *("router.observe.pool_metrics", "router.observe.slo", "router.server.app", "router.server.server"),
-        "router.text.pipeline",
+        "router.text.text_pipeline",
     )
 }
 """By module that is run: what it would import, first what has its `main`."""

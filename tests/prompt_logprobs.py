@@ -24,16 +24,16 @@ def check_logprobs(found: Sequence[TokenLogprobs], model: Decoder, token_ids: Se
     """All tokens but the first have log-probabilities, those of the oracle, and the alternatives are the best ones."""
     exact = true_logprobs(model, token_ids)
     assert len(found) == len(exact)
-    for row, token_id, scores in zip(exact, token_ids[1:], found, strict=True):
-        assert scores.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
-        assert [p for _, p in scores.top] == pytest.approx(torch.topk(row, count).values.tolist(), abs=1e-4)
-        assert [p for _, p in scores.top] == pytest.approx([row[i].item() for i, _ in scores.top], abs=1e-4)
+    for row, token_id, entry in zip(exact, token_ids[1:], found, strict=True):
+        assert entry.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
+        assert [p for _, p in entry.top] == pytest.approx(torch.topk(row, count).values.tolist(), abs=1e-4)
+        assert [p for _, p in entry.top] == pytest.approx([row[i].item() for i, _ in entry.top], abs=1e-4)
 
 
 def joined(messages: Sequence[PromptLogprobs]) -> list[TokenLogprobs]:
     """Parts of one attempt, which follow each other without gap or repetition."""
-    scores: list[TokenLogprobs] = []
+    logprobs: list[TokenLogprobs] = []
     for message in messages:
-        assert message.start == 1 + len(scores)
-        scores.extend(message.logprobs)
-    return scores
+        assert message.start == 1 + len(logprobs)
+        logprobs.extend(message.logprobs)
+    return logprobs

@@ -43,7 +43,7 @@ from benchmarks.stack import free_port
 from benchmarks.summary import Summary, summarise
 from benchmarks.workload import WORDS, LengthRange, Vocabulary, Workload, poisson_arrivals
 from common.errors import ModelError
-from common.model_files.cache import cache_folder
+from common.model_files.cache_folder import cache_folder
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 

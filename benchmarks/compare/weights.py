@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.compare.peer import PeerError
 from common.gguf_format.tensors import GGUFFile
 from common.model.load import open_model
-from common.model_files.cache import cache_folder, locked
+from common.model_files.cache_folder import cache_folder, locked
 from common.model_files.config import ModelConfig
 from common.model_files.files import ModelFiles
 

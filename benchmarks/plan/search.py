@@ -2,8 +2,8 @@
 
 1. Formulas drop what cannot hold the load.
 2. Among candidates with the same flags, more workers of a kind are taken to do no harm. So a simulation that fails
-   drops all that have no more, and one that succeeds all that cost as much. What is simulated next is the cheapest
-   that is predicted to succeed; once one has, the candidates below its cost that drop the most if they fail.
+   drops all that have no more, and one that succeeds all that cost as much. The next simulation is of the cheapest
+   that is predicted to succeed; once one has, of those below its cost that drop the most if they fail.
 3. Flags are varied for candidates that cost less and nearly succeeded, one at a time, as long as that helps.
 
 Each candidate is judged by a race (Maron and Moore, "Hoeffding races", NIPS 1993): one run, on the same load as all

@@ -1,4 +1,4 @@
-"""What is planned for: a load, goals, two kinds of workers with their prices, bounds, and flags to try.
+"""The input of a plan: a load, goals, two kinds of workers with their prices, bounds, and flags to try.
 
 A TOML or JSON file; docs/plan.md describes it. Load, model and coefficients are those of `diptych simulate`.
 """

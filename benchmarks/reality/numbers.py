@@ -107,7 +107,7 @@ class Numbers:
 
     @property
     def values(self) -> dict[str, float]:
-        """What is compared: milliseconds, and requests a second."""
+        """The numbers that are compared: milliseconds, and requests a second."""
         found = {
             f"{name} {quantile}": getattr(latency, quantile)
             for name, latency in (("TTFT", self.ttft_ms), ("TPOT", self.tpot_ms))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.errors import Unavailable
-from common.grammar.compiler import MAX_BYTES, Model, Order, Report, receive, send
+from common.grammar.compiler import MAX_BYTES, Order, Report, TokenSpace, receive, send
 from common.model_files.files import ModelFiles
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class GrammarChecks:
         slow_cpu_s: float = SLOW_CPU_S,
         answer_s: float = ANSWER_S,
     ) -> None:
-        self._model = Model(str(files.tokenizer), files.eos_token_ids, vocab_size)
+        self._model = TokenSpace(str(files.tokenizer), files.eos_token_ids, vocab_size)
         self._quick_cpu_s, self._slow_cpu_s, self._answer_s = quick_cpu_s, slow_cpu_s, answer_s
         self._quick = ThreadPoolExecutor(LANES, thread_name_prefix="grammar-quick")
         self._slow = ThreadPoolExecutor(LANES, thread_name_prefix="grammar-slow")
@@ -170,7 +170,7 @@ class GrammarChecks:
 class _Compiler:
     """One run of the process."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: TokenSpace) -> None:
         """Starts it. Raises OSError."""
         command = [sys.executable, "-P", "-m", "common.grammar.compiler"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)

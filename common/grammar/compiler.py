@@ -35,7 +35,7 @@ POLL_S = 0.5
 LENGTH_BYTES = 4
 
 
-class Model(msgspec.Struct, frozen=True):
+class TokenSpace(msgspec.Struct, frozen=True):
     """The first message to this process: the tokenizer's file, the end tokens, and the size of the logits."""
 
     tokenizer: str
@@ -180,7 +180,7 @@ def main() -> None:
     os.dup2(2, 1)  # so that no library prints into the reports
     body = receive(orders)
     if body:
-        model = msgspec.msgpack.decode(body, type=Model)
+        model = msgspec.msgpack.decode(body, type=TokenSpace)
         vocabulary = build_vocabulary(Path(model.tokenizer), model.ends, model.vocab_size)
         gc.freeze()  # so that children share the vocabulary's pages
         with contextlib.suppress(BrokenPipeError):

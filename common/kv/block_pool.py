@@ -1,4 +1,4 @@
-"""Who owns which KV block on one worker: free, cached (hashed, unowned, evictable) or owned (reference-counted).
+"""The KV blocks of one worker and their owners: free, cached (hashed, unowned, evictable) or owned (reference-counted).
 
 One engine loop owns a pool; nothing here locks. Blocks are plain indices into the KV cache tensor.
 """

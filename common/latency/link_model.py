@@ -22,6 +22,7 @@ MEMORY = 0.98
 SHORTEST_S = 1e-3
 """Below that, wake-ups decide: errors are not taken relative to less."""
 ERROR_SMOOTHING = 0.05
+"""The share of one more transfer in the average error."""
 
 
 class LinkModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -14,7 +14,7 @@ from common.model.batch import ForwardBatch
 from common.model.rope import RopeTable
 from common.model.weights import LayerWeights, ModelWeights
 from common.model_files.config import ModelConfig, RopeConfig
-from kernels import AttentionPlan, NativePlan, Program, Recorder, paged_attention, record, rotate_and_write
+from kernels import AttentionPlan, NativePlan, Program, ProgramRecorder, paged_attention, record, rotate_and_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Decoder(ABC):
         """Makes later steps run operation by operation, as on devices without programs."""
         self._program = False
 
-    def _record(self, recorder: Recorder, kv: Tensor) -> Tensor:
+    def _record(self, recorder: ProgramRecorder, kv: Tensor) -> Tensor:
         """Runs the layers on a recorder's slots; returns the logits' slot."""
         ropes = {rope: recorder.rope(table.cos, table.sin) for rope, table in self._ropes.items()}
         step = Step(recorder.open, recorder.open, AttentionPlan(), kv, ropes)

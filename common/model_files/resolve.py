@@ -16,7 +16,7 @@ import xxhash
 
 from common.errors import ModelError
 from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, BuiltinModel
-from common.model_files.cache import cache_folder, locked, make_folder, write_atomically
+from common.model_files.cache_folder import cache_folder, locked, make_folder, write_atomically
 from common.model_files.files import ModelFiles
 from common.model_files.stamp import FileStamp, stamp_file, stamp_files
 

@@ -11,6 +11,7 @@ from common.observe.sliding_window import SlidingWindow
 LOWEST, GROWTH, NUM_BUCKETS = 1e-5, 1.05, 425
 """Buckets grow by 5 % from 10 us to about three hours, which bounds the error of a quantile."""
 NUM_SLOTS = 6
+"""Of the window: the oldest sixth of the observations expires at once."""
 _LOG_GROWTH = math.log(GROWTH)
 
 

@@ -39,7 +39,7 @@ MAX_PASSING = 16
 NOTHING = StepShape()
 
 
-class Prompt(Protocol):
+class OrderedPrompt(Protocol):
     """What the order must know of a prompt. Times are of one clock, in seconds; `due_at` is infinite without a goal."""
 
     @property
@@ -56,7 +56,7 @@ class Prompt(Protocol):
     def remaining_shape(self) -> StepShape: ...
 
 
-P = TypeVar("P", bound=Prompt)
+P = TypeVar("P", bound=OrderedPrompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _by_slack(jobs: Sequence[_Job[P]], now: float, budget: int) -> list[_Job[P]]
     return [*_with_passing(on_time, now, budget), *sorted(rest, key=lambda job: job.length)]
 
 
-def _predictor(model: StepModel, budget: int, beside: StepShape) -> Callable[[Prompt], float]:
+def _predictor(model: StepModel, budget: int, beside: StepShape) -> Callable[[OrderedPrompt], float]:
     if not model.knows_prompts:
         return lambda prompt: 0.0
     return lambda prompt: model.steps_s(prompt.remaining_shape, budget, beside)

@@ -16,7 +16,7 @@ WARMUPS = 2
 """Runs before a recording: kernels compile, libraries allocate their workspaces, plans build their work lists."""
 
 
-class Recorder(Protocol):
+class StepRecorder(Protocol):
     """Records work that can be replayed."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:

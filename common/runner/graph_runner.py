@@ -21,8 +21,8 @@ from common.errors import InvalidRequest
 from common.kv.cache import KVCache
 from common.model.batch import ForwardBatch, SequenceChunk, check_chunk
 from common.runner.buckets import bucket_for, bucket_sizes
-from common.runner.graph_capture import Recorder
-from common.runner.runner import Model, ModelRunner, StepProfile
+from common.runner.graph_capture import StepRecorder
+from common.runner.runner import ModelRunner, RunnableModel, StepProfile
 from kernels import KVLayout, QuerySpan, on_device
 from kernels.gpu.device_plan import GPUPlan, Staging
 
@@ -47,7 +47,9 @@ class RecordedStep:
 class GraphRunner(ModelRunner):
     """A `ModelRunner` whose steps of one sampled token a sequence are replays, up to `max_num_seqs` of them."""
 
-    def __init__(self, model: Model, kv: KVCache, recorder: Recorder, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self, model: RunnableModel, kv: KVCache, recorder: StepRecorder, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
         """Records every step, largest first: takes seconds on a GPU, and memory for one step of the largest size."""
         super().__init__(model, kv)
         self._max_blocks = min(-(-max_model_len // kv.block_size), kv.num_blocks)
@@ -107,7 +109,7 @@ class GraphRunner(ModelRunner):
         self.profile = StepProfile(len(chunks), len(chunks), prepared - began, done - prepared)
         return self.logits[: len(chunks)]
 
-    def _record(self, size: int, recorder: Recorder) -> RecordedStep:
+    def _record(self, size: int, recorder: StepRecorder) -> RecordedStep:
         config, kv = self.model.config, self.kv
         inputs = self._memory[: NUM_INPUTS * size].view(NUM_INPUTS, size)
         inputs.zero_()

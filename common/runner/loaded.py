@@ -16,7 +16,7 @@ from common.machine.core_share import CoreShare
 from common.model.load import load_model
 from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
-from common.runner.runner import Model, ModelRunner
+from common.runner.runner import ModelRunner, RunnableModel
 from common.runner.warm_up import warmed_up
 from common.wire.messages import PROTOCOL_VERSION
 from kernels import share_cores
@@ -78,7 +78,7 @@ class LoadedModel:
     @classmethod
     def of(
         cls,
-        load: Callable[[], Model],
+        load: Callable[[], RunnableModel],
         files: ModelFiles,
         config: WorkerConfig,
         make_runner: Callable[[KVCache], ModelRunner] | None = None,
@@ -130,7 +130,7 @@ class LoadedModel:
         )
 
 
-def decode_graphs(model: Model, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:
+def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:
     """A runner of recorded decode steps for a decode worker with a CUDA device and Triton, else None."""
     if not isinstance(config, DecodeWorkerConfig) or not config.cuda_graphs or kv.device.type != "cuda":
         return None

@@ -17,7 +17,7 @@ from common.model_files.config import ModelConfig
 from kernels import on_device
 
 
-class Model(Protocol):
+class RunnableModel(Protocol):
     """What the runner uses of a model."""
 
     config: ModelConfig
@@ -51,7 +51,7 @@ class StepProfile:
 class ModelRunner:
     """Owns no state but the model and the KV cache: the same chunks on the same blocks give the same logits."""
 
-    def __init__(self, model: Model, kv: KVCache) -> None:
+    def __init__(self, model: RunnableModel, kv: KVCache) -> None:
         if kv.dtype not in (model.dtype, *SMALL_DTYPES.values()):
             raise ModelError(f"a KV cache of {kv.dtype} is neither of the model's {model.dtype} nor of 8 bits")
         self.model, self.kv = model, kv

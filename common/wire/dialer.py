@@ -21,7 +21,7 @@ RETRY_S = 0.5
 ROUNDS = 3
 """How often every key must fail before that counts as a refusal: a process that ends breaks handshakes off too."""
 CERTAIN_S = 10.0
-"""For so long a guess does not replace a certain reason. Which of the two comes first is chance."""
+"""For so long after a certain reason a presumed one does not replace it. Either may come first."""
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED | zmq.EVENT_DISCONNECTED
 """The monitor events that `on_event` wants."""

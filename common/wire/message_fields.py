@@ -1,4 +1,4 @@
-"""The types of message fields, each with its bounds, and prompts as they travel."""
+"""The base of all messages, the types of their fields, each with its bounds, and prompts as they travel."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from array import array
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from common.errors import WireError
 
+PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_TOKENS = MAX_MESSAGE_BYTES // 4
 MAX_PRIORITY = 10
@@ -28,6 +30,10 @@ Reason = Annotated[str, Meta(pattern=r"^(|stop|length|abort|moved)\Z")]
 TokenBytes = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 Address = Annotated[str, Meta(max_length=256, pattern=r"^tcp://\S+\Z")]
 """Never `inproc` or `ipc`: a router must not have a worker connect to itself, or to a file."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Base of all messages: immutable, positional on the wire, tagged by number."""
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

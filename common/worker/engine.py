@@ -95,7 +95,7 @@ class EngineStatus:
     at: float = 0.0
 
     def waiting_left_s(self, now: float) -> float:
-        """What is left of `waiting_s`: a long step computes on since the snapshot."""
+        """The rest of `waiting_s`: since the snapshot a long step has computed on."""
         return max(0.0, self.waiting_s - max(0.0, now - self.at))
 
 

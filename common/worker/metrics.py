@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from common.machine.process_metrics import register_process
 from common.observe.families import Families
 from common.worker.engine import EngineStatus
-from common.worker.scaling import DecodeWork, active_requests, backlog_s, pressure, unblocked_share
+from common.worker.scaling import DecodeLoad, active_requests, backlog_s, pressure, unblocked_share
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8),
@@ -69,8 +69,8 @@ class _StatusCollector(Collector):
             yield gauge("diptych_decode_pressure", "How full this worker is, 1 at its limit", full)
 
 
-def _decode_work(status: EngineStatus, usage: float) -> DecodeWork:
-    return DecodeWork(
+def _decode_work(status: EngineStatus, usage: float) -> DecodeLoad:
+    return DecodeLoad(
         usage,
         status.num_running + status.num_transferring,
         status.num_waiting,

@@ -32,7 +32,7 @@ MAX_REQUEST_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
-class WorkerStatus:
+class ProbeStatus:
     """`healthy`: no restart needed. `ready`: may get requests. Both answers show `detail`, as JSON."""
 
     ready: bool
@@ -101,7 +101,7 @@ class WorkerHTTP:
         self,
         host: str,
         port: int,
-        status: Callable[[], WorkerStatus],
+        status: Callable[[], ProbeStatus],
         registry: CollectorRegistry,
         *,
         answer_s: float = ANSWER_S,
@@ -159,6 +159,6 @@ class WorkerHTTP:
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-def _answer(good: bool, status: WorkerStatus) -> Response:
+def _answer(good: bool, status: ProbeStatus) -> Response:
     body = {"ready": status.ready, "healthy": status.healthy} | status.detail
     return Response(json.dumps(body, default=str), status_code=200 if good else 503, media_type="application/json")

@@ -22,7 +22,7 @@ UNLOADED_SLACK = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeWork:
+class DecodeLoad:
     """What a decode worker has: requests that own blocks (`num_held`) and that wait for some, and their context.
 
     `kv_usage`: the share of its KV blocks that requests own. `num_context_tokens` are those of `num_running` rows.
@@ -60,7 +60,7 @@ def reachable_goal_s(model: StepModel, context_each: float, goal_s: float) -> fl
     return max(goal_s, UNLOADED_SLACK * model.seconds(StepShape.of_rows(1, round(context_each))))
 
 
-def pressure(work: DecodeWork, slo_tpot_s: float) -> float:
+def pressure(work: DecodeLoad, slo_tpot_s: float) -> float:
     """How many decode workers the work fills: by memory, or by speed where there is a goal for that (not 0).
 
     By speed: tokens a second over those of the largest step that meets the goal, by the worker's own model of its

@@ -13,7 +13,7 @@ from common import __version__
 from common.config import WorkerConfig
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 from common.worker.engine import Engine, EngineStatus
-from common.worker.probes import WorkerStatus
+from common.worker.probes import ProbeStatus
 from common.worker.step_times import LONGEST_S
 
 if TYPE_CHECKING:
@@ -111,10 +111,10 @@ def heartbeat_of(
     )
 
 
-def probe_of(identity: WorkerIdentity, engine: Engine | None, *, draining: bool) -> WorkerStatus:
+def probe_of(identity: WorkerIdentity, engine: Engine | None, *, draining: bool) -> ProbeStatus:
     """Healthy while the engine's loop turns; ready when a router may send requests."""
     if engine is None:
-        return WorkerStatus(ready=False, healthy=True, detail={"state": "changing role" if draining else "loading"})
+        return ProbeStatus(ready=False, healthy=True, detail={"state": "changing role" if draining else "loading"})
     healthy = engine.alive and not engine.is_stuck(time.monotonic())
     blocks = engine.status.blocks
     detail: dict[str, object] = {
@@ -122,4 +122,4 @@ def probe_of(identity: WorkerIdentity, engine: Engine | None, *, draining: bool)
         "worker_id": identity.worker_id,
         "blocks": {"free": blocks.free, "cached": blocks.cached, "owned": blocks.owned},
     }
-    return WorkerStatus(ready=healthy and not draining, healthy=healthy, detail=detail)
+    return ProbeStatus(ready=healthy and not draining, healthy=healthy, detail=detail)

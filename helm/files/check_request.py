@@ -21,7 +21,7 @@ POLL_S = 2.0
 
 
 def fetch(url: str, body: object = None) -> tuple[int, str]:
-    """(status, text) of a GET, or of a POST when there is a body; (0, reason) when nobody answers."""
+    """(status, text) of a GET, or of a POST when there is a body; (0, reason) without an answer."""
     headers = {"Content-Type": "application/json"}
     if os.environ.get("API_KEY"):
         headers["Authorization"] = "Bearer " + os.environ["API_KEY"]

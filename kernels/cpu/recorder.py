@@ -57,7 +57,7 @@ class Slot:
 
     device = SlotDevice()
 
-    def __init__(self, recorder: Recorder, buffer: int, width: int, rows: int) -> None:
+    def __init__(self, recorder: ProgramRecorder, buffer: int, width: int, rows: int) -> None:
         self.recorder, self.buffer, self.width, self.rows = recorder, buffer, width, rows
 
     def __del__(self) -> None:
@@ -78,7 +78,7 @@ class RopeSlot:
     device = SlotDevice()
 
 
-class Recorder:
+class ProgramRecorder:
     """The operations so far, and the buffers that they use."""
 
     def __init__(self, native: NativeBackend, dtype: torch.dtype) -> None:
@@ -228,13 +228,13 @@ class RecordedKernels:
         raise NotRecordable("gate and up are one product here: see GatedLinear")
 
 
-def record(dtype: torch.dtype, forward: Callable[[Recorder], Tensor]) -> Program | None:
+def record(dtype: torch.dtype, forward: Callable[[ProgramRecorder], Tensor]) -> Program | None:
     """Records `forward`, which makes logits of a recorder's slots; None where no program can run it."""
     native = native_backend()
     if native is None or dtype not in (torch.float32, torch.bfloat16):
         return None
     try:
-        recorder = Recorder(native, dtype)
+        recorder = ProgramRecorder(native, dtype)
         program = recorder.finish(forward(recorder))
     except NotRecordable as reason:
         log.warning("the model runs operation by operation, which is slower: %s", reason)

@@ -10,10 +10,10 @@ from common.errors import RequestError
 from router.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from router.api.chat import conversation_tokens
 from router.api.translated import chat_of
-from router.generation.choice import Choice, Piece
-from router.generation.frames import event
+from router.generation.answer_frames import event
+from router.generation.choice import AnswerChoice, Piece
 from router.generation.parts import AnswerParts
-from router.generation.plan import Plan
+from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog
 from router.generation.service import Service
 from router.generation.shape import Object
@@ -38,7 +38,7 @@ async def count_tokens(service: Service, fields: CountTokensRequest) -> int:
 class MessagesFrames:
     """A message of blocks: thoughts, text and calls of tools. A stream opens, fills and closes one after the other."""
 
-    def __init__(self, service: Service, fields: MessagesRequest, plan: Plan, log: RequestLog) -> None:
+    def __init__(self, service: Service, fields: MessagesRequest, plan: AnswerPlan, log: RequestLog) -> None:
         self._plan, self._log = plan, log
         self._parts = AnswerParts(service, plan.fields)
         self._num_blocks = 0
@@ -55,7 +55,7 @@ class MessagesFrames:
         message = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return _event("message_start", {"message": message})
 
-    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+    def chunk(self, choice: AnswerChoice, piece: Piece) -> bytes:
         events = [self._add(choice, part) for part in self._parts.taken_apart(choice, piece)]
         if piece.finish_reason:
             if self._open in ("", "thinking"):
@@ -76,7 +76,7 @@ class MessagesFrames:
         head = {"id": self._plan.id, "type": "message", "role": "assistant", "model": self._plan.model}
         return {**head, "content": content}
 
-    def _add(self, choice: Choice, part: Part) -> bytes:
+    def _add(self, choice: AnswerChoice, part: Part) -> bytes:
         """Add a part, in a new block unless it continues the open one."""
         if isinstance(part, CallPart):
             begun = self._begin(self._block(choice, CallPart(part.index, part.name))) if part.name else b""
@@ -86,7 +86,7 @@ class MessagesFrames:
         begun = self._begin(self._block(choice, type(part)(""))) if self._open != kind else b""
         return begun + self._delta({"type": f"{kind}_delta", kind: part.text})
 
-    def _block(self, choice: Choice, part: Part) -> Object:
+    def _block(self, choice: AnswerChoice, part: Part) -> Object:
         if isinstance(part, ThoughtPart):
             return {"type": "thinking", "thinking": part.text, "signature": ""}
         if isinstance(part, TextPart):
@@ -110,7 +110,7 @@ class MessagesFrames:
         self._open = ""
         return _event("content_block_stop", {"index": self._num_blocks - 1})
 
-    def _stop(self, choice: Choice) -> Object:
+    def _stop(self, choice: AnswerChoice) -> Object:
         reason = self._parts.finish_reason(choice, choice.finish_reason)
         if reason == "stop" and choice.stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop}

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from common.errors import InvalidRequest
 from router.api.choice_shape import ChoiceShape, merged
-from router.generation.choice import Choice, Piece
+from router.generation.choice import AnswerChoice, Piece
 from router.generation.origin import Origin
 from router.generation.parts import AnswerParts
-from router.generation.plan import Plan, Prompt, check_num_sequences, fit, make_plan
+from router.generation.plan import AnswerPlan, PlannedPrompt, check_num_sequences, fit, make_plan
 from router.generation.service import Service
 from router.generation.shape import Object
 from router.generation.structure import answer_grammar, tool_calling
@@ -18,7 +18,7 @@ from router.text.answer_part import CallPart, Part, TextPart, ThoughtPart
 from router.text.tools import Function
 
 
-async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, prefix: str = "chatcmpl") -> Plan:
+async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, prefix: str = "chatcmpl") -> AnswerPlan:
     """Render and tokenise the conversation. Raises RequestError."""
     service.check_model(fields.model)
     fields.check()
@@ -32,7 +32,7 @@ async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, pr
     if not token_ids:
         raise InvalidRequest("messages: the conversation makes an empty prompt", param="messages")
     wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-    prompt = Prompt(token_ids, fit(len(token_ids), wanted, limit, param="messages"))
+    prompt = PlannedPrompt(token_ids, fit(len(token_ids), wanted, limit, param="messages"))
     return make_plan(
         service,
         fields,
@@ -80,10 +80,10 @@ class ChatShape(ChoiceShape):
         super().__init__(service, fields, (fields.top_logprobs or 0) if fields.logprobs else None)
         self._parts = AnswerParts(service, fields)
 
-    def opening(self, choice: Choice, prompt_token_ids: list[int] | None) -> Object | None:
+    def opening(self, choice: AnswerChoice, prompt_token_ids: list[int] | None) -> Object | None:
         return _chunk(choice, {"role": "assistant", "content": ""})
 
-    def chunks(self, choice: Choice, piece: Piece, *, at_least_one: bool) -> list[Object]:
+    def chunks(self, choice: AnswerChoice, piece: Piece, *, at_least_one: bool) -> list[Object]:
         """One for each part, in the order of the text; log-probabilities and token ids are in the first of them."""
         deltas = [self._delta(choice, part) for part in self._parts.taken_apart(choice, piece)]
         with_logprobs = piece.with_logprobs if self._logprobs is not None else []
@@ -101,7 +101,7 @@ class ChatShape(ChoiceShape):
                 chunk["token_ids"] = piece.token_ids if chunk is chunks[0] else []
         return chunks
 
-    def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
+    def whole(self, choice: AnswerChoice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
         answer = merged(choice, pieces)
         parts = self._parts.whole(choice, pieces)
         content = "".join([part.text for part in parts if isinstance(part, TextPart)])
@@ -120,7 +120,7 @@ class ChatShape(ChoiceShape):
             whole["token_ids"] = answer.token_ids
         return whole
 
-    def _delta(self, choice: Choice, part: Part) -> Object:
+    def _delta(self, choice: AnswerChoice, part: Part) -> Object:
         if isinstance(part, ThoughtPart):
             return {"reasoning_content": part.text}
         if isinstance(part, TextPart):
@@ -128,14 +128,14 @@ class ChatShape(ChoiceShape):
         call = self._call(choice, part) if part.name else {"function": {"arguments": part.arguments}}
         return {"tool_calls": [{"index": part.index, **call}]}
 
-    def _call(self, choice: Choice, part: CallPart) -> Object:
+    def _call(self, choice: AnswerChoice, part: CallPart) -> Object:
         function = {"name": part.name, "arguments": part.arguments}
         return {"id": self._parts.id_of(choice, part.index), "type": "function", "function": function}
 
-    def envelope(self, first: Choice, prompt_token_ids: list[int] | None) -> Object:
+    def envelope(self, first: AnswerChoice, prompt_token_ids: list[int] | None) -> Object:
         members: Object = {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
         return members | self._of_prompt(first)
 
 
-def _chunk(choice: Choice, delta: Object) -> Object:
+def _chunk(choice: AnswerChoice, delta: Object) -> Object:
     return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}

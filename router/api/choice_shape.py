@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.generation.choice import Choice, Piece
+from router.generation.choice import AnswerChoice, Piece
 from router.generation.logprobs import LogprobShapes
 from router.generation.service import Service
 from router.generation.shape import Object
@@ -22,7 +22,7 @@ class ChoiceShape:
         self._prompt_logprobs = None if of_prompt is None else LogprobShapes(service.text, of_prompt)
         self._token_ids = bool(fields.return_token_ids)
 
-    def _of_prompt(self, choice: Choice) -> Object:
+    def _of_prompt(self, choice: AnswerChoice) -> Object:
         """The member `prompt_logprobs`, for requests that want it."""
         if self._prompt_logprobs is None:
             return {}
@@ -30,7 +30,7 @@ class ChoiceShape:
         return {"prompt_logprobs": self._prompt_logprobs.prompt(token_ids, choice.prompt_logprobs)}
 
 
-def merged(choice: Choice, pieces: Sequence[Piece]) -> Piece:
+def merged(choice: AnswerChoice, pieces: Sequence[Piece]) -> Piece:
     """All pieces of a finished choice as one."""
     return Piece(
         text="".join([piece.text for piece in pieces]),

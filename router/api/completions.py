@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from common.errors import InvalidRequest
 from router.api.choice_shape import ChoiceShape, merged
-from router.generation.choice import Choice, Piece, TokenWithLogprobs
+from router.generation.choice import AnswerChoice, Piece, TokenWithLogprobs
 from router.generation.origin import Origin
-from router.generation.plan import Plan, Prompt, check_num_sequences, fit, make_plan
+from router.generation.plan import AnswerPlan, PlannedPrompt, check_num_sequences, fit, make_plan
 from router.generation.service import Service
 from router.generation.shape import Object
 from router.generation.structure import answer_grammar
@@ -17,7 +17,7 @@ from router.request.fields import CompletionRequest
 DEFAULT_MAX_TOKENS = 16
 
 
-async def plan_completion(service: Service, fields: CompletionRequest, origin: Origin) -> Plan:
+async def plan_completion(service: Service, fields: CompletionRequest, origin: Origin) -> AnswerPlan:
     """Tokenise the prompts. Raises RequestError."""
     service.check_model(fields.model)
     fields.check()
@@ -49,7 +49,7 @@ def _sources(prompt: str | list[int] | list[str] | list[list[int]]) -> list[tupl
     return [(part, f"prompt[{i}]") for i, part in enumerate(prompt) if isinstance(part, str | list)]
 
 
-async def _prompt(service: Service, fields: CompletionRequest, source: str | list[int], param: str) -> Prompt:
+async def _prompt(service: Service, fields: CompletionRequest, source: str | list[int], param: str) -> PlannedPrompt:
     limit, text = service.max_model_len, service.text
     echo = ""
     if isinstance(source, str):
@@ -64,7 +64,7 @@ async def _prompt(service: Service, fields: CompletionRequest, source: str | lis
         text.check_ids(token_ids, param=param)  # only after `fit` has bounded their number
         if fields.echo:
             echo = await text.decode(token_ids, skip_special_tokens=fields.skip_special_tokens is not False)
-    return Prompt(token_ids, max_tokens, echo)
+    return PlannedPrompt(token_ids, max_tokens, echo)
 
 
 def _begin_of_text(service: Service, param: str) -> list[int]:
@@ -85,7 +85,7 @@ class CompletionShape(ChoiceShape):
         self._echo_has_logprobs = fields.echo_logprobs is not None
         self._skip_special = fields.skip_special_tokens is not False
 
-    def opening(self, choice: Choice, prompt_token_ids: list[int] | None) -> Object | None:
+    def opening(self, choice: AnswerChoice, prompt_token_ids: list[int] | None) -> Object | None:
         """The echo, unless it needs log-probabilities, and the prompt's token ids if the client wants them."""
         text = "" if self._echo_has_logprobs else choice.echo
         if not text and prompt_token_ids is None:
@@ -95,7 +95,7 @@ class CompletionShape(ChoiceShape):
             chunk |= {"prompt_token_ids": prompt_token_ids, "token_ids": []}
         return chunk
 
-    def chunks(self, choice: Choice, piece: Piece, *, at_least_one: bool) -> list[Object]:
+    def chunks(self, choice: AnswerChoice, piece: Piece, *, at_least_one: bool) -> list[Object]:
         with_logprobs = piece.with_logprobs if self._logprobs is not None else []
         echoes = piece.first and self._echo_has_logprobs
         if not (piece.text or with_logprobs or echoes or piece.finish_reason or self._token_ids or at_least_one):
@@ -110,7 +110,7 @@ class CompletionShape(ChoiceShape):
             chunk["token_ids"] = piece.token_ids
         return [chunk]
 
-    def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
+    def whole(self, choice: AnswerChoice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
         answer = merged(choice, pieces)
         whole: Object = {
             "index": choice.index,
@@ -123,10 +123,10 @@ class CompletionShape(ChoiceShape):
             whole |= {"token_ids": answer.token_ids, "prompt_token_ids": prompt_token_ids}
         return whole
 
-    def envelope(self, first: Choice, prompt_token_ids: list[int] | None) -> Object:
+    def envelope(self, first: AnswerChoice, prompt_token_ids: list[int] | None) -> Object:
         return {}
 
-    def _logprobs_of(self, choice: Choice, tokens: Sequence[TokenWithLogprobs], *, echoes: bool) -> Object | None:
+    def _logprobs_of(self, choice: AnswerChoice, tokens: Sequence[TokenWithLogprobs], *, echoes: bool) -> Object | None:
         """Log-probabilities of generated tokens; with `echoes` those of the prompt's tokens come first."""
         if self._logprobs is None:
             return None

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from common.errors import RequestError
-from router.api import schema
+from router.api import anthropic_answers, openai_answers
 from router.api.anthropic_fields import MessagesRequest
 from router.api.anthropic_messages import MessagesFrames
 from router.api.chat import ChatShape, plan_chat
@@ -23,10 +23,10 @@ from router.api.translated import plan_translated
 from router.auth.class_choice import HEADER, class_of
 from router.auth.visit import Visit
 from router.dispatch.client import Caller
+from router.generation.answer_frames import Frames, OpenAIFrames
 from router.generation.exchange import Exchange
-from router.generation.frames import Frames, OpenAIFrames
 from router.generation.origin import Origin
-from router.generation.plan import Plan
+from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog
 from router.generation.service import Service, service_of
 from router.generation.shape import Shape
@@ -40,19 +40,19 @@ generate_routes = APIRouter(tags=["generate"])
 """`/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`."""
 
 
-@generate_routes.post(CHAT_PATH, **documented(ChatRequest, schema.ChatCompletion, streams=True))
+@generate_routes.post(CHAT_PATH, **documented(ChatRequest, openai_answers.ChatCompletion, streams=True))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     return await _serve(request, ChatRequest, plan_chat, _openai(ChatShape))
 
 
-@generate_routes.post(COMPLETION_PATH, **documented(CompletionRequest, schema.Completion, streams=True))
+@generate_routes.post(COMPLETION_PATH, **documented(CompletionRequest, openai_answers.Completion, streams=True))
 async def completions(request: Request) -> Response:
     """Continue a text."""
     return await _serve(request, CompletionRequest, plan_completion, _openai(CompletionShape))
 
 
-@generate_routes.post(RESPONSES_PATH, **documented(ResponsesRequest, schema.ResponseBody, streams=True))
+@generate_routes.post(RESPONSES_PATH, **documented(ResponsesRequest, openai_answers.ResponseBody, streams=True))
 async def respond(request: Request) -> Response:
     """Answer a conversation, in the shape of OpenAI's Responses API."""
     return await _serve(request, ResponsesRequest, plan_translated, ResponsesFrames)
@@ -60,14 +60,19 @@ async def respond(request: Request) -> Response:
 
 @generate_routes.post(
     MESSAGES_PATH,
-    **documented(MessagesRequest, schema.AnthropicMessage, streams=True, errors=(schema.AnthropicErrorBody,)),
+    **documented(
+        MessagesRequest,
+        anthropic_answers.AnthropicMessage,
+        streams=True,
+        errors=(anthropic_answers.AnthropicErrorBody,),
+    ),
 )
 async def messages(request: Request) -> Response:
     """Answer a conversation, in the shape of Anthropic's API."""
     return await _serve(request, MessagesRequest, plan_translated, MessagesFrames)
 
 
-def _openai(shape: Callable[[Service, F], Shape]) -> Callable[[Service, F, Plan, RequestLog], Frames]:
+def _openai(shape: Callable[[Service, F], Shape]) -> Callable[[Service, F, AnswerPlan, RequestLog], Frames]:
     """Frames that write choices in this shape."""
     return lambda service, fields, plan, log: OpenAIFrames(service, plan, shape(service, fields), log)
 
@@ -75,8 +80,8 @@ def _openai(shape: Callable[[Service, F], Shape]) -> Callable[[Service, F, Plan,
 async def _serve(
     request: Request,
     model: type[F],
-    plan: Callable[[Service, F, Origin], Awaitable[Plan]],
-    frames: Callable[[Service, F, Plan, RequestLog], Frames],
+    plan: Callable[[Service, F, Origin], Awaitable[AnswerPlan]],
+    frames: Callable[[Service, F, AnswerPlan, RequestLog], Frames],
 ) -> Response:
     service = service_of(request)
     visit: Visit = request.state.visit

@@ -14,11 +14,11 @@ from starlette.responses import HTMLResponse, Response
 
 from common import __version__
 from common.errors import InvalidRequest, Unavailable
-from router.api import schema
+from router.api import anthropic_answers, openai_answers, service_answers
 from router.api.anthropic_fields import CountTokensRequest
 from router.api.anthropic_messages import count_tokens
 from router.api.chat import conversation_tokens
-from router.api.load import load_body
+from router.api.load_answer import load_body
 from router.api.openapi import documented
 from router.api.pages import CHAT, LIVE, page
 from router.generation.service import Service, service_of
@@ -28,10 +28,10 @@ from router.request.errors import error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
 from router.request.large_body import check_number_of_ids
 from router.request.paths import MESSAGES_PATH, MODELS_PATH
-from router.text.pipeline import SHORT_TOKENS
+from router.text.text_pipeline import SHORT_TOKENS
 
 NOT_READY_RETRY_S = 1.0
-EITHER_ERROR = (schema.ErrorBody, schema.AnthropicErrorBody)
+EITHER_ERROR = (openai_answers.ErrorBody, anthropic_answers.AnthropicErrorBody)
 
 probe_routes = APIRouter(tags=["operate"])
 """`/health`, `/ready`, `/metrics` and others for operators and orchestrators."""
@@ -49,7 +49,7 @@ async def live() -> Response:
     return HTMLResponse(page(LIVE))
 
 
-@probe_routes.get("/health", **documented(None, schema.Status))
+@probe_routes.get("/health", **documented(None, service_answers.Status))
 async def health(request: Request) -> Response:
     """200 while the process is healthy."""
     failure = service_of(request).failure()
@@ -58,7 +58,7 @@ async def health(request: Request) -> Response:
     return _json({"status": "ok"})
 
 
-@probe_routes.get("/ready", **documented(None, schema.Readiness))
+@probe_routes.get("/ready", **documented(None, service_answers.Readiness))
 async def ready(request: Request) -> Response:
     """200 when the service takes requests."""
     is_ready, detail = service_of(request).ready
@@ -67,8 +67,8 @@ async def ready(request: Request) -> Response:
     return _json({"status": "ready", "detail": detail})
 
 
-@probe_routes.get("/ping", **documented(None, schema.Status))
-@probe_routes.post("/ping", operation_id="ping_by_post", **documented(None, schema.Status))
+@probe_routes.get("/ping", **documented(None, service_answers.Status))
+@probe_routes.post("/ping", operation_id="ping_by_post", **documented(None, service_answers.Status))
 async def ping(request: Request) -> Response:
     """Like `/health`, under SageMaker's name."""
     return await health(request)
@@ -80,20 +80,20 @@ async def metrics(request: Request) -> Response:
     return Response(service_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-@probe_routes.get("/version", **documented(None, schema.Version))
+@probe_routes.get("/version", **documented(None, service_answers.Version))
 async def version() -> Response:
     """The version of this server."""
     return _json({"version": __version__})
 
 
-@probe_routes.get("/load", **documented(None, schema.Load))
+@probe_routes.get("/load", **documented(None, service_answers.Load))
 async def load(request: Request) -> Response:
     """Requests in flight by stage and by class, each worker's load, the plan, and the latest events."""
     service = service_of(request)
     return _json(load_body(service.client.load(), service.outlook(), goals_of(service.config)))
 
 
-@probe_routes.post("/reset_prefix_cache", **documented(None, schema.Status))
+@probe_routes.post("/reset_prefix_cache", **documented(None, service_answers.Status))
 async def reset_prefix_cache(request: Request) -> Response:
     """Make every worker drop its prefix cache."""
     service_of(request).client.reset_prefix_cache()
@@ -104,7 +104,10 @@ model_routes = APIRouter(tags=["models"])
 """`/v1/models`."""
 
 
-@model_routes.get(MODELS_PATH, **documented(None, schema.ModelList | schema.AnthropicModelList, errors=EITHER_ERROR))
+@model_routes.get(
+    MODELS_PATH,
+    **documented(None, openai_answers.ModelList | anthropic_answers.AnthropicModelList, errors=EITHER_ERROR),
+)
 async def models(request: Request) -> Response:
     """The served model; in the shape of Anthropic's API for requests with the header `anthropic-version`."""
     service = service_of(request)
@@ -115,7 +118,8 @@ async def models(request: Request) -> Response:
 
 
 @model_routes.get(
-    f"{MODELS_PATH}/{{model:path}}", **documented(None, schema.Model | schema.AnthropicModel, errors=EITHER_ERROR)
+    f"{MODELS_PATH}/{{model:path}}",
+    **documented(None, openai_answers.Model | anthropic_answers.AnthropicModel, errors=EITHER_ERROR),
 )
 async def model(model: str, request: Request) -> Response:
     """The served model, by name."""
@@ -153,7 +157,7 @@ token_routes = APIRouter(tags=["tokens"])
 """`/tokenize`, `/detokenize`, `/tokenizer_info`: a tokenizer for remote clients."""
 
 
-@token_routes.post("/tokenize", **documented(TokenizeRequest, schema.Tokens))
+@token_routes.post("/tokenize", **documented(TokenizeRequest, service_answers.Tokens))
 async def tokenize(request: Request) -> Response:
     """The tokens of a text or of a rendered conversation."""
     service = service_of(request)
@@ -171,7 +175,7 @@ async def tokenize(request: Request) -> Response:
     return await service.text.apart(answer) if len(token_ids) > SHORT_TOKENS else answer()
 
 
-@token_routes.post("/detokenize", **documented(DetokenizeRequest, schema.Text))
+@token_routes.post("/detokenize", **documented(DetokenizeRequest, service_answers.Text))
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
     service = service_of(request)
@@ -186,7 +190,7 @@ async def detokenize(request: Request) -> Response:
 
 @token_routes.post(
     f"{MESSAGES_PATH}/count_tokens",
-    **documented(CountTokensRequest, schema.TokenCount, errors=(schema.AnthropicErrorBody,)),
+    **documented(CountTokensRequest, anthropic_answers.TokenCount, errors=(anthropic_answers.AnthropicErrorBody,)),
 )
 async def message_tokens(request: Request) -> Response:
     """The number of tokens in the prompt of a conversation, in the shape of Anthropic's API."""
@@ -196,7 +200,7 @@ async def message_tokens(request: Request) -> Response:
         return _json({"input_tokens": await count_tokens(service, fields)})
 
 
-@token_routes.get("/tokenizer_info", **documented(None, schema.TokenizerInfo))
+@token_routes.get("/tokenizer_info", **documented(None, service_answers.TokenizerInfo))
 async def tokenizer_info(request: Request) -> Response:
     """Special tokens and the chat template."""
     service = service_of(request)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from common.errors import RequestError
 from router.api.choice_shape import merged
 from router.api.responses_fields import ResponsesRequest
-from router.generation.choice import Choice, Piece, TokenWithLogprobs
-from router.generation.frames import event
+from router.generation.answer_frames import event
+from router.generation.choice import AnswerChoice, Piece, TokenWithLogprobs
 from router.generation.logprobs import LogprobShapes
 from router.generation.parts import AnswerParts
-from router.generation.plan import Plan
+from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog
 from router.generation.service import Service
 from router.generation.shape import Object
@@ -21,7 +21,7 @@ from router.text.answer_part import CallPart, Part, TextPart, ThoughtPart
 class ResponsesFrames:
     """A response of items: messages and calls of functions. Events open, fill and close one after the other."""
 
-    def __init__(self, service: Service, fields: ResponsesRequest, plan: Plan, log: RequestLog) -> None:
+    def __init__(self, service: Service, fields: ResponsesRequest, plan: AnswerPlan, log: RequestLog) -> None:
         self._fields, self._plan, self._log = fields, plan, log
         self._parts = AnswerParts(service, plan.fields)
         self._logprobs = LogprobShapes(service.text, fields.top_logprobs or 0) if fields.wants_logprobs else None
@@ -42,7 +42,7 @@ class ResponsesFrames:
         begun: Object = {"response": self._response(None)}
         return self._event("response.created", begun) + self._event("response.in_progress", begun)
 
-    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+    def chunk(self, choice: AnswerChoice, piece: Piece) -> bytes:
         if self._logprobs is not None:
             self._waiting += piece.with_logprobs
         events = [self._add(choice, part) for part in self._parts.taken_apart(choice, piece)]
@@ -63,7 +63,7 @@ class ResponsesFrames:
 
     # ------------------------------------------------------------ items
 
-    def _add(self, choice: Choice, part: Part) -> bytes:
+    def _add(self, choice: AnswerChoice, part: Part) -> bytes:
         if isinstance(part, ThoughtPart):
             return b""  # the Responses API does not show thoughts
         return self._say(part) if isinstance(part, TextPart) else self._add_call(choice, part)
@@ -82,7 +82,7 @@ class ResponsesFrames:
         begun = self._begin({"type": "message", "id": name, "role": "assistant", "content": []})
         return begun + self._event("response.content_part.added", self._of_part() | {"part": self._output_text()})
 
-    def _add_call(self, choice: Choice, part: CallPart) -> bytes:
+    def _add_call(self, choice: AnswerChoice, part: CallPart) -> bytes:
         begun = b""
         if part.name:
             call_id = self._parts.id_of(choice, part.index)
@@ -154,7 +154,7 @@ class ResponsesFrames:
     def _in_call(self) -> bool:
         return bool(self._items) and self._items[-1]["type"] == "function_call"
 
-    def _response(self, choice: Choice | None) -> Object:
+    def _response(self, choice: AnswerChoice | None) -> Object:
         """The response with the finished `choice`, or as it begins."""
         fields, cut = self._fields, choice is not None and choice.finish_reason == "length"
         wanted = fields.text.format if fields.text is not None else None

@@ -6,7 +6,7 @@ from router.api.anthropic_fields import Conversation, MessagesRequest
 from router.api.chat import plan_chat
 from router.api.responses_fields import ResponsesRequest
 from router.generation.origin import Origin
-from router.generation.plan import Plan
+from router.generation.plan import AnswerPlan
 from router.generation.service import Service
 from router.request.fields import ChatRequest
 from router.request.translation import named_as
@@ -20,7 +20,7 @@ async def chat_of(service: Service, fields: Conversation | ResponsesRequest) -> 
     return fields.as_chat() if fields.num_items <= MANY_ITEMS else await service.text.apart(fields.as_chat)
 
 
-async def plan_translated(service: Service, fields: MessagesRequest | ResponsesRequest, origin: Origin) -> Plan:
+async def plan_translated(service: Service, fields: MessagesRequest | ResponsesRequest, origin: Origin) -> AnswerPlan:
     """Render and tokenise the conversation. Raises RequestError, with the names that the other API has for fields."""
     chat = await chat_of(service, fields)
     with named_as(fields.names):

@@ -39,7 +39,7 @@ def class_of(
 
 
 def caller_of(classes: Mapping[str, RequestClass], key: ApiKey, header: str = "") -> Caller:
-    """Who asks, before the body is read, which may name any class. Raises like `class_of`."""
+    """The caller of a request whose body, which may name any class, is not read yet. Raises like `class_of`."""
     if header:
         return Caller(key.name, (_named(classes, key, header),))
     own = _own(classes, key)

@@ -60,7 +60,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as far as is known before a request is read: the name of its key, and the classes that it may be of.
+    """The client, as far as its request's head tells: the name of its key, and the classes that a request may be of.
 
     The first of them is that of a request that names none. Without classes it is of the class `default`.
     """

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from common.wire.message_fields import Role
-from common.worker.scaling import DecodeWork, backlog_s, pressure, unblocked_share
+from common.worker.scaling import DecodeLoad, backlog_s, pressure, unblocked_share
 from router.dispatch.request_state import RequestState
 from router.fleet.worker import Worker, WorkerState
 
@@ -97,12 +97,12 @@ def _unblocked_share(worker: Worker) -> float:
     return unblocked_share(_kv_usage(worker), beat.num_running, beat.num_transferring) if beat else 1.0
 
 
-def _decode_work(worker: Worker) -> DecodeWork:
+def _decode_work(worker: Worker) -> DecodeLoad:
     beat = worker.beat
     if beat is None:
-        return DecodeWork(0.0, 0, 0, 0, 0, worker.likely_model)
+        return DecodeLoad(0.0, 0, 0, 0, 0, worker.likely_model)
     held = beat.num_running + beat.num_transferring
-    return DecodeWork(
+    return DecodeLoad(
         _kv_usage(worker), held, beat.num_waiting, beat.num_running, beat.num_context_tokens, worker.likely_model
     )
 

@@ -15,7 +15,7 @@ from router.dispatch.request_state import RequestState, Stage
 from router.fleet.events import FleetEvent
 from router.fleet.fleet import WorkerFleet
 from router.fleet.worker import Worker
-from router.fleet.worker_connection import Connection
+from router.fleet.worker_connection import WorkerConnection
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class WorkerLoad:
     max_step_tokens: int = 0
 
     @classmethod
-    def of(cls, worker: Worker, connection: Connection, now: float, num_known_blocks: int = 0) -> WorkerLoad:
+    def of(cls, worker: Worker, connection: WorkerConnection, now: float, num_known_blocks: int = 0) -> WorkerLoad:
         return cls(
             address=worker.address,
             role=worker.role,
@@ -200,10 +200,8 @@ class DispatchCounters:
 
     Requests refused for a goal that they would miss, by class, and by the role of which there are too few workers for
     them; prompts taken back from slow workers. Hand-overs by outcome: done; failed (the old worker went on); ended (the
-    answer ended, or its old worker).
-    Requests refused for a goal that they would miss, by class; prompts taken back from slow workers. Hand-overs by
-    outcome: done; failed (the old worker went on); ended (the answer ended, or its old worker). Those begun between
-    ready workers, by what the first had not enough of: blocks, or time for tokens.
+    answer ended, or its old worker). Those begun between ready workers, by what the first had not enough of: blocks, or
+    time for tokens.
     """
 
     num_retries: Counter[str] = field(default_factory=Counter)

@@ -62,7 +62,7 @@ class Recovery:
             return _given_up(state)
         self._counters.num_retries[failed.role] += 1
         log.info("request %s moves: %s", state.request.request_id, reason)
-        if failed is state.prefill and decode is not None and self.may_be_placed(state):
+        if failed is state.prefill and decode is not None and self.claim_trial(state):
             self._placement.remove(state, failed)
             if self._placement.replace_prefill(state, now):
                 return None
@@ -76,8 +76,8 @@ class Recovery:
             return
         self._requeue(state, now)
 
-    def may_be_placed(self, state: RequestState) -> bool:
-        """False for a suspect while another one is on trial."""
+    def claim_trial(self, state: RequestState) -> bool:
+        """Let a request be placed: a suspect goes on trial. False for a suspect while another one is on trial."""
         if state.num_deaths < SUSPECT_DEATHS:
             return True
         other = self._on_trial

@@ -208,11 +208,11 @@ class RequestState:
         return prefill
 
     def remaining_s(self, now: float) -> float:
-        """What is left of the request's time."""
+        """Seconds until the request's deadline."""
         return max(0.0, self.deadline - now)
 
     def first_token_s(self, now: float) -> float:
-        """What is left until its first token is due: at least `LATE_S` once it is late, and 0 without a goal."""
+        """Seconds until its first token is due: at least `LATE_S` once it is late, and 0 without a goal."""
         goal_s = self.request.ttft_s
         return max(LATE_S, self.accepted_at + goal_s - now) if goal_s > 0 else 0.0
 

@@ -1,7 +1,7 @@
 """Prompts that a slow worker has not begun, which would be computed much sooner elsewhere. Pure.
 
 The router knows no order inside a worker: a prompt counts as not begun while those that were placed there before it
-take long. A wrong guess costs what was computed of it, so a gain must be large, and each prompt is taken back rarely.
+take long. A wrong move costs what was computed of it, so a gain must be large, and each prompt is taken back rarely.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Turns:
 
     def try_place(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None) -> bool:
         """Place a waiting request whose turn it is. `chosen` is what `Placement.choose` has just said."""
-        if now < state.not_before or not self._recovery.may_be_placed(state):
+        if now < state.not_before or not self._recovery.claim_trial(state):
             return False
         if not state.stream.token_ids:  # else its client reads already
             held_s = max(0.0, self._holding.held_s - (state.held_s or 0.0))

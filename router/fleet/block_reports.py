@@ -66,8 +66,8 @@ class BlockReports:
         if followed.next_piece == snapshot.num_pieces:
             followed.sequence, followed.next_piece, followed.asked_at = snapshot.sequence, 0, None
 
-    def wants_snapshot(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
-        """Whether to ask the worker for a snapshot now: the index lacks events that came before this heartbeat."""
+    def begin_snapshot(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
+        """Begin to wait for a snapshot if the index lacks events from before this heartbeat. True: ask for it now."""
         followed = self._followed.get(address)
         if followed is None or followed.epoch != beat.epoch or followed.sequence == beat.block_sequence:
             return False

@@ -22,7 +22,7 @@ from router.fleet.pairing import Pairing
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
-from router.fleet.worker_connection import Connection, ConnectionEvents
+from router.fleet.worker_connection import ConnectionEvents, WorkerConnection
 
 log = logging.getLogger(__name__)
 
@@ -184,10 +184,10 @@ class WorkerFleet:
         self._partings.add(parting)
         parting.add_done_callback(self._partings.discard)
 
-    def _connection(self, address: str) -> Connection:
-        return Connection(address, self.router_id, self._events, self._hwm, self._curve)
+    def _connection(self, address: str) -> WorkerConnection:
+        return WorkerConnection(address, self.router_id, self._events, self._hwm, self._curve)
 
-    def _open(self, connection: Connection, context: zmq.asyncio.Context) -> None:
+    def _open(self, connection: WorkerConnection, context: zmq.asyncio.Context) -> None:
         address = connection.address
         connection.open(context)
         self._links[address] = [
@@ -247,7 +247,7 @@ class WorkerFleet:
         self.pairing = pairing
 
 
-async def _part(connection: Connection, link: Sequence[asyncio.Task[None]]) -> None:
+async def _part(connection: WorkerConnection, link: Sequence[asyncio.Task[None]]) -> None:
     """Close a connection once its loops have ended."""
     await asyncio.gather(*link, return_exceptions=True)
     connection.close(CLOSE_LINGER_MS)

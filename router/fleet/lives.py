@@ -125,7 +125,7 @@ class WorkerLives:
     def _on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> None:
         worker = self._registry.workers[address]
         was_ready = worker.ready
-        if self._reports.wants_snapshot(address, beat, now):
+        if self._reports.begin_snapshot(address, beat, now):
             self._send(address, BlockSnapshotRequest(epoch=beat.epoch))
         if self._registry.on_heartbeat(address, beat, now):
             self._lost(address, now)

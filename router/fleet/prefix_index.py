@@ -110,7 +110,7 @@ class PrefixIndex:
         self._end_expectations(held, shorts)
 
     def clear_stored(self, address: str) -> None:
-        """Forget what the worker reported: it will report all again. What is expected of it stays."""
+        """Forget what the worker reported: it will report all again. Expected blocks stay."""
         held = self._held(address)
         stored, held.stored = held.stored, set()
         self._num_stored -= len(stored)

@@ -49,7 +49,7 @@ class ConnectionCounters:
 
 
 @dataclass(slots=True)
-class Connection:
+class WorkerConnection:
     """Owns the socket; the caller runs its two loops, `receive` and `watch`.
 
     ZeroMQ reconnects by itself, looks the name up again each time, and reports a broken connection. So a killed worker

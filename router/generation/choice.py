@@ -42,7 +42,7 @@ class Piece:
     first: bool = False
 
 
-class Choice:
+class AnswerChoice:
     """Choice `index` of an answer.
 
     `prompt` is the number of the prompt that it answers; `echo` is text that precedes the generated one. A stop string
@@ -105,7 +105,7 @@ class Choice:
         return piece
 
     def record(self) -> ChoiceRecord:
-        """What is known of the choice now."""
+        """The facts of the choice so far."""
         return ChoiceRecord(
             self.index,
             self.request.params,

@@ -19,10 +19,10 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import DeadlineExceeded, RequestError, Unavailable
-from router.generation.choice import Choice, Piece
-from router.generation.frames import Frames
+from router.generation.answer_frames import Frames
+from router.generation.choice import AnswerChoice, Piece
 from router.generation.generations import Arrival, ClientGone, Generations
-from router.generation.plan import Plan
+from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog
 from router.generation.service import Service
 from router.request.errors import CLIENT_CLOSED, error_response
@@ -44,7 +44,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 class Exchange(Response):
     """The answer to one generation request. It owns the request's generations while it is sent."""
 
-    def __init__(self, service: Service, plan: Plan, frames: Frames, log: RequestLog) -> None:
+    def __init__(self, service: Service, plan: AnswerPlan, frames: Frames, log: RequestLog) -> None:
         super().__init__()
         self._service, self._plan, self._frames, self._log = service, plan, frames, log
         self._stream = bool(plan.fields.stream)
@@ -153,9 +153,9 @@ class Exchange(Response):
         self._log.fail(error)
         await error_response(error)(scope, receive, send)
 
-    def _take(self, generations: Generations, arrivals: Sequence[Arrival]) -> list[tuple[Choice, Piece]]:
+    def _take(self, generations: Generations, arrivals: Sequence[Arrival]) -> list[tuple[AnswerChoice, Piece]]:
         """Give arrivals to their choices. Raises the error that ended one of them."""
-        pieces: list[tuple[Choice, Piece]] = []
+        pieces: list[tuple[AnswerChoice, Piece]] = []
         for arrival in arrivals:
             choice = self._plan.choices[arrival.index]
             if choice.finish_reason:  # ended by a stop string: tokens that were under way come too late
@@ -169,7 +169,7 @@ class Exchange(Response):
             pieces.append((choice, piece))
         return pieces
 
-    def _measure(self, choice: Choice, at: float, num_tokens: int) -> None:
+    def _measure(self, choice: AnswerChoice, at: float, num_tokens: int) -> None:
         """Count tokens that came now, and the time since those before them."""
         if not num_tokens:
             return

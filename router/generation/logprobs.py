@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.wire.sampling_params import TokenLogprobs
-from router.generation.choice import Choice, TokenWithLogprobs
+from router.generation.choice import AnswerChoice, TokenWithLogprobs
 from router.text.detokenizer import Detokenizer
-from router.text.pipeline import TextPipeline
+from router.text.text_pipeline import TextPipeline
 
 FLOOR = -9999.0
 """Stands for minus infinity and NaN, which JSON does not have; vLLM and OpenAI use the same."""
@@ -45,7 +45,7 @@ class LogprobShapes:
             "text_offset": [offset + token.start for token in with_logprobs],
         }
 
-    def echo(self, choice: Choice, *, skip_special_tokens: bool) -> dict[str, list[object]]:
+    def echo(self, choice: AnswerChoice, *, skip_special_tokens: bool) -> dict[str, list[object]]:
         """`logprobs` of a completion's echo. The first token has none."""
         token_ids, logprobs = choice.request.prompt_token_ids, choice.prompt_logprobs
         detokenizer = Detokenizer(self._text.tokenizer, skip_special_tokens=skip_special_tokens)

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from router.generation.choice import Choice, Piece
+from router.generation.choice import AnswerChoice, Piece
 from router.generation.service import Service
 from router.generation.structure import is_held, tool_calling
 from router.request.fields import ChatRequest, SamplingFields
@@ -44,7 +44,7 @@ class AnswerParts:
         self._scanners: dict[int, _Scanners] = {}
         self._id = uuid.uuid4().hex
 
-    def taken_apart(self, choice: Choice, piece: Piece) -> list[Part]:
+    def taken_apart(self, choice: AnswerChoice, piece: Piece) -> list[Part]:
         """The parts that a piece adds, in the order of the text; neighbours differ in kind, or in their call."""
         scanners = self._scanners_of(choice)
         scanners.num_chars += len(piece.text)
@@ -61,32 +61,32 @@ class AnswerParts:
                 parts += scanners.calls.flush(cut=piece.finish_reason == "length")
         return joined(parts)
 
-    def whole(self, choice: Choice, pieces: Iterable[Piece]) -> list[Part]:
+    def whole(self, choice: AnswerChoice, pieces: Iterable[Piece]) -> list[Part]:
         """All parts of a choice, in the order of the text: each thought, text and call once."""
         return joined([part for piece in pieces for part in self.taken_apart(choice, piece)])
 
-    def finish_reason(self, choice: Choice, reason: str) -> str:
+    def finish_reason(self, choice: AnswerChoice, reason: str) -> str:
         """`reason`, or "tool_calls" for an answer that ended by itself and whose calls are complete."""
         calls = self._scanners_of(choice).calls
         called = calls is not None and calls.num_calls and calls.calls_are_whole
         return "tool_calls" if reason == "stop" and called else reason
 
-    def calls_are_whole(self, choice: Choice) -> bool:
+    def calls_are_whole(self, choice: AnswerChoice) -> bool:
         """Whether each call of a choice so far has all of its arguments."""
         calls = self._scanners_of(choice).calls
         return calls is None or calls.calls_are_whole
 
-    def id_of(self, choice: Choice, index: int) -> str:
+    def id_of(self, choice: AnswerChoice, index: int) -> str:
         """The id of call `index`."""
         return f"call_{self._id}_{choice.index}_{index}"
 
-    def _scanners_of(self, choice: Choice) -> _Scanners:
+    def _scanners_of(self, choice: AnswerChoice) -> _Scanners:
         scanners = self._scanners.get(choice.index)
         if scanners is None:
             scanners = self._scanners[choice.index] = _Scanners(self._thinking_of(choice))
         return scanners
 
-    def _thinking_of(self, choice: Choice) -> ThinkingScanner | None:
+    def _thinking_of(self, choice: AnswerChoice) -> ThinkingScanner | None:
         if not self._thinks:
             return None
         tail = self._text.tokenizer.decode(choice.request.prompt_token_ids[-TAIL_TOKENS:], skip_special_tokens=False)

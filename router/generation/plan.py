@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from common.errors import ContextLengthExceeded, InvalidRequest
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
-from router.dispatch.prompt import Prompt as SharedPrompt
-from router.generation.choice import Choice
+from router.dispatch.prompt import Prompt
+from router.generation.choice import AnswerChoice
 from router.generation.logprob_budget import MAX_PROMPT_LOGPROBS
 from router.generation.origin import Origin
 from router.generation.service import Service
@@ -29,7 +29,7 @@ MAX_SEQUENCES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PlannedPrompt:
     """One prompt. `text` is what an echo shows, `max_tokens` the length that its answer may have.
 
     With `max_tokens` 0 a worker still generates one token, which is not shown.
@@ -41,7 +41,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AnswerPlan:
     """One answer to make: prompts, and for each prompt in turn its `n` choices.
 
     It will hold `num_prompt_logprobs_held` log-probabilities of prompts, alternatives included. Each generated token
@@ -52,8 +52,8 @@ class Plan:
     created: int
     model: str
     fields: SamplingFields
-    prompts: list[Prompt]
-    choices: list[Choice]
+    prompts: list[PlannedPrompt]
+    choices: list[AnswerChoice]
     num_prompt_logprobs_held: int = 0
     num_logprobs: int = -1
 
@@ -104,14 +104,14 @@ def make_plan(
     service: Service,
     fields: SamplingFields,
     origin: Origin,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PlannedPrompt],
     *,
     prefix: str,
     num_logprobs: int,
     num_prompt_logprobs: int = -1,
     echo: bool = False,
     grammar: str = "",
-) -> Plan:
+) -> AnswerPlan:
     """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest.
 
     `num_logprobs` and `num_prompt_logprobs` are -1 for none. Every answer must match `grammar`, unless it is "". The
@@ -119,11 +119,11 @@ def make_plan(
     """
     num_prompt_logprobs_held = _num_prompt_logprobs(fields, prompts, num_prompt_logprobs)
     answer_id = f"{prefix}-{uuid.uuid4().hex}"
-    choices: list[Choice] = []
+    choices: list[AnswerChoice] = []
     salt = origin.key.salt(fields.cache_salt or "")
     for number, prompt in enumerate(prompts):
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
-        shared = SharedPrompt(prompt.token_ids, salt)
+        shared = Prompt(prompt.token_ids, salt)
         for k in range(fields.n or 1):
             params = sampling_params(
                 service,
@@ -148,15 +148,15 @@ def make_plan(
                 )
             )
     name, created = service.check_model(fields.model), int(time.time())
-    return Plan(answer_id, created, name, fields, list(prompts), choices, num_prompt_logprobs_held, num_logprobs)
+    return AnswerPlan(answer_id, created, name, fields, list(prompts), choices, num_prompt_logprobs_held, num_logprobs)
 
 
 def _request(
     service: Service,
     origin: Origin,
     request_id: str,
-    prompt: Prompt,
-    shared: SharedPrompt,
+    prompt: PlannedPrompt,
+    shared: Prompt,
     salt: str,
     params: SamplingParams,
 ) -> GenerationRequest:
@@ -188,10 +188,10 @@ def _choice(
     *,
     echo: str,
     silent: bool,
-) -> Choice:
+) -> AnswerChoice:
     include_stop = bool(fields.include_stop_str_in_output)
     skip_special = fields.skip_special_tokens is not False
-    return Choice(
+    return AnswerChoice(
         index,
         prompt,
         request,
@@ -241,7 +241,7 @@ def sampling_params(
     )
 
 
-def _num_prompt_logprobs(fields: SamplingFields, prompts: Sequence[Prompt], num_alternatives: int) -> int:
+def _num_prompt_logprobs(fields: SamplingFields, prompts: Sequence[PlannedPrompt], num_alternatives: int) -> int:
     """How many log-probabilities of prompts the answer will have; -1 alternatives: none. Raises InvalidRequest."""
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * (fields.n or 1)
     num_logprobs = num_tokens * (1 + num_alternatives)

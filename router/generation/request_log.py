@@ -16,7 +16,7 @@ from common.config.request_class import DEFAULT
 from common.errors import RequestError
 from router.auth.visit import Visit
 from router.dispatch.forecast import Forecast
-from router.generation.choice import Choice
+from router.generation.choice import AnswerChoice
 from router.generation.tracing import RequestTrace
 from router.observe.metrics import RouterMetrics
 from router.observe.request_record import RequestRecord
@@ -38,7 +38,7 @@ class RequestLog:
     model: str = ""
     num_prompt_tokens: int = 0
     request_class: str = DEFAULT
-    choices: Sequence[Choice] = ()
+    choices: Sequence[AnswerChoice] = ()
     status: int = 200
     error: RequestError | None = None
 

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from common.config import RouterConfig
 from common.errors import ModelNotFound, RequestError, Unavailable
 from common.model_files.files import ModelFiles
+from router.auth.end_rate import Pace
 from router.auth.gate import Gate
-from router.auth.pace import Pace
 from router.auth.visit import Visit
 from router.dispatch.client import RETRY_AFTER_S, GenerationClient
 from router.dispatch.load import DispatchLoad
@@ -26,7 +26,7 @@ from router.observe.metrics import RouterMetrics
 from router.planner.loop import Outlook
 from router.request.body import BodyBudget, BodyLease, parse, read_body
 from router.request.large_body import LARGE_BYTES, LargeBodies
-from router.text.pipeline import TextPipeline
+from router.text.text_pipeline import TextPipeline
 from router.text.thinking import thinks
 
 M = TypeVar("M", bound=BaseModel)

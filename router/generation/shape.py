@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from router.generation.choice import Choice, Piece
+from router.generation.choice import AnswerChoice, Piece
 
 Object = dict[str, object]
 
@@ -16,21 +16,21 @@ class Shape(Protocol):
     object: str
     chunk_object: str
 
-    def opening(self, choice: Choice, prompt_token_ids: list[int] | None) -> Object | None:
+    def opening(self, choice: AnswerChoice, prompt_token_ids: list[int] | None) -> Object | None:
         """The choice in a stream's first chunk; None for an endpoint without such."""
         ...
 
-    def chunks(self, choice: Choice, piece: Piece, *, at_least_one: bool) -> list[Object]:
+    def chunks(self, choice: AnswerChoice, piece: Piece, *, at_least_one: bool) -> list[Object]:
         """The chunks of a piece in a stream; none for a piece that adds nothing.
 
         With `at_least_one` such a piece has an empty chunk, which carries the usage so far.
         """
         ...
 
-    def whole(self, choice: Choice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
+    def whole(self, choice: AnswerChoice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
         """A complete choice."""
         ...
 
-    def envelope(self, first: Choice, prompt_token_ids: list[int] | None) -> Object:
+    def envelope(self, first: AnswerChoice, prompt_token_ids: list[int] | None) -> Object:
         """Members of the answer, or of a stream's first chunk, beside its choices."""
         ...

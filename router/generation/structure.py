@@ -12,7 +12,7 @@ from router.generation.service import Service
 from router.request.errors import InvalidField
 from router.request.extensions import JsonSchema
 from router.request.fields import ChatRequest, NamedTool, SamplingFields, Tool
-from router.text.grammar import (
+from router.text.answer_grammar import (
     ANY_OBJECT,
     bounded,
     choice_grammar,

@@ -18,7 +18,7 @@ LOOK_S = 2.0
 
 
 class Staff(Protocol):
-    """Who starts and ends workers: the supervisor."""
+    """The supervisor, which starts and ends workers."""
 
     def start_worker(self, role: Role) -> None: ...
     def end_worker(self, worker: WorkerChild) -> None: ...

@@ -35,8 +35,8 @@ class Pulse:
         self.has_started = False
         self._life = 0.0
 
-    def is_over(self, life: float, health: Health | None, *, on_time: bool, age_s: float = 0.0) -> bool:
-        """Count a round, and say whether the process must be ended.
+    def count_round(self, life: float, health: Health | None, *, on_time: bool, age_s: float = 0.0) -> bool:
+        """Count a round. True: the process must be ended.
 
         `life` tells one run of the process from the next, `age_s` is its age; `health` is None without an address.
         """
@@ -69,7 +69,7 @@ async def watch(child: Child, limit: int, period_s: float, grace_s: float, start
         now = time.monotonic()
         if life != child.started_at or not child.alive:
             continue
-        if not pulse.is_over(life, health, on_time=now - began <= LATE * round_s, age_s=now - life):
+        if not pulse.count_round(life, health, on_time=now - began <= LATE * round_s, age_s=now - life):
             continue
         if pulse.has_started and health is not None:
             said = {"child": child.name, "why": health.problem, "for_s": limit * period_s, "probes": limit}

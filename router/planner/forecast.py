@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common.latency.step_model import StepShape
 from router.planner.load import OfferedLoad, SampledRequest
 from router.planner.pool import WorkerKind
-from router.planner.queueing import NO_LIMIT, Wait, late, peak, response_quantile, wait
+from router.planner.queueing import NO_LIMIT, QueueWait, late, peak, response_quantile, wait
 
 MOST_USED = 0.9
 """Share of a worker's KV blocks, and of its time, that a pool is planned to use: the rest is for the unforeseen."""
@@ -59,7 +59,7 @@ class PromptForecast:
     """The wait for a worker, and `own_s`, equally likely times of prompts alone. The pool computes for the share
     `used` of its time."""
 
-    queue: Wait = Wait(0.0, 0.0)
+    queue: QueueWait = QueueWait(0.0, 0.0)
     own_s: tuple[float, ...] = ()
     used: float = 0.0
 
@@ -73,7 +73,7 @@ class PromptForecast:
 
     def best_s(self, quantile: float) -> float:
         """The same as `ttft_s` without any wait: no number of workers makes it shorter."""
-        return response_quantile(Wait(0.0, 0.0), self.own_s, quantile)
+        return response_quantile(QueueWait(0.0, 0.0), self.own_s, quantile)
 
 
 def of_prompts(load: OfferedLoad, kind: WorkerKind, num_workers: int, beside: StepShape = NO_ROWS) -> PromptForecast:

@@ -56,7 +56,7 @@ def planner_of(config: RouterConfig) -> Planner:
 
 
 def scaler_of(config: RouterConfig) -> Scaler | None:
-    """Who carries out the plan of this router; None where others read it. Raises ConfigError."""
+    """The scaler that carries out this router's plan; None where other programs read the plan. Raises ConfigError."""
     if config.planner != "kubernetes":
         return None
     # Imported here, because no other router needs this HTTP client.

@@ -16,7 +16,9 @@ LOST_S = 60.0
 """A worker that has been silent for longer is gone."""
 STARTING = (WorkerState.UNKNOWN, WorkerState.CONNECTED)
 SHARE_SMOOTHING = 0.2
+"""The share of one more look in the average number of routers."""
 MOST_ROUTERS = 64.0
+"""A router that has hardly any requests of its own would count far too many."""
 
 
 class PoolObserver:

@@ -19,7 +19,7 @@ HALVINGS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class QueueWait:
     """A request waits at all with `probability`, and then `mean_s` on average, in seconds."""
 
     probability: float
@@ -32,7 +32,7 @@ class Wait:
         return self.probability * math.exp(-seconds / self.mean_s) if self.mean_s > 0.0 else 0.0
 
 
-NO_LIMIT = Wait(1.0, math.inf)
+NO_LIMIT = QueueWait(1.0, math.inf)
 """More comes than can be served: waits grow as long as that goes on."""
 
 
@@ -48,23 +48,23 @@ def erlang_c(num_servers: int, offered: float) -> float:
     return blocked / (1.0 - used * (1.0 - blocked))
 
 
-def wait(num_servers: int, rate: float, service_s: Sequence[float], arrivals_scv: float) -> Wait:
+def wait(num_servers: int, rate: float, service_s: Sequence[float], arrivals_scv: float) -> QueueWait:
     """The wait for one of `num_servers`, for requests of these equally likely service times.
 
     `rate` arrive a second; `arrivals_scv` is the squared coefficient of variation of the times between them.
     """
     if not service_s or rate <= 0.0:
-        return Wait(0.0, 0.0)
+        return QueueWait(0.0, 0.0)
     mean_s = sum(service_s) / len(service_s)
     if rate * mean_s >= num_servers:
         return NO_LIMIT
     variance = sum((seconds - mean_s) ** 2 for seconds in service_s) / len(service_s)
     variability = (arrivals_scv + variance / mean_s**2) / 2
     offered = rate * mean_s
-    return Wait(erlang_c(num_servers, offered), max(1e-9, variability) * mean_s / (num_servers - offered))
+    return QueueWait(erlang_c(num_servers, offered), max(1e-9, variability) * mean_s / (num_servers - offered))
 
 
-def late(queue: Wait, own_s: Sequence[float], seconds: float) -> float:
+def late(queue: QueueWait, own_s: Sequence[float], seconds: float) -> float:
     """The share of requests whose wait and own time together take more than `seconds`.
 
     `own_s` are equally likely own times, independent of the wait.
@@ -72,7 +72,7 @@ def late(queue: Wait, own_s: Sequence[float], seconds: float) -> float:
     return sum(queue.exceeds(seconds - own) for own in own_s) / len(own_s) if own_s else 0.0
 
 
-def response_quantile(queue: Wait, own_s: Sequence[float], quantile: float) -> float:
+def response_quantile(queue: QueueWait, own_s: Sequence[float], quantile: float) -> float:
     """The time that the share `quantile` of requests does not exceed, in seconds: wait and own time together.
 
     Infinity where waits grow without limit.

@@ -1,4 +1,4 @@
-"""Who carries a plan out.
+"""Carries a plan out: by one of three ways.
 
 gauges for an autoscaler     `diptych_pool_wanted_workers`: no scaler here, KEDA or an HPA reads them
 Kubernetes                   the router sets the replicas of Deployments (`kubernetes_scaler.py`)
@@ -26,5 +26,5 @@ class Scaler(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of connections; the pools stay as they are."""
+        """Close connections; the pools stay as they are."""
         ...

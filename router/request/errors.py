@@ -245,7 +245,7 @@ MESSAGES = {
 
 
 def _text(kind: str, message: str, context: Mapping[str, object]) -> str:
-    """What is wrong, in our own words if pydantic's mention Python."""
+    """The problem in words: our own if pydantic's mention Python."""
     if kind in MESSAGES:
         return MESSAGES[kind].format(**context)
     message = message.removeprefix("Value error, ")

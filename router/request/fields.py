@@ -229,7 +229,7 @@ def _kind_of_prompt(prompt: object) -> str:
 
 
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
-Prompt = Annotated[
+PromptField = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[Ids, Tag("ids")]
     | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
@@ -241,7 +241,7 @@ Prompt = Annotated[
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
 
-    prompt: Prompt = Field(description="text, texts, token ids or lists of token ids")
+    prompt: PromptField = Field(description="text, texts, token ids or lists of token ids")
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description="default 16; 0 only with echo or prompt_logprobs"
     )

@@ -1,4 +1,4 @@
-"""Helpers that translate requests of other APIs into OpenAI's chat requests."""
+"""Translates parts of other APIs' requests into OpenAI's chat requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.request.errors import unsupported
 from router.request.fields import FunctionDefinition, FunctionName, NamedTool, Tool
 
 
-class TextPart(Protocol):
+class MessagePart(Protocol):
     """One part of a message; only parts with text are supported."""
 
     @property
@@ -20,7 +20,7 @@ class TextPart(Protocol):
     def text(self) -> str | None: ...
 
 
-def joined_text(parts: Sequence[TextPart], kinds: Collection[str], where: str, *, first: int = 0) -> str:
+def joined_text(parts: Sequence[MessagePart], kinds: Collection[str], where: str, *, first: int = 0) -> str:
     """The texts of parts, joined. `where` names the list of which they are elements, from number `first` on.
 
     Raises InvalidRequest for a part whose type is not in `kinds`, or that has no text.

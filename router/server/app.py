@@ -14,12 +14,13 @@ from common import __version__
 from common.config import RouterConfig
 from common.errors import RequestError
 from common.model_files.files import ModelFiles
+from router.api.anthropic_answers import AnthropicErrorBody
 from router.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from router.api.generate import generate_routes
 from router.api.info import model_routes, probe_routes, token_routes
+from router.api.openai_answers import ErrorBody
 from router.api.openapi import install_openapi
 from router.api.responses_fields import ResponsesRequest
-from router.api.schema import AnthropicErrorBody, ErrorBody
 from router.auth.gate import Gate
 from router.generation.service import Service, ServingClient
 from router.generation.tracing import Tracing
@@ -27,7 +28,7 @@ from router.observe.metrics import RouterMetrics
 from router.request.errors import CLIENT_CLOSED, MethodNotAllowed, UnknownPath, error_response
 from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.server.front import Front
-from router.text.pipeline import TextPipeline
+from router.text.text_pipeline import TextPipeline
 
 MAX_SHOWN_PATH = 200
 ROUTES = [route for router in (generate_routes, model_routes, token_routes, probe_routes) for route in router.routes]

@@ -37,7 +37,7 @@ PHRASES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class HTTPBounds:
     """The bounds of connections. `on_reject` is called with the reason of each rejection.
 
     `answer_s`: how long the answer of a generation may wait for a client that does not read.
@@ -49,14 +49,14 @@ class Bounds:
     on_reject: Callable[[str], None]
 
 
-class Connection(HttpToolsProtocol):
+class HTTPConnection(HttpToolsProtocol):
     """A connection with event loop times since when the server waits for the client.
 
     `awaiting_since`: for a request's head; None while none is due. `unread_since`: for the client to read, because the
     write buffer is full; None while it is not. `closing_since`: for the end of a connection that is being closed.
     """
 
-    def __init__(self, bounds: Bounds, **of_uvicorn: Any) -> None:
+    def __init__(self, bounds: HTTPBounds, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self.bounds = bounds
         self.awaiting_since: float | None = None

@@ -25,7 +25,7 @@ from router.fleet.fleet import MAX_DISCOVERED
 from router.generation.exchange import SEND_GRACE_S
 from router.generation.service import Service
 from router.server.handshakes import Handshakes
-from router.server.http_connection import Bounds, Connection
+from router.server.http_connection import HTTPBounds, HTTPConnection
 from router.server.places import Places
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Server(uvicorn.Server):
         reject = service.metrics.count_rejected
         places = Places(connections_possible(settings), lambda: reject("evicted"))
         answer_s = settings.request_timeout_s + SEND_GRACE_S
-        self._bounds = Bounds(places, settings.header_timeout_s, answer_s, reject)
+        self._bounds = HTTPBounds(places, settings.header_timeout_s, answer_s, reject)
         certificate = service.gate.certificate
         self._tls: ssl.SSLContext | None = None if certificate is None else certificate.context
         self._accepting: list[asyncio.Task[None]] = []
@@ -118,11 +118,11 @@ class Server(uvicorn.Server):
         connections = list(self.server_state.connections)
         self._metrics.connections.set(len(connections))
         for connection in connections:
-            assert isinstance(connection, Connection)
+            assert isinstance(connection, HTTPConnection)
             connection.check(now)
 
-    def _connection(self) -> Connection:
-        return Connection(
+    def _connection(self) -> HTTPConnection:
+        return HTTPConnection(
             self._bounds, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
 

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from router.text.answer_grammar import ANY_OBJECT, json_expression, literal, rule
 from router.text.call_form import ARGUMENTS, END, NAME, OPEN
-from router.text.grammar import ANY_OBJECT, json_expression, literal, rule
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 

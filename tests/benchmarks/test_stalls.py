@@ -1,4 +1,4 @@
-"""What is read off a watch, which requests are sent, and a whole run against a server made for the purpose."""
+"""Readings of a watch, the requests that are sent, and a whole run against a server made for the purpose."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ Report = Callable[[str, list[tuple[str, Any]]], None]
 
 @pytest.fixture
 def report() -> Report:
-    """Prints a table of two columns, for whoever runs pytest with -s."""
+    """Prints a table of two columns, which pytest shows with -s."""
 
     def show(title: str, rows: list[tuple[str, Any]]) -> None:
         table = Table(title=title, title_justify="left", show_header=False)

@@ -92,7 +92,7 @@ class Rig:
             await asyncio.sleep(0.01)
 
     async def quiet(self) -> None:
-        """No fault any more, nothing held by anybody, everybody healthy and ready."""
+        """No fault any more, no block held by a request, every process healthy and ready."""
         self.proxy.clear()
         await settle(self.stack)
         await asyncio.to_thread(self.stack.wait_ready, time.monotonic() + 90)

@@ -23,7 +23,7 @@ from .watch import POLL_S, is_ready
 BACK_TIMEOUT_S = 90.0
 DRAIN_TIMEOUT_S = 60.0
 ACTS = {"kill": 3, "drain": 3, "freeze": 2, "nap": 1, "forget": 1}
-"""What is done to workers, by how often."""
+"""The faults of workers, by how often they come."""
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,8 @@ class Heard:
             self.token_ids += fresh
             self.tokens_at += [at] * len(fresh)
             if choice.get("logprobs"):
-                scores = choice["logprobs"]["token_logprobs"]
-                self.logprobs += [score for score in scores if score is not None]  # the first token of an echo has none
+                found = choice["logprobs"]["token_logprobs"]
+                self.logprobs += [value for value in found if value is not None]  # the first token of an echo has none
             self.finish_reason = choice["finish_reason"] or self.finish_reason
 
 

@@ -50,7 +50,7 @@ def shared_stack(network: Network, stacks: Any) -> Iterator[Stack]:
 
 @pytest.fixture
 async def stack(shared_stack: Stack) -> AsyncIterator[Stack]:
-    """Afterwards every worker is back and nobody holds anything."""
+    """Afterwards every worker is back and no request holds anything."""
     yield shared_stack
     deadline = time.monotonic() + BACK_S
     for worker in shared_stack.workers():

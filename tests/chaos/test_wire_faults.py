@@ -1,6 +1,6 @@
 """Messages that are lost, late, doubled, out of order, cut short or spoilt, one kind after the other, on real wires.
 
-Whatever happens to one message, every answer is the undisturbed one and nobody holds a block afterwards.
+Whatever happens to one message, every answer is the undisturbed one and no request holds a block afterwards.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ async def test_lost(rig: Rig, kind: type[Message]) -> None:
 
 @only_tcp
 async def test_lost_abort(rig: Rig) -> None:
-    """Nobody listens any more and the worker does not know: it ends by itself, and nothing stays behind."""
+    """The router listens no more and the worker does not know: the request ends by itself, and nothing stays behind."""
     await suffer(rig, AbortRequest, Fault.DROP)
 
 

@@ -68,7 +68,7 @@ async def still_held(stack: Stack) -> str:
 
 
 async def settle(stack: Stack, within_s: float = 60.0) -> float:
-    """Wait until nobody holds anything; the seconds that took. Fails with the numbers when it does not happen."""
+    """Wait until no worker holds anything for a request; the seconds that took. Fails with the numbers."""
     began = time.monotonic()
     while held := await still_held(stack):
         assert time.monotonic() - began < within_s, f"{within_s:g} s after the last request: {held}"

@@ -158,7 +158,7 @@ class WireProxy:
             try:
                 link.front, _ = self._bind(link.address)
                 break
-            except zmq.ZMQError:  # the old socket's thread has not let go of the port yet
+            except zmq.ZMQError:  # the old socket's thread has not released the port yet
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.005)

@@ -42,12 +42,13 @@ from common.wire.messages import (
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from common.worker.engine import EngineConfig, RouterLost
 from common.worker.metrics import WorkerMetrics
-from decode_worker.engine import DecodeEngine
+from decode_worker.engine import DecodeEngine, DecodeLimits
 from decode_worker.grants import IncomingTransfers
 from decode_worker.pipeline import Launcher
 from decode_worker.scheduler import DecodeScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, prompt, wait
+from .handover_pair import Pair
 
 
 @pytest.fixture(autouse=True)
@@ -218,18 +219,7 @@ class EngineRig(RouterSide):
         if quantised:
             self.receiver.take_quantised(quantised_incoming(self.kv))
         self.sent: list[tuple[bytes, Message]] = []
-        notify = lambda event: self.engine.notify(event)  # noqa: E731
-        self.sender = KVSender(
-            self.context,
-            self.kv.block,
-            self.kv.block_bytes,
-            (worker_id, 7, "layout"),
-            notify,
-            lease_s=30.0,
-            num_streams=1,
-            memory=self.kv.shared.offer if self.kv.shared else None,
-            on_advanced=notify,
-        )
+        self.sender = self._new_sender(worker_id)
         runner, sampler = ModelRunner(model, self.kv), Sampler(model.config.vocab_size)
         self.engine = DecodeEngine(
             self.sent.extend,
@@ -246,16 +236,32 @@ class EngineRig(RouterSide):
             IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"),
             self.sender,
             WorkerMetrics("m", "d", lambda: self.engine.status),
-            grant_timeout_s=30.0,
-            transfer_timeout_s=30.0,
-            handover_timeout_s=30.0,
-            max_draft_tokens=max_draft_tokens,
+            DecodeLimits(
+                grant_timeout_s=30.0,
+                transfer_timeout_s=30.0,
+                handover_timeout_s=30.0,
+                max_draft_tokens=max_draft_tokens,
+            ),
             launcher=None if launcher is None else launcher(runner, sampler),
             grammars=self.grammars,
         )
         self.receiver.start()
         self.sender.start()
         self.peers = [Peer(self.context, self.receiver.address, self.kv.block_bytes)]
+
+    def _new_sender(self, worker_id: str) -> KVSender:
+        notify = lambda event: self.engine.notify(event)  # noqa: E731
+        return KVSender(
+            self.context,
+            self.kv.block,
+            self.kv.block_bytes,
+            (worker_id, 7, "layout"),
+            notify,
+            lease_s=30.0,
+            num_streams=1,
+            memory=self.kv.shared.offer if self.kv.shared else None,
+            on_advanced=notify,
+        )
 
     @property
     def peer(self) -> Peer:
@@ -377,3 +383,9 @@ def make_engine(tiny: tuple[Decoder, tuple[int, ...]]) -> Iterator[Callable[...,
 @pytest.fixture
 def engine(make_engine: Callable[..., EngineRig]) -> EngineRig:
     return make_engine()
+
+
+@pytest.fixture
+def pair(make_engine: Callable[..., EngineRig]) -> Pair:
+    """Two decode engines, for a hand-over."""
+    return Pair(make_engine)

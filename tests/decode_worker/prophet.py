@@ -24,7 +24,7 @@ class Prophet:
         patch.setattr(speculation, "Lookup", lambda: self)
         patch.setattr(speculation.RowCosts, "seconds", lambda costs, num_rows: 1.0)
 
-    def knows(self, tokens: list[int], answer: list[int]) -> None:
+    def learn(self, tokens: list[int], answer: list[int]) -> None:
         self.texts.append([*tokens, *answer])
 
     def draft_for(self, token_ids: Sequence[int], num_unseen: int, num_tokens: int) -> Draft:

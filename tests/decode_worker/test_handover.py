@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,23 +9,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from common.kv.block_hash import block_hashes
-from common.transfer.outgoing import TransferEnded
-from common.wire.messages import AbortRequest, KVTarget
-from common.worker.engine import RouterLost
-from decode_worker import handover
-from decode_worker.sequence import RequestStatus
+from common.wire.messages import KVTarget
 
-from ..engine_rig import ROUTER, prompt, wait
+from ..engine_rig import prompt, wait
 from .handover_pair import Pair, Rig, nudge
 from .lazy_device import LazyDevice
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 4, "presence_penalty": 0.5, "repetition_penalty": 1.2}
-
-
-@pytest.fixture
-def pair(make_engine: Callable[..., Rig]) -> Pair:
-    return Pair(make_engine)
 
 
 # ---------------------------------------------------------------- streams that leave
@@ -115,7 +104,7 @@ def test_blocks_that_the_new_worker_has_are_not_sent(pair: Pair) -> None:
     assert pair.new.receiver.num_bytes < 3 * pair.new.kv.block_bytes
 
 
-def test_a_step_in_flight_lands_before_its_sequence_leaves(make_engine: Callable[..., Rig]) -> None:
+def test_a_step_in_flight_completes_before_its_sequence_leaves(make_engine: Callable[..., Rig]) -> None:
     devices: list[LazyDevice] = []
 
     def launcher(runner: Any, sampler: Any) -> LazyDevice:
@@ -177,233 +166,3 @@ def test_without_room_on_the_target_the_stream_stays(make_engine: Callable[..., 
     pair.old.later(31.0)
     pair.goes_on(why="took longer than 30 s")
     assert not pair.new.failures("big") and pair.new.reason("big") == "length"
-
-
-# ---------------------------------------------------------------- what goes wrong
-
-
-def test_a_target_of_another_life_refuses(pair: Pair) -> None:
-    pair.start()
-    pair.new.engine._transfers._epoch = 8
-    pair.hand_over()
-    pair.goes_on(why="boot epoch")
-
-
-def test_a_target_that_is_told_to_forget_it(pair: Pair) -> None:
-    pair.start(100)
-    pair.hand_over()
-    pair.wait(lambda: pair.new.engine.scheduler.num_transferring)
-    pair.new.tell(AbortRequest(request_id="a", attempt=1))
-    pair.goes_on(why="aborted")
-
-
-def test_a_block_that_arrives_spoilt(make_engine: Callable[..., Rig]) -> None:
-    pair = Pair(make_engine)
-    view = pair.old.sender._block_view
-    pair.start(100)
-    pair.old.sender._block_view = lambda index: memoryview(bytes(view(index)))
-    pair.new.receiver._block_view = lambda index: memoryview(bytearray(7))
-    pair.hand_over()
-    pair.goes_on(why="bytes")
-    pair.wait(pair.new.failures)
-    assert pair.new.failures()[0].phase == "transfer"
-
-
-@pytest.mark.parametrize("lost", ["everything", "the acknowledgement"])
-def test_a_target_that_does_not_answer(pair: Pair, lost: str) -> None:
-    """The stream goes on from where it paused, whether the target has it too or not."""
-    pair.filter_events(lambda event: not isinstance(event, TransferEnded))
-    pair.start()
-    pair.hand_over()
-    pair.wait(lambda: pair.old.engine.scheduler.num_leaving)
-    if lost == "everything":
-        pair.new.tell(AbortRequest(request_id="a", attempt=1))
-    num_tokens = len(pair.old.tokens())
-    assert pair.old.engine.snapshot().num_transferring == 1
-    pair.old.later(handover.MAX_PAUSE_S + 1)
-    pair.old.turn(2)
-    assert len(pair.old.tokens()) > num_tokens
-    pair.goes_on(why="did not answer")
-
-
-def test_a_hand_over_that_takes_too_long(pair: Pair) -> None:
-    pair.start()
-    pair.old.tell(pair.order("a", len(pair.old.tokens()), 1, 0, 32))  # no request at the target
-    pair.old.turn(2)
-    pair.old.later(31.0)
-    pair.wait(lambda: pair.old.failures() and not pair.new.engine._transfers._early)
-    pair.goes_on(why="took longer than 30 s")
-
-
-def test_an_answer_that_ends_meanwhile(pair: Pair) -> None:
-    pair.start(40, count=8)
-    pair.hand_over()
-    pair.old.turn(10)  # the target has not looked yet
-    assert pair.old.reason() == "length"
-    pair.new.tell(AbortRequest(request_id="a", attempt=1))
-    pair.finish()
-    assert not pair.old.failures()
-
-
-@pytest.mark.parametrize("phase", ["copying", "paused"])
-def test_an_abort_reaches_a_stream_that_is_leaving(pair: Pair, phase: str) -> None:
-    pair.filter_events(lambda event: not isinstance(event, TransferEnded))
-    pair.start(100)
-    pair.hand_over()
-    if phase == "paused":
-        pair.wait(lambda: pair.old.engine.scheduler.num_leaving)
-    else:
-        pair.old.turn(2)
-    for rig in (pair.old, pair.new):
-        rig.tell(AbortRequest(request_id="a", attempt=1))
-    pair.until(lambda: pair.old.is_clean and pair.new.is_clean)
-    assert not pair.old.reason() and not pair.old.failures()
-
-
-def test_a_router_that_is_lost_meanwhile(pair: Pair) -> None:
-    pair.filter_events(lambda event: not isinstance(event, TransferEnded))
-    pair.start()
-    pair.hand_over()
-    pair.wait(lambda: pair.old.engine.scheduler.num_leaving)
-    for rig in (pair.old, pair.new):
-        rig.engine.submit(RouterLost(ROUTER))
-    pair.until(lambda: pair.old.is_clean and pair.new.is_clean)
-
-
-def test_a_second_order_replaces_the_first(pair: Pair) -> None:
-    pair.start(100)
-    pair.old.tell(pair.order("a", len(pair.old.tokens()), 1, 0, 32))
-    pair.old.turn(2)
-    pair.hand_over(new_attempt=2)
-    pair.wait(pair.moved)
-    pair.finish()
-    assert pair.new.reason(attempt=2) == "length"
-
-
-def test_the_same_worker_takes_it_back_as_a_new_attempt(pair: Pair) -> None:
-    pair.filter_events(lambda event: not isinstance(event, TransferEnded))
-    pair.start()
-    pair.hand_over()
-    pair.wait(lambda: pair.old.engine.scheduler.num_leaving)
-    pair.new.tell(AbortRequest(request_id="a", attempt=1))
-    pair.old.ask(pair.prompts["a"], attempt=2, **pair.params["a"])
-    pair.until(lambda: pair.old.is_clean and pair.new.is_clean)
-    assert pair.old.tokens(attempt=2) == pair.expected()
-
-
-def test_what_the_target_has_of_a_stream_outlives_the_old_worker(pair: Pair) -> None:
-    pair.filter_events(lambda event: False)  # the old worker gets no further than its first copies
-    pair.start(100)
-    known = pair.old.tokens()
-    pair.hand_over()
-    transfers = pair.new.receiver._transfers
-    pair.wait(lambda: ("a", 1) in transfers and len(transfers["a", 1].received) == 6)
-    again = structs.replace(pair.request("a", known, 2, 0), prefill_worker="")
-    pair.new.tell(again)
-    pair.wait(lambda: pair.new.reason(attempt=2))
-    assert known + pair.new.tokens(attempt=2) == pair.expected()
-    assert pair.new.deltas(attempt=2)[0].num_cached_tokens == 6 * 16
-    pair.old.tell(AbortRequest(request_id="a", attempt=0))
-    pair.until(lambda: pair.old.is_clean and pair.new.is_clean)
-
-
-# ---------------------------------------------------------------- orders that make no sense
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"name": "unknown"}, "attempt 0 is not here"),
-        ({"attempt": 1}, "attempt 1 is not here"),
-        ({"num_known": 99}, "output tokens are not this attempt's"),
-    ],
-)
-def test_an_order_that_fits_no_stream_is_refused(pair: Pair, change: dict[str, Any], why: str) -> None:
-    pair.start()
-    values = {"name": "a", "num_known": 1, "new_attempt": 7, "attempt": 0, "reserved": 8} | change
-    pair.old.tell(pair.order(**values))
-    pair.wait(lambda: pair.old.failures(values["name"]))
-    (failed,) = pair.old.failures(values["name"])
-    assert (failed.attempt, failed.phase) == (7, "handover") and why in failed.message
-    pair.finish()
-
-
-def test_another_routers_order_is_refused(pair: Pair) -> None:
-    pair.start()
-    pair.old.tell(pair.order("a", 1, 7, 0, 8), b"stranger")
-    pair.goes_on(why="attempt 0 is not here")
-
-
-def test_a_stream_without_kv_is_given_up_for_another_worker_to_compute(make_engine: Callable[..., Rig]) -> None:
-    pair = Pair(make_engine, num_blocks=8)
-    pair.start(40, count=60, tokens=1)
-    pair.start(41, "b", count=60, tokens=1)
-    preempted = lambda: [s for s in pair.old.engine.scheduler.queue if s.num_preemptions]  # noqa: E731
-    wait(preempted, pair.old.turn)
-    name = preempted()[0].request_id
-    pair.old.tell(pair.order(name, 1, 1, 0, 8))
-    pair.until(lambda: pair.old.failures(name))
-    assert (pair.old.failures(name)[0].attempt, pair.old.failures(name)[0].retryable) == (0, True)
-    pair.finish("b" if name == "a" else "a")
-
-
-def take_order(old: Rig) -> None:
-    """A turn for what is in the inbox, and none besides: the stream may not be preempted before it is offered."""
-    if not old.engine._inbox.empty():
-        old.turn()
-    time.sleep(0.001)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_shipped_of_blocks_that_were_given_to_others(
-    make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    """A stream is preempted while it is copied: others' KV is written to its blocks in that very step."""
-    pair = Pair(make_engine, num_blocks=9, chunk=256)
-    old, new = pair.old, pair.new
-    for seed, (name, length) in enumerate({"a": 40, "b": 40, "s": 36}.items(), 1):
-        pair.prompts[name], pair.params[name] = prompt(length, seed), {"max_tokens": 40}
-        old.ask(pair.prompts[name], name, max_tokens=40)
-        old.turn()
-    wait(lambda: len(old.tokens("s")) >= 3, old.turn)
-    known = old.tokens("s")
-    pair.hand_over("s")
-    wait(lambda: new.engine._inbox.qsize() == 2, lambda: take_order(old))  # the router's request and the sender's offer
-    forward = old.engine._runner.forward
-    preempted: list[list[int]] = []
-
-    def slow(chunks: Any) -> Any:
-        result = forward(chunks)
-        sequence = old.engine.scheduler.find("s")
-        if sequence.status is RequestStatus.PREEMPTED and not preempted:
-            end = time.monotonic() + 0.5
-            while time.monotonic() < end:  # the target makes room, and takes what comes
-                new.turn()
-            transfer = new.receiver._transfers.get(("s", 1))
-            preempted.append(sorted(transfer.received) if transfer else [])
-            if fails:
-                raise RuntimeError("scripted")
-        return result
-
-    monkeypatch.setattr(old.engine._runner, "forward", slow)
-    wait(lambda: preempted, old.turn)
-    assert preempted == [[]]
-    assert "its blocks are needed here" in old.failures("s")[0].message
-    wait(lambda: new.failures("s"), new.turn)
-    text = pair.prompts["s"] + known
-    assert not new.engine.scheduler.pool.match(block_hashes(text, 16))
-    new.ask(text, "s", attempt=5, num_output=len(known), max_tokens=40)
-    new.until(lambda: new.reason("s", attempt=5))
-    assert known + new.tokens("s", attempt=5) == pair.expected("s")
-
-
-def test_a_stream_that_loses_its_blocks_meanwhile_stays(make_engine: Callable[..., Rig]) -> None:
-    pair = Pair(make_engine, num_blocks=8)
-    pair.start(40, count=60, tokens=1)
-    pair.start(41, "b", count=60, tokens=1)
-    pair.old.tell(pair.order("b", len(pair.old.tokens("b")), 1, 0, 128))  # no request at the target
-    wait(lambda: pair.old.failures("b"), pair.old.turn)
-    assert "its blocks are needed" in pair.old.failures("b")[0].message
-    pair.until(lambda: not pair.new.engine._transfers._early)
-    pair.finish("a")
-    pair.finish("b")

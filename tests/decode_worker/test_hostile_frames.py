@@ -19,7 +19,7 @@ TO_DECODE = ("KVOpen", "KVBlocks", "KVDone", "KVFailed")
 
 
 def heard(engine: Rig, stranger: Peer) -> None:
-    """Wait until the engine has taken in everything that `stranger` sent."""
+    """Wait until the engine has processed everything that `stranger` sent."""
     stranger.open("sync", decode_epoch=1)
     while True:
         engine.until(lambda: stranger.socket.poll(0))

@@ -68,8 +68,8 @@ def test_who_loses_its_blocks_scores_what_is_not_scored_yet(make_engine: Callabl
     rig.until(lambda: rig.is_clean)
     known: dict[int, Any] = {}
     for message in told(rig, "with-logprobs"):
-        for position, scores in enumerate(message.logprobs, start=message.start):
-            assert known.setdefault(position, scores) == scores
+        for position, entry in enumerate(message.logprobs, start=message.start):
+            assert known.setdefault(position, entry) == entry
     check_logprobs([known[i] for i in range(1, 100)], rig.model, tokens, 1)
     assert rig.tokens("with-logprobs") == rig.oracle(tokens) and rig.tokens("older") == rig.oracle(older, 60)
     assert sequence.num_preemptions >= 1

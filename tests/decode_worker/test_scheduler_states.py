@@ -173,7 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.append(sequence)
 
     def arrive_in_part(self, sequence: DecodeSequence, num_more: int) -> int:
-        """The blocks that are here once `num_more` have come, some of them for tokens that nobody here knows."""
+        """The blocks that are here once `num_more` have come, some of them for tokens still unknown here."""
         first = sequence.num_computed // SIZE
         num_received = min(first + num_more, len(sequence.blocks))
         self.compute(sequence, first * SIZE, min(num_received * SIZE, sequence.num_tokens))

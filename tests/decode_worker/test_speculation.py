@@ -50,7 +50,7 @@ def drafting(
 
 
 def ask(rig: Rig, prophet: Prophet, tokens: list[int], name: str = "a", *, count: int = 40, **params: Any) -> None:
-    prophet.knows(tokens, truth(rig, tokens, count, **params))
+    prophet.learn(tokens, truth(rig, tokens, count, **params))
     rig.ask(tokens, name, max_tokens=count, **params)
 
 
@@ -128,7 +128,7 @@ def test_requests_that_come_and_go(drafting: Callable[..., Rig], prophet: Prophe
     asked = rig.ask
 
     def ask_foretold(tokens: list[int], name: str, *, max_tokens: int) -> None:
-        prophet.knows(tokens, truth(rig, tokens, max_tokens))
+        prophet.learn(tokens, truth(rig, tokens, max_tokens))
         asked(tokens, name, max_tokens=max_tokens)
 
     rig.ask = ask_foretold
@@ -140,7 +140,7 @@ def test_a_stop_token_within_right_guesses_is_the_last(drafting: Callable[..., R
     rig = drafting()
     prophet.wrong = 0.0
     full = truth(rig, prompt(20), 40)
-    prophet.knows(prompt(20), full)
+    prophet.learn(prompt(20), full)
     rig.ask(prompt(20), max_tokens=40, stop_token_ids=(full[17],))
     rig.until(lambda: rig.is_clean)
     assert rig.tokens() == full[: full.index(full[17]) + 1]
@@ -263,7 +263,7 @@ def test_a_stream_that_guesses_goes_on_elsewhere(
     prophet.wrong = 0.0
     pair = Pair(make_engine, max_draft_tokens=5, launcher=LazyDevice)
     tokens = prompt(length, length)
-    prophet.knows(tokens, truth(pair.old, tokens))
+    prophet.learn(tokens, truth(pair.old, tokens))
     pair.start(length, tokens=2)
     pair.hand_over(reserved=reserved)
     pair.wait(pair.moved)

@@ -225,7 +225,7 @@ class Oracle:
             )
         return [int(token) for token in output[0, len(prompt) :]]
 
-    def scores(self, prompt: list[int]) -> torch.Tensor:
+    def logprobs(self, prompt: list[int]) -> torch.Tensor:
         """Log-probabilities float32 [len(prompt) - 1, vocab] of what follows each token but the last."""
         with torch.inference_mode():
             return torch.log_softmax(self.model(torch.tensor([prompt])).logits[0, :-1].float(), dim=-1)

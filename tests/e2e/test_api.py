@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "extra_body": {"ignore_eos": True}}
 BRIEF_QUEUE = ("--queue-timeout-s", "3")
-"""Soon over where nobody is left to wait for, and longer than a busy machine keeps a worker from speaking."""
+"""Soon over where no worker is left to wait for, and longer than a busy machine keeps a worker from speaking."""
 
 
 @pytest.fixture

@@ -59,10 +59,10 @@ def check_same(got: Answer, expected: Answer) -> None:
     for choice, should in zip(got["choices"], expected["choices"], strict=True):
         for name in ("index", "token_ids", "text", "finish_reason"):
             assert choice[name] == should[name], f"choice {should['index']}: another {name}"
-        scores, right = choice["logprobs"], should["logprobs"]
-        assert [scores["tokens"], scores["text_offset"]] == [right["tokens"], right["text_offset"]]
-        assert scores["token_logprobs"] == pytest.approx(right["token_logprobs"], abs=LOGPROB_TOLERANCE)
-        for top, right_top in zip(scores["top_logprobs"], right["top_logprobs"], strict=True):
+        given, right = choice["logprobs"], should["logprobs"]
+        assert [given["tokens"], given["text_offset"]] == [right["tokens"], right["text_offset"]]
+        assert given["token_logprobs"] == pytest.approx(right["token_logprobs"], abs=LOGPROB_TOLERANCE)
+        for top, right_top in zip(given["top_logprobs"], right["top_logprobs"], strict=True):
             assert top == pytest.approx(right_top, abs=LOGPROB_TOLERANCE)
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert got["usage"][name] == expected["usage"][name], name

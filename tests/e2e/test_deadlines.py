@@ -1,4 +1,4 @@
-"""Waits that run out, on workers that are frozen or hang while nobody counts them as dead: what the client is told."""
+"""Waits that run out, on workers that are frozen or hang and do not count as dead: the client's error."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_request_whose_time_is_over_names_its_phase(system_of: Any, phase: str
 
 @pytest.fixture
 def hanging(system_of: Any, tmp_path: Path) -> Iterator[tuple[Any, Any, Path]]:
-    """Two decode workers. The second hangs from the moment that the file is made, and nobody takes it for dead."""
+    """Two decode workers. The second hangs from the moment that the file is made, and never counts as dead."""
     timeouts = ("--prefill-timeout-s", str(TIMEOUT_S), "--token-timeout-s", str(TIMEOUT_S))
     system, flag = system_of(0, 2, router_flags=timeouts, worker_flags=NEVER_STUCK), tmp_path / "hang"
     victim = system.stack.workers("decode")[1]

@@ -68,7 +68,7 @@ def test_pools_grow_from_zero_and_change_under_load(pods: Pods) -> None:
 
 
 def check_the_end(pods: Pods) -> None:
-    """Who is gone is forgotten, who is left owns nothing."""
+    """The router forgets a worker that is gone, and the others own nothing."""
     until(lambda: len(get(f"{pods.url}/load").json()["workers"]) == 2, "two workers are known")
     until(lambda: sum(pods.metric("diptych_pool_workers", 'state="ready"')) == 2, "both are ready")
     assert not pods.metric("diptych_worker_state", "decode-1") and pods.metric("diptych_worker_state", "decode-3")

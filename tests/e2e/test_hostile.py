@@ -72,7 +72,7 @@ def prompts(random_prompts: Any) -> list[list[int]]:
 
 
 def addresses(system: Any) -> list[str]:
-    """Every socket that somebody could connect to."""
+    """Every socket that a stranger could connect to."""
     found = [worker.addresses.get(key, "") for worker in system.stack.workers() for key in ("address", "kv_address")]
     return [address for address in found if address]
 
@@ -127,7 +127,7 @@ class Bombardment:
         self.thread = threading.Thread(target=self.main)
 
     def dealer(self, address: str, curve: Curve | None) -> zmq.Socket[bytes]:
-        """With keys it is somebody inside, who has stolen those of a worker."""
+        """With keys the attacker has stolen those of a worker."""
         dealer = self.context.socket(zmq.DEALER)
         dealer.set(zmq.LINGER, 0)
         dealer.set(zmq.IMMEDIATE, 1)

@@ -1,4 +1,4 @@
-"""A request that kills every worker that computes it: it ends, told that it is the cause, and nobody else's does."""
+"""A request that kills every worker that computes it ends, with an error that names the cause. Others go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts through real processes: those of `transformers`, and whole whoever dies meanwhile."""
+"""Log-probabilities of prompts through real processes: those of `transformers`, whole even if workers die."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def asked(system: Any, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def check(choice: dict[str, Any], oracle: Any, prompt: list[int], max_tokens: int, atol: float) -> None:
     """The prompt's tokens and the generated ones, each as likely as it is, and the answer is the greedy one."""
-    scores = choice["logprobs"]
-    sequence = [int(name.removeprefix("token_id:")) for name in scores["tokens"]]
+    found = choice["logprobs"]
+    sequence = [int(name.removeprefix("token_id:")) for name in found["tokens"]]
     assert sequence == prompt + (oracle.greedy(prompt, max_tokens) if max_tokens else [])
-    assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
-    exact = oracle.scores(sequence) if len(sequence) > 1 else torch.empty(0, 1)
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    exact = oracle.logprobs(sequence) if len(sequence) > 1 else torch.empty(0, 1)
     own = [row[token].item() for row, token in zip(exact, sequence[1:], strict=True)]
-    assert scores["token_logprobs"][1:] == pytest.approx(own, abs=atol)
-    for row, top in zip(exact, scores["top_logprobs"][1:], strict=True):
+    assert found["token_logprobs"][1:] == pytest.approx(own, abs=atol)
+    for row, top in zip(exact, found["top_logprobs"][1:], strict=True):
         assert sorted(top.values())[-2:] == pytest.approx(sorted(torch.topk(row, 2).values.tolist()), abs=atol)
 
 

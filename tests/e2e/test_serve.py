@@ -1,5 +1,5 @@
-"""`diptych serve` as a newcomer runs it: it comes up, answers, and every process of it ends within five seconds. And as
-nobody sees it: what hangs is started again.
+"""`diptych serve` as a newcomer runs it: it comes up, answers, and every process of it ends within five seconds. And
+when something hangs, the supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def test_what_hangs_is_started_again_and_what_starts_slowly_is_not(served: list[
         while not one.said("a process hangs", "child=decode-1", "it answers 503: stuck"):
             assert time.monotonic() < deadline, "it was left alone"
             answers = pool.map(partial(stream, one.url), (f"{number} {time.monotonic()}" for number in range(6)))
-            assert list(answers) == [expected] * 6  # whoever was on it went on elsewhere
+            assert list(answers) == [expected] * 6  # requests that were on it went on elsewhere
     wait_for_another(one, "decode-1", hung)
     (tmp_path / "hang").unlink()
     slow = one.pid_of("decode-1")

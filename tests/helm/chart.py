@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import subprocess
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ OPERATORS = (
     "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy",
 )
 RELEASE, NAMESPACE = "demo", "llm"
+CONTROL, KV, HTTP = 7001, 7002, 7003
+"""Ports of workers."""
 
 
 class Refused(Exception):
@@ -92,3 +95,24 @@ def _render(helm: Path, values: tuple[str, ...], over: str, kubernetes: str, api
 
 def containers(pod: Object) -> list[Object]:
     return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
+
+
+def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+def matched(rendered: Rendered, selector: dict[str, str]) -> list[Object]:
+    return [pod for _, pod in rendered.pods() if selects(selector, pod["metadata"]["labels"])]
+
+
+def ports_of(pod: Object) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for each in pod["spec"]["containers"] for port in each.get("ports", ())}
+
+
+def settings_of(rendered: Rendered, deployment: Object) -> dict[str, Any]:
+    """The one section of the configuration file that a Deployment's pods read."""
+    spec = deployment["spec"]["template"]["spec"]
+    name = next(volume["configMap"]["name"] for volume in spec["volumes"] if volume["name"] == "config")
+    table = tomllib.loads(rendered.named("ConfigMap", name)["data"]["diptych.toml"])
+    assert len(table) == 1
+    return next(iter(table.values()))

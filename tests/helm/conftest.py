@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from .chart import EXAMPLES, Rendered, render
 from .programs import NotAvailable, helm
 
 
@@ -45,3 +46,8 @@ def found(program: str) -> str:
     if path is None:
         pytest.skip(f"{program} is not installed (Debian: apt-get install prometheus)")
     return path
+
+
+@pytest.fixture(scope="module", params=("", *EXAMPLES), ids=lambda name: name or "default")
+def rendered(request: pytest.FixtureRequest, helm4: Path) -> Rendered:
+    return render(helm4, *((request.param,) if request.param else ()))

@@ -1,4 +1,4 @@
-"""What is rendered is what runs: the chart's commands, files, environment, probes and test, as real processes."""
+"""The rendered chart runs: its commands, files, environment, probes and test, as real processes."""
 
 from __future__ import annotations
 

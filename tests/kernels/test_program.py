@@ -18,7 +18,7 @@ from common.model_files.tiny import make_tiny_model
 from common.runner.runner import ModelRunner
 from kernels import Linear, add_rms_norm, record, rms_norm
 from kernels.cpu.backend import native_backend
-from kernels.cpu.recorder import NotRecordable, Recorder
+from kernels.cpu.recorder import NotRecordable, ProgramRecorder
 
 KINDS = [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"), ("bfloat16", "int4")]
 
@@ -116,7 +116,7 @@ def test_what_cannot_be_recorded_is_said(caplog: pytest.LogCaptureFixture) -> No
         pytest.skip("no C++ compiler here")
     norm = torch.ones(24)
 
-    def forward(recorder: Recorder) -> Tensor:
+    def forward(recorder: ProgramRecorder) -> Tensor:
         return rms_norm(recorder.embed(torch.randn(8, 24), 1.0), norm, 1e-6)
 
     with caplog.at_level("WARNING"):
@@ -129,7 +129,7 @@ def test_tensors_do_not_mix_with_slots() -> None:
     native = native_backend()
     if native is None:
         pytest.skip("no C++ compiler here")
-    recorder = Recorder(native, torch.float32)
+    recorder = ProgramRecorder(native, torch.float32)
     hidden = recorder.embed(torch.randn(8, 32), 1.0)
     with pytest.raises(NotRecordable, match="not of this step"):
         add_rms_norm(hidden, torch.randn(4, 32), torch.ones(32), 1e-6)

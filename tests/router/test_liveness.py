@@ -49,34 +49,34 @@ def test_three_bad_rounds_in_a_row_after_the_start_are_the_end(
     rounds: tuple[Health | None, ...], is_over: bool
 ) -> None:
     pulse = Pulse(limit=3)
-    *before, last = [pulse.is_over(1.0, health, on_time=True) for health in rounds]
+    *before, last = [pulse.count_round(1.0, health, on_time=True) for health in rounds]
     assert not any(before)
     assert last is is_over
 
 
 def test_a_round_that_the_supervisor_slept_through_does_not_count() -> None:
     pulse = Pulse(limit=2)
-    assert not any(pulse.is_over(1.0, health, on_time=True) for health in (GOOD, SILENT))
-    assert not any(pulse.is_over(1.0, SILENT, on_time=False) for _ in range(9))
-    assert not pulse.is_over(1.0, SILENT, on_time=True)
-    assert pulse.is_over(1.0, SILENT, on_time=True)
+    assert not any(pulse.count_round(1.0, health, on_time=True) for health in (GOOD, SILENT))
+    assert not any(pulse.count_round(1.0, SILENT, on_time=False) for _ in range(9))
+    assert not pulse.count_round(1.0, SILENT, on_time=True)
+    assert pulse.count_round(1.0, SILENT, on_time=True)
 
 
 def test_the_next_life_begins_with_a_start() -> None:
     pulse = Pulse(limit=2)
-    assert not any(pulse.is_over(1.0, health, on_time=True) for health in (GOOD, SILENT))
-    assert not any(pulse.is_over(2.0, SILENT, on_time=True) for _ in range(9))
+    assert not any(pulse.count_round(1.0, health, on_time=True) for health in (GOOD, SILENT))
+    assert not any(pulse.count_round(2.0, SILENT, on_time=True) for _ in range(9))
 
 
 def test_a_start_may_take_its_time_but_not_any() -> None:
     pulse = Pulse(limit=2, start_s=10.0)
     for health in (AWAY, SILENT, LOADING):
-        assert not pulse.is_over(1.0, health, on_time=True, age_s=10.0)
-        assert not pulse.is_over(1.0, health, on_time=False, age_s=11.0)
-        assert pulse.is_over(1.0, health, on_time=True, age_s=11.0)
-    assert not pulse.is_over(1.0, GOOD, on_time=True, age_s=12.0)
-    assert not pulse.is_over(1.0, SILENT, on_time=True, age_s=13.0)
-    assert not pulse.is_over(2.0, SILENT, on_time=True, age_s=1.0)
+        assert not pulse.count_round(1.0, health, on_time=True, age_s=10.0)
+        assert not pulse.count_round(1.0, health, on_time=False, age_s=11.0)
+        assert pulse.count_round(1.0, health, on_time=True, age_s=11.0)
+    assert not pulse.count_round(1.0, GOOD, on_time=True, age_s=12.0)
+    assert not pulse.count_round(1.0, SILENT, on_time=True, age_s=13.0)
+    assert not pulse.count_round(2.0, SILENT, on_time=True, age_s=1.0)
 
 
 def test_one_machine_is_as_patient_as_the_chart() -> None:

@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 
-from router.local.sizing import Accelerator, Infeasible, Load, Model, Sizing, main, size
+from router.local.size_estimate import Accelerator, Estimate, Infeasible, ModelSize, RequestLoad, main, size
 
-LLAMA_8B = Model(parameters=8e9, weight_bytes=2, kv_bytes=128 * 1024)
+LLAMA_8B = ModelSize(parameters=8e9, weight_bytes=2, kv_bytes=128 * 1024)
 # NVIDIA's data sheet of the H200: 989 TFLOP/s dense bf16, 141 GB, 4.8 TB/s.
 H200 = Accelerator(flops=989e12, memory_bytes=141e9, bandwidth=4.8e12, compute_share=0.66, bandwidth_share=0.7)
-LOAD = Load(rate=20, prompt=3000, output=300, cached=0.0, ttft_s=0.5, tpot_s=0.02)
+LOAD = RequestLoad(rate=20, prompt=3000, output=300, cached=0.0, ttft_s=0.5, tpot_s=0.02)
 
 
-def sized(**load: float) -> Sizing:
+def sized(**load: float) -> Estimate:
     return size(LLAMA_8B, H200, dataclasses.replace(LOAD, **load))
 
 

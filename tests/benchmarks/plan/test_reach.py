@@ -1,4 +1,4 @@
-"""What is said where no candidate meets the goals."""
+"""A plan says how far the candidates fall short where none meets the goals."""
 
 from __future__ import annotations
 

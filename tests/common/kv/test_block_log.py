@@ -1,4 +1,4 @@
-"""Whoever follows the log holds what the prefix cache holds."""
+"""A reader of the log knows what the prefix cache holds."""
 
 from __future__ import annotations
 

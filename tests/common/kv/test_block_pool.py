@@ -1,4 +1,4 @@
-"""Who owns which block: allocation, sharing, the LRU order of the cache, and a model of it all."""
+"""Owners of blocks: allocation, sharing, the LRU order of the cache, and a model of it all."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def other_file(offer: KVMemory, path: str) -> KVMemory:
         (lambda offer: other_file(offer, "/"), "not KV memory"),
     ],
 )
-def test_anything_else_is_refused_and_let_go(
+def test_anything_else_is_refused_and_closed(
     memory: SharedMemory, spoil: Callable[[KVMemory], KVMemory], says: str
 ) -> None:
     offer = spoil(memory.offer)

@@ -17,7 +17,7 @@ share.begin(prompts=sys.argv[2:] == ["prompts"])
 print("holds", flush=True)
 sys.stdin.readline()
 share.end()
-print("let go", flush=True)
+print("released", flush=True)
 sys.stdin.readline()
 """
 
@@ -42,11 +42,11 @@ class Holder:
         assert self.process.stdout is not None
         assert self.process.stdout.readline().strip() == expected
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        self.read("let go")
+        self.read("released")
 
     def kill(self) -> None:
         self.process.kill()
@@ -76,7 +76,7 @@ def test_alone_a_worker_has_all_cores(path: Path) -> None:
 def test_company_takes_its_part_until_it_is_idle_or_dead(path: Path, holders: list[Holder]) -> None:
     with CoreShare(str(path), 8) as share:
         assert share.begin() == 2  # 8 for three
-        holders[0].let_go()
+        holders[0].release()
         assert share.begin() == 4
         holders[1].kill()
         assert share.begin() == 8
@@ -89,7 +89,7 @@ def test_prompts_elsewhere_are_seen_until_they_are_computed_or_their_worker_dies
         assert not share.has_prompts_elsewhere, "two others compute, but no prompts alone"
         holders.append(Holder(path, "prompts"))
         assert share.has_prompts_elsewhere
-        holders[-1].let_go()
+        holders[-1].release()
         assert not share.has_prompts_elsewhere
         holders.append(Holder(path, "prompts"))
         assert share.has_prompts_elsewhere

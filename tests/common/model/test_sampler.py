@@ -218,7 +218,7 @@ def test_what_needs_the_host_is_not_launched(fields: dict[str, Any]) -> None:
 
 
 def test_logits_that_are_no_numbers_give_no_token_and_spoil_no_other() -> None:
-    """Whoever asked for it ends; the log-probability of an id that is no token cannot be told."""
+    """The request that asked for it ends: an id that is no token has no log-probability."""
     logits = torch.randn(2, VOCAB)
     logits[0] = math.nan
     spoilt, good = Sampler(VOCAB).sample(logits, [row(logprobs=1), row(logprobs=1)])

@@ -76,7 +76,7 @@ def test_a_buffer_is_not_reused_before_its_frame_has_left(make_kv: Callable[[], 
         expected = [bytes(kv.block(index)) for index in (0, 1, 2, 3)]
         assert kv_frames.try_send_blocks(sender, "a", 0, 0, [blocks.view(0), blocks.view(1)])
         assert kv_frames.try_send_blocks(sender, "a", 0, 2, [blocks.view(2), blocks.view(3)])
-        assert blocks.num_buffers == 4  # nothing has left: nobody listens
+        assert blocks.num_buffers == 4  # nothing has left: no worker listens
         kv.tensor.zero_()
         with context.socket(zmq.ROUTER) as late:
             late.set(zmq.LINGER, 0)

@@ -1,4 +1,4 @@
-"""Who gets to talk to whom, over real sockets: plain and CURVE, equal, authorised and unknown keys, their rotation."""
+"""Processes that may talk to each other: plain and CURVE, equal, authorised and unknown keys, their rotation."""
 
 from __future__ import annotations
 
@@ -217,11 +217,11 @@ def test_a_list_that_became_bad_changes_nothing(network: Network, caplog: pytest
 
 def test_a_server_that_changes_its_mind_is_found_again(network: Network) -> None:
     """ZeroMQ itself never tries again after a mechanism that does not fit, or what is no ZeroMQ."""
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        port = nobody.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
         here = network.dial(network.keys(A), f"tcp://127.0.0.1:{port}")
         for _ in range(2):
-            accepted, _ = nobody.accept()
+            accepted, _ = silent.accept()
             accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9)
             accepted.close()
             here.until(lambda: here.dialer.dial_at < time.monotonic() + 10)

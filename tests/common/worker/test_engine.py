@@ -1,4 +1,4 @@
-"""The engine's loop: whoever looks at it from outside sees that it turns, or that it hangs."""
+"""The engine's loop: a probe from outside sees that it turns, or that it hangs."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from common.worker.probes import MAX_CONNECTIONS, WorkerHTTP, WorkerStatus
+from common.worker.probes import MAX_CONNECTIONS, ProbeStatus, WorkerHTTP
 
 PATIENCE_S = 60.0
 
@@ -17,7 +17,7 @@ class ProbedWorker:
     """A worker's status and its HTTP server on a free port."""
 
     def __init__(self, answer_s: float = 60.0) -> None:
-        self.status = WorkerStatus(ready=False, healthy=True, detail={"phase": "loading"})
+        self.status = ProbeStatus(ready=False, healthy=True, detail={"phase": "loading"})
         registry = CollectorRegistry()
         Counter("diptych_things", "things", registry=registry).inc()
         self.http = WorkerHTTP("127.0.0.1", 0, lambda: self.status, registry, answer_s=answer_s)
@@ -39,12 +39,12 @@ async def worker() -> AsyncIterator[ProbedWorker]:
 async def test_ready_follows_the_worker(worker: ProbedWorker) -> None:
     answer = await worker.get("/ready")
     assert (answer.status_code, answer.json()["phase"]) == (503, "loading")
-    worker.status = WorkerStatus(ready=True, healthy=True)
+    worker.status = ProbeStatus(ready=True, healthy=True)
     assert (await worker.get("/ready")).status_code == 200
 
 
 async def test_an_unhealthy_worker_is_not_ready(worker: ProbedWorker) -> None:
-    worker.status = WorkerStatus(ready=True, healthy=False)
+    worker.status = ProbeStatus(ready=True, healthy=False)
     assert (await worker.get("/health")).status_code == 503
     assert (await worker.get("/ready")).status_code == 503
 

@@ -14,7 +14,7 @@ from common.latency.step_model import StepModel
 from common.observe.recent_quantile import RecentQuantile
 from common.worker.engine import EngineStatus
 from common.worker.metrics import WorkerMetrics
-from common.worker.scaling import ASSUMED_TOKENS_PER_S, DecodeWork, backlog_s, pressure, unblocked_share
+from common.worker.scaling import ASSUMED_TOKENS_PER_S, DecodeLoad, backlog_s, pressure, unblocked_share
 
 
 def test_a_backlog_is_time() -> None:
@@ -27,8 +27,8 @@ MODEL = StepModel(fixed_s=0.02, row_s=0.001, context_s=1e-6, num_steps=50)
 """A row with 1,000 tokens of context takes 2 ms."""
 
 
-def work(kv_usage: float, running: int, waiting: int = 0, model: StepModel = MODEL) -> DecodeWork:
-    return DecodeWork(kv_usage, running, waiting, running, 1000 * running, model)
+def work(kv_usage: float, running: int, waiting: int = 0, model: StepModel = MODEL) -> DecodeLoad:
+    return DecodeLoad(kv_usage, running, waiting, running, 1000 * running, model)
 
 
 def test_pressure_is_the_worse_of_memory_and_speed() -> None:

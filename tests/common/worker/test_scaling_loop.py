@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.latency.step_model import StepModel, StepShape
-from common.worker.scaling import DecodeWork, backlog_s, pressure, unblocked_share
+from common.worker.scaling import DecodeLoad, backlog_s, pressure, unblocked_share
 
 MODEL = StepModel(fixed_s=0.02, row_s=0.001, num_steps=99)
 """30 rows of a worker meet a goal of 50 ms."""
@@ -45,7 +45,7 @@ class DecodeLoop:
 
     def poll(self, now: float) -> None:
         each = round(self.rows / self.num_ready)
-        work = DecodeWork(0.1, each, 0, each, 0, MODEL)
+        work = DecodeLoad(0.1, each, 0, each, 0, MODEL)
         wish = min(MAX_PODS, max(1, math.ceil(self.num_ready * pressure(work, self.goal_s) / TARGET)))
         self.wishes.append((now, wish))
         lasting = max(wish for at, wish in self.wishes if at > now - SETTLE_S)
@@ -94,6 +94,6 @@ def test_the_pool_that_lacks_grows(num_decode_rows: int, grows: str) -> None:
     usage = (held + running) / room
     share = unblocked_share(min(1.0, usage), int(running), int(held))
     prefill = math.ceil(backlog_s(waiting * 100 * share, 100 / prompt_s) / 20)
-    work = DecodeWork(decoding / num_decode_rows, int(decoding), int(held), int(decoding), 0, StepModel())
+    work = DecodeLoad(decoding / num_decode_rows, int(decoding), int(held), int(decoding), 0, StepModel())
     decode = math.ceil(pressure(work, 0.0) / TARGET)
     assert (decode > 2, prefill > 2) == (grows == "decode", grows == "prefill")

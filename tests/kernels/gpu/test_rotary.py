@@ -73,7 +73,7 @@ def test_a_slice_of_a_wider_projection(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_of_float8(device: torch.device, dtype: torch.dtype) -> None:
-    """What is stored is the nearest number to key / k_scale and value / v_scale; too large ones become the largest."""
+    """The cache stores the nearest number to key / k_scale and value / v_scale; too large ones become the largest."""
     qkv, angles = inputs(4, 2, 64, dtype)
     qkv[0, -2:] = torch.tensor([3e4, -3e4])
     slots = torch.randperm(BLOCKS * 16)[:TOKENS]

@@ -27,7 +27,7 @@ from router.generation.tracing import Tracing
 from router.observe.metrics import RouterMetrics
 from router.server.app import build_app
 from router.server.server import Server, listen, server_of
-from router.text.pipeline import TextPipeline
+from router.text.text_pipeline import TextPipeline
 
 MODEL = "tiny-random"
 EOS = 259

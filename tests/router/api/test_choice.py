@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from router.dispatch.client import GenerationRequest, TokenEvent
-from router.generation.choice import Choice
+from router.generation.choice import AnswerChoice
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopScanner
 
@@ -25,7 +25,7 @@ def run(
     params = SamplingParams(max_tokens=len(ids), min_tokens=options.pop("min_tokens", 0))
     scanner = StopScanner(stops, include_stop=options.get("include_stop", False)) if stops else None
     request = GenerationRequest("request", [1], params)
-    choice = Choice(0, 0, request, Detokenizer(text.tokenizer), scanner, **options)
+    choice = AnswerChoice(0, 0, request, Detokenizer(text.tokenizer), scanner, **options)
     out: dict[str, Any] = {"text": "", "ids": [], "tokens": [], "spans": []}
     sizes = list(sizes)
     start = 0

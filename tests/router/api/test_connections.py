@@ -1,14 +1,11 @@
-"""Connections that send too slowly, too much or no HTTP end, and the server serves the others meanwhile."""
+"""Connections that send too slowly or too much, or are too many, end, and the server serves the others meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import random
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,51 +16,9 @@ import trustme
 from router.request.body import BodyBudget
 from router.server import http_connection as connection_module
 from router.server import server as server_module
-from router.server.http_connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED
+from router.server.http_connection import MAX_HEAD_BYTES, MAX_HEADERS
 
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-BODY = b'{"prompt": "hi", "max_tokens": 3}'
-Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Connect = Callable[[Any], Awaitable[Pipe]]
-
-
-async def all_of(reader: asyncio.StreamReader) -> bytes:
-    """All bytes until the server closes the connection."""
-    async with asyncio.timeout(60):
-        try:
-            return await reader.read()
-        except ConnectionError:  # the server closed before it read all bytes
-            return b""
-
-
-async def raw(running: Any, connect: Connect, data: bytes) -> bytes:
-    reader, writer = await connect(running)
-    writer.write(data)
-    return await all_of(reader)
-
-
-def error_in(answer: bytes) -> tuple[int, str]:
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert b"application/json" in head and b"close" in head.lower()
-    error = json.loads(body)["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return int(head.split()[1]), error["code"] or error["type"]
-
-
-async def rejected(running: Any, reason: str) -> float:
-    label = f'engine="router",model_name="tiny-random",reason="{reason}"'
-    count: float = await running.metric(f"diptych_http_rejected_total{{{label}")
-    return count
-
-
-async def closed(running: Any) -> None:
-    """Let the server's clock tick until it has closed every connection."""
-    async with asyncio.timeout(60):
-        while running.server.server_state.connections:
-            running.server.check_connections()
-            await asyncio.sleep(0.01)
-
+from .raw_http import BODY, GET, POST, Connect, all_of, closed, error_in, raw, rejected
 
 # ---------------------------------------------------------------- heads
 
@@ -342,127 +297,6 @@ async def test_no_place_is_taken_from_a_request(start: Any, tools: Any, connect:
         assert (await all_of(reader)).startswith(b"HTTP/1.1 200")
 
 
-# ---------------------------------------------------------------- what is no HTTP
-
-HOSTILE = {
-    "garbage": b"\x00\x01\x02\xff" * 100,
-    "TLS to a plain port": bytes.fromhex("16030100750100007103030000000000000000000000000000000000"),
-    "HTTP/0.9": b"GET /\r\n",
-    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "no method": b" / HTTP/1.1\r\n\r\n",
-    "CONNECT": b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n",
-    "a URL that is none": b"GET http://[::1 HTTP/1.1\r\nHost: x\r\n\r\n",
-    "a URL beyond ASCII": b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
-    "a header without a name": b"GET / HTTP/1.1\r\n: x\r\n\r\n",
-    "a folded header": b"GET / HTTP/1.1\r\nHost: x\r\n folded\r\n\r\n",
-    "two lengths": POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
-    "length and chunks": POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "a negative length": POST + b"Content-Length: -1\r\n\r\n",
-    "a huge length": POST + b"Content-Length: 99999999999999999999\r\n\r\n",
-    "a bad chunk": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
-    "a huge chunk": POST + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\nabc",
-    "an upgrade with a bad chunk": POST
-    + b"Connection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
-    "a chunk that is longer": POST + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcdef\r\n0\r\n\r\n",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-async def test_what_is_no_http_ends_the_connection(running: Any, connect: Connect, caplog: Any, name: str) -> None:
-    reader, writer = await connect(running)
-    writer.write(HOSTILE[name])
-    writer.write_eof()
-    answer = await all_of(reader)
-    assert not answer or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 200")), answer
-    assert running.engine.requests == []
-    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
-    assert (await running.http.get("/health")).status_code == 200
-
-
-async def test_random_bytes_do_no_harm(running: Any, connect: Connect) -> None:
-    """Valid requests with changed, lost and repeated bytes, sent in pieces."""
-    rng = random.Random(7)
-    whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + GET
-    for _ in range(150):
-        data = bytearray(whole)
-        for _ in range(rng.randrange(1, 8)):
-            at = rng.randrange(len(data))
-            data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
-        reader, writer = await connect(running)
-        cut = rng.randrange(len(data))
-        for part in (data[:cut], data[cut:]):
-            writer.write(bytes(part))
-            await asyncio.sleep(0)
-        writer.write_eof()
-        answer = await all_of(reader)
-        assert not answer or answer.startswith(b"HTTP/1.1 "), answer
-        assert b"HTTP/1.1 5" not in answer, (data, answer)
-    assert (await running.completion(max_tokens=2)).status_code == 200
-
-
-async def test_pipelined_requests_are_answered_in_order(running: Any, connect: Connect) -> None:
-    ask = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-    last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    answer = await raw(running, connect, ask * 3 + last)
-    assert answer.count(b"HTTP/1.1 200") == 4 and answer.index(b"version") > answer.rindex(b"text_completion")
-
-
-async def test_too_many_pipelined_requests(running: Any, connect: Connect) -> None:
-    answer = await raw(running, connect, GET * (MAX_PIPELINED + 10))
-    assert answer.count(b"HTTP/1.1 200") <= MAX_PIPELINED + 1
-    assert await rejected(running, "pipelined") == 1
-
-
-async def test_garbage_behind_a_request_waits_for_its_answer(start: Any, tools: Any, connect: Connect) -> None:
-    running = await start()
-    running.engine.hold_after = 1
-    reader, writer = await connect(running)
-    writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
-    await tools.until(lambda: running.engine.requests)
-    writer.write(b"\x00garbage")
-    await asyncio.sleep(0.05)
-    running.engine.go.set()
-    answer = await all_of(reader)
-    assert answer.count(b"HTTP/1.1") == 1 and b"text_completion" in answer and running.engine.aborted == []
-
-
-async def test_a_trailer_is_no_header(start: Any, connect: Connect) -> None:
-    running = await start(api_key="the-only-key")
-    trailer = b"0\r\nAuthorization: Bearer the-only-key\r\n\r\n"
-    head = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
-    answer = await raw(running, connect, head + b"%x\r\n%s\r\n" % (len(BODY), BODY) + trailer)
-    assert answer.startswith(b"HTTP/1.1 401")
-
-
-UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
-CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
-
-
-async def test_an_upgrade_is_ignored(running: Any, connect: Connect) -> None:
-    data = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"
-    assert (await raw(running, connect, data)).startswith(b"HTTP/1.1 200")
-
-
-@pytest.mark.parametrize(
-    "rest", [b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY), CHUNKED], ids=["a length", "chunks"]
-)
-@pytest.mark.parametrize("piece", [1, 50, 10_000])
-async def test_a_body_behind_a_declined_upgrade_is_read(
-    running: Any, connect: Connect, rest: bytes, piece: int
-) -> None:
-    """Java's HTTP client asks for an upgrade to HTTP/2 with each first request."""
-    ask = POST + UPGRADE + rest
-    last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    reader, writer = await connect(running)
-    data = ask * 3 + last
-    for at in range(0, len(data), piece):
-        writer.write(data[at : at + piece])
-        await asyncio.sleep(0)
-    answer = await all_of(reader)
-    assert answer.count(b"HTTP/1.1 200") == 4 and answer.index(b"version") > answer.rindex(b"text_completion")
-    assert [len(request.prompt_token_ids) for request in running.engine.requests] == [2] * 3
-
-
 # ---------------------------------------------------------------- bodies
 
 
@@ -483,8 +317,3 @@ def test_a_lease_is_given_back_whatever_happens() -> None:
         lease.take(500)
         raise ValueError
     assert budget.num_bytes == 0
-
-
-async def test_a_body_without_a_content_type_counts_as_json(running: Any, connect: Connect) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY)
-    assert b"text_completion" in await raw(running, connect, head + BODY)

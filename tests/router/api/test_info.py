@@ -172,7 +172,7 @@ async def test_the_schema_has_every_endpoint_and_real_models(running: Any) -> No
 
 
 async def test_load_has_the_plan_of_a_router_that_makes_one(start: Any) -> None:
-    from router.api import schema
+    from router.api import service_answers
     from router.planner.load import OfferedLoad
     from router.planner.loop import Outlook
     from router.planner.planner import Plan, PoolPlan
@@ -184,7 +184,7 @@ async def test_load_has_the_plan_of_a_router_that_makes_one(start: Any) -> None:
     plan = Plan({"decode": PoolPlan(2, 3, 1, "KV blocks")}, Prediction(math.inf, 0.02), unmet="too dear")
     running.app.state.service.outlook = lambda: Outlook(plan, OfferedLoad(rate=1.5), Fleet({}), (0.25, 0.0))
     reply = await running.http.get("/load")
-    schema.Load.model_validate_json(reply.content, strict=True)
+    service_answers.Load.model_validate_json(reply.content, strict=True)
     assert reply.json()["plan"] == {
         "pools": {"decode": {"wanted": 2, "needed": 3, "present": 1, "reason": "KV blocks"}},
         "quantile": 0.9,
@@ -198,18 +198,18 @@ async def test_load_has_the_plan_of_a_router_that_makes_one(start: Any) -> None:
 
 
 async def test_answers_are_what_the_schema_says(running: Any) -> None:
-    from router.api import schema
+    from router.api import openai_answers, service_answers
 
     whole = {"max_tokens": 2, "return_token_ids": True}
     chat = (await running.chat(logprobs=True, top_logprobs=2, **whole)).content
-    schema.ChatCompletion.model_validate_json(chat, extra="forbid", strict=True)
+    openai_answers.ChatCompletion.model_validate_json(chat, extra="forbid", strict=True)
     completion = (await running.completion(logprobs=2, **whole)).content
-    schema.Completion.model_validate_json(completion, extra="forbid", strict=True)
-    schema.Load.model_validate_json((await running.http.get("/load")).content, extra="forbid", strict=True)
+    openai_answers.Completion.model_validate_json(completion, extra="forbid", strict=True)
+    service_answers.Load.model_validate_json((await running.http.get("/load")).content, extra="forbid", strict=True)
     for path, model in (
-        ("/v1/models", schema.ModelList), ("/tokenizer_info", schema.TokenizerInfo),
-        ("/version", schema.Version), ("/ready", schema.Status),
+        ("/v1/models", openai_answers.ModelList), ("/tokenizer_info", service_answers.TokenizerInfo),
+        ("/version", service_answers.Version), ("/ready", service_answers.Status),
     ):  # fmt: skip
         model.model_validate_json((await running.http.get(path)).content, strict=True)
     error = (await running.completion(n=0)).content
-    schema.ErrorBody.model_validate_json(error, extra="forbid", strict=True)
+    openai_answers.ErrorBody.model_validate_json(error, extra="forbid", strict=True)

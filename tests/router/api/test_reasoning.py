@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from common.model_files.files import ModelFiles
-from router.text.pipeline import TextPipeline
+from router.text.text_pipeline import TextPipeline
 
 THOUGHT = "The user greets. I greet."
 ANSWER = f"<think>\n{THOUGHT}\n</think>\n\nHello!"

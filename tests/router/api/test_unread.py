@@ -19,7 +19,7 @@ from router.generation.unread import UnreadBudget
 from .conftest import Engine
 
 PARAMS = SamplingParams(max_tokens=10_000, logprobs=20)
-SCORES = [
+LOGPROBS = [
     TokenLogprobs(-0.1 * i, tuple((place, -float(place) / 3) for place in range(i % 4, 21 - i % 3))) for i in range(50)
 ]
 
@@ -58,9 +58,10 @@ async def started(client: Any, budget: UnreadBudget, count: int = 1) -> Generati
 
 
 async def test_packed_log_probabilities_are_the_same() -> None:
-    packed = PackedLogprobs(SCORES[:20])
-    packed.extend(SCORES[20:])
-    assert list(packed) == SCORES and packed[-1] == SCORES[-1] and packed[3:5] == SCORES[3:5] and len(packed) == 50
+    packed = PackedLogprobs(LOGPROBS[:20])
+    packed.extend(LOGPROBS[20:])
+    assert list(packed) == LOGPROBS and len(packed) == 50
+    assert packed[-1] == LOGPROBS[-1] and packed[3:5] == LOGPROBS[3:5]
     with pytest.raises(IndexError):
         packed[50]
     whole = PackedLogprobs([TokenLogprobs(-1.0, tuple((i, -2.0) for i in range(20)))] * 1000)

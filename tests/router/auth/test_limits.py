@@ -5,9 +5,9 @@ import random
 
 import pytest
 
+from router.auth.end_rate import LONGEST_S, Pace
 from router.auth.keys import Limits
 from router.auth.limits import Denied, Quota, TokenBucket, duration
-from router.auth.pace import LONGEST_S, Pace
 
 
 def test_a_bucket_holds_a_minute_and_fills_evenly() -> None:

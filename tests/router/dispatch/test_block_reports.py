@@ -11,17 +11,11 @@ from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 
-from ...fake_worker import hello_of
-
-NAMES = ("num_running", "num_waiting", "num_transferring", "num_waiting_tokens")
-NAMES += ("num_free_blocks", "num_cached_blocks", "num_owned_blocks")
+from ...fake_worker import heartbeat_of, hello_of
 
 
 def beat(sequence: int, epoch: int = 1) -> WorkerHeartbeat:
-    return WorkerHeartbeat(
-        worker_id="w", epoch=epoch, step=1, ready=True, draining=False, block_sequence=sequence,
-        **dict.fromkeys(NAMES, 0),
-    )  # fmt: skip
+    return heartbeat_of(epoch=epoch, block_sequence=sequence)
 
 
 def block(number: int) -> bytes:
@@ -42,7 +36,7 @@ class Rig:
             self.reports.on_events("w", event)
 
     def asks(self, now: float = 0.0) -> bool:
-        return self.reports.wants_snapshot("w", beat(self.log.sequence), now)
+        return self.reports.begin_snapshot("w", beat(self.log.sequence), now)
 
     def answer(self) -> None:
         for piece in self.log.snapshot():
@@ -147,11 +141,11 @@ def test_messages_of_another_life_or_an_unknown_worker_do_nothing() -> None:
     rig.tell(events)
     rig.reports.on_snapshot("w", pieces[0])
     assert not rig.holds(1)
-    assert not rig.reports.wants_snapshot("w", beat(5, epoch=1), 0.0)
+    assert not rig.reports.begin_snapshot("w", beat(5, epoch=1), 0.0)
     rig.reports.end("w")
     rig.tell(events)
     rig.reports.on_snapshot("w", pieces[0])
-    assert rig.index.is_empty and not rig.reports.wants_snapshot("w", beat(5, epoch=2), 0.0)
+    assert rig.index.is_empty and not rig.reports.begin_snapshot("w", beat(5, epoch=2), 0.0)
 
 
 class Deaf:

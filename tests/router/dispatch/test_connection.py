@@ -12,7 +12,7 @@ from common.wire.codec import decode
 from common.wire.curve import Curve
 from common.wire.curve_keys import KeyPair
 from common.wire.messages import AbortRequest, RouterHeartbeat
-from router.fleet.worker_connection import Connection, ConnectionEvents
+from router.fleet.worker_connection import ConnectionEvents, WorkerConnection
 
 
 class Recorder:
@@ -39,7 +39,7 @@ async def wire():
     router.set(zmq.RCVBUF, 4096)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     recorder = Recorder()
-    connection = Connection(f"tcp://127.0.0.1:{port}", "me", recorder.events(), hwm=2)
+    connection = WorkerConnection(f"tcp://127.0.0.1:{port}", "me", recorder.events(), hwm=2)
     connection.open(context)
     tasks = [asyncio.create_task(connection.receive()), asyncio.create_task(connection.watch())]
     yield router, connection, recorder
@@ -69,7 +69,7 @@ async def test_a_worker_that_does_not_read_refuses_at_once(wire, tools):
 
 async def test_nothing_is_queued_for_the_absent(tools):
     context = zmq.asyncio.Context()
-    connection = Connection("tcp://127.0.0.1:9", "me", Recorder().events(), hwm=2)
+    connection = WorkerConnection("tcp://127.0.0.1:9", "me", Recorder().events(), hwm=2)
     connection.open(context)
     assert not connection.send(RouterHeartbeat(router_id="me"))
     connection.close(0)
@@ -98,7 +98,7 @@ async def test_a_worker_with_keys_is_told_of_and_found_once_it_has_none(tools):
     port = secured.bind_to_random_port("tcp://127.0.0.1")
     recorder = Recorder()
     events = replace(recorder.events(), on_refused=lambda address, why: told.append((address, why)))
-    connection = Connection(f"tcp://127.0.0.1:{port}", "me", events, hwm=2)
+    connection = WorkerConnection(f"tcp://127.0.0.1:{port}", "me", events, hwm=2)
     connection.open(context)
     watching = asyncio.create_task(connection.watch())
     certain = (connection.address, "it wants CURVE, and this process was given no --curve-key")
@@ -128,7 +128,7 @@ async def test_one_that_cannot_be_opened_leaves_no_socket():
     """An open socket would keep the router from ending, for ever."""
     context = zmq.asyncio.Context()
     context.set(zmq.MAX_SOCKETS, 1)  # none is left for its monitor
-    connection = Connection("tcp://127.0.0.1:9", "me", Recorder().events(), hwm=2)
+    connection = WorkerConnection("tcp://127.0.0.1:9", "me", Recorder().events(), hwm=2)
     with pytest.raises(zmq.ZMQError):
         connection.open(context)
     connection.close(0)

@@ -14,8 +14,6 @@ from common.wire.messages import (
     Message,
     TokenDelta,
     TokenOutput,
-    WorkerHeartbeat,
-    WorkerHello,
 )
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
@@ -23,6 +21,8 @@ from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.turns import MAX_PLACED_A_TURN
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
+
+from ...fake_worker import heartbeat_of, hello_of
 
 D = "tcp://d:1"
 
@@ -52,16 +52,8 @@ class Rig:
         return lambda: self.later.remove(entry) if entry in self.later else None
 
     def greet(self, now: float = 0.0) -> None:
-        hello = WorkerHello(
-            worker_id="d", role="decode", epoch=1, fingerprint="f", model="m", block_size=4, num_blocks=1000,
-            max_model_len=1000, max_num_seqs=64, weights="w",
-        )  # fmt: skip
-        beat = WorkerHeartbeat(
-            worker_id="d", epoch=1, step=1, ready=True, draining=False, num_running=0, num_waiting=0,
-            num_transferring=0, num_waiting_tokens=0, num_free_blocks=1000, num_cached_blocks=0, num_owned_blocks=0,
-        )  # fmt: skip
-        self.registry.on_hello(D, hello, now)
-        self.registry.on_heartbeat(D, beat, now)
+        self.registry.on_hello(D, hello_of("d", max_model_len=1000, weights="w"), now)
+        self.registry.on_heartbeat(D, heartbeat_of("d"), now)
         self.core.on_ready(D, now)
 
     def tokens(self, request_id: str, index: int, *token_ids: int, reason: str = "", now: float = 1.0) -> None:

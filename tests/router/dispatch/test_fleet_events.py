@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.fleet.events import NUM_KEPT, FleetEvents
 from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
+
+from ...fake_worker import heartbeat_of, hello_of
 
 D = "tcp://d:1"
 
@@ -28,15 +29,8 @@ class Rig:
         self.lives = WorkerLives(self.registry, PrefixIndex(), Deaf(), lambda _: None, lambda *_: True)
 
     def starts(self, now: float, epoch: int = 1, role: str = "decode") -> None:
-        hello = WorkerHello(
-            worker_id="decode-0", role=role, home="decode", epoch=epoch, fingerprint="f", model="m", block_size=4,
-            num_blocks=10, max_model_len=40, max_num_seqs=4, max_step_tokens=8,
-        )  # fmt: skip
-        self.lives.on_message(D, hello, now)
-        counts = ("num_running", "num_waiting", "num_transferring", "num_waiting_tokens", "num_cached_blocks")
-        values = dict.fromkeys(counts, 0) | {"num_owned_blocks": 0, "num_free_blocks": 10}
-        beat = WorkerHeartbeat(worker_id="decode-0", epoch=epoch, step=1, ready=True, draining=False, **values)
-        self.lives.on_message(D, beat, now)
+        self.lives.on_message(D, hello_of("decode-0", role, home="decode", epoch=epoch), now)
+        self.lives.on_message(D, heartbeat_of("decode-0", epoch=epoch), now)
 
     def events(self, now: float) -> list[tuple[float, str, str, str, str]]:
         """The oldest first."""

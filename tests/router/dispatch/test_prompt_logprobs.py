@@ -9,7 +9,7 @@ from common.wire.messages import DecodeRequest, PrefillRequest, PromptLogprobs
 from common.wire.sampling_params import TokenLogprobs
 
 PROMPT = list(range(1, 41))
-SCORES = tuple(TokenLogprobs(-float(token)) for token in PROMPT[1:])
+LOGPROBS = tuple(TokenLogprobs(-float(token)) for token in PROMPT[1:])
 
 
 async def events(dispatcher, tools, **params):
@@ -32,7 +32,7 @@ def tokens(events):
 async def test_one_worker_computes_scores_and_answer(cluster, tools, max_tokens, prefill):
     dispatcher = await cluster.start(prefill=prefill)
     first, *later = await events(dispatcher, tools, max_tokens=max_tokens)
-    assert first.prompt_logprobs == SCORES
+    assert first.prompt_logprobs == LOGPROBS
     assert not any(event.prompt_logprobs for event in later)
     assert tokens([first, *later]) == tools.expected(PROMPT, max_tokens)
     asked = [m for worker in cluster.workers for m in (*worker.of(PrefillRequest), *worker.of(DecodeRequest))]
@@ -53,8 +53,8 @@ async def test_a_worker_that_dies_amid_them(cluster, tools, max_tokens, role):
     for worker in workers:
 
         def begin(router, message, worker=worker):
-            """A part of the scores, and then nothing."""
-            worker.send(router, part(worker, message, 1, SCORES[:7]))
+            """A part of the log-probabilities, and then nothing."""
+            worker.send(router, part(worker, message, 1, LOGPROBS[:7]))
             return True
 
         worker.on_request = begin
@@ -65,7 +65,7 @@ async def test_a_worker_that_dies_amid_them(cluster, tools, max_tokens, role):
         worker.on_request = lambda router, message: False
     victim.die()
     first, *later = await task
-    assert first.prompt_logprobs == SCORES
+    assert first.prompt_logprobs == LOGPROBS
     assert tokens([first, *later]) == tools.expected(PROMPT, max_tokens)
 
 
@@ -76,14 +76,14 @@ async def test_a_worker_whose_logprobs_do_not_fit_is_not_believed(cluster, tools
 
     def lie(router, message, tokens):
         if wrong == "a gap":
-            liar.send(router, part(liar, message, 3, SCORES[2:]))
+            liar.send(router, part(liar, message, 3, LOGPROBS[2:]))
         elif wrong == "too many":
             send(router, message, [*tokens, 1, 2, 3])
 
     liar.send_logprobs = lie
     for _ in range(4):  # the liar has its turn
         first, *later = await events(dispatcher, tools)
-        assert first.prompt_logprobs == SCORES
+        assert first.prompt_logprobs == LOGPROBS
         assert tokens([first, *later]) == tools.expected(PROMPT, 8)
     assert liar.of(DecodeRequest)
     assert dispatcher.load().num_retries["decode"] >= 1
@@ -101,5 +101,5 @@ async def test_logprobs_of_another_life_or_request_count_for_nothing(cluster, to
 
     worker.send_logprobs = stale
     first, *_ = await events(dispatcher, tools)
-    assert first.prompt_logprobs == SCORES
+    assert first.prompt_logprobs == LOGPROBS
     assert dispatcher.load().num_stale_deltas == 2

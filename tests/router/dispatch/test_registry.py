@@ -285,7 +285,7 @@ CHANGES = {
 
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=12))
 def test_ready_workers_are_kept_and_still_true(names):
-    """What is kept of them is what looking at each of them would find."""
+    """The sums that are kept of workers are those that a look at each of them would find."""
     registry = WorkerRegistry([P], [D, "tcp://d:2"], worker_timeout_s=2.0)
     registry.on_hello("tcp://d:2", hello(), 0.0)
     registry.on_heartbeat("tcp://d:2", beat(turn_limit_s=1000.0), 0.0)

@@ -8,13 +8,14 @@ from collections import Counter
 import pytest
 
 from common.latency.step_model import StepModel, StepShape
-from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.dispatch.forecast import RequestShape
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.shortlist import FEW, NUM_CHEAP, NUM_HOLDERS, Shortlist
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
+
+from ...fake_worker import heartbeat_of, hello_of
 
 MODEL = StepModel(fixed_s=5e-3, token_s=4e-5, row_s=1e-4, context_s=3e-8, error=0.02, num_steps=1000)
 SHAPE = RequestShape(2000, 200, {})
@@ -43,15 +44,13 @@ class Rig:
         **beat: object,
     ) -> None:
         worker = self.registry.workers[address]
-        hello = WorkerHello(
-            worker_id=address, role=role or worker.role, epoch=epoch, fingerprint=fingerprint, model="m", block_size=16,
-            num_blocks=20_000, max_model_len=max_model_len, max_num_seqs=256, max_step_tokens=2048, home=worker.home,
+        hello = hello_of(
+            address, role or worker.role, epoch=epoch, fingerprint=fingerprint, block_size=16, num_blocks=20_000,
+            max_model_len=max_model_len, max_num_seqs=256, max_step_tokens=2048, home=worker.home,
         )  # fmt: skip
         self.registry.on_hello(address, hello, 0.0)
-        values = dict.fromkeys(("num_running", "num_waiting", "num_transferring", "num_waiting_tokens"), 0)
-        values |= {"num_free_blocks": 20_000, "num_cached_blocks": 0, "num_owned_blocks": 0}
-        told = {"ready": True, "draining": False, "step_model": MODEL} | values | beat
-        self.registry.on_heartbeat(address, WorkerHeartbeat(worker_id=address, epoch=epoch, step=1, **told), 0.0)  # type: ignore[arg-type]
+        values = {"epoch": epoch, "num_free_blocks": 20_000, "step_model": MODEL} | beat
+        self.registry.on_heartbeat(address, heartbeat_of(address, **values), 0.0)
 
     def names(self, role: str = "decode", hits: list[bytes] | None = None) -> list[str]:
         found = {16: self.index.hits(hits)} if hits else {}

@@ -12,13 +12,15 @@ import pytest
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.latency.step_model import StepModel
-from common.wire.messages import Message, PrefillRequest, TokenDelta, TokenOutput, WorkerHeartbeat, WorkerHello
+from common.wire.messages import Message, PrefillRequest, TokenDelta, TokenOutput
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import ANYONE, Caller, GenerationRequest
 from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.request_state import RequestState
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
+
+from ...fake_worker import heartbeat_of, hello_of
 
 CLASSES = ("name=interactive,ttft_ms=1000,priority=5", "name=batch,priority=-5")
 ENOUGH_S = 0.3
@@ -43,21 +45,14 @@ class Rig:
         self.classes = config.classes
         for address in (*self.addresses, "tcp://d:1"):
             role = "prefill" if "p" in address.split("/")[2] else "decode"
-            hello = WorkerHello(
-                worker_id=address[6:], role=role, epoch=1, fingerprint="f", model="m", block_size=4, num_blocks=10_000,
-                max_model_len=5000, max_num_seqs=64, max_step_tokens=100,
-            )  # fmt: skip
+            hello = hello_of(address[6:], role, num_blocks=10_000, max_model_len=5000, max_step_tokens=100)
             self.registry.on_hello(address, hello, 0.0)
             self.beat(address)
 
     def beat(self, address: str, token_s: float = 1e-3, **fields: Any) -> None:
-        counts = ("num_running", "num_waiting", "num_transferring", "num_waiting_tokens", "num_cached_blocks")
-        values = dict.fromkeys(counts, 0) | {"num_owned_blocks": 0, "num_free_blocks": 10_000} | fields
         model = StepModel(token_s=token_s, row_s=1e-3, num_steps=100)
-        beat = WorkerHeartbeat(
-            worker_id=address[6:], epoch=1, step=1, ready=True, draining=False, step_model=model,
-            serial=self.registry.next_serial - 1, **values,
-        )  # fmt: skip
+        values = {"num_free_blocks": 10_000, "step_model": model, "serial": self.registry.next_serial - 1} | fields
+        beat = heartbeat_of(address[6:], **values)
         self.registry.on_heartbeat(address, beat, self.now)
 
     def send(self, address: str, message: Message) -> bool:

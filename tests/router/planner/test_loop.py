@@ -21,22 +21,18 @@ from router.planner.loop import PlanLoop
 from router.planner.pool_observer import PoolObserver
 from router.planner.start_times import StartTimes
 
+from ...fake_worker import heartbeat_of, hello_of
+
 MODEL = StepModel(fixed_s=0.004, floor_s=0.008, token_s=4e-5, row_s=3e-5, num_steps=99)
 PREFILL, DECODE = "tcp://p:1", "tcp://d:1"
 
 
 def hello(role: str, epoch: int = 1) -> WorkerHello:
-    return WorkerHello(
-        worker_id=role, role=role, epoch=epoch, fingerprint="f", model="m", block_size=16, num_blocks=1000,
-        max_model_len=4096, max_num_seqs=64, max_step_tokens=512,
-    )  # fmt: skip
+    return hello_of(role, role, epoch=epoch, block_size=16, max_step_tokens=512)
 
 
 def beat(role: str, model: StepModel = MODEL, **over: Any) -> WorkerHeartbeat:
-    counts = dict.fromkeys(("num_running", "num_waiting", "num_transferring", "num_waiting_tokens"), 0)
-    blocks = {"num_free_blocks": 1000, "num_cached_blocks": 0, "num_owned_blocks": 0}
-    fields = {"step": 1, "ready": True, "draining": False, "step_model": model} | counts | blocks | over
-    return WorkerHeartbeat(worker_id=role, epoch=1, **fields)
+    return heartbeat_of(role, **({"step_model": model} | over))
 
 
 def registry(**beats: WorkerHeartbeat) -> WorkerRegistry:

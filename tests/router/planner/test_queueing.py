@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from router.planner.queueing import NO_LIMIT, Wait, erlang_c, late, peak, response_quantile, wait
+from router.planner.queueing import NO_LIMIT, QueueWait, erlang_c, late, peak, response_quantile, wait
 
 
 def test_one_exponential_server_waits_as_the_textbook_says() -> None:
@@ -20,14 +20,14 @@ def test_one_exponential_server_waits_as_the_textbook_says() -> None:
 def test_more_than_can_be_served_waits_without_limit() -> None:
     assert wait(2, 4.0, [0.5], 1.0) == NO_LIMIT
     assert math.isinf(response_quantile(NO_LIMIT, [0.1], 0.95))
-    assert wait(2, 0.0, [0.5], 1.0) == wait(2, 1.0, [], 1.0) == Wait(0.0, 0.0)
+    assert wait(2, 0.0, [0.5], 1.0) == wait(2, 1.0, [], 1.0) == QueueWait(0.0, 0.0)
 
 
 def test_the_quantile_is_where_the_share_is_late() -> None:
     queue, own = wait(3, 8.0, [0.1, 0.2, 0.6], 1.0), [0.1, 0.2, 0.6]
     found = response_quantile(queue, own, 0.95)
     assert late(queue, own, found) == pytest.approx(0.05, abs=1e-3)
-    assert response_quantile(Wait(0.0, 0.0), own, 0.95) == pytest.approx(0.6, abs=1e-3), "own times alone"
+    assert response_quantile(QueueWait(0.0, 0.0), own, 0.95) == pytest.approx(0.6, abs=1e-3), "own times alone"
 
 
 @pytest.mark.parametrize(("num_servers", "load"), [(1, 0.6), (4, 0.85)])

@@ -13,7 +13,7 @@ from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
 from common.model_files.tokenizer import Tokenizer
-from router.text.pipeline import TextPipeline
+from router.text.text_pipeline import TextPipeline
 
 SPECIAL = ("<s>", "</s>", "<|end|>")
 WORDS = ("▁", "▁the", "▁cat", "s", "at", "▁sat", "é", "漢", "🙂", "▁▁", "\n", "a", "b", "c", "ab", "bc")

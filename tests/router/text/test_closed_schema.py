@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from router.text.answer_grammar import json_grammar
 from router.text.closed_schema import closed
-from router.text.grammar import json_grammar
 from router.text.tools import Function, call_grammar
 
 from ..answers import checked, is_answer

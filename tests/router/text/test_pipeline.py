@@ -9,7 +9,7 @@ import pytest
 from common.errors import ContextLengthExceeded, InvalidRequest, Unavailable
 from common.model_files.files import ModelFiles
 from common.model_files.tokenizer import Tokenizer
-from router.text.pipeline import SHORT_CHARS, TextPipeline
+from router.text.text_pipeline import SHORT_CHARS, TextPipeline
 
 USER = {"role": "user", "content": "Hi"}
 PROMPT = "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -25,7 +25,7 @@ class Infeasible(Exception):
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSize:
     """`kv_bytes` are the bytes of one token's KV, over all layers."""
 
     parameters: float
@@ -52,7 +52,7 @@ class Accelerator:
 
 
 @dataclass(frozen=True)
-class Load:
+class RequestLoad:
     """Requests a second, mean tokens, the share of prompt tokens that caches hold, and the goals in seconds."""
 
     rate: float
@@ -68,7 +68,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Sizing:
+class Estimate:
     """`link_bits` a second hide a prefill worker's KV transfer behind its computing; `traffic_bits` is the mean."""
 
     prefill_workers: int
@@ -81,13 +81,13 @@ class Sizing:
     traffic_bits: float
 
 
-def size(model: Model, accelerator: Accelerator, load: Load) -> Sizing:
+def size(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> Estimate:
     """The smallest pools that meet both goals on average. Raises Infeasible."""
     tokens_per_s = accelerator.flops * accelerator.compute_share / (2 * model.parameters)
     prompt_s = load.uncached / tokens_per_s
     num_prefill, wait_s = _prefill(load, prompt_s)
     batch, step_s = _batch(model, accelerator, load)
-    return Sizing(
+    return Estimate(
         prefill_workers=num_prefill,
         decode_workers=max(1, math.ceil(load.rate * load.output * step_s / batch / MAX_UTILISATION)),
         prompt_s=prompt_s,
@@ -99,7 +99,7 @@ def size(model: Model, accelerator: Accelerator, load: Load) -> Sizing:
     )
 
 
-def _prefill(load: Load, prompt_s: float) -> tuple[int, float]:
+def _prefill(load: RequestLoad, prompt_s: float) -> tuple[int, float]:
     """(workers, mean wait): the fewest whose mean wait is within QUEUE_SHARE of the time that the goal leaves."""
     room_s = (load.ttft_s - prompt_s) * QUEUE_SHARE
     if room_s <= 0:
@@ -113,7 +113,7 @@ def _prefill(load: Load, prompt_s: float) -> tuple[int, float]:
     return num, used * prompt_s / (2 * (1 - used))
 
 
-def _batch(model: Model, accelerator: Accelerator, load: Load) -> tuple[int, float]:
+def _batch(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> tuple[int, float]:
     """(sequences, seconds of a step): as many as the goal and the memory allow."""
     bandwidth = accelerator.bandwidth * accelerator.bandwidth_share
     flops = accelerator.flops * accelerator.compute_share
@@ -134,7 +134,7 @@ def _batch(model: Model, accelerator: Accelerator, load: Load) -> tuple[int, flo
     return batch, max(weights_s + batch * each_s, batch * compute_s)
 
 
-def report(sizing: Sizing) -> str:
+def report(sizing: Estimate) -> str:
     """What `diptych size` prints."""
     rows = (
         ("prefill workers", f"{sizing.prefill_workers}"),
@@ -147,7 +147,7 @@ def report(sizing: Sizing) -> str:
     return "\n".join(f"  {name:<26}{text}" for name, text in rows)
 
 
-def parse(argv: Sequence[str]) -> tuple[Model, Accelerator, Load]:
+def parse(argv: Sequence[str]) -> tuple[ModelSize, Accelerator, RequestLoad]:
     """The model, the accelerator and the load of a command line."""
     parser = argparse.ArgumentParser(
         prog="diptych size", description="How many workers of each kind a load needs: a first estimate, by formula."
@@ -176,7 +176,7 @@ def parse(argv: Sequence[str]) -> tuple[Model, Accelerator, Load]:
     load.add_argument("--tpot-ms", type=positive, required=True)
     given = parser.parse_args(argv)
     return (
-        Model(given.parameters, given.weight_bytes, given.kv_bytes),
+        ModelSize(given.parameters, given.weight_bytes, given.kv_bytes),
         Accelerator(
             given.tflops * 1e12,
             given.memory_gb * 1e9,
@@ -184,7 +184,7 @@ def parse(argv: Sequence[str]) -> tuple[Model, Accelerator, Load]:
             given.compute_share,
             given.bandwidth_share,
         ),
-        Load(given.rate, given.prompt, given.output, given.cached, given.ttft_ms / 1e3, given.tpot_ms / 1e3),
+        RequestLoad(given.rate, given.prompt, given.output, given.cached, given.ttft_ms / 1e3, given.tpot_ms / 1e3),
     )
 
 

@@ -10,7 +10,7 @@ from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk, SchedulerOutput
 
 
-class Recorder:
+class DecodeCounters:
     """Called by the engine's thread at each event of a request's life. Times are engine clock, in seconds."""
 
     def __init__(self, metrics: WorkerMetrics, *, block_size: int) -> None:

@@ -8,8 +8,8 @@ from typing import Protocol
 import orjson
 
 from common.errors import RequestError
-from router.generation.choice import Choice, Piece
-from router.generation.plan import Plan
+from router.generation.choice import AnswerChoice, Piece
+from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog
 from router.generation.service import Service
 from router.generation.shape import Object, Shape
@@ -29,7 +29,7 @@ class Frames(Protocol):
         """The first bytes of a stream, before its first piece."""
         ...
 
-    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+    def chunk(self, choice: AnswerChoice, piece: Piece) -> bytes:
         """The bytes of a piece; may be empty."""
         ...
 
@@ -45,7 +45,7 @@ class Frames(Protocol):
 class OpenAIFrames:
     """Chunks as `data:` events; a `Shape` writes their choices."""
 
-    def __init__(self, service: Service, plan: Plan, shape: Shape, log: RequestLog) -> None:
+    def __init__(self, service: Service, plan: AnswerPlan, shape: Shape, log: RequestLog) -> None:
         self._plan, self._shape, self._log = plan, shape, log
         fields = plan.fields
         options = fields.stream_options
@@ -82,7 +82,7 @@ class OpenAIFrames:
             extra = {}
         return b"".join(events)
 
-    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+    def chunk(self, choice: AnswerChoice, piece: Piece) -> bytes:
         chunks = self._shape.chunks(choice, piece, at_least_one=self._usage_always)
         return b"".join([self._data([chunk]) for chunk in chunks])
 

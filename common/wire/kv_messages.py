@@ -1,0 +1,140 @@
+"""The messages of a KV transfer, from a prefill worker (P) to a decode worker (D) and back.
+
+In a hand-over P is a decode worker too. Each message that moves memory says who owns the blocks before and after it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from common.wire.message_fields import MAX_TOKENS, Count, Finite, Message, Name, Seconds, Text, TokenBytes
+from common.wire.sampling_params import TokenLogprobs
+
+MAX_BLOCKS_PER_FRAME = 256
+NONCE_BYTES = 16
+
+
+class KVMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Where a process of the same host finds P's blocks: file descriptor `fd` of process `pid`.
+
+    The memory holds `num_bytes` of blocks and then the secret `nonce`: D trusts the memory once it has read the same
+    nonce there.
+    """
+
+    pid: Annotated[int, Meta(ge=1, lt=2**31)]
+    fd: Annotated[int, Meta(ge=0, lt=2**31)]
+    num_bytes: Annotated[int, Meta(ge=1, le=2**50)]
+    nonce: Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
+# ---------------------------------------------------------------- P -> D
+
+
+class KVOpen(Message, frozen=True, tag=40):
+    """P announces the KV of a prompt. P owns its blocks; D owns none yet. `sent_at` is P's clock, in seconds.
+
+    With `memory` P offers that D copies the blocks itself, which works on the same host only. With `quantised` P
+    offers frames of 8-bit numbers, in the format of `kernels.blocks`.
+    """
+
+    request_id: Name
+    attempt: Count
+    worker_id: Name
+    epoch: Count
+    decode_epoch: Count
+    fingerprint: Name
+    num_blocks: Annotated[int, Meta(ge=1, le=2**31)]
+    sent_at: Seconds = 0.0
+    memory: KVMemory | None = None
+    quantised: bool = False
+
+
+class KVBlocks(Message, frozen=True, tag=41):
+    """Header of the raw frames that follow it in the same multipart message, one frame a block.
+
+    They are the prompt's blocks from `first_block` on, as many as there are checksums, each xxh3-64 of one frame.
+    P and D go on owning their own copies. With `sources` no frames follow: these are the numbers of P's blocks in
+    shared memory, one for each checksum, and P holds them until `KVAck`. `token` is the grant's.
+    """
+
+    request_id: Name
+    attempt: Count
+    first_block: Count
+    checksums: Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_BLOCKS_PER_FRAME)]
+    sources: Annotated[tuple[Count, ...], Meta(max_length=MAX_BLOCKS_PER_FRAME)] = ()
+    token: Count = 0
+
+
+class KVDone(Message, frozen=True, tag=42):
+    """All granted blocks were sent and the first token is sampled. P still holds its blocks, until `KVAck`.
+
+    `computed_at` is when the prompt was computed, by P's clock: D finds the difference of the clocks by
+    `KVOpen.sent_at`. `token` is the grant's.
+
+    In a hand-over `num_blocks` says how many of the announced blocks were sent in the end, and `more_tokens` are the
+    tokens behind `first_token`, each with its logprobs if the request wants any. P sent the KV of all but the last.
+    """
+
+    request_id: Name
+    attempt: Count
+    first_token: Count
+    logprobs: TokenLogprobs | None = None
+    num_cached_tokens: Count = 0
+    prefill_s: Finite = 0.0
+    computed_at: Seconds = 0.0
+    num_blocks: Count = 0
+    more_tokens: TokenBytes = b""
+    more_logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_TOKENS)] = ()
+    token: Count = 0
+
+
+# ---------------------------------------------------------------- D -> P
+
+
+class KVGrant(Message, frozen=True, tag=43):
+    """D owns blocks for all that was announced and has the KV of those before `first_block`: ship from there on.
+
+    `first_block` equal to the prompt's number of blocks means that nothing needs shipping. `shared`: D can read the
+    memory that P offered, so P sends numbers of blocks instead of frames. `quantised`: D takes the frames of 8-bit
+    numbers that P offered; never both. `token` is a secret of this grant: D accepts `KVBlocks` and `KVDone` that repeat
+    it, over any connection.
+    """
+
+    request_id: Name
+    attempt: Count
+    first_block: Count
+    shared: bool = False
+    token: Count = 0
+    quantised: bool = False
+
+
+class KVWait(Message, frozen=True, tag=44):
+    """D has the request, but no room for it yet, and owns nothing: P's lease is renewed.
+
+    In a hand-over D also answers a repeated `KVOpen` like this: all blocks that were sent before it have arrived.
+    """
+
+    request_id: Name
+    attempt: Count
+
+
+class KVAck(Message, frozen=True, tag=45):
+    """D has all blocks, received and verified or computed itself: P's hold ends, even while P computes."""
+
+    request_id: Name
+    attempt: Count
+
+
+class KVFailed(Message, frozen=True, tag=46):
+    """Either side gave the transfer up: the sender of this owns nothing of it, and the receiver releases its blocks."""
+
+    request_id: Name
+    attempt: Count
+    reason: Text
+
+
+ToDecode = KVOpen | KVBlocks | KVDone | KVFailed
+ToPrefill = KVGrant | KVWait | KVAck | KVFailed

@@ -1,0 +1,139 @@
+"""The shapes of what the service says of itself, its load and its tokeniser, for the OpenAPI schema only."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+
+class Status(BaseModel):
+    status: str
+
+
+class Readiness(Status):
+    """`detail`: a problem that does not stop the service from taking requests."""
+
+    detail: str = ""
+
+
+class Version(BaseModel):
+    version: str
+
+
+class WorkerStatus(BaseModel):
+    """`home`: the role that it was started with. `step_model`: coefficients of its steps, in seconds. `link_model`: of
+    the KV transfers that come to it, in seconds and bytes. `max_num_seqs`, `max_step_tokens`: bounds of `batch_cap` and
+    `step_tokens`, which say what it does now."""
+
+    worker_id: str
+    role: str
+    home: str
+    state: str
+    reason: str
+    address: str
+    num_requests: int
+    num_booked_requests: int
+    num_queued_tokens: int
+    num_available_blocks: int
+    num_blocks: int
+    num_known_blocks: int
+    wait_s: float
+    tokens_per_s: float
+    step_time_s: float
+    batch_cap: int
+    step_tokens: int
+    step_model: dict[str, float]
+    link_model: dict[str, float]
+    block_size: int
+    max_num_seqs: int
+    max_step_tokens: int
+    num_dropped_frames: int
+    num_unsent: int
+    num_cuts: int
+
+
+class ClassStatus(BaseModel):
+    name: str
+    ttft_ms: float
+    tpot_ms: float
+    priority: int
+    num_in_flight: int
+    num_waiting: int
+    num_held: int
+    oldest_wait_s: float
+    wait_limit_s: float
+    num_refused: int
+    attainment: dict[str, float]
+    share: float
+
+
+class WorkerEvent(BaseModel):
+    """What happened to a worker `age_s` seconds ago."""
+
+    kind: Literal["found", "gone", "withheld", "back", "ready", "lost", "role"]
+    worker: str
+    role: str
+    detail: str
+    age_s: float
+
+
+class PoolPlanStatus(BaseModel):
+    wanted: int
+    needed: int
+    present: int
+    reason: str
+
+
+class Tails(BaseModel):
+    """At the quantile of the goals; 0: nothing to go by, null: a wait without end."""
+
+    ttft_ms: float | None
+    tpot_ms: float | None
+
+
+class PlanStatus(BaseModel):
+    """The planner's latest look. `unmet`: why the goals cannot be met, `held`: why the plan does not change, or ""."""
+
+    pools: dict[str, PoolPlanStatus]
+    quantile: float
+    requests_per_s: float
+    goals: Tails
+    predicted: Tails
+    measured: Tails
+    unmet: str
+    held: str
+
+
+class Load(BaseModel):
+    """`plan` is null where none is made (`--planner off`); `events` are the latest, newest first."""
+
+    server_load: int
+    stages: dict[str, int]
+    classes: list[ClassStatus]
+    workers: list[WorkerStatus]
+    plan: PlanStatus | None
+    events: list[WorkerEvent]
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    bos_token_id: int | None
+    eos_token: str | None
+    eos_token_id: int | None
+    pad_token: str | None
+    chat_template: str | None
