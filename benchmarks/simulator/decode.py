@@ -8,6 +8,8 @@ from dataclasses import replace
 import msgspec
 
 from benchmarks.simulator.coalesced import CoalescedScheduler, StepRun
+from benchmarks.simulator.process import Process
+from benchmarks.simulator.scenario import PoolSpec
 from benchmarks.simulator.tokens import CountedTokens, InjectedHasher
 from benchmarks.simulator.transfer import Announced, Arrived, Failed, Transfer
 from benchmarks.simulator.worker import Received, SimulatedWorker
@@ -34,6 +36,10 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
 
     scheduler: CoalescedScheduler
     most_steps = MOST_STEPS
+
+    def __init__(self, process: Process, pool: PoolSpec) -> None:
+        super().__init__(process, pool)
+        self.world.receivers[self.name] = self
 
     def _reset(self) -> None:
         super()._reset()

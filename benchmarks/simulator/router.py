@@ -50,7 +50,7 @@ class SimulatedRouter:
         actions = Actions(self._send, self._abort, self._later, self._wake)
         self.core = DispatchCore(config, self.registry, self.index, actions, policy)
         self._lives = WorkerLives(self.registry, self.index, self, self.on_up, self._send)
-        self._hello = RouterHello(router_id=name.decode(), epoch=1)
+        self._hello = RouterHello(router_id=name.decode(), epoch=1, changes_roles=config.role_change)
         self._config = config
         self._woken: list[str] = []
         self.quiet: set[str] = set()

@@ -27,6 +27,17 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Base of all parts: an unknown field is refused."""
 
 
+class OtherRole(Part, frozen=True):
+    """What the workers of a pool are in the other role; fields and defaults are those of a pool of that role."""
+
+    coefficients: StepCoefficients
+    max_num_seqs: Annotated[int, Meta(ge=0, le=4096)] = 0
+    max_step_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    watermark: Share = 0.02
+    slo_tpot_ms: Annotated[float, Meta(ge=0.0, le=3.6e6)] | None = None
+    ahead: bool = True
+
+
 class PoolSpec(Part, frozen=True):
     """`count` equal workers named `name-0`, `name-1`, ...; their links take `link_rate` bytes a second each way.
 
@@ -34,6 +45,9 @@ class PoolSpec(Part, frozen=True):
     its role's setting, as are the others. `slo_tpot_ms` is the setting of decode workers by which they choose their
     batch and chunks, by default the scenario's goal. With `ahead` they launch a step before they have the tokens of
     the one before, as all on CPUs and those with recorded steps on GPUs do.
+
+    With `other_role` routers that have the setting `role_change` may change its workers' roles. A worker that has
+    drained is ready in its new role `role_change_s` later.
     """
 
     name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,40}$")]
@@ -48,6 +62,16 @@ class PoolSpec(Part, frozen=True):
     start_s: Seconds = 30.0
     slo_tpot_ms: Annotated[float, Meta(ge=0.0, le=3.6e6)] | None = None
     ahead: bool = True
+    other_role: OtherRole | None = None
+    role_change_s: Seconds = 0.05
+
+    def in_role(self, role: Role) -> PoolSpec:
+        """The same workers in a role. Raises ConfigError if they are pinned to the other one."""
+        if role == self.role:
+            return self
+        if self.other_role is None:
+            raise ConfigError("pool.other_role", None, f"a part that says what {self.name} does as {role}")
+        return msgspec.structs.replace(self, role=role, **msgspec.structs.asdict(self.other_role))
 
     @property
     def num_seqs(self) -> int:
@@ -66,12 +90,25 @@ class ModelSpec(Part, frozen=True):
     max_model_len: Number = 131_072
 
 
+class LoadPart(Part, frozen=True):
+    """Requests at `rate` a second from `begin_s` to `end_s` of each period; an `end_s` of 0 is the period's end."""
+
+    rate: Annotated[float, Meta(gt=0.0, le=1e6)]
+    input_len: str = "512"
+    output_len: str = "128"
+    shared_prefix_len: Annotated[int, Meta(ge=0)] = 0
+    begin_s: Seconds = 0.0
+    end_s: Seconds = 0.0
+
+
 class LoadSpec(Part, frozen=True):
-    """Requests of a trace file, or at `rate` a second with lengths of the two ranges.
+    """Requests of a trace file, or at `rate` a second with lengths of the two ranges, or of `parts` at once.
 
     `copies` replays a trace so many times at once, each copy with prefixes of its own. `rates` are steps, as pairs of
     a time and the rate from then on; they win over `rate`. With `max_tokens` routers know only this bound of an
     answer's length. Each block id of a trace stands for `id_tokens` tokens.
+
+    Parts begin again every `period_s` seconds; with 0 they have the scenario's whole time once.
     """
 
     trace: str = ""
@@ -87,6 +124,26 @@ class LoadSpec(Part, frozen=True):
     shared_prefix_len: Annotated[int, Meta(ge=0)] = 0
     max_tokens: Annotated[int, Meta(ge=0)] = 0
     id_tokens: Number = MOONCAKE_BLOCK_TOKENS
+    parts: tuple[LoadPart, ...] = ()
+    period_s: Seconds = 0.0
+
+    def check(self, duration_s: float) -> None:
+        """Checks over several fields. Raises ConfigError."""
+        if self.parts and (self.trace or self.rate or self.rates):
+            raise ConfigError("load.parts", len(self.parts), "none beside trace, rate or rates")
+        if not self.parts and bool(self.trace) == bool(self.rate or self.rates):
+            raise ConfigError("load.rate", self.rate, "above 0 without a trace, 0 with one")
+        if not self.trace and not duration_s:
+            raise ConfigError("duration_s", duration_s, "above 0 without a trace")
+        if self.period_s and not self.parts:
+            raise ConfigError("load.period_s", self.period_s, "0 without parts")
+        longest_s = self.period_s or duration_s
+        for number, part in enumerate(self.parts):
+            end_s = part.end_s or longest_s
+            if end_s > longest_s:
+                raise ConfigError(f"load.parts[{number}].end_s", part.end_s, f"at most {longest_s:g}")
+            if part.begin_s >= end_s:
+                raise ConfigError(f"load.parts[{number}].begin_s", part.begin_s, f"below {end_s:g}, where it ends")
 
 
 class Goals(Part, frozen=True):
@@ -149,11 +206,7 @@ class Scenario(Part, frozen=True):
                 raise ConfigError("pool.name", name, "a name of its own for each pool")
         if not any(pool.role == "decode" for pool in self.pool):
             raise ConfigError("pool.role", sorted({pool.role for pool in self.pool}), "at least one pool of decode")
-        load = self.load
-        if bool(load.trace) == bool(load.rate or load.rates):
-            raise ConfigError("load.rate", load.rate, "above 0 without a trace, 0 with one")
-        if not load.trace and not self.duration_s:
-            raise ConfigError("duration_s", self.duration_s, "above 0 without a trace")
+        self.load.check(self.duration_s)
         sizes = {f"{pool.name}-{number}" for pool in self.pool for number in range(pool.count)}
         for event in self.event:
             allowed = set(names) if event.kind == "start" else sizes

@@ -16,9 +16,11 @@ from benchmarks.simulator.decode import SimulatedDecodeWorker
 from benchmarks.simulator.load import SimulatedRequest, requests_of
 from benchmarks.simulator.policies import POLICIES
 from benchmarks.simulator.prefill import SimulatedPrefillWorker
+from benchmarks.simulator.process import Process
 from benchmarks.simulator.router import SimulatedRouter
 from benchmarks.simulator.scenario import EventSpec, PoolSpec, Scenario
-from benchmarks.simulator.world import World, address_of
+from benchmarks.simulator.worker import AnyWorker
+from benchmarks.simulator.world import World
 from common.config import RouterConfig
 from common.config.field import fields_of
 from common.errors import ConfigError
@@ -30,8 +32,6 @@ SETTLE_S, MOST_SETTLING = 1.0, 600
 """Once every request has ended, workers get so long, so often at most, to end their steps and hear of aborts."""
 PATIENT_S = 3600.0
 """For router settings that end what makes no progress: simulated workers send no reports of progress."""
-
-Worker = SimulatedPrefillWorker | SimulatedDecodeWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class Run:
     worker_seconds: float
     num_choices: Counter[str]
     num_retries: Counter[str]
+    num_role_changes: int
     conserved: Conserved
 
 
@@ -58,13 +59,13 @@ class Simulation:
         if not self.requests:
             raise ConfigError("load", scenario.load, "a load of at least one request")
         self.world = World(scenario, {request.request_id: request for request in self.requests})
-        self.workers: dict[str, Worker] = {}
+        self.processes: dict[str, Process] = {}
         self._num_left = len(self.requests)
         self._next = 0
         self._sizes = Counter[str]()
         for pool in scenario.pool:
             for _ in range(pool.count):
-                self._add_worker(pool)
+                self._add_process(pool)
         self.routers = [self._router(number) for number in range(scenario.routers)]
         for event in scenario.event:
             self.world.clock.at(event.at_s, self._happening(event))
@@ -76,8 +77,8 @@ class Simulation:
 
     def _run(self, progress: Callable[[int, float], None]) -> Run:
         clock = self.world.clock
-        for worker in self.workers.values():  # those of the beginning are ready
-            worker.start(ready=True)
+        for process in self.processes.values():  # those of the beginning are ready
+            process.start(ready=True)
         self._beat(0)
         for index, router in enumerate(self.routers):
             self._tick(router, index / len(self.routers) * self.scenario.heartbeat_s)
@@ -86,7 +87,7 @@ class Simulation:
             clock.step()
             if clock.num_events % 4096 == 0:
                 progress(len(self.requests) - self._num_left, clock.now)
-        ended_at, worker_seconds = clock.now, sum(worker.up_s for worker in self.workers.values())
+        ended_at, worker_seconds = clock.now, sum(process.up_s for process in self.processes.values())
         self._settle()
         return Run(
             self.scenario,
@@ -96,7 +97,8 @@ class Simulation:
             worker_seconds,
             sum((router.core.counters.num_choices for router in self.routers), Counter[str]()),
             sum((router.core.counters.num_retries for router in self.routers), Counter[str]()),
-            check_conserved(self.world, list(self.workers.values()), self.routers, self.requests),
+            sum(process.num_role_changes for process in self.processes.values()),
+            check_conserved(self.world, list(self.processes.values()), self.routers, self.requests),
         )
 
     def _settle(self) -> None:
@@ -106,21 +108,27 @@ class Simulation:
             until_s = clock.now + SETTLE_S
             while clock.now < until_s:
                 clock.step()
-            if not any(len(worker.scheduler) for worker in self.workers.values()):
+            if not any(len(process.duty.scheduler) for process in self.processes.values()):
                 return
 
     # ------------------------------------------------------------ parts
 
-    def _add_worker(self, pool: PoolSpec) -> Worker:
+    @property
+    def workers(self) -> dict[str, AnyWorker]:
+        """By name, in the roles that they have now."""
+        return {name: process.duty for name, process in self.processes.items()}
+
+    def _add_process(self, pool: PoolSpec) -> Process:
         name = f"{pool.name}-{self._sizes[pool.name]}"
         self._sizes[pool.name] += 1
-        worker: Worker
+        process = self.processes[name] = Process(self.world, pool, name, self._new_duty)
+        return process
+
+    def _new_duty(self, process: Process, pool: PoolSpec) -> AnyWorker:
         if pool.role == "prefill":
-            worker = SimulatedPrefillWorker(self.world, pool, name, address_of(name))
-        else:
-            worker = SimulatedDecodeWorker(self.world, pool, name, address_of(name))
-            worker.most_steps = self._most_steps or worker.most_steps
-        self.workers[name] = self.world.workers[worker.address] = worker
+            return SimulatedPrefillWorker(process, pool)
+        worker = SimulatedDecodeWorker(process, pool)
+        worker.most_steps = self._most_steps or worker.most_steps
         return worker
 
     def _router(self, number: int) -> SimulatedRouter:
@@ -152,7 +160,7 @@ class Simulation:
                 raise ConfigError(f"settings.{setting}", value, "the name of a router's setting")
             values[setting] = known[setting].coerce(value)
         for role in ("prefill", "decode"):
-            addresses = tuple(worker.address for worker in self.workers.values() if worker.pool.role == role)
+            addresses = tuple(one.address for one in self.processes.values() if one.home.role == role)
             values[role] = addresses
         return RouterConfig(**values)
 
@@ -177,11 +185,11 @@ class Simulation:
     def _beat(self, slot: int) -> None:
         """The workers of one slot send heartbeats."""
         world, scenario = self.world, self.scenario
-        here = list(islice(self.workers.values(), slot, None, SLOTS))
-        for worker in here:
-            if worker.has_drained:
-                worker.die(said=True)
-        beating = [worker for worker in here if worker.alive]
+        here = list(islice(self.processes.values(), slot, None, SLOTS))
+        for process in here:
+            if process.has_left:
+                process.die(said=True)
+        beating = [process.duty for process in here if process.duty.alive]
         for worker in beating:
             worker.tell_blocks()
         for name, router in world.routers.items():
@@ -202,21 +210,21 @@ class Simulation:
         def happen() -> None:
             match event.kind:
                 case "death" | "silence":
-                    self.workers[event.worker].die(said=event.kind == "death", back_s=event.back_s)
+                    self.processes[event.worker].die(said=event.kind == "death", back_s=event.back_s)
                 case "stop":
-                    self.workers[event.worker].drain()
+                    self.processes[event.worker].stop()
                 case "slow":
-                    self.workers[event.worker].slow_down(event.factor)
+                    self.processes[event.worker].slow_down(event.factor)
                 case "start":
                     self._start_one(next(pool for pool in self.scenario.pool if pool.name == event.worker))
 
         return happen
 
     def _start_one(self, pool: PoolSpec) -> None:
-        worker = self._add_worker(pool)
+        process = self._add_process(pool)
         for router in self.routers:
-            router.registry.add(worker.address, pool.role)
-        worker.start()
+            router.registry.add(process.address, pool.role)
+        process.start()
 
 
 @contextmanager

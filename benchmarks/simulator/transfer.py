@@ -7,20 +7,9 @@ computed. Each end gets a command when the transfer ends, after the time that a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from benchmarks.simulator.network import Flow, Link
-from benchmarks.simulator.world import World
-
-
-class TransferEnd(Protocol):
-    """One of the two workers. `alive`: its present life is the one in which the transfer began."""
-
-    inbound: Link
-    outbound: Link
-
-    def take(self, command: object) -> None:
-        """Take a command in its next turn."""
+from benchmarks.simulator.network import Flow
+from benchmarks.simulator.world import TransferEnd, World
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from benchmarks.simulator.clock import Clock
 from benchmarks.simulator.load import SimulatedRequest
-from benchmarks.simulator.network import Network
+from benchmarks.simulator.network import Link, Network
 from benchmarks.simulator.scenario import Scenario
 from common.wire.messages import Message, ToRouter, WorkerHeartbeat
 
@@ -32,6 +32,16 @@ class RouterEnd(Protocol):
         """The connection to a worker broke."""
 
 
+class TransferEnd(Protocol):
+    """A worker, as others see it that send it KV or get KV from it."""
+
+    inbound: Link
+    outbound: Link
+
+    def take(self, command: object) -> None:
+        """Take a command in its next turn, if it serves."""
+
+
 class WorkerEnd(Protocol):
     """A worker, as routers see it."""
 
@@ -52,7 +62,10 @@ def address_of(name: str) -> str:
 
 @dataclass(slots=True)
 class World:
-    """`requests` by id, `routers` by their name in messages, `workers` by address."""
+    """`requests` by id, `routers` by their name in messages, `workers` by address in the roles that they have now.
+
+    `receivers` are workers as decode workers, by name, also while they have the other role.
+    """
 
     scenario: Scenario
     requests: Mapping[str, SimulatedRequest]
@@ -60,6 +73,7 @@ class World:
     network: Network = field(init=False)
     routers: dict[bytes, RouterEnd] = field(default_factory=dict)
     workers: dict[str, WorkerEnd] = field(default_factory=dict)
+    receivers: dict[str, TransferEnd] = field(default_factory=dict)
     _num_epochs: int = 0
 
     def __post_init__(self) -> None:
@@ -72,10 +86,6 @@ class World:
     def new_epoch(self) -> int:
         self._num_epochs += 1
         return self._num_epochs
-
-    def worker_named(self, name: str) -> WorkerEnd:
-        """Raises KeyError for a worker that never was."""
-        return self.workers[address_of(name)]
 
     def soon(self, then: Callable[[], None]) -> None:
         """Have something happen after the time that a message takes."""
