@@ -49,6 +49,8 @@ def check_conserved(
         if counts.owned or counts.total != worker.pool.num_blocks:
             raise ConservationError(f"{worker.name} has {counts} of {worker.pool.num_blocks} blocks, and no request")
         num_blocks += counts.total
+        if num_open := len(worker.transfers()):
+            raise ConservationError(f"{worker.name} has {num_open} transfers open, and no request")
     _check_bookings(routers)
     return Conserved(
         len(requests),
@@ -72,6 +74,9 @@ def _check_bookings(routers: Sequence[SimulatedRouter]) -> None:
 def _bytes(world: World, processes: Sequence[Process]) -> tuple[float, float]:
     """Bytes that crossed, and those that were dropped with their transfers."""
     network = world.network
+    for link in (link for process in processes for link in (process.outbound, process.inbound)):
+        if link.flows:
+            raise ConservationError(f"{len(link.flows)} flows are left on the link {link.name}")
     totals = {
         "crossed and dropped": network.num_bytes_crossed + network.num_bytes_dropped,
         "sent and dropped": sum(process.outbound.num_bytes for process in processes) + network.num_bytes_dropped,

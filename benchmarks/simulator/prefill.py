@@ -147,5 +147,5 @@ class SimulatedPrefillWorker(SimulatedWorker[PrefillSequence]):
         sequence.lent = False
         self.scheduler.remove(sequence)
 
-    def _transfers(self) -> list[Callable[[], None]]:
+    def transfers(self) -> list[Callable[[], None]]:
         return [transfer.drop for transfer in self._open.values()]

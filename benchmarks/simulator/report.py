@@ -51,6 +51,7 @@ class Findings:
     worker_seconds: float
     choices: dict[str, int]
     retries: dict[str, int]
+    handovers: dict[str, int]
     num_role_changes: int
     good_by_part: tuple[float, ...]
     num_events: int
@@ -82,6 +83,7 @@ class Findings:
             worker_seconds=run.worker_seconds,
             choices=dict(run.num_choices),
             retries=dict(run.num_retries),
+            handovers=dict(run.num_handovers),
             num_role_changes=run.num_role_changes,
             good_by_part=tuple(num_good_of[part] / num for part, num in sorted(num_of.items())),
             num_events=run.num_events,

@@ -36,7 +36,7 @@ PATIENT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a simulation leaves: its requests, and counts. `seconds` are virtual."""
+    """What a simulation leaves: its requests, and counts. `seconds` are virtual. Hand-overs are counted by outcome."""
 
     scenario: Scenario
     requests: Sequence[SimulatedRequest]
@@ -45,6 +45,7 @@ class Run:
     worker_seconds: float
     num_choices: Counter[str]
     num_retries: Counter[str]
+    num_handovers: Counter[str]
     num_role_changes: int
     conserved: Conserved
 
@@ -89,14 +90,16 @@ class Simulation:
                 progress(len(self.requests) - self._num_left, clock.now)
         ended_at, worker_seconds = clock.now, sum(process.up_s for process in self.processes.values())
         self._settle()
+        counters = [router.core.counters for router in self.routers]
         return Run(
             self.scenario,
             self.requests,
             ended_at,
             clock.num_events,
             worker_seconds,
-            sum((router.core.counters.num_choices for router in self.routers), Counter[str]()),
-            sum((router.core.counters.num_retries for router in self.routers), Counter[str]()),
+            sum((one.num_choices for one in counters), Counter[str]()),
+            sum((one.num_retries for one in counters), Counter[str]()),
+            sum((one.num_handovers for one in counters), Counter[str]()),
             sum(process.num_role_changes for process in self.processes.values()),
             check_conserved(self.world, list(self.processes.values()), self.routers, self.requests),
         )

@@ -94,7 +94,7 @@ class SimulatedWorker(ABC, Generic[S]):
             self._flush()
         self.alive = False
         self.reachable = self.reachable and not said
-        for transfer in self._transfers():
+        for transfer in self.transfers():
             transfer()
         self._reset()
 
@@ -317,7 +317,7 @@ class SimulatedWorker(ABC, Generic[S]):
     def _fail(self, sequence: S, phase: str, why: str) -> None:
         """Give a request up; another worker may succeed."""
         self._drop(sequence, why)
-        self._refuse(sequence.router, sequence.request_id, sequence.attempt, phase, why)
+        self.refuse(sequence.router, sequence.request_id, sequence.attempt, phase, why)
 
     def _refusal(self, message: PrefillRequest | DecodeRequest) -> RequestFailed:
         """Its router sent it before it heard of the drain."""
@@ -330,7 +330,7 @@ class SimulatedWorker(ABC, Generic[S]):
             retryable=True,
         )
 
-    def _refuse(self, router: bytes, request_id: str, attempt: int, phase: str, why: str) -> None:
+    def refuse(self, router: bytes, request_id: str, attempt: int, phase: str, why: str) -> None:
         """Tell a router that this worker does not do it; another one may."""
         failed = RequestFailed(
             worker_id=self.name, request_id=request_id, attempt=attempt, phase=phase, message=why, retryable=True
@@ -367,7 +367,7 @@ class SimulatedWorker(ABC, Generic[S]):
         """Forget a sequence without a word to its router."""
 
     @abstractmethod
-    def _transfers(self) -> list[Callable[[], None]]:
+    def transfers(self) -> list[Callable[[], None]]:
         """What drops each transfer of this life."""
 
     def _interrupt(self) -> None:

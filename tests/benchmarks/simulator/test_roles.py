@@ -40,7 +40,9 @@ def behind(scenario: Callable[..., Scenario], **values: Any) -> Simulation:
     """Prompts for three prefill workers, with two of them, and answers for one decode worker."""
     settings = {"role_change": True, "role_change_after_s": 1.0, "role_change_interval_s": 3.0}
     load = {"rate": 3.5, "input_len": "4000", "output_len": "16"}
-    return Simulation(scenario(**(CHANGING | {"load": load, "settings": settings, "warm": True, "duration_s": 6.0} | values)))
+    return Simulation(
+        scenario(**(CHANGING | {"load": load, "settings": settings, "warm": True, "duration_s": 6.0} | values))
+    )
 
 
 def order(simulation: Simulation, worker: str, role: Any, at_s: float) -> None:
@@ -183,3 +185,19 @@ def test_splits_are_those_of_all_workers() -> None:
     assert found == {"1P3D": [1, 3], "2P2D": [2, 2], "3P1D": [3, 1], "as it is": [2, 2]}
     assert [scenario.settings["role_change"] for _, scenario in splits(base)] == [False, False, False, True]
     assert [part.end_s for part in stretched(base, 3.0).load.parts] == [60.0, 0.0]
+
+
+def test_a_decode_worker_hands_its_streams_over_and_changes(scenario: Callable[..., Scenario]) -> None:
+    """Its streams last 10 s and more; it is a prefill worker within one."""
+    load = {"rate": 3.0, "input_len": "200", "output_len": "250"}
+    simulation = home(scenario, load=load, duration_s=8.0, settings={"max_retries": 0})
+    process = simulation.processes["decode-0"]
+    roles = list[str]()
+    simulation.world.clock.at(5.0, lambda: roles.append(process.duty.role))
+    simulation.world.clock.at(6.0, lambda: roles.append(process.duty.role))
+    order(simulation, "decode-0", "prefill", 5.0)
+    run = simulation.run()
+    assert roles == ["decode", "prefill"]
+    assert run.num_handovers["done"] >= 3
+    assert {request.outcome for request in run.requests} == {"ok"}
+    assert run.conserved.num_answer_tokens == run.conserved.num_computed_tokens
