@@ -64,6 +64,8 @@ def check_conserved(
 
 def _check_bookings(routers: Sequence[SimulatedRouter]) -> None:
     for router in routers:
+        if not router.alive:
+            continue
         if router.core.states or len(router.core.waiting):
             raise ConservationError(f"{router.name.decode()} still has {len(router.core.states)} requests")
         for known in router.registry.workers.values():

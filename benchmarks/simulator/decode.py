@@ -326,14 +326,14 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
 
     # ------------------------------------------------------------ for heartbeats
 
-    def _grown(self) -> tuple[int, int]:
+    def grown(self) -> tuple[int, int]:
         run = self._run
         if run is None or run.num_steps == 1:
             return 0, 0
         num_tokens = run.num_ended(self.world.clock.now) * len(self._chunks)
         return num_tokens // self.scheduler.block_size, num_tokens
 
-    def _beside(self) -> StepShape:
+    def beside(self) -> StepShape:
         num_rows = sum(sequence.num_remaining == 1 for sequence in self.scheduler.running)
         return StepShape.of_rows(num_rows, self.scheduler.num_context_tokens)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.simulator.network import Link
 from benchmarks.simulator.scenario import PoolSpec
+from benchmarks.simulator.vitals import hello_of
 from benchmarks.simulator.world import World, address_of
 from common.latency.step_fit import StepFit
 from common.wire.message_fields import Role
@@ -51,6 +52,7 @@ class Process:
         self._began_at = self._past_up_s = 0.0
         self._learnt: dict[Role, Learnt] = {}
         self._routers: dict[bytes, bool] = {}  # that have said hello; whether they change roles
+        self.planner = ""
         self._changes_to: Role | None = None
         self._is_leaving = False
         self.duties: dict[Role, AnyWorker] = {}
@@ -81,6 +83,7 @@ class Process:
         self.exists, self._is_leaving, self._changes_to = False, False, None
         self._learnt.clear()
         self._routers.clear()
+        self.planner = ""
         self.duty.end(said=said)
         reachable = self.duty.reachable
         self._take_duty(self.home.role)
@@ -129,14 +132,22 @@ class Process:
 
     def greet(self, router: bytes, hello: RouterHello) -> None:
         """A router has said hello."""
-        before, self._routers[router] = self.planner, hello.changes_roles
+        self._routers[router] = hello.changes_roles
+        self._name_planner()
+
+    def lose(self, router: bytes) -> None:
+        """A router is gone."""
+        self._routers.pop(router, None)
+        self._name_planner()
+
+    def _name_planner(self) -> None:
+        """The router that may change roles: of those that would, the one with the least id; "" if none would."""
+        before = self.planner
+        self.planner = min(
+            (name.decode() for name, changes_roles in self._routers.items() if changes_roles), default=""
+        )
         if self.planner != before:
             self.duty.changed()
-
-    @property
-    def planner(self) -> str:
-        """The router that may change roles: of those that would, the one with the least id; "" if none would."""
-        return min((router.decode() for router, changes_roles in self._routers.items() if changes_roles), default="")
 
     # ------------------------------------------------------------ roles
 
@@ -177,7 +188,7 @@ class Process:
         self.duty.begin(self.world.new_epoch())
         self.world.stir(self.address)
         for router in self._routers:
-            self.world.tell_router(router, self.address, (self.duty.hello(), self.duty.heartbeat(router)))
+            self.world.tell_router(router, self.address, (hello_of(self.duty), self.duty.heartbeat(router)))
         if self._is_leaving:
             self.duty.drain()
 

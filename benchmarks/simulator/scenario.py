@@ -154,17 +154,19 @@ class Goals(Part, frozen=True):
 
 
 class EventSpec(Part, frozen=True):
-    """Something that happens to a worker at `at_s`.
+    """Something that happens at `at_s` to `worker`, or to the router of this name.
 
     death: its process ends, and connections to it break. With `back_s` another one is started so much later.
     silence: its machine is gone without a word: routers notice by missing heartbeats. `back_s` as above.
     stop: it takes no new requests, and ends once its last one has ended.
     slow: its steps take `factor` times as long from then on.
     start: another worker of the pool `worker` is started, and ready after its pool's `start_s`.
+    router_death: `worker` is "router-0" or a later one. Its process ends, its clients lose their connections, and
+        clients that come later go to the others. With `back_s` another router is started so much later.
     """
 
     at_s: Seconds
-    kind: Literal["death", "silence", "stop", "slow", "start"]
+    kind: Literal["death", "silence", "stop", "slow", "start", "router_death"]
     worker: str
     factor: Positive = 1.0
     back_s: Seconds = 0.0
@@ -207,9 +209,10 @@ class Scenario(Part, frozen=True):
         if not any(pool.role == "decode" for pool in self.pool):
             raise ConfigError("pool.role", sorted({pool.role for pool in self.pool}), "at least one pool of decode")
         self.load.check(self.duration_s)
-        sizes = {f"{pool.name}-{number}" for pool in self.pool for number in range(pool.count)}
+        workers = {f"{pool.name}-{number}" for pool in self.pool for number in range(pool.count)}
+        routers = {f"router-{number}" for number in range(self.routers)}
         for event in self.event:
-            allowed = set(names) if event.kind == "start" else sizes
+            allowed = {"start": set(names), "router_death": routers}.get(event.kind, workers)
             if event.worker not in allowed:
                 some = ", ".join(sorted(allowed)[:8])
                 raise ConfigError("event.worker", event.worker, f"for {event.kind} one of {some}, ...")

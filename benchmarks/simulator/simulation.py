@@ -17,7 +17,7 @@ from benchmarks.simulator.load import SimulatedRequest, requests_of
 from benchmarks.simulator.policies import POLICIES
 from benchmarks.simulator.prefill import SimulatedPrefillWorker
 from benchmarks.simulator.process import Process
-from benchmarks.simulator.router import SimulatedRouter
+from benchmarks.simulator.router import CONNECTION_LOST, SimulatedRouter
 from benchmarks.simulator.scenario import EventSpec, PoolSpec, Scenario
 from benchmarks.simulator.worker import AnyWorker
 from benchmarks.simulator.world import World
@@ -67,7 +67,10 @@ class Simulation:
         for pool in scenario.pool:
             for _ in range(pool.count):
                 self._add_process(pool)
-        self.routers = [self._router(number) for number in range(scenario.routers)]
+        self.routers: list[SimulatedRouter] = []
+        for _ in range(scenario.routers):
+            self._add_router()
+        self._fronts = list(self.routers)
         for event in scenario.event:
             self.world.clock.at(event.at_s, self._happening(event))
 
@@ -134,8 +137,9 @@ class Simulation:
         worker.most_steps = self._most_steps or worker.most_steps
         return worker
 
-    def _router(self, number: int) -> SimulatedRouter:
-        scenario, name = self.scenario, f"router-{number}".encode()
+    def _add_router(self) -> SimulatedRouter:
+        scenario, number = self.scenario, len(self.routers)
+        name = f"router-{number}".encode()
         if scenario.policy not in POLICIES:
             raise ConfigError("policy", scenario.policy, "one of " + ", ".join(POLICIES))
         config = self._router_config()
@@ -144,6 +148,7 @@ class Simulation:
         )
         router = SimulatedRouter(self.world, name, config, policy, self._on_over)
         self.world.routers[name] = router
+        self.routers.append(router)
         return router
 
     def _router_config(self) -> RouterConfig:
@@ -170,11 +175,15 @@ class Simulation:
     # ------------------------------------------------------------ what happens
 
     def _arrive(self) -> None:
-        """A request arrives at the next router in turn."""
+        """A request arrives at the next router in turn, of those that serve."""
         request, self._next = self.requests[self._next], self._next + 1
         if self._next < len(self.requests):
             self.world.clock.at(self.requests[self._next].arrival_s, self._arrive)
-        router = self.routers[request.number % len(self.routers)]
+        if not self._fronts:
+            request.outcome, request.ended_at = CONNECTION_LOST, self.world.clock.now
+            self._on_over(request)
+            return
+        router = self._fronts[request.number % len(self._fronts)]
         way_s = self.scenario.ingress_s + self.scenario.ingress_token_s * request.content.num_prompt_tokens
         if way_s:
             self.world.clock.after(way_s, lambda: router.ask(request))
@@ -204,7 +213,11 @@ class Simulation:
 
     def _tick(self, router: SimulatedRouter, after_s: float) -> None:
         def tick() -> None:
+            if not router.alive:
+                return
             router.tick()
+            if router not in self._fronts and router.is_ready:
+                self._fronts.append(router)
             self._tick(router, self.scenario.heartbeat_s)
 
         self.world.clock.after(after_s, tick)
@@ -214,6 +227,8 @@ class Simulation:
             match event.kind:
                 case "death" | "silence":
                     self.processes[event.worker].die(said=event.kind == "death", back_s=event.back_s)
+                case "router_death":
+                    self._end_router(event)
                 case "stop":
                     self.processes[event.worker].stop()
                 case "slow":
@@ -222,6 +237,16 @@ class Simulation:
                     self._start_one(next(pool for pool in self.scenario.pool if pool.name == event.worker))
 
         return happen
+
+    def _end_router(self, event: EventSpec) -> None:
+        router = next(one for one in self.routers if one.name.decode() == event.worker)
+        if not router.alive:
+            return
+        if router in self._fronts:
+            self._fronts.remove(router)
+        router.die()
+        if event.back_s:
+            self.world.clock.after(event.back_s, lambda: self._tick(self._add_router(), 0.0))
 
     def _start_one(self, pool: PoolSpec) -> None:
         process = self._add_process(pool)

@@ -17,6 +17,7 @@ from benchmarks.simulator.clock import Timer
 from benchmarks.simulator.errors import ConservationError
 from benchmarks.simulator.process import Process
 from benchmarks.simulator.scenario import PoolSpec
+from benchmarks.simulator.vitals import heartbeat_of, hello_of
 from common.kv.block_log import BlockLog
 from common.kv.block_pool import BlockPool
 from common.latency.step_model import StepModel, StepShape
@@ -34,8 +35,8 @@ from common.wire.messages import (
     TokenOutput,
     ToRouter,
     WorkerHeartbeat,
-    WorkerHello,
 )
+from common.worker.engine import RouterLost
 
 S = TypeVar("S", bound=WorkerSequence)
 AnyWorker: TypeAlias = "SimulatedWorker[Any]"
@@ -43,9 +44,6 @@ LEAST_NOISE = 0.5
 """No step takes less than this share of its time, however the dice fall."""
 KNOWN_STEPS = 1000
 """From so many steps workers learnt the coefficients that they report: goals turn their knobs from 64 on."""
-NEVER_S = 1e9
-"""Simulated engines do not get stuck."""
-FINGERPRINT = "simulated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ class SimulatedWorker(ABC, Generic[S]):
 
     def close(self) -> None:
         """Report not to be ready. Raises ConservationError for blocks that no request left."""
-        self._is_closed = True
+        self.is_closed = True
         self._tell_state()
         counts = self.scheduler.check_integrity()
         if counts.owned or len(self.scheduler):
@@ -138,19 +136,19 @@ class SimulatedWorker(ABC, Generic[S]):
     def _reset(self) -> None:
         """As a new process is: nothing is known or cached."""
         pool, block_size = self.pool, self.world.scenario.model.block_size
-        self._block_log = BlockLog(self.epoch)
+        self.block_log = BlockLog(self.epoch)
         self._wanting: set[bytes] = set()  # routers that asked for a snapshot
         self._has_turned = True  # since it last told of its blocks, which only turns change
-        self.scheduler = self._new_scheduler(BlockPool(pool.num_blocks, block_size, log=self._block_log))
+        self.scheduler = self._new_scheduler(BlockPool(pool.num_blocks, block_size, log=self.block_log))
         self._learnt = self.process.learnt(self.role)
         self._inbox: list[object] = []
         self._outbox: defaultdict[bytes, list[ToRouter]] = defaultdict(list)
         self._deltas: defaultdict[bytes, list[TokenDelta]] = defaultdict(list)
         self._serials: dict[bytes, int] = {}
         self._is_woken = False
-        self.drains_since, self._is_closed = None, False
+        self.drains_since, self.is_closed = None, False
         self._step_timer: Timer | None = None
-        self._published_at = 0.0
+        self.published_at = 0.0
         self._beats: dict[bytes, WorkerHeartbeat] = {}
         self._beaten = None
         self._beaten_at = 0.0
@@ -162,7 +160,7 @@ class SimulatedWorker(ABC, Generic[S]):
             return
         if isinstance(message, RouterHello):
             self.process.greet(router, message)
-            self.world.tell_router(router, self.address, (self.hello(), self.heartbeat(router)))
+            self.world.tell_router(router, self.address, (hello_of(self), self.heartbeat(router)))
         elif isinstance(message, BlockSnapshotRequest):
             self._wanting.add(router)
         elif isinstance(message, ChangeRole):
@@ -171,6 +169,12 @@ class SimulatedWorker(ABC, Generic[S]):
             self.world.tell_router(router, self.address, (self._refusal(message),))
         else:
             self.take(Received(router, message))
+
+    def lose_router(self, router: bytes) -> None:
+        """End the requests of a router that is gone."""
+        self.process.lose(router)
+        self._wanting.discard(router)
+        self.take(RouterLost(router))
 
     def take(self, command: object) -> None:
         if not self.alive:
@@ -184,36 +188,17 @@ class SimulatedWorker(ABC, Generic[S]):
             epoch = self.epoch
             self.world.clock.after(0.0, lambda: self._turn(epoch))
 
-    def hello(self) -> WorkerHello:
-        model = self.world.scenario.model
-        return WorkerHello(
-            worker_id=self.name,
-            role=self.role,
-            epoch=self.epoch,
-            fingerprint=FINGERPRINT,
-            model=FINGERPRINT,
-            block_size=model.block_size,
-            num_blocks=self.pool.num_blocks,
-            max_model_len=model.max_model_len,
-            max_num_seqs=self.pool.num_seqs,
-            kv_address=self.address if self.role == "decode" else "",
-            weights=FINGERPRINT,
-            max_step_tokens=self.pool.step_tokens,
-            home=self.process.home.role,
-            changes_role=self.process.home.other_role is not None,
-        )
-
     def tell_blocks(self) -> None:
         """Tell every router what changed in the prefix cache, or all that is in it; before each heartbeat."""
         if not (self._has_turned or self._wanting):
             return
         self._has_turned = False
-        events, (wanting, self._wanting) = self._block_log.take(), (self._wanting, set())
+        events, (wanting, self._wanting) = self.block_log.take(), (self._wanting, set())
         if events:
             self._beats.clear()
             self._beaten = None
         for router in self.world.routers if events else wanting:
-            messages = self._block_log.snapshot() if router in wanting else events
+            messages = self.block_log.snapshot() if router in wanting else events
             self.world.tell_router(router, self.address, messages)
 
     def heartbeat(self, router: bytes) -> WorkerHeartbeat:
@@ -223,43 +208,13 @@ class SimulatedWorker(ABC, Generic[S]):
             return known
         serial = self._serials.get(router, 0)
         if self._beaten is None or self._beaten_at != self.world.clock.now:
-            self._beaten, self._beaten_at = self._report_load(), self.world.clock.now
+            self._beaten, self._beaten_at = heartbeat_of(self), self.world.clock.now
         beat = self._beats[router] = msgspec.structs.replace(self._beaten, serial=serial) if serial else self._beaten
         return beat
 
     def still_says(self, router: bytes, beat: WorkerHeartbeat) -> bool:
         """Whether this is what it would report until another command comes."""
         return self.alive and self._step_timer is None and not self._inbox and self._beats.get(router) is beat
-
-    def _report_load(self) -> WorkerHeartbeat:
-        """What every router hears."""
-        scheduler, model = self.scheduler, self.model
-        waiting, counts = scheduler.waiting_shape, scheduler.pool.counts
-        num_more, more_context = self._grown()
-        num_taken = min(num_more, counts.free + counts.cached)
-        waiting_s = model.steps_s(waiting, scheduler.max_step_tokens, self._beside()) if waiting.num_tokens else 0.0
-        return WorkerHeartbeat(
-            worker_id=self.name,
-            epoch=self.epoch,
-            step=self.num_steps,
-            ready=not self._is_closed,
-            draining=self.drains_since is not None,
-            num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
-            num_transferring=scheduler.num_in_transfer,
-            num_waiting_tokens=waiting.num_tokens,
-            num_free_blocks=max(0, counts.free - num_taken),
-            num_cached_blocks=counts.cached - max(0, num_taken - counts.free),
-            num_owned_blocks=counts.owned + num_taken,
-            turn_limit_s=NEVER_S,
-            waiting_s=max(0.0, waiting_s - (self.world.clock.now - self._published_at)),
-            num_context_tokens=scheduler.num_context_tokens + more_context,
-            step_model=model,
-            block_sequence=self._block_log.sequence,
-            batch_cap=scheduler.batch_cap.value,
-            step_tokens=scheduler.max_step_tokens,
-            planner=self.process.planner,
-        )
 
     @property
     def model(self) -> StepModel:
@@ -283,10 +238,13 @@ class SimulatedWorker(ABC, Generic[S]):
         self._is_woken, self._has_turned = False, True
         self._beats.clear()
         self._beaten = None
-        self._published_at = self.world.clock.now
+        self.published_at = self.world.clock.now
         commands, self._inbox = self._inbox, []
         for command in commands:
-            self._apply(command)
+            if isinstance(command, RouterLost):
+                self._end_requests_of(command.router)
+            else:
+                self._apply(command)
         step_s = self._begin(self.world.clock.now)
         if step_s is not None:
             self._set_step_timer(step_s)
@@ -313,6 +271,12 @@ class SimulatedWorker(ABC, Generic[S]):
         self._learnt.has_stepped = True
         if self.world.scenario.fit:
             self._learnt.fit.observe(shape, step_s)
+
+    def _end_requests_of(self, router: bytes) -> None:
+        self._serials.pop(router, None)
+        for sequence in self.scheduler:
+            if sequence.router == router:
+                self._drop(sequence, "router lost")
 
     def _fail(self, sequence: S, phase: str, why: str) -> None:
         """Give a request up; another worker may succeed."""
@@ -376,10 +340,10 @@ class SimulatedWorker(ABC, Generic[S]):
     def _settle(self) -> None:
         """Bring what is counted up to the present, before the worker dies."""
 
-    def _grown(self) -> tuple[int, int]:
+    def grown(self) -> tuple[int, int]:
         """Blocks and tokens that running sequences have gained since they were last counted."""
         return 0, 0
 
-    def _beside(self) -> StepShape:
+    def beside(self) -> StepShape:
         """What steps compute beside prompts."""
         return StepShape()

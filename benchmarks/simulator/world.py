@@ -51,6 +51,9 @@ class WorkerEnd(Protocol):
     def hear(self, router: bytes, message: Message) -> None:
         """A message of a router has arrived."""
 
+    def lose_router(self, router: bytes) -> None:
+        """The connection to a router has been broken for some heartbeats."""
+
     def still_says(self, router: bytes, beat: WorkerHeartbeat) -> bool:
         """Whether this is what it would report until another command comes."""
 
@@ -97,8 +100,10 @@ class World:
             router.quiet.discard(address)
 
     def tell_router(self, router: bytes, address: str, messages: Sequence[ToRouter]) -> None:
-        """Messages leave a worker for a router."""
-        end = self.routers[router]
+        """Messages leave a worker for a router; those for a dead one are lost."""
+        end = self.routers.get(router)
+        if end is None:
+            return
 
         def arrive() -> None:
             for message in messages:
