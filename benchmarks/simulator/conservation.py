@@ -58,7 +58,7 @@ def check_conserved(
         num_computed,
         sum(worker.num_prompt_tokens for worker in workers),
         num_blocks,
-        *_bytes(world, processes),
+        *_bytes(world),
     )
 
 
@@ -73,16 +73,16 @@ def _check_bookings(routers: Sequence[SimulatedRouter]) -> None:
                 raise ConservationError(f"{len(known.bookings)} bookings are left on {known.address}")
 
 
-def _bytes(world: World, processes: Sequence[Process]) -> tuple[float, float]:
-    """Bytes that crossed, and those that were dropped with their transfers."""
+def _bytes(world: World) -> tuple[float, float]:
+    """Bytes that crossed the links of all models, and those that were dropped with their transfers."""
     network = world.network
-    for link in (link for process in processes for link in (process.outbound, process.inbound)):
+    for link in (link for both in world.links.values() for link in both):
         if link.flows:
             raise ConservationError(f"{len(link.flows)} flows are left on the link {link.name}")
     totals = {
         "crossed and dropped": network.num_bytes_crossed + network.num_bytes_dropped,
-        "sent and dropped": sum(process.outbound.num_bytes for process in processes) + network.num_bytes_dropped,
-        "received and dropped": sum(process.inbound.num_bytes for process in processes) + network.num_bytes_dropped,
+        "sent and dropped": sum(out.num_bytes for _, out in world.links.values()) + network.num_bytes_dropped,
+        "received and dropped": sum(into.num_bytes for into, _ in world.links.values()) + network.num_bytes_dropped,
     }
     for what, total in totals.items():
         if abs(total - network.num_bytes_added) > 1.0 + ROUNDING * network.num_bytes_added:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from benchmarks.simulator.network import Link
 from benchmarks.simulator.scenario import PoolSpec
 from benchmarks.simulator.vitals import hello_of
 from benchmarks.simulator.world import World, address_of
@@ -45,7 +44,7 @@ class Process:
     ) -> None:
         """`begin` makes the duty of a role, which does not serve yet."""
         self.world, self.home, self.name, self.address = world, home, name, address_of(name)
-        self.inbound, self.outbound = Link(f"{name} in", home.link_rate), Link(f"{name} out", home.link_rate)
+        self.inbound, self.outbound = world.links_of(name, home)
         self.chance = world.chance(name)
         self.exists, self.num_role_changes = False, 0
         self._begin, self._factor = begin, 1.0

@@ -35,6 +35,7 @@ class Findings:
     the shares of each part of the load that met both goals.
     """
 
+    name: str
     policy: str
     num_requests: int
     num_ok: int
@@ -67,6 +68,7 @@ class Findings:
         num_refused = failures[Overloaded.__name__]
         num_prompt = sum(request.content.num_prompt_tokens for request in served)
         return cls(
+            name=run.scenario.name,
             policy=run.scenario.policy,
             num_requests=len(requests),
             num_ok=len(served),
@@ -95,7 +97,7 @@ class Findings:
         """A row of the table; latencies in milliseconds."""
         latencies = (value for found in (self.ttft_ms, self.tpot_ms) for value in (found.p50, found.p90, found.p99))
         return (
-            self.policy,
+            f"{self.name}, {self.policy}" if self.name else self.policy,
             *(f"{value:,.1f}" for value in latencies),
             f"{self.goodput:.2f}",
             f"{self.num_good / self.num_requests:.1%}",

@@ -46,6 +46,8 @@ class PoolSpec(Part, frozen=True):
     batch and chunks, by default the scenario's goal. With `ahead` they launch a step before they have the tokens of
     the one before, as all on CPUs and those with recorded steps on GPUs do.
 
+    Workers whose pools name the same `link` share that link, whatever model they serve; others have links of their own.
+
     With `other_role` routers that have the setting `role_change` may change its workers' roles. A worker that has
     drained is ready in its new role `role_change_s` later.
     """
@@ -59,6 +61,7 @@ class PoolSpec(Part, frozen=True):
     max_step_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     watermark: Share = 0.02
     link_rate: Positive = 12.5e9
+    link: Annotated[str, Meta(max_length=64)] = ""
     start_s: Seconds = 30.0
     slo_tpot_ms: Annotated[float, Meta(ge=0.0, le=3.6e6)] | None = None
     ahead: bool = True
@@ -179,6 +182,9 @@ class Scenario(Part, frozen=True):
     their steps, as in life; without, they report their coefficients from their first step on, with `warm` at once.
     A request reaches its router `ingress_s` after its client sent it, and `ingress_token_s` later for each prompt
     token.
+
+    `also` are scenarios of other models, which have `name`s. They run in the same time, and share the links that their
+    pools name.
     """
 
     pool: Annotated[tuple[PoolSpec, ...], Meta(min_length=1)]
@@ -199,6 +205,13 @@ class Scenario(Part, frozen=True):
     warm: bool = False
     ingress_s: Seconds = 0.0
     ingress_token_s: Seconds = 0.0
+    name: Annotated[str, Meta(max_length=64)] = ""
+    also: tuple[Scenario, ...] = ()
+
+    def changed(self, **values: Any) -> Scenario:
+        """The scenario with other values of fields, here and in those of other models."""
+        also = tuple(other.changed(**values) for other in self.also)
+        return msgspec.structs.replace(self, also=also, **values)
 
     def check(self) -> None:
         """Checks over several fields. Raises ConfigError."""
@@ -209,6 +222,7 @@ class Scenario(Part, frozen=True):
         if not any(pool.role == "decode" for pool in self.pool):
             raise ConfigError("pool.role", sorted({pool.role for pool in self.pool}), "at least one pool of decode")
         self.load.check(self.duration_s)
+        self._check_others()
         workers = {f"{pool.name}-{number}" for pool in self.pool for number in range(pool.count)}
         routers = {f"router-{number}" for number in range(self.routers)}
         for event in self.event:
@@ -216,6 +230,20 @@ class Scenario(Part, frozen=True):
             if event.worker not in allowed:
                 some = ", ".join(sorted(allowed)[:8])
                 raise ConfigError("event.worker", event.worker, f"for {event.kind} one of {some}, ...")
+
+    def _check_others(self) -> None:
+        models = [self.name, *(other.name for other in self.also)]
+        rates: dict[str, float] = {}
+        for scenario in (self, *self.also):
+            if self.also and (not scenario.name or models.count(scenario.name) > 1):
+                raise ConfigError("name", scenario.name, "a name of its own for each model")
+            for pool in scenario.pool:
+                if pool.link and rates.setdefault(pool.link, pool.link_rate) != pool.link_rate:
+                    raise ConfigError("pool.link_rate", pool.link_rate, f"{rates[pool.link]:g}, as {pool.link} has")
+        for other in self.also:
+            if other.also:
+                raise ConfigError("also.also", len(other.also), "none: all models belong to the first scenario")
+            other.check()
 
 
 def read_scenario(path: Path) -> Scenario:

@@ -36,7 +36,10 @@ PATIENT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a simulation leaves: its requests, and counts. `seconds` are virtual. Hand-overs are counted by outcome."""
+    """What a simulation leaves: its requests, and counts. `seconds` are virtual. Hand-overs are counted by outcome.
+
+    `others` are those of other models.
+    """
 
     scenario: Scenario
     requests: Sequence[SimulatedRequest]
@@ -48,18 +51,23 @@ class Run:
     num_handovers: Counter[str]
     num_role_changes: int
     conserved: Conserved
+    others: Sequence[Run] = ()
 
 
 class Simulation:
     """Raises ConfigError and TraceError for a scenario that cannot be simulated."""
 
-    def __init__(self, scenario: Scenario, *, most_steps: int | None = None) -> None:
-        """Decode workers take at most `most_steps` steps at once, by default as many as are alike."""
+    def __init__(self, scenario: Scenario, *, most_steps: int | None = None, beside: World | None = None) -> None:
+        """Decode workers take at most `most_steps` steps at once, by default as many as are alike.
+
+        `beside` is the world of another model that runs in the same time.
+        """
         self.scenario, self._most_steps = scenario, most_steps
         self.requests = requests_of(scenario)
         if not self.requests:
             raise ConfigError("load", scenario.load, "a load of at least one request")
-        self.world = World(scenario, {request.request_id: request for request in self.requests})
+        by_id = {request.request_id: request for request in self.requests}
+        self.world = beside.beside(scenario, by_id) if beside else World(scenario, by_id)
         self.processes: dict[str, Process] = {}
         self._num_left = len(self.requests)
         self._next = 0
@@ -73,6 +81,13 @@ class Simulation:
         self._fronts = list(self.routers)
         for event in scenario.event:
             self.world.clock.at(event.at_s, self._happening(event))
+        self._ended_at = self._worker_seconds = 0.0
+        self.others = [Simulation(other, most_steps=most_steps, beside=self.world) for other in scenario.also]
+
+    @property
+    def num_requests(self) -> int:
+        """Of all models."""
+        return len(self.requests) + sum(len(other.requests) for other in self.others)
 
     def run(self, progress: Callable[[int, float], None] = lambda num_over, now: None) -> Run:
         """Simulate until every request has ended. `progress` hears of their number, and of the virtual time."""
@@ -80,31 +95,39 @@ class Simulation:
             return self._run(progress)
 
     def _run(self, progress: Callable[[int, float], None]) -> Run:
-        clock = self.world.clock
+        clock, models = self.world.clock, (self, *self.others)
+        for one in models:
+            one._begin()
+        while num_left := sum(one._num_left for one in models):
+            clock.step()
+            if clock.num_events % 4096 == 0:
+                progress(self.num_requests - num_left, clock.now)
+        for one in models:
+            one._settle()
+        return self._left([other._left() for other in self.others])
+
+    def _begin(self) -> None:
         for process in self.processes.values():  # those of the beginning are ready
             process.start(ready=True)
         self._beat(0)
         for index, router in enumerate(self.routers):
             self._tick(router, index / len(self.routers) * self.scenario.heartbeat_s)
-        clock.at(self.requests[0].arrival_s, self._arrive)
-        while self._num_left:
-            clock.step()
-            if clock.num_events % 4096 == 0:
-                progress(len(self.requests) - self._num_left, clock.now)
-        ended_at, worker_seconds = clock.now, sum(process.up_s for process in self.processes.values())
-        self._settle()
+        self.world.clock.at(self.requests[0].arrival_s, self._arrive)
+
+    def _left(self, others: Sequence[Run] = ()) -> Run:
         counters = [router.core.counters for router in self.routers]
         return Run(
             self.scenario,
             self.requests,
-            ended_at,
-            clock.num_events,
-            worker_seconds,
+            self._ended_at,
+            self.world.clock.num_events,
+            self._worker_seconds,
             sum((one.num_choices for one in counters), Counter[str]()),
             sum((one.num_retries for one in counters), Counter[str]()),
             sum((one.num_handovers for one in counters), Counter[str]()),
             sum(process.num_role_changes for process in self.processes.values()),
             check_conserved(self.world, list(self.processes.values()), self.routers, self.requests),
+            others,
         )
 
     def _settle(self) -> None:
@@ -193,6 +216,9 @@ class Simulation:
     def _on_over(self, request: SimulatedRequest) -> None:
         self._num_left -= 1
         request.content.forget()
+        if not self._num_left:
+            self._ended_at = self.world.clock.now
+            self._worker_seconds = sum(process.up_s for process in self.processes.values())
 
     def _beat(self, slot: int) -> None:
         """The workers of one slot send heartbeats."""

@@ -10,7 +10,7 @@ from typing import Protocol
 from benchmarks.simulator.clock import Clock
 from benchmarks.simulator.load import SimulatedRequest
 from benchmarks.simulator.network import Link, Network
-from benchmarks.simulator.scenario import Scenario
+from benchmarks.simulator.scenario import PoolSpec, Scenario
 from common.wire.messages import Message, ToRouter, WorkerHeartbeat
 
 
@@ -67,7 +67,8 @@ def address_of(name: str) -> str:
 class World:
     """`requests` by id, `routers` by their name in messages, `workers` by address in the roles that they have now.
 
-    `receivers` are workers as decode workers, by name, also while they have the other role.
+    `links` are those of all models, in and out, by the name that they share or by their worker. `receivers` are workers
+    as decode workers, by name, also while they have the other role.
     """
 
     scenario: Scenario
@@ -77,10 +78,24 @@ class World:
     routers: dict[bytes, RouterEnd] = field(default_factory=dict)
     workers: dict[str, WorkerEnd] = field(default_factory=dict)
     receivers: dict[str, TransferEnd] = field(default_factory=dict)
+    links: dict[str, tuple[Link, Link]] = field(default_factory=dict)
     _num_epochs: int = 0
 
     def __post_init__(self) -> None:
         self.network = Network(self.clock)
+
+    def beside(self, scenario: Scenario, requests: Mapping[str, SimulatedRequest]) -> World:
+        """That of another model, with the same clock, network and links."""
+        other = World(scenario, requests, self.clock, links=self.links)
+        other.network = self.network
+        return other
+
+    def links_of(self, worker: str, pool: PoolSpec) -> tuple[Link, Link]:
+        """Into a worker and out of it."""
+        name = pool.link or f"{self.scenario.name} {worker}".strip()
+        if name not in self.links:
+            self.links[name] = (Link(f"{name} in", pool.link_rate), Link(f"{name} out", pool.link_rate))
+        return self.links[name]
 
     def chance(self, name: str) -> random.Random:
         """A source of its own for each name, the same for each run of the scenario."""

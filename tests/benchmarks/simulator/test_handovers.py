@@ -104,7 +104,9 @@ def test_a_hand_over_whose_target_says_nothing_ends(
 def crowded(scenario: Callable[..., Scenario], **values: Any) -> Scenario:
     """Answers that outgrow the blocks of a worker which got too many of them."""
     load = {"rate": 6.0, "input_len": "100-500", "output_len": "100-1200"}
-    return scenario(**({"decode": {"num_blocks": 500}, "load": load, "policy": "random", "seed": 1, "duration_s": 7.0} | values))
+    return scenario(
+        **({"decode": {"num_blocks": 500}, "load": load, "policy": "random", "seed": 1, "duration_s": 7.0} | values)
+    )
 
 
 def test_streams_move_where_blocks_are_left(scenario: Callable[..., Scenario]) -> None:
