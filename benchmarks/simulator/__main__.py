@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -52,9 +51,9 @@ def simulated(scenario: Scenario, console: Console, *, progress: bool) -> Run:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, refresh_per_second=4, disable=not progress) as shown:
-        bar = shown.add_task(scenario.policy, total=len(simulation.requests), now=0.0)
+        bar = shown.add_task(scenario.policy, total=simulation.num_requests, now=0.0)
         run = simulation.run(lambda num_over, now: shown.update(bar, completed=num_over, now=now))
-        shown.update(bar, completed=len(simulation.requests), now=run.seconds)
+        shown.update(bar, completed=simulation.num_requests, now=run.seconds)
     return run
 
 
@@ -66,17 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         scenario = read_scenario(arguments.scenario)
         if arguments.seed >= 0:
-            scenario = msgspec.structs.replace(scenario, seed=arguments.seed)
-        policies = arguments.policy.split(",") if arguments.policy else [scenario.policy]
-        scenarios = [msgspec.structs.replace(scenario, policy=policy) for policy in policies]
+            scenario = scenario.changed(seed=arguments.seed)
+        policies = arguments.policy.split(",") if arguments.policy else []
+        scenarios = [scenario.changed(policy=policy) for policy in policies] or [scenario]
         began_at = time.monotonic()
-        runs = [simulated(one, console, progress=not arguments.no_progress) for one in scenarios]
+        first_runs = [simulated(one, console, progress=not arguments.no_progress) for one in scenarios]
     except (ConfigError, TraceError) as error:
         exit_refused(error, PROG)
     took_s = time.monotonic() - began_at
+    runs = [run for first in first_runs for run in (first, *first.others)]
     findings = [Findings.of(run) for run in runs]
     print_findings(console, findings, title=f"{arguments.scenario.name}, seed {scenario.seed}")
-    num_events = sum(run.num_events for run in runs)
+    num_events = sum(run.num_events for run in first_runs)
     console.print(f"{num_events:,} events in {took_s:,.1f} s", highlight=False)
     if arguments.json:
         write_json(arguments.json, as_json(runs, findings, conditions(PROG, argv, took_s=took_s)))

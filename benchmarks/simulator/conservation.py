@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.simulator.errors import ConservationError
 from benchmarks.simulator.load import SimulatedRequest
+from benchmarks.simulator.process import Process
 from benchmarks.simulator.router import SimulatedRouter
-from benchmarks.simulator.worker import AnyWorker
 from benchmarks.simulator.world import World
 
 ROUNDING = 1e-9
 """The share by which sums of bytes may differ."""
-
-
-class ConservationError(Exception):
-    """A simulation's books do not balance: a bug in the simulator, or in what it simulates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +29,10 @@ class Conserved:
 
 
 def check_conserved(
-    world: World, workers: Sequence[AnyWorker], routers: Sequence[SimulatedRouter], requests: Sequence[SimulatedRequest]
+    world: World, processes: Sequence[Process], routers: Sequence[SimulatedRouter], requests: Sequence[SimulatedRequest]
 ) -> Conserved:
     """Raises ConservationError, and BlockError for blocks without an owner."""
+    workers = [duty for process in processes for duty in process.duties.values()]
     for request in requests:
         if not request.outcome:
             raise ConservationError(f"request {request.request_id} has no end")
@@ -51,6 +49,8 @@ def check_conserved(
         if counts.owned or counts.total != worker.pool.num_blocks:
             raise ConservationError(f"{worker.name} has {counts} of {worker.pool.num_blocks} blocks, and no request")
         num_blocks += counts.total
+        if num_open := len(worker.transfers()):
+            raise ConservationError(f"{worker.name} has {num_open} transfers open, and no request")
     _check_bookings(routers)
     return Conserved(
         len(requests),
@@ -58,12 +58,14 @@ def check_conserved(
         num_computed,
         sum(worker.num_prompt_tokens for worker in workers),
         num_blocks,
-        *_bytes(world, workers),
+        *_bytes(world),
     )
 
 
 def _check_bookings(routers: Sequence[SimulatedRouter]) -> None:
     for router in routers:
+        if not router.alive:
+            continue
         if router.core.states or len(router.core.waiting):
             raise ConservationError(f"{router.name.decode()} still has {len(router.core.states)} requests")
         for known in router.registry.workers.values():
@@ -71,13 +73,16 @@ def _check_bookings(routers: Sequence[SimulatedRouter]) -> None:
                 raise ConservationError(f"{len(known.bookings)} bookings are left on {known.address}")
 
 
-def _bytes(world: World, workers: Sequence[AnyWorker]) -> tuple[float, float]:
-    """Bytes that crossed, and those that were dropped with their transfers."""
+def _bytes(world: World) -> tuple[float, float]:
+    """Bytes that crossed the links of all models, and those that were dropped with their transfers."""
     network = world.network
+    for link in (link for both in world.links.values() for link in both):
+        if link.flows:
+            raise ConservationError(f"{len(link.flows)} flows are left on the link {link.name}")
     totals = {
         "crossed and dropped": network.num_bytes_crossed + network.num_bytes_dropped,
-        "sent and dropped": sum(worker.outbound.num_bytes for worker in workers) + network.num_bytes_dropped,
-        "received and dropped": sum(worker.inbound.num_bytes for worker in workers) + network.num_bytes_dropped,
+        "sent and dropped": sum(out.num_bytes for _, out in world.links.values()) + network.num_bytes_dropped,
+        "received and dropped": sum(into.num_bytes for into, _ in world.links.values()) + network.num_bytes_dropped,
     }
     for what, total in totals.items():
         if abs(total - network.num_bytes_added) > 1.0 + ROUNDING * network.num_bytes_added:

@@ -8,8 +8,12 @@ from dataclasses import replace
 import msgspec
 
 from benchmarks.simulator.coalesced import CoalescedScheduler, StepRun
+from benchmarks.simulator.incoming import IncomingTransfers
+from benchmarks.simulator.outgoing import LookAgain, SimulatedSender, event_of, handovers_of
+from benchmarks.simulator.process import Process
+from benchmarks.simulator.scenario import PoolSpec
 from benchmarks.simulator.tokens import CountedTokens, InjectedHasher
-from benchmarks.simulator.transfer import Announced, Arrived, Failed, Transfer
+from benchmarks.simulator.transfer import Acknowledged, Advanced, Announced, Arrived, Failed
 from benchmarks.simulator.worker import Received, SimulatedWorker
 from common.kv.block_pool import BlockPool
 from common.latency.step_model import StepShape
@@ -25,8 +29,9 @@ GRANT_TIMEOUT_S = 30.0
 REPORT_S = 1.0
 """How often a router hears of tokens between a request's first and its last: in life it does at each step, but nothing
 depends on these."""
-EARLY_S = 10.0
-"""How long an announcement is kept whose request has not come."""
+WATCHED_STEPS, WATCHED_S = 16, 4.0
+"""Steps that are taken at once at most, and reported, by workers from which routers may move streams: those that miss
+the goal for tokens or have blocks for fewer seconds."""
 
 
 class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
@@ -35,14 +40,19 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
     scheduler: CoalescedScheduler
     most_steps = MOST_STEPS
 
+    def __init__(self, process: Process, pool: PoolSpec) -> None:
+        super().__init__(process, pool)
+        self.world.receivers[self.name] = self
+
     def _reset(self) -> None:
         super()._reset()
-        self._incoming: dict[str, Transfer] = {}  # announced, of the present attempt
-        self._early: dict[tuple[str, int], tuple[float, Transfer]] = {}
+        self._incoming = IncomingTransfers(self.world, self.scheduler)
+        self._sender = SimulatedSender(self)
+        self._handovers = handovers_of(self, self._sender)
         self._chunks: Sequence[DecodeChunk] = ()
         self._run: StepRun | None = None
         self._told_at = 0.0
-        self._are_known, self._left = False, list[int]()
+        self._are_known, self._tells_all, self._left = False, False, list[int]()
         self._shape, self._is_plain = StepShape(), False
         self._chosen: set[DecodeSequence] = set()  # for the next step, while one that was launched ahead is computed
         self._gaps = TokenGaps(self.scheduler.goal)
@@ -55,6 +65,10 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
             watermark=self.pool.watermark,
             slo_tpot_s=self._slo_tpot_s,
         )
+
+    @property
+    def block_bytes(self) -> int:
+        return self.scheduler.block_size * self.world.scenario.model.kv_bytes_per_token
 
     @property
     def _slo_tpot_s(self) -> float:
@@ -72,17 +86,21 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
                 sequence = self.scheduler.find(request_id)
                 if sequence is not None and sequence.attempt <= attempt and sequence.router == router:
                     self._drop(sequence, "aborted")
+            case Received(router, HandOver() as order):
+                if (without_kv := self._handovers.take(router, order, self.world.clock.now)) is not None:
+                    self._fail(without_kv, "handover", "its KV has to be computed, here or elsewhere")
             case Announced(transfer):
-                self._on_announced(transfer)
+                self._incoming.on_announced(transfer)
             case Arrived(transfer):
-                self._on_arrived(transfer)
-            case Failed(transfer, why):
-                sequence = self.scheduler.find(transfer.request_id)
-                if sequence is not None and self._incoming.get(transfer.request_id) is transfer:
-                    self._release(sequence, "")
-                    self._fail(sequence, "transfer", f"transfer failed: {why}")
-            case Received(router, HandOver() as order):  # modelled as one that fails: the stream ends where it runs
-                self._refuse(router, order.request_id, order.new_attempt, "handover", "hand-overs are not simulated")
+                if (joined := self._incoming.on_arrived(transfer)) is not None:
+                    self._on_joined(joined)
+            case Failed(transfer, why) if transfer.receiver is self:
+                if (failed := self._incoming.on_failed(transfer)) is not None:
+                    self._fail(failed, "transfer", f"transfer failed: {why}")
+            case Advanced() | Acknowledged() | Failed():
+                self._handovers.on_event(event_of(command), self.world.clock.now)
+            case LookAgain():
+                pass
             case _:
                 raise TypeError(f"a decode worker takes no {command!r}")
 
@@ -100,71 +118,39 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         sequence = DecodeSequence(router, request, tokens, hasher, now, now + request.deadline_s, status=status)
         self.scheduler.add(sequence)
         self.scheduler.expect_hits(sequence)
-        self._take_early(sequence)
+        self._incoming.expect(sequence)
 
     def _continue(self, known: DecodeSequence, request: DecodeRequest) -> bool:
         """Go on with a sequence under a new attempt, with the blocks that have arrived."""
         if not known.is_continued_by(request):
             return False
+        self._handovers.cancel(known, "superseded by a new attempt")
         if known.is_incoming:
-            self._release(known, "superseded by a new attempt")
+            self._incoming.release(known, "superseded by a new attempt")
             self.scheduler.expect_again(known)
         known.restart_reporting(request)
         if not known.is_incoming:
             if known.has_first_token:
-                self._report(known)
+                self.report(known)
         elif not request.prefill_worker:
             self.scheduler.prefill_locally(known, known.num_received_blocks)
-        self._take_early(known)
+        self._incoming.expect(known)
         return True
 
-    def _take_early(self, sequence: DecodeSequence) -> None:
-        now = self.world.clock.now
-        self._early = {key: early for key, early in self._early.items() if early[0] > now}
-        early = self._early.pop((sequence.request_id, sequence.attempt), None)
-        if early is not None:
-            self._on_announced(early[1])
-
-    def _on_announced(self, transfer: Transfer) -> None:
-        sequence = self.scheduler.find(transfer.request_id)
-        if transfer.over:
-            return
-        if sequence is None or sequence.attempt < transfer.attempt:
-            self._early[transfer.request_id, transfer.attempt] = (self.world.clock.now + EARLY_S, transfer)
-        elif sequence.attempt > transfer.attempt:
-            transfer.fail(by_sender=False, why="superseded by a new attempt")
-        elif not sequence.is_incoming:
-            transfer.acknowledge()
-        else:
-            self._incoming[transfer.request_id] = transfer
-            sequence.opened_at = self.world.clock.now
-            if sequence.status is RequestStatus.EXPECTING:
-                self.scheduler.open(sequence)
-            elif sequence.status is RequestStatus.TRANSFERRING:
-                self._grant(sequence, sequence.num_received_blocks)
-
-    def _on_arrived(self, transfer: Transfer) -> None:
-        sequence = self.scheduler.find(transfer.request_id)
-        if sequence is None or self._incoming.get(transfer.request_id) is not transfer:
-            return
-        now = self.world.clock.now
-        del self._incoming[transfer.request_id]
-        transfer.acknowledge()
-        sequence.lent = False
-        sequence.transfer_s = now - transfer.granted_at
-        sequence.first_token_at = now
-        self.scheduler.start_decoding(sequence)
-        sequence.token_ids.append(0)
-        self._end_if_over(sequence)
+    def _on_joined(self, sequence: DecodeSequence) -> None:
+        """Report the tokens that came in a hand-over: until then its router listens to the former worker."""
+        if not self._end_if_over(sequence) and sequence.request.num_reserved_tokens:
+            self.report(sequence)
 
     # ------------------------------------------------------------ steps
 
     def _begin(self, now: float) -> float | None:
         self._expire(now)
-        output = self.scheduler.schedule(now, self.model)
+        self._handovers.pause_due(now)
+        output = self.scheduler.schedule(now, self.model, self._handovers.withdraw)
         for sequence in output.granted:
             sequence.num_received_blocks = sequence.num_computed // self.scheduler.block_size
-            self._grant(sequence, sequence.num_received_blocks)
+            self._incoming.grant(sequence, sequence.num_received_blocks)
         self._chunks = self._launchable(output.chunks)
         if not self._chunks:
             return None
@@ -192,9 +178,26 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         self._are_known = self._is_plain and all(map(self._has_spoken, sequences))
         self._left = [self._num_left(sequence) for sequence in sequences] if self._are_known else []
         least = min(self.most_steps, *self._left) if self._are_known else 1
+        self._tells_all = self._may_lose_streams
+        if self._tells_all:
+            least = min(least, 1 if len(self._handovers) or self.drains_since is not None else WATCHED_STEPS)
         if self.scheduler.queue and self.scheduler.goal.is_set:  # the cap changes, and patience ends
             return 1
         return self.scheduler.num_steps_with_room(least) if least > 1 else 1
+
+    @property
+    def _may_lose_streams(self) -> bool:
+        """Whether routers may move streams away, and thus must know of each token, or do so now."""
+        if len(self._handovers) or self.drains_since is not None:
+            return True
+        step_s, pool = self.step_s(self._shape), self.scheduler.pool
+        goal_s = self.world.scenario.goals.tpot_ms / 1000
+        growing = self._shape.num_rows * WATCHED_S
+        return 0.0 < goal_s < step_s or pool.num_available * self.scheduler.block_size * step_s < growing
+
+    def drain(self) -> None:
+        super().drain()
+        self._interrupt()
 
     def _interrupt(self) -> None:
         """The run ends with the step that is being computed: then commands are carried out."""
@@ -218,7 +221,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
             self._run = None
         for sequence in self.scheduler.running:  # in life its tokens were sent at once
             if sequence.num_output_tokens > sequence.num_reported:
-                self._report(sequence)
+                self.report(sequence)
 
     def _advance(self, num_steps: int, now: float) -> None:
         """So many steps of the run have been computed."""
@@ -236,7 +239,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
                 sequence.token_ids.append(0)
         self.num_prompt_tokens += self._shape.num_tokens
         self.num_output_tokens += num_steps * len(sampled)
-        tells_all = not self._are_known or now - self._told_at >= REPORT_S
+        tells_all = not self._are_known or self._tells_all or now - self._told_at >= REPORT_S
         if tells_all:
             self._told_at = now
         else:  # of sequences that are known there is only news when they end
@@ -246,7 +249,8 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
                 sequence.first_token_at = now
                 sequence.prefill_s = now - sequence.admitted_at
             if not self._end_if_over(sequence):
-                self._report(sequence)
+                self.report(sequence)
+        self._handovers.stepped()
         step_s = run.seconds(num_steps) / num_steps
         more = (num_steps - 1) * self._shape.num_rows // 2
         self._stepped(msgspec.structs.replace(self._shape, context=self._shape.context + more), step_s, num_steps)
@@ -284,11 +288,12 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
             num_preemptions=sequence.num_preemptions,
         )
         reason = "length" if sequence.num_output_tokens >= sequence.params.max_tokens else "stop"
-        self._report(sequence, reason, timeline)
+        self._handovers.cancel(sequence, "it has ended")
+        self.report(sequence, reason, timeline)
         self.scheduler.remove(sequence)
         return True
 
-    def _report(self, sequence: DecodeSequence, reason: str = "", timeline: Timeline | None = None) -> None:
+    def report(self, sequence: DecodeSequence, reason: str = "", timeline: Timeline | None = None) -> None:
         num_new = sequence.num_output_tokens - sequence.num_reported
         delta = TokenDelta(
             sequence.request_id,
@@ -303,47 +308,32 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         sequence.num_reported += num_new
         self._deltas[sequence.router].append(delta)
 
-    def _grant(self, sequence: DecodeSequence, first_block: int) -> None:
-        sequence.lent = True
-        sequence.granted_at = self.world.clock.now
-        self._incoming[sequence.request_id].grant(first_block)
-
     def _expire(self, now: float) -> None:
-        """Fail prompts that have waited for room for too long."""
+        """Fail prompts that have waited for room for too long, and end hand-overs that take too long."""
         for sequence in list(self.scheduler.queue):
             if sequence.status is RequestStatus.OPENED and sequence.opened_at < now - GRANT_TIMEOUT_S:
                 why = f"no room for {sequence.num_tokens} tokens within {GRANT_TIMEOUT_S:g} s"
                 self._fail(sequence, "grant", why)
-
-    def _release(self, sequence: DecodeSequence, why: str) -> None:
-        """Take a sequence's blocks back from its transfer."""
-        transfer = self._incoming.pop(sequence.request_id, None)
-        if transfer is not None:
-            if sequence.status is RequestStatus.TRANSFERRING:
-                sequence.num_received_blocks = min(transfer.num_received, len(sequence.blocks))
-            if why:
-                transfer.fail(by_sender=False, why=why)
-            else:
-                transfer.drop()
-        sequence.lent = False
+        self._handovers.expire(now)
 
     def _drop(self, sequence: DecodeSequence, why: str) -> None:
-        self._release(sequence, why)
+        self._handovers.cancel(sequence, why)
+        self._incoming.release(sequence, why)
         self.scheduler.remove(sequence, sequence.num_received_blocks)
 
-    def _transfers(self) -> list[Callable[[], None]]:
-        return [transfer.drop for transfer in self._incoming.values()]
+    def transfers(self) -> list[Callable[[], None]]:
+        return [*self._incoming.drops, *self._sender.drops]
 
     # ------------------------------------------------------------ for heartbeats
 
-    def _grown(self) -> tuple[int, int]:
+    def grown(self) -> tuple[int, int]:
         run = self._run
         if run is None or run.num_steps == 1:
             return 0, 0
         num_tokens = run.num_ended(self.world.clock.now) * len(self._chunks)
         return num_tokens // self.scheduler.block_size, num_tokens
 
-    def _beside(self) -> StepShape:
+    def beside(self) -> StepShape:
         num_rows = sum(sequence.num_remaining == 1 for sequence in self.scheduler.running)
         return StepShape.of_rows(num_rows, self.scheduler.num_context_tokens)
 

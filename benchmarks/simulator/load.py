@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.simulator.scenario import LoadSpec, Scenario
+from benchmarks.simulator.scenario import LoadPart, LoadSpec, Scenario
 from benchmarks.simulator.tokens import Content, CountedPrompt, CountedTokens
 from benchmarks.trace import read_trace
 from benchmarks.workload import LengthRange, fit_rows
@@ -21,13 +21,15 @@ from router.dispatch.client import GenerationRequest
 class SimulatedRequest:
     """One request, and what becomes of it. Times are virtual, in seconds; NaN before they come.
 
-    `outcome` is "ok", or the name of the error that ended it. `num_tokens` is what its client got.
+    `outcome` is "ok", or the name of the error that ended it. `num_tokens` is what its client got. `part` is the place
+    of its part in the load.
     """
 
     number: int
     arrival_s: float
     output_len: int
     content: Content
+    part: int = 0
     first_token_at: float = math.nan
     ended_at: float = math.nan
     num_tokens: int = 0
@@ -71,7 +73,10 @@ class SimulatedRequest:
 def requests_of(scenario: Scenario) -> list[SimulatedRequest]:
     """Raises TraceError for a trace that cannot be read, ConfigError for lengths that are none."""
     load, longest = scenario.load, scenario.model.max_model_len
-    found = list(_of_trace(load, scenario) if load.trace else _at_random(load, scenario))
+    if load.trace:
+        found = list(_of_trace(load, scenario))
+    else:
+        found = list(_of_parts(load, scenario) if load.parts else _at_random(load, scenario))
     for request in found:
         if request.content.num_prompt_tokens + request.output_len > longest:
             length = request.content.num_prompt_tokens + request.output_len
@@ -96,26 +101,57 @@ def _of_trace(load: LoadSpec, scenario: Scenario) -> Iterator[SimulatedRequest]:
 
 
 def _at_random(load: LoadSpec, scenario: Scenario) -> Iterator[SimulatedRequest]:
-    lengths = []
-    for name in ("input_len", "output_len"):
-        try:
-            lengths.append(LengthRange.parse(getattr(load, name)))
-        except ValueError as error:
-            raise ConfigError(f"load.{name}", getattr(load, name), str(error)) from error
+    lengths = _lengths_of(load, "load")
     source = random.Random(f"{scenario.seed}/requests")
-    shared = load.shared_prefix_len
-    for number, arrival_s in enumerate(_poisson(load, scenario)):
-        input_len, output_len = (length.draw(source) for length in lengths)
-        content = Content(number, input_len, ids=(0,) if shared else (), id_tokens=max(1, shared))
-        yield SimulatedRequest(number, arrival_s, output_len, content)
-
-
-def _poisson(load: LoadSpec, scenario: Scenario) -> Iterator[float]:
-    """Arrival times of a Poisson process whose rate changes in steps."""
-    source = random.Random(f"{scenario.seed}/arrivals")
     steps = sorted(load.rates) or [(0.0, load.rate)]
     ends = [*(at_s for at_s, _ in steps[1:]), scenario.duration_s]
-    for (begin_s, rate), end_s in zip(steps, ends, strict=True):
+    windows = ((rate, begin_s, end_s) for (begin_s, rate), end_s in zip(steps, ends, strict=True))
+    arrivals = _poisson(windows, scenario.duration_s, random.Random(f"{scenario.seed}/arrivals"))
+    for number, arrival_s in enumerate(arrivals):
+        input_len, output_len = (length.draw(source) for length in lengths)
+        yield SimulatedRequest(number, arrival_s, output_len, _content(number, input_len, load.shared_prefix_len))
+
+
+def _of_parts(load: LoadSpec, scenario: Scenario) -> Iterator[SimulatedRequest]:
+    """Those of all parts by arrival. Each part has its own chance, so that no other part changes it."""
+    period_s = load.period_s or scenario.duration_s
+    drawn: list[tuple[float, int, int, int]] = []
+    for place, part in enumerate(load.parts):
+        lengths = _lengths_of(part, f"load.parts[{place}]")
+        source = random.Random(f"{scenario.seed}/requests/{place}")
+        begins = (number * period_s for number in range(math.ceil(scenario.duration_s / period_s)))
+        windows = ((part.rate, at_s + part.begin_s, at_s + (part.end_s or period_s)) for at_s in begins)
+        arrivals = _poisson(windows, scenario.duration_s, random.Random(f"{scenario.seed}/arrivals/{place}"))
+        for arrival_s in arrivals:
+            input_len, output_len = (length.draw(source) for length in lengths)
+            drawn.append((arrival_s, place, input_len, output_len))
+    drawn.sort(key=lambda one: one[:2])
+    for number, (arrival_s, place, input_len, output_len) in enumerate(drawn):
+        content = _content(number, input_len, load.parts[place].shared_prefix_len, place)
+        yield SimulatedRequest(number, arrival_s, output_len, content, place)
+
+
+def _content(number: int, input_len: int, shared: int, prefix: int = 0) -> Content:
+    """A prompt whose first `shared` tokens are those of the `prefix`."""
+    return Content(number, input_len, ids=(prefix,) if shared else (), id_tokens=max(1, shared))
+
+
+def _lengths_of(part: LoadSpec | LoadPart, where: str) -> tuple[LengthRange, LengthRange]:
+    """Those of prompts and of answers."""
+    found = []
+    for name in ("input_len", "output_len"):
+        try:
+            found.append(LengthRange.parse(getattr(part, name)))
+        except ValueError as error:
+            raise ConfigError(f"{where}.{name}", getattr(part, name), str(error)) from error
+    return found[0], found[1]
+
+
+def _poisson(
+    windows: Iterable[tuple[float, float, float]], duration_s: float, source: random.Random
+) -> Iterator[float]:
+    """Arrival times of a Poisson process that has a rate from one second to another of each window."""
+    for rate, begin_s, end_s in windows:
         now = begin_s
-        while rate > 0.0 and (now := now + source.expovariate(rate)) < min(end_s, scenario.duration_s):
+        while rate > 0.0 and (now := now + source.expovariate(rate)) < min(end_s, duration_s):
             yield now

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.simulator.load import SimulatedRequest
 from benchmarks.simulator.tokens import CountedTokens, InjectedHasher
-from benchmarks.simulator.transfer import Acknowledged, Failed, Transfer, TransferEnd
+from benchmarks.simulator.transfer import Acknowledged, Failed, Transfer
 from benchmarks.simulator.worker import Received, SimulatedWorker
 from common.kv.block_pool import BlockPool
 from common.latency.step_model import StepShape
@@ -83,12 +83,6 @@ class SimulatedPrefillWorker(SimulatedWorker[PrefillSequence]):
     def _asked(self, request: PrefillRequest) -> SimulatedRequest:
         return self.world.requests[request.request_id]
 
-    def _end_of(self, name: str) -> TransferEnd:
-        worker = self.world.worker_named(name)
-        if not isinstance(worker, SimulatedWorker):
-            raise TypeError(f"{name} is no worker that takes KV")
-        return worker
-
     def _admitted(self, sequence: PrefillSequence) -> None:
         target = sequence.request.decode
         if target is None:
@@ -97,7 +91,7 @@ class SimulatedPrefillWorker(SimulatedWorker[PrefillSequence]):
         transfer = Transfer(
             self.world,
             self,
-            self._end_of(target.worker_id),
+            self.world.receivers[target.worker_id],
             sequence.request_id,
             sequence.attempt,
             len(sequence.blocks),
@@ -153,5 +147,5 @@ class SimulatedPrefillWorker(SimulatedWorker[PrefillSequence]):
         sequence.lent = False
         self.scheduler.remove(sequence)
 
-    def _transfers(self) -> list[Callable[[], None]]:
+    def transfers(self) -> list[Callable[[], None]]:
         return [transfer.drop for transfer in self._open.values()]

@@ -31,9 +31,11 @@ COLUMNS = (
 class Findings:
     """A run in numbers. `goodput` is requests a second that met both goals; `seconds` and rates are in virtual time.
 
-    Refused requests were not admitted, or shed in an overload; failed ones ended with another error.
+    Refused requests were not admitted, or shed in an overload; failed ones ended with another error. `good_by_part` has
+    the shares of each part of the load that met both goals.
     """
 
+    name: str
     policy: str
     num_requests: int
     num_ok: int
@@ -50,6 +52,9 @@ class Findings:
     worker_seconds: float
     choices: dict[str, int]
     retries: dict[str, int]
+    handovers: dict[str, int]
+    num_role_changes: int
+    good_by_part: tuple[float, ...]
     num_events: int
     conserved: Conserved
 
@@ -57,20 +62,22 @@ class Findings:
     def of(cls, run: Run) -> Findings:
         goals, requests = run.scenario.goals, run.requests
         served = [request for request in requests if request.outcome == "ok"]
-        num_good = sum(request.meets(goals.ttft_ms, goals.tpot_ms) for request in served)
+        good = [request for request in served if request.meets(goals.ttft_ms, goals.tpot_ms)]
+        num_of, num_good_of = (Counter(request.part for request in some) for some in (requests, good))
         failures = Counter(request.outcome for request in requests if request.outcome != "ok")
         num_refused = failures[Overloaded.__name__]
         num_prompt = sum(request.content.num_prompt_tokens for request in served)
         return cls(
+            name=run.scenario.name,
             policy=run.scenario.policy,
             num_requests=len(requests),
             num_ok=len(served),
-            num_good=num_good,
+            num_good=len(good),
             num_refused=num_refused,
             num_failed=failures.total() - num_refused,
             failures=dict(failures),
             seconds=run.seconds,
-            goodput=num_good / run.seconds,
+            goodput=len(good) / run.seconds,
             ttft_ms=Distribution.of_seconds(request.ttft_s for request in served),
             tpot_ms=Distribution.of_seconds(request.tpot_s for request in served),
             output_tokens_per_s=sum(request.num_tokens for request in served) / run.seconds,
@@ -78,6 +85,9 @@ class Findings:
             worker_seconds=run.worker_seconds,
             choices=dict(run.num_choices),
             retries=dict(run.num_retries),
+            handovers=dict(run.num_handovers),
+            num_role_changes=run.num_role_changes,
+            good_by_part=tuple(num_good_of[part] / num for part, num in sorted(num_of.items())),
             num_events=run.num_events,
             conserved=run.conserved,
         )
@@ -87,7 +97,7 @@ class Findings:
         """A row of the table; latencies in milliseconds."""
         latencies = (value for found in (self.ttft_ms, self.tpot_ms) for value in (found.p50, found.p90, found.p99))
         return (
-            self.policy,
+            f"{self.name}, {self.policy}" if self.name else self.policy,
             *(f"{value:,.1f}" for value in latencies),
             f"{self.goodput:.2f}",
             f"{self.num_good / self.num_requests:.1%}",

@@ -27,9 +27,14 @@ from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import ROLES
 
+CUT_BEATS = 2
+"""A worker that could not send a router so many heartbeats in a row takes it for lost, as in life."""
+CONNECTION_LOST = "ConnectionLost"
+"""The outcome of requests whose router died."""
+
 
 class SimulatedRouter:
-    """See `Dispatcher` and `WorkerFleet`. It calls `on_over` with each request that has ended.
+    """See `Dispatcher` and `WorkerFleet`. It calls `on_over` with each request that has ended. It is `alive` once.
 
     `quiet` workers would say the same in their next heartbeats: all that would change is when they were last seen.
     """
@@ -50,16 +55,43 @@ class SimulatedRouter:
         actions = Actions(self._send, self._abort, self._later, self._wake)
         self.core = DispatchCore(config, self.registry, self.index, actions, policy)
         self._lives = WorkerLives(self.registry, self.index, self, self.on_up, self._send)
-        self._hello = RouterHello(router_id=name.decode(), epoch=1)
+        self._hello = RouterHello(router_id=name.decode(), epoch=1, changes_roles=config.role_change)
         self._config = config
         self._woken: list[str] = []
         self.quiet: set[str] = set()
         self._served: dict[str, tuple[SimulatedRequest, RequestState]] = {}
+        self.alive = True
+
+    def die(self) -> None:
+        """The process ends: its clients lose their connections, and workers notice some heartbeats later."""
+        self.alive = False
+        del self.world.routers[self.name]
+        lost, self._served = self._served, {}
+        for request, _ in lost.values():
+            self._lost(request)
+        self.world.clock.after(CUT_BEATS * self.world.scenario.heartbeat_s, self._is_missed)
+
+    def _is_missed(self) -> None:
+        for worker in self.world.workers.values():
+            worker.lose_router(self.name)
+
+    def _lost(self, request: SimulatedRequest) -> None:
+        """A client's connection to the router breaks."""
+        request.outcome, request.ended_at = CONNECTION_LOST, self._now
+        self._on_over(request)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be served now."""
+        return bool(self.registry.ready("decode"))
 
     # ------------------------------------------------------------ clients
 
     def ask(self, request: SimulatedRequest) -> None:
         """A client sends a request."""
+        if not self.alive:  # it was on its way
+            self._lost(request)
+            return
         scenario = self.world.scenario
         ttft_s, tpot_s = scenario.goals.ttft_ms / 1000, scenario.goals.tpot_ms / 1000
         asked = request.ask(scenario.load.max_tokens, ttft_s, self._config.request_timeout_s, tpot_s)
@@ -105,11 +137,15 @@ class SimulatedRouter:
 
     def hear(self, address: str, message: ToRouter) -> None:
         """A message of a worker has arrived."""
+        if not self.alive:
+            return
         self._lives.on_message(address, message, self._now)
         self._serve_woken()
 
     def hear_beats(self, beats: Sequence[tuple[str, WorkerHeartbeat]]) -> None:
         """Heartbeats of workers have arrived, by address."""
+        if not self.alive:
+            return
         now, workers = self._now, self.registry.workers
         for address, beat in beats:
             self._lives.on_message(address, beat, now)
@@ -177,8 +213,9 @@ class SimulatedRouter:
 
     def _later(self, delay_s: float, then: Callable[[float], None]) -> Cancel:
         def happen() -> None:
-            then(self._now)
-            self._serve_woken()
+            if self.alive:
+                then(self._now)
+                self._serve_woken()
 
         return self.world.clock.after(delay_s, happen).cancel
 

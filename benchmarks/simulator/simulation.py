@@ -16,9 +16,11 @@ from benchmarks.simulator.decode import SimulatedDecodeWorker
 from benchmarks.simulator.load import SimulatedRequest, requests_of
 from benchmarks.simulator.policies import POLICIES
 from benchmarks.simulator.prefill import SimulatedPrefillWorker
-from benchmarks.simulator.router import SimulatedRouter
+from benchmarks.simulator.process import Process
+from benchmarks.simulator.router import CONNECTION_LOST, SimulatedRouter
 from benchmarks.simulator.scenario import EventSpec, PoolSpec, Scenario
-from benchmarks.simulator.world import World, address_of
+from benchmarks.simulator.worker import AnyWorker
+from benchmarks.simulator.world import World
 from common.config import RouterConfig
 from common.config.field import fields_of
 from common.errors import ConfigError
@@ -31,12 +33,13 @@ SETTLE_S, MOST_SETTLING = 1.0, 600
 PATIENT_S = 3600.0
 """For router settings that end what makes no progress: simulated workers send no reports of progress."""
 
-Worker = SimulatedPrefillWorker | SimulatedDecodeWorker
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a simulation leaves: its requests, and counts. `seconds` are virtual."""
+    """What a simulation leaves: its requests, and counts. `seconds` are virtual. Hand-overs are counted by outcome.
+
+    `others` are those of other models.
+    """
 
     scenario: Scenario
     requests: Sequence[SimulatedRequest]
@@ -45,29 +48,46 @@ class Run:
     worker_seconds: float
     num_choices: Counter[str]
     num_retries: Counter[str]
+    num_handovers: Counter[str]
+    num_role_changes: int
     conserved: Conserved
+    others: Sequence[Run] = ()
 
 
 class Simulation:
     """Raises ConfigError and TraceError for a scenario that cannot be simulated."""
 
-    def __init__(self, scenario: Scenario, *, most_steps: int | None = None) -> None:
-        """Decode workers take at most `most_steps` steps at once, by default as many as are alike."""
+    def __init__(self, scenario: Scenario, *, most_steps: int | None = None, beside: World | None = None) -> None:
+        """Decode workers take at most `most_steps` steps at once, by default as many as are alike.
+
+        `beside` is the world of another model that runs in the same time.
+        """
         self.scenario, self._most_steps = scenario, most_steps
         self.requests = requests_of(scenario)
         if not self.requests:
             raise ConfigError("load", scenario.load, "a load of at least one request")
-        self.world = World(scenario, {request.request_id: request for request in self.requests})
-        self.workers: dict[str, Worker] = {}
+        by_id = {request.request_id: request for request in self.requests}
+        self.world = beside.beside(scenario, by_id) if beside else World(scenario, by_id)
+        self.processes: dict[str, Process] = {}
         self._num_left = len(self.requests)
         self._next = 0
         self._sizes = Counter[str]()
         for pool in scenario.pool:
             for _ in range(pool.count):
-                self._add_worker(pool)
-        self.routers = [self._router(number) for number in range(scenario.routers)]
+                self._add_process(pool)
+        self.routers: list[SimulatedRouter] = []
+        for _ in range(scenario.routers):
+            self._add_router()
+        self._fronts = list(self.routers)
         for event in scenario.event:
             self.world.clock.at(event.at_s, self._happening(event))
+        self._ended_at = self._worker_seconds = 0.0
+        self.others = [Simulation(other, most_steps=most_steps, beside=self.world) for other in scenario.also]
+
+    @property
+    def num_requests(self) -> int:
+        """Of all models."""
+        return len(self.requests) + sum(len(other.requests) for other in self.others)
 
     def run(self, progress: Callable[[int, float], None] = lambda num_over, now: None) -> Run:
         """Simulate until every request has ended. `progress` hears of their number, and of the virtual time."""
@@ -75,28 +95,39 @@ class Simulation:
             return self._run(progress)
 
     def _run(self, progress: Callable[[int, float], None]) -> Run:
-        clock = self.world.clock
-        for worker in self.workers.values():  # those of the beginning are ready
-            worker.start(ready=True)
+        clock, models = self.world.clock, (self, *self.others)
+        for one in models:
+            one._begin()
+        while num_left := sum(one._num_left for one in models):
+            clock.step()
+            if clock.num_events % 4096 == 0:
+                progress(self.num_requests - num_left, clock.now)
+        for one in models:
+            one._settle()
+        return self._left([other._left() for other in self.others])
+
+    def _begin(self) -> None:
+        for process in self.processes.values():  # those of the beginning are ready
+            process.start(ready=True)
         self._beat(0)
         for index, router in enumerate(self.routers):
             self._tick(router, index / len(self.routers) * self.scenario.heartbeat_s)
-        clock.at(self.requests[0].arrival_s, self._arrive)
-        while self._num_left:
-            clock.step()
-            if clock.num_events % 4096 == 0:
-                progress(len(self.requests) - self._num_left, clock.now)
-        ended_at, worker_seconds = clock.now, sum(worker.up_s for worker in self.workers.values())
-        self._settle()
+        self.world.clock.at(self.requests[0].arrival_s, self._arrive)
+
+    def _left(self, others: Sequence[Run] = ()) -> Run:
+        counters = [router.core.counters for router in self.routers]
         return Run(
             self.scenario,
             self.requests,
-            ended_at,
-            clock.num_events,
-            worker_seconds,
-            sum((router.core.counters.num_choices for router in self.routers), Counter[str]()),
-            sum((router.core.counters.num_retries for router in self.routers), Counter[str]()),
-            check_conserved(self.world, list(self.workers.values()), self.routers, self.requests),
+            self._ended_at,
+            self.world.clock.num_events,
+            self._worker_seconds,
+            sum((one.num_choices for one in counters), Counter[str]()),
+            sum((one.num_retries for one in counters), Counter[str]()),
+            sum((one.num_handovers for one in counters), Counter[str]()),
+            sum(process.num_role_changes for process in self.processes.values()),
+            check_conserved(self.world, list(self.processes.values()), self.routers, self.requests),
+            others,
         )
 
     def _settle(self) -> None:
@@ -106,25 +137,32 @@ class Simulation:
             until_s = clock.now + SETTLE_S
             while clock.now < until_s:
                 clock.step()
-            if not any(len(worker.scheduler) for worker in self.workers.values()):
+            if not any(len(process.duty.scheduler) for process in self.processes.values()):
                 return
 
     # ------------------------------------------------------------ parts
 
-    def _add_worker(self, pool: PoolSpec) -> Worker:
+    @property
+    def workers(self) -> dict[str, AnyWorker]:
+        """By name, in the roles that they have now."""
+        return {name: process.duty for name, process in self.processes.items()}
+
+    def _add_process(self, pool: PoolSpec) -> Process:
         name = f"{pool.name}-{self._sizes[pool.name]}"
         self._sizes[pool.name] += 1
-        worker: Worker
+        process = self.processes[name] = Process(self.world, pool, name, self._new_duty)
+        return process
+
+    def _new_duty(self, process: Process, pool: PoolSpec) -> AnyWorker:
         if pool.role == "prefill":
-            worker = SimulatedPrefillWorker(self.world, pool, name, address_of(name))
-        else:
-            worker = SimulatedDecodeWorker(self.world, pool, name, address_of(name))
-            worker.most_steps = self._most_steps or worker.most_steps
-        self.workers[name] = self.world.workers[worker.address] = worker
+            return SimulatedPrefillWorker(process, pool)
+        worker = SimulatedDecodeWorker(process, pool)
+        worker.most_steps = self._most_steps or worker.most_steps
         return worker
 
-    def _router(self, number: int) -> SimulatedRouter:
-        scenario, name = self.scenario, f"router-{number}".encode()
+    def _add_router(self) -> SimulatedRouter:
+        scenario, number = self.scenario, len(self.routers)
+        name = f"router-{number}".encode()
         if scenario.policy not in POLICIES:
             raise ConfigError("policy", scenario.policy, "one of " + ", ".join(POLICIES))
         config = self._router_config()
@@ -133,6 +171,7 @@ class Simulation:
         )
         router = SimulatedRouter(self.world, name, config, policy, self._on_over)
         self.world.routers[name] = router
+        self.routers.append(router)
         return router
 
     def _router_config(self) -> RouterConfig:
@@ -152,18 +191,22 @@ class Simulation:
                 raise ConfigError(f"settings.{setting}", value, "the name of a router's setting")
             values[setting] = known[setting].coerce(value)
         for role in ("prefill", "decode"):
-            addresses = tuple(worker.address for worker in self.workers.values() if worker.pool.role == role)
+            addresses = tuple(one.address for one in self.processes.values() if one.home.role == role)
             values[role] = addresses
         return RouterConfig(**values)
 
     # ------------------------------------------------------------ what happens
 
     def _arrive(self) -> None:
-        """A request arrives at the next router in turn."""
+        """A request arrives at the next router in turn, of those that serve."""
         request, self._next = self.requests[self._next], self._next + 1
         if self._next < len(self.requests):
             self.world.clock.at(self.requests[self._next].arrival_s, self._arrive)
-        router = self.routers[request.number % len(self.routers)]
+        if not self._fronts:
+            request.outcome, request.ended_at = CONNECTION_LOST, self.world.clock.now
+            self._on_over(request)
+            return
+        router = self._fronts[request.number % len(self._fronts)]
         way_s = self.scenario.ingress_s + self.scenario.ingress_token_s * request.content.num_prompt_tokens
         if way_s:
             self.world.clock.after(way_s, lambda: router.ask(request))
@@ -173,15 +216,18 @@ class Simulation:
     def _on_over(self, request: SimulatedRequest) -> None:
         self._num_left -= 1
         request.content.forget()
+        if not self._num_left:
+            self._ended_at = self.world.clock.now
+            self._worker_seconds = sum(process.up_s for process in self.processes.values())
 
     def _beat(self, slot: int) -> None:
         """The workers of one slot send heartbeats."""
         world, scenario = self.world, self.scenario
-        here = list(islice(self.workers.values(), slot, None, SLOTS))
-        for worker in here:
-            if worker.has_drained:
-                worker.die(said=True)
-        beating = [worker for worker in here if worker.alive]
+        here = list(islice(self.processes.values(), slot, None, SLOTS))
+        for process in here:
+            if process.has_left:
+                process.die(said=True)
+        beating = [process.duty for process in here if process.duty.alive]
         for worker in beating:
             worker.tell_blocks()
         for name, router in world.routers.items():
@@ -193,7 +239,11 @@ class Simulation:
 
     def _tick(self, router: SimulatedRouter, after_s: float) -> None:
         def tick() -> None:
+            if not router.alive:
+                return
             router.tick()
+            if router not in self._fronts and router.is_ready:
+                self._fronts.append(router)
             self._tick(router, self.scenario.heartbeat_s)
 
         self.world.clock.after(after_s, tick)
@@ -202,21 +252,33 @@ class Simulation:
         def happen() -> None:
             match event.kind:
                 case "death" | "silence":
-                    self.workers[event.worker].die(said=event.kind == "death", back_s=event.back_s)
+                    self.processes[event.worker].die(said=event.kind == "death", back_s=event.back_s)
+                case "router_death":
+                    self._end_router(event)
                 case "stop":
-                    self.workers[event.worker].drain()
+                    self.processes[event.worker].stop()
                 case "slow":
-                    self.workers[event.worker].slow_down(event.factor)
+                    self.processes[event.worker].slow_down(event.factor)
                 case "start":
                     self._start_one(next(pool for pool in self.scenario.pool if pool.name == event.worker))
 
         return happen
 
+    def _end_router(self, event: EventSpec) -> None:
+        router = next(one for one in self.routers if one.name.decode() == event.worker)
+        if not router.alive:
+            return
+        if router in self._fronts:
+            self._fronts.remove(router)
+        router.die()
+        if event.back_s:
+            self.world.clock.after(event.back_s, lambda: self._tick(self._add_router(), 0.0))
+
     def _start_one(self, pool: PoolSpec) -> None:
-        worker = self._add_worker(pool)
+        process = self._add_process(pool)
         for router in self.routers:
-            router.registry.add(worker.address, pool.role)
-        worker.start()
+            router.registry.add(process.address, pool.role)
+        process.start()
 
 
 @contextmanager

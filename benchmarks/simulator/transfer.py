@@ -1,26 +1,15 @@
-"""A prompt's KV on its way from a prefill to a decode worker, as bytes of a flow. It models `common/transfer`.
+"""A prompt's or a running sequence's KV on its way to a decode worker, as bytes of a flow. It models `common/transfer`.
 
-The prefill worker announces it, the decode worker grants room, and from then on each block crosses as soon as it is
+The sender announces it, the decode worker grants room, and from then on each block crosses as soon as it is
 computed. Each end gets a command when the transfer ends, after the time that a message takes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from benchmarks.simulator.network import Flow, Link
-from benchmarks.simulator.world import World
-
-
-class TransferEnd(Protocol):
-    """One of the two workers. `alive`: its present life is the one in which the transfer began."""
-
-    inbound: Link
-    outbound: Link
-
-    def take(self, command: object) -> None:
-        """Take a command in its next turn."""
+from benchmarks.simulator.network import Flow
+from benchmarks.simulator.world import TransferEnd, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +21,22 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """To the decode worker: all blocks and the first token are there."""
+    """To the decode worker: all blocks are there, and the first token or those of a hand-over."""
 
     transfer: Transfer
 
 
 @dataclass(frozen=True, slots=True)
+class Advanced:
+    """To the sender of a growing sequence: it was granted, or has `caught_up`."""
+
+    transfer: Transfer
+    caught_up: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """To the prefill worker: its blocks are no longer needed."""
+    """To the sender: its blocks are no longer needed."""
 
     transfer: Transfer
 
@@ -57,6 +54,8 @@ class Transfer:
     """`sender_epoch` and `receiver_epoch` are the lives of the two workers that it belongs to.
 
     Of `num_blocks` blocks, `num_ready` are computed; those from `first_block` on must cross. -1: not granted yet.
+    A `growing` sequence is decoded meanwhile: it has caught up once the receiver has all blocks that were full a moment
+    ago, and has `num_tokens` tokens when it is computed.
     """
 
     world: World
@@ -68,11 +67,14 @@ class Transfer:
     block_bytes: int
     num_ready: int = 0
     first_block: int = -1
+    num_tokens: int = 0
+    growing: bool = False
     computed: bool = False
     over: bool = False
     opened_at: float = 0.0
     granted_at: float = 0.0
     _num_added: int = 0
+    _has_caught_up: bool = False
     _flow: Flow | None = field(default=None, repr=False)
 
     def announce(self) -> None:
@@ -85,7 +87,7 @@ class Transfer:
         self.world.soon(lambda: self._granted(first_block))
 
     def progress(self, num_ready: int, *, computed: bool = False) -> None:
-        """The prefill worker has computed more blocks, or all and the first token."""
+        """The sender has computed more blocks, or all and the tokens behind them."""
         self.num_ready, self.computed = num_ready, computed
         self._ship()
 
@@ -119,6 +121,8 @@ class Transfer:
             return
         self.first_block = self._num_added = first_block
         self._flow = self.world.network.open(self.sender.outbound, self.receiver.inbound, self._on_empty)
+        if self.growing:
+            self.sender.take(Advanced(self, caught_up=False))
         self._ship()
 
     def _ship(self) -> None:
@@ -131,9 +135,17 @@ class Transfer:
             self._on_empty()
 
     def _on_empty(self) -> None:
+        delay_s = self.world.scenario.message_s + self.world.scenario.link_s
         if self.computed and not self.over:
-            delay_s = self.world.scenario.message_s + self.world.scenario.link_s
             self.world.clock.after(delay_s, self._arrive)
+        elif self.growing and not self._has_caught_up:
+            self._has_caught_up = True
+            self.world.clock.after(delay_s + self.world.scenario.message_s, self._caught_up)
+
+    def _caught_up(self) -> None:
+        """The receiver's answer behind all full blocks has come back."""
+        if not self.over:
+            self.sender.take(Advanced(self, caught_up=True))
 
     def _arrive(self) -> None:
         if not self.over:

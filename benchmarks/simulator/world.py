@@ -9,8 +9,8 @@ from typing import Protocol
 
 from benchmarks.simulator.clock import Clock
 from benchmarks.simulator.load import SimulatedRequest
-from benchmarks.simulator.network import Network
-from benchmarks.simulator.scenario import Scenario
+from benchmarks.simulator.network import Link, Network
+from benchmarks.simulator.scenario import PoolSpec, Scenario
 from common.wire.messages import Message, ToRouter, WorkerHeartbeat
 
 
@@ -32,6 +32,16 @@ class RouterEnd(Protocol):
         """The connection to a worker broke."""
 
 
+class TransferEnd(Protocol):
+    """A worker, as others see it that send it KV or get KV from it."""
+
+    inbound: Link
+    outbound: Link
+
+    def take(self, command: object) -> None:
+        """Take a command in its next turn, if it serves."""
+
+
 class WorkerEnd(Protocol):
     """A worker, as routers see it."""
 
@@ -40,6 +50,9 @@ class WorkerEnd(Protocol):
 
     def hear(self, router: bytes, message: Message) -> None:
         """A message of a router has arrived."""
+
+    def lose_router(self, router: bytes) -> None:
+        """The connection to a router has been broken for some heartbeats."""
 
     def still_says(self, router: bytes, beat: WorkerHeartbeat) -> bool:
         """Whether this is what it would report until another command comes."""
@@ -52,7 +65,11 @@ def address_of(name: str) -> str:
 
 @dataclass(slots=True)
 class World:
-    """`requests` by id, `routers` by their name in messages, `workers` by address."""
+    """`requests` by id, `routers` by their name in messages, `workers` by address in the roles that they have now.
+
+    `links` are those of all models, in and out, by the name that they share or by their worker. `receivers` are workers
+    as decode workers, by name, also while they have the other role.
+    """
 
     scenario: Scenario
     requests: Mapping[str, SimulatedRequest]
@@ -60,10 +77,25 @@ class World:
     network: Network = field(init=False)
     routers: dict[bytes, RouterEnd] = field(default_factory=dict)
     workers: dict[str, WorkerEnd] = field(default_factory=dict)
+    receivers: dict[str, TransferEnd] = field(default_factory=dict)
+    links: dict[str, tuple[Link, Link]] = field(default_factory=dict)
     _num_epochs: int = 0
 
     def __post_init__(self) -> None:
         self.network = Network(self.clock)
+
+    def beside(self, scenario: Scenario, requests: Mapping[str, SimulatedRequest]) -> World:
+        """That of another model, with the same clock, network and links."""
+        other = World(scenario, requests, self.clock, links=self.links)
+        other.network = self.network
+        return other
+
+    def links_of(self, worker: str, pool: PoolSpec) -> tuple[Link, Link]:
+        """Into a worker and out of it."""
+        name = pool.link or f"{self.scenario.name} {worker}".strip()
+        if name not in self.links:
+            self.links[name] = (Link(f"{name} in", pool.link_rate), Link(f"{name} out", pool.link_rate))
+        return self.links[name]
 
     def chance(self, name: str) -> random.Random:
         """A source of its own for each name, the same for each run of the scenario."""
@@ -72,10 +104,6 @@ class World:
     def new_epoch(self) -> int:
         self._num_epochs += 1
         return self._num_epochs
-
-    def worker_named(self, name: str) -> WorkerEnd:
-        """Raises KeyError for a worker that never was."""
-        return self.workers[address_of(name)]
 
     def soon(self, then: Callable[[], None]) -> None:
         """Have something happen after the time that a message takes."""
@@ -87,8 +115,10 @@ class World:
             router.quiet.discard(address)
 
     def tell_router(self, router: bytes, address: str, messages: Sequence[ToRouter]) -> None:
-        """Messages leave a worker for a router."""
-        end = self.routers[router]
+        """Messages leave a worker for a router; those for a dead one are lost."""
+        end = self.routers.get(router)
+        if end is None:
+            return
 
         def arrive() -> None:
             for message in messages:

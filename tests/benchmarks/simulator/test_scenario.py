@@ -52,6 +52,11 @@ LOAD = {"rate": 1.0}
         ({"duration_s": 0.0}, "duration_s=0.0 is refused: above 0 without a trace"),
         ({"event": [{"at_s": 1.0, "kind": "death", "worker": "d-7"}]}, "event.worker='d-7' is refused: for death one"),
         ({"event": [{"at_s": 1.0, "kind": "start", "worker": "x"}]}, "event.worker='x' is refused: for start one of d"),
+        ({"load": {"rate": 1.0, "parts": [{"rate": 1.0}]}}, "load.parts=1 is refused: none beside trace"),
+        ({"load": {"rate": 1.0, "period_s": 9.0}}, "load.period_s=9.0 is refused: 0 without parts"),
+        ({"load": {"parts": [{"rate": 1.0, "end_s": 21.0}]}}, r"load.parts\[0\].end_s=21.0 is refused: at most 20"),
+        ({"load": {"parts": [{"rate": 1.0, "begin_s": 20.0}]}}, r"load.parts\[0\].begin_s=20.0 is refused: below 20"),
+        ({"load": {"parts": [{"rate": 1.0, "output_len": "x"}]}}, r"load.parts\[0\].output_len='x' is refused"),
         ({"noise": 3.0}, r"noise=3.0 is refused: .*<= 0.5"),
         ({"load": {"rate": 1.0, "input_len": "9-3"}}, "load.input_len='9-3' is refused"),
         ({"model": {"max_model_len": 100}}, "model.max_model_len=100 is refused: at least 640"),
@@ -110,3 +115,22 @@ def test_the_rate_changes_in_steps() -> None:
     counts = [sum(begin <= r.arrival_s < end for r in requests) for begin, end in ((0, 50), (50, 80), (80, 100))]
     assert counts[1] == 0
     assert counts[0] == pytest.approx(500, rel=0.2) and counts[2] == pytest.approx(800, rel=0.2)
+
+
+def test_parts_come_in_turn_and_again() -> None:
+    """Each part has its own chance: without the other its requests are the same."""
+    long = {"rate": 8.0, "input_len": "300-400", "output_len": "7", "end_s": 10.0}
+    short = {"rate": 16.0, "input_len": "20", "output_len": "90", "begin_s": 10.0, "shared_prefix_len": 16}
+    load = {"parts": [long, short], "period_s": 20.0}
+    requests = requests_of(made(load, duration_s=80.0))
+    assert [request.arrival_s for request in requests] == sorted(request.arrival_s for request in requests)
+    assert [request.number for request in requests] == list(range(len(requests)))
+    for request in requests:
+        assert request.part == int(request.arrival_s % 20.0 > 10.0)
+        assert request.output_len == (7, 90)[request.part]
+    counts = [sum(request.part == part for request in requests) for part in (0, 1)]
+    assert counts == pytest.approx([320, 640], rel=0.2)
+    alone = requests_of(made({"parts": [long], "period_s": 20.0}, duration_s=80.0))
+    assert [one.arrival_s for one in alone] == [one.arrival_s for one in requests if not one.part]
+    heads = {request.content.digest(0, 16) for request in requests if request.part}
+    assert len(heads) == 1 and requests[0].content.digest(0, 16) not in heads

@@ -131,7 +131,7 @@ def test_a_worker_that_stops_ends_its_streams_first(scenario: Callable[..., Scen
     run = simulation.run()
     found = Findings.of(run)
     assert found.num_ok == found.num_requests
-    up_s = {name: worker.up_s for name, worker in simulation.workers.items()}
+    up_s = {name: process.up_s for name, process in simulation.processes.items()}
     assert 4.5 < up_s["prefill-0"] < 6.0 and 4.5 < up_s["decode-0"] < 8.0
     assert up_s["decode-1"] > run.seconds
 
