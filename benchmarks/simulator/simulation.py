@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from benchmarks.simulator.conservation import Conserved, check_conserved
@@ -59,6 +58,7 @@ class Simulation:
             raise ConfigError("load", scenario.load, "a load of at least one request")
         self.world = World(scenario, {request.request_id: request for request in self.requests})
         self.workers: dict[str, Worker] = {}
+        self._slots: list[dict[str, Worker]] = [{} for _ in range(SLOTS)]  # by address
         self._num_left = len(self.requests)
         self._next = 0
         self._sizes = Counter[str]()
@@ -120,6 +120,7 @@ class Simulation:
         else:
             worker = SimulatedDecodeWorker(self.world, pool, name, address_of(name))
             worker.most_steps = self._most_steps or worker.most_steps
+        self._slots[len(self.workers) % SLOTS][worker.address] = worker
         self.workers[name] = self.world.workers[worker.address] = worker
         return worker
 
@@ -175,9 +176,10 @@ class Simulation:
         request.content.forget()
 
     def _beat(self, slot: int) -> None:
-        """The workers of one slot send heartbeats."""
+        """The workers of one slot send heartbeats, but for those that would say the same as before."""
         world, scenario = self.world, self.scenario
-        here = list(islice(self.workers.values(), slot, None, SLOTS))
+        silent = set.intersection(*(router.quiet for router in self.routers)) - world.attentive
+        here = [worker for address, worker in self._slots[slot].items() if address not in silent]
         for worker in here:
             if worker.has_drained:
                 worker.die(said=True)

@@ -52,7 +52,10 @@ def address_of(name: str) -> str:
 
 @dataclass(slots=True)
 class World:
-    """`requests` by id, `routers` by their name in messages, `workers` by address."""
+    """`requests` by id, `routers` by their name in messages, `workers` by address.
+
+    Of those that are quiet for every router, only the `attentive` ones have anything to do when they beat.
+    """
 
     scenario: Scenario
     requests: Mapping[str, SimulatedRequest]
@@ -60,6 +63,7 @@ class World:
     network: Network = field(init=False)
     routers: dict[bytes, RouterEnd] = field(default_factory=dict)
     workers: dict[str, WorkerEnd] = field(default_factory=dict)
+    attentive: set[str] = field(default_factory=set)
     _num_epochs: int = 0
 
     def __post_init__(self) -> None:
