@@ -123,6 +123,7 @@ class SimulatedWorker(ABC, Generic[S]):
         if self.alive:
             self._drains_since = self.world.clock.now
             self.world.stir(self.address)
+            self.world.attentive.add(self.address)
             self._beats.clear()
             self._beaten = None
         else:
@@ -170,6 +171,7 @@ class SimulatedWorker(ABC, Generic[S]):
             self.world.tell_router(router, self.address, (self.hello(), self.heartbeat(router)))
         elif isinstance(message, BlockSnapshotRequest):
             self._wanting.add(router)
+            self.world.attentive.add(self.address)
         else:
             self.take(Received(router, message))
 
