@@ -131,7 +131,7 @@ def _measure_policy(
     cluster: Cluster, state: RequestState, shape: RequestShape, times: dict[str, list[float]], *, weigh_all: bool
 ) -> None:
     """The policy's own time, among the shortlisted workers and among all."""
-    prefill, decode = cluster.placement._candidates(state, (), cluster.placement._hits(state))
+    prefill, decode = cluster.placement.candidates.of(state, (), cluster.placement.candidates.hits(state))
     _timed(times["choose"], lambda: cluster.policy.choose(prefill, decode, shape, cluster.now))
     if weigh_all:
         prefill, decode = cluster.registry.ready("prefill"), cluster.registry.ready("decode")

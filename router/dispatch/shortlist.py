@@ -45,6 +45,7 @@ class Shortlist:
     def __init__(self, registry: WorkerRegistry, policy: RoutingPolicy, index: PrefixIndex) -> None:
         self._registry, self._policy, self._index = registry, policy, index
         self._random = Random(registry.router_id)
+        self._weighs_all = policy.weighs_all
         self._rankings: dict[Layout, list[Entry]] = {}
         self._places: dict[str, tuple[Layout, Entry]] = {}
         self._is_kept = False
@@ -53,7 +54,7 @@ class Shortlist:
     @property
     def is_needed(self) -> bool:
         """Whether there are more workers than are weighed for each request."""
-        return len(self._registry.workers) > FEW and not self._policy.weighs_all
+        return len(self._registry.workers) > FEW and not self._weighs_all
 
     @property
     def block_sizes(self) -> set[int]:
@@ -142,13 +143,13 @@ class Shortlist:
                 self._take_out(*before)
             return
         entry = (*self._policy.usual_cost(worker), worker.order, worker.address)
-        place = ((worker.role, worker.identity.fingerprint), entry)
-        if place == before:
-            return
+        layout = (worker.role, worker.identity.fingerprint)
         if before is not None:
+            if before[1] == entry and before[0] == layout:
+                return
             self._take_out(*before)
-        insort(self._rankings.setdefault(place[0], []), entry)
-        self._places[worker.address] = place
+        insort(self._rankings.setdefault(layout, []), entry)
+        self._places[worker.address] = layout, entry
 
     def _take_out(self, layout: Layout, entry: Entry) -> None:
         ranking = self._rankings[layout]
