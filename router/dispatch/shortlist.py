@@ -47,6 +47,7 @@ class Shortlist:
         self._random = Random(registry.router_id)
         self._weighs_all = policy.weighs_all
         self._rankings: dict[Layout, list[Entry]] = {}
+        self._of_roles: dict[Role, list[tuple[Layout, list[Entry]]]] = {}  # emptied when a ranking comes or goes
         self._places: dict[str, tuple[Layout, Entry]] = {}
         self._is_kept = False
         registry.on_changed = self._on_changed
@@ -91,7 +92,11 @@ class Shortlist:
             self._is_kept = True
             for worker in self._registry.workers.values():
                 self._on_changed(worker)
-        return [(layout, ranking) for layout, ranking in self._rankings.items() if layout[0] == role]
+        known = self._of_roles.get(role)
+        if known is None:
+            known = [(layout, ranking) for layout, ranking in self._rankings.items() if layout[0] == role]
+            self._of_roles[role] = known
+        return known
 
     def _worker(self, entry: Entry) -> Worker:
         return self._registry.workers[entry[3]]
@@ -135,6 +140,7 @@ class Shortlist:
         if not self.is_needed:
             self._is_kept = False
             self._rankings.clear()
+            self._of_roles.clear()
             self._places.clear()
             return
         before = self._places.get(worker.address)
@@ -148,7 +154,11 @@ class Shortlist:
             if before[1] == entry and before[0] == layout:
                 return
             self._take_out(*before)
-        insort(self._rankings.setdefault(layout, []), entry)
+        ranking = self._rankings.get(layout)
+        if ranking is None:
+            ranking = self._rankings[layout] = []
+            self._of_roles.clear()
+        insort(ranking, entry)
         self._places[worker.address] = layout, entry
 
     def _take_out(self, layout: Layout, entry: Entry) -> None:
@@ -156,4 +166,5 @@ class Shortlist:
         del ranking[bisect_left(ranking, entry)]
         if not ranking:
             del self._rankings[layout]
+            self._of_roles.clear()
         del self._places[entry[3]]

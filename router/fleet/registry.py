@@ -12,6 +12,7 @@ from common.latency.step_model import StepModel
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
+from router.fleet.absence import absence_of
 from router.fleet.booked_workers import BookedWorkers
 from router.fleet.booking import Load
 from router.fleet.rivals import Rivals
@@ -25,10 +26,8 @@ MAX_SLOWNESS = 8.0
 """How many times later than predicted a first token counts at most."""
 MAX_FORGIVEN = 4
 """A router that was held up forgives silence for this many times `worker_timeout_s`."""
-NOTHING_OBSERVED: Mapping[int, float] = MappingProxyType({})
-SHOWN = 8
-"""Workers that one line names."""
 NOT_READY = "connected, not ready yet"
+NOTHING_OBSERVED: Mapping[int, float] = MappingProxyType({})
 
 
 class WorkerRegistry(BookedWorkers):
@@ -276,16 +275,7 @@ class WorkerRegistry(BookedWorkers):
 
     def missing(self, role: Role, now: float) -> str:
         """Why no worker of `role` is ready, in one line; "" when one is."""
-        workers = [worker for worker in self.workers.values() if worker.role == role]
-        if any(worker.ready for worker in workers):
-            return ""
-        if not workers and (num_away := sum(worker.home == role for worker in self.workers.values())):
-            return f"no {role} worker is ready ({num_away} configured: they have changed their role)"
-        if not workers:
-            return self.explain(role, now) or f"no {role} worker is configured"
-        listed = "; ".join(worker.describe(now) for worker in workers[:SHOWN])
-        more = f"; and {len(workers) - SHOWN} more" if len(workers) > SHOWN else ""
-        return f"no {role} worker is ready ({len(workers)} configured: {listed}{more})"
+        return absence_of(role, self.workers.values(), now, self.explain)
 
     def max_model_len(self) -> int:
         """The longest sequence that every ready worker takes; 0 when none is ready."""

@@ -123,7 +123,7 @@ class Worker:
     @property
     def max_tokens(self) -> int:
         """The longest sequence, prompt and answer, that the worker takes."""
-        hello = self.identity
+        hello = self.hello or self.identity
         most = hello.num_blocks * hello.block_size
         return most if most < hello.max_model_len else hello.max_model_len
 
