@@ -110,3 +110,9 @@ def test_the_rate_changes_in_steps() -> None:
     counts = [sum(begin <= r.arrival_s < end for r in requests) for begin, end in ((0, 50), (50, 80), (80, 100))]
     assert counts[1] == 0
     assert counts[0] == pytest.approx(500, rel=0.2) and counts[2] == pytest.approx(800, rel=0.2)
+
+
+def test_the_scenario_of_a_thousand_workers_can_be_read() -> None:
+    made = read_scenario(Path(__file__).parents[3] / "benchmarks/data/thousand.toml")
+    assert sum(pool.count for pool in made.pool) == 1000
+    assert not Path(made.load.trace).is_absolute()
