@@ -15,7 +15,6 @@ which other programs on the machine prolong less than time:
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import statistics
 import time
@@ -36,6 +35,7 @@ from router.dispatch.request_state import RequestState
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
+from router.garbage import collect_seldom
 
 T = TypeVar("T")
 BLOCK_SIZE = 16
@@ -131,7 +131,7 @@ def _measure_policy(
     cluster: Cluster, state: RequestState, shape: RequestShape, times: dict[str, list[float]], *, weigh_all: bool
 ) -> None:
     """The policy's own time, among the shortlisted workers and among all."""
-    prefill, decode = cluster.placement._candidates(state, (), cluster.placement._hits(state))
+    prefill, decode = cluster.placement.candidates.of(state, (), cluster.placement.candidates.hits(state))
     _timed(times["choose"], lambda: cluster.policy.choose(prefill, decode, shape, cluster.now))
     if weigh_all:
         prefill, decode = cluster.registry.ready("prefill"), cluster.registry.ready("decode")
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--decisions", type=int, default=2000)
     parser.add_argument("--rate", type=float, default=200.0, help="decisions a second; heartbeats come as often")
     options = parser.parse_args()
-    gc.freeze()
+    collect_seldom()
     names = "".join(f" {name:>8s}    p99" for name in ("decision", "choose", "all", "report", "hash"))
     print(f"workers  prompt  hits holders{names}   (median and p99, microseconds)")
     for num_workers in options.workers:

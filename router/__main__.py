@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import socket
 import sys
@@ -49,6 +48,7 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
     """
     from common.model_files.resolve import resolve_model
     from router.dispatch.dispatcher import Dispatcher
+    from router.garbage import collect_seldom
     from router.generation.tracing import Tracing
     from router.observe.measured_client import MeasuredClient
     from router.observe.metrics import ENGINE, RouterMetrics
@@ -86,8 +86,7 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
     tracing = Tracing.of(config)
     app = build_app(client, text, files, config, metrics, lambda: dispatcher.fleet.failure or planning.failure, tracing)
     app.state.service.outlook = lambda: planning.outlook
-    gc.collect()
-    gc.freeze()  # these objects live as long as the process, so later collections skip them
+    collect_seldom()
     try:
         await dispatcher.start()
         if plans:

@@ -46,6 +46,7 @@ EXCEPTIONS: dict[str, set[str]] = {
         "router.fleet.prefix_index",
         "router.fleet.registry",
         "router.fleet.worker",
+        "router.garbage",
     },
     # They run the router's own planner in virtual time.
     "benchmarks/planner.py": {"router.planner.load", "router.planner.planner", "router.planner.pool"},

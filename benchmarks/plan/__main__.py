@@ -21,6 +21,7 @@ from benchmarks.plan.reach import reach
 from benchmarks.plan.report import Plan, as_json, print_plan, sentences
 from benchmarks.plan.search import Search
 from benchmarks.plan.spec import PlanSpec, spec_of
+from benchmarks.plan.stretch import Stretch
 from benchmarks.plan.trials import Question, Trials
 from benchmarks.plan.values import render
 from benchmarks.plan.values import values_of as helm_values_of
@@ -105,9 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, console = parse(argv), open_console()
     try:
         jobs = num_jobs(options)
-        spec = spec_of(values_of(options, lambda given: measured(given, console)))
-        began_at = time.monotonic()
-        plan = planned(spec, console, jobs=jobs, exhaustive=options.exhaustive, progress=not options.no_progress)
+        stretch = Stretch.of(spec_of(values_of(options, lambda given: measured(given, console))))
+        if stretch.note:
+            console.print(stretch.note, highlight=False)
+        began_at, progress = time.monotonic(), not options.no_progress
+        plan = planned(stretch.spec, console, jobs=jobs, exhaustive=options.exhaustive, progress=progress)
         deliver(plan, options, argv, time.monotonic() - began_at, console)
     except KeyboardInterrupt:
         console.print("interrupted: nothing is planned")

@@ -13,6 +13,8 @@ from benchmarks.simulator.scenario import Goals, LoadSpec, PoolSpec, Scenario
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig
 from common.config.field import Config, fields_of
 
+LONG_S, FAR_APART = 7200.0, 4.0
+"""Requests that come further apart arrive for so long at most, or so many times as long as those of the plan."""
 FLAG_NAMES = ("local_prefill_threshold", "max_num_batched_tokens", "max_num_seqs", "local_prefill_chunk")
 
 
@@ -145,7 +147,8 @@ def neighbours(candidate: Candidate, spec: PlanSpec) -> Iterator[Candidate]:
 def scenario(spec: PlanSpec, candidate: Candidate, seed: int, *, load_factor: float, goals: PlanGoals) -> Scenario:
     """A run of the candidate at `load_factor` times the rate.
 
-    The same seed is the same load for each candidate; at another rate the same requests come, further apart.
+    The same seed is the same load for each candidate; at another rate the same requests come, further apart. Of many
+    requests that come far apart only the first ones are simulated.
     """
     flags = candidate.flags
     found = Scenario(
@@ -159,7 +162,7 @@ def scenario(spec: PlanSpec, candidate: Candidate, seed: int, *, load_factor: fl
         settings={**spec.settings, "local_prefill_threshold": flags.local_prefill_threshold},
         routers=spec.routers,
         seed=seed,
-        duration_s=spec.arrivals_s / load_factor,
+        duration_s=_duration_s(spec.arrivals_s, load_factor),
         noise=spec.noise,
     )
     found.check()
@@ -178,6 +181,14 @@ def _pool(role: str, worker: WorkerSpec, count: int, max_num_seqs: int, step_tok
         watermark=worker.watermark,
         link_rate=worker.link_rate,
     )
+
+
+def _duration_s(arrivals_s: float, load_factor: float) -> float:
+    """How long requests arrive at so many times the rate; 0: as long as the trace is."""
+    if load_factor >= 1.0:
+        return arrivals_s / load_factor
+    most_s = max(LONG_S, FAR_APART * arrivals_s)
+    return min(most_s, arrivals_s / load_factor or most_s)
 
 
 def _faster(load: LoadSpec, factor: float) -> LoadSpec:

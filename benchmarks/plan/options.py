@@ -76,7 +76,9 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--input-len", metavar="N[-M]", help="tokens of a prompt (512)")
     group.add_argument("--output-len", metavar="N[-M]", help="tokens of an answer (128)")
     group.add_argument("--shared-prefix-len", type=int, help="leading tokens that all prompts share")
-    group.add_argument("--duration-s", type=float, help="requests arrive for so long; default: about 600, or the trace")
+    group.add_argument(
+        "--duration-s", type=float, help="requests arrive for so long; default: until 600 came, or of a trace 1,200"
+    )
 
 
 def _add_goals(group: argparse._ArgumentGroup) -> None:

@@ -66,7 +66,8 @@ class SearchSpec(Part, frozen=True):
 
 
 class PlanSpec(Part, frozen=True):
-    """`duration_s` of 0: a whole trace, or about 600 requests at a rate. `settings` are router settings by name."""
+    """`duration_s` of 0: the beginning of a trace (`Stretch`), or about 600 requests at a rate. `settings` are router
+    settings by name."""
 
     prefill: WorkerSpec
     decode: WorkerSpec

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequence import DecodeSequence
+from decode_worker.token_gaps import TokenGaps
 
 
 class CoalescedScheduler(DecodeScheduler):
@@ -59,6 +62,12 @@ class StepRun:
         """The time of the first `num_steps` steps."""
         return num_steps * self.first_s + self.growth_s * num_steps * (num_steps - 1) / 2
 
+    def ends(self, num_steps: int) -> Iterator[float]:
+        """When each of the first `num_steps` steps ends."""
+        began_at, first_s, growth_s = self.began_at, self.first_s, self.growth_s
+        for number in range(1, num_steps + 1):
+            yield began_at + (number * first_s + growth_s * number * (number - 1) / 2)
+
     @property
     def ends_at(self) -> float:
         return self.began_at + self.seconds(self.num_steps)
@@ -86,3 +95,15 @@ class StepRun:
         while num_steps > 0 and self.seconds(num_steps) > passed_s:
             num_steps -= 1
         return num_steps
+
+
+class CoalescedGaps(TokenGaps):
+    """Production's gaps between tokens, which can also be told of several steps of the same sequences in one call."""
+
+    def ran(self, sequences: Sequence[DecodeSequence], run: StepRun, num_steps: int, predicted_s: float) -> None:
+        """The first `num_steps` steps of a run have ended."""
+        ends, observe = run.ends(num_steps), self._goal.observe
+        self.stepped(sequences, next(ends), predicted_s=predicted_s, tokens_each=1.0)
+        for ended_at in ends:
+            observe(ended_at - self._at, predicted_s)
+            self._at = ended_at

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
-from benchmarks.simulator.coalesced import CoalescedScheduler, StepRun
+from benchmarks.simulator.coalesced import CoalescedGaps, CoalescedScheduler, StepRun
 from benchmarks.simulator.incoming import IncomingTransfers
 from benchmarks.simulator.outgoing import LookAgain, SimulatedSender, event_of, handovers_of
 from benchmarks.simulator.process import Process
@@ -20,7 +20,6 @@ from common.latency.step_model import StepShape
 from common.wire.messages import AbortRequest, DecodeRequest, HandOver, Timeline, TokenDelta
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import DecodeChunk, shape_of
-from decode_worker.token_gaps import TokenGaps
 
 MOST_STEPS = 512
 """Steps that are taken at once at most."""
@@ -55,7 +54,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         self._are_known, self._tells_all, self._left = False, False, list[int]()
         self._shape, self._is_plain = StepShape(), False
         self._chosen: set[DecodeSequence] = set()  # for the next step, while one that was launched ahead is computed
-        self._gaps = TokenGaps(self.scheduler.goal)
+        self._gaps = CoalescedGaps(self.scheduler.goal)
 
     def _new_scheduler(self, pool: BlockPool) -> CoalescedScheduler:
         return CoalescedScheduler(
@@ -260,10 +259,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         if not self.scheduler.goal.is_set:
             return
         decoding = [chunk.sequence for chunk in self._chunks if chunk.num_tokens == 1]
-        predicted_s = self.model.seconds(self._shape)
-        for number in range(1, num_steps + 1):
-            ended_at = run.began_at + run.seconds(number)
-            self._gaps.stepped(decoding, ended_at, predicted_s=predicted_s, tokens_each=1.0)
+        self._gaps.ran(decoding, run, num_steps, self.model.seconds(self._shape))
 
     # ------------------------------------------------------------ reports and ends
 

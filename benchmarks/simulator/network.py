@@ -68,7 +68,12 @@ class Network:
         flow.left, flow.at = num_bytes, self._clock.now
         for link in flow.links:
             link.flows[flow.number] = flow
-        self._share(flow.links)
+        sender, receiver = flow.links
+        if len(sender.flows) == len(receiver.flows) == 1:  # as most are
+            flow.rate = min(sender.rate, receiver.rate)
+            self._set_timer(flow)
+        else:
+            self._share(flow.links)
 
     def close(self, flow: Flow) -> None:
         """End a flow; what has not crossed is dropped."""
@@ -86,7 +91,8 @@ class Network:
             flow.timer.cancel()
         for link in flow.links:
             del link.flows[flow.number]
-        self._share(flow.links)
+        if flow.links[0].flows or flow.links[1].flows:
+            self._share(flow.links)
 
     def _on_timer(self, flow: Flow) -> None:
         self._settle((flow,))

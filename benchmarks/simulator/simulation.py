@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from benchmarks.simulator.conservation import Conserved, check_conserved
@@ -69,6 +68,7 @@ class Simulation:
         by_id = {request.request_id: request for request in self.requests}
         self.world = beside.beside(scenario, by_id) if beside else World(scenario, by_id)
         self.processes: dict[str, Process] = {}
+        self._slots: list[dict[str, Process]] = [{} for _ in range(SLOTS)]  # by address
         self._num_left = len(self.requests)
         self._next = 0
         self._sizes = Counter[str]()
@@ -150,7 +150,9 @@ class Simulation:
     def _add_process(self, pool: PoolSpec) -> Process:
         name = f"{pool.name}-{self._sizes[pool.name]}"
         self._sizes[pool.name] += 1
-        process = self.processes[name] = Process(self.world, pool, name, self._new_duty)
+        process = Process(self.world, pool, name, self._new_duty)
+        self._slots[len(self.processes) % SLOTS][process.address] = process
+        self.processes[name] = process
         return process
 
     def _new_duty(self, process: Process, pool: PoolSpec) -> AnyWorker:
@@ -221,9 +223,11 @@ class Simulation:
             self._worker_seconds = sum(process.up_s for process in self.processes.values())
 
     def _beat(self, slot: int) -> None:
-        """The workers of one slot send heartbeats."""
+        """The workers of one slot send heartbeats, but for those that would say the same as before."""
         world, scenario = self.world, self.scenario
-        here = list(islice(self.processes.values(), slot, None, SLOTS))
+        quiet = [router.quiet for router in world.routers.values()]
+        silent = set.intersection(*quiet) - world.attentive if quiet else set[str]()
+        here = [process for address, process in self._slots[slot].items() if address not in silent]
         for process in here:
             if process.has_left:
                 process.die(said=True)

@@ -98,6 +98,7 @@ class SimulatedWorker(ABC, Generic[S]):
 
     def drain(self) -> None:
         """Take no new requests, and tell so at once."""
+        self.world.attentive.add(self.address)
         if self.drains_since is None:
             self.drains_since = self.world.clock.now
             self._tell_state()
@@ -163,6 +164,7 @@ class SimulatedWorker(ABC, Generic[S]):
             self.world.tell_router(router, self.address, (hello_of(self), self.heartbeat(router)))
         elif isinstance(message, BlockSnapshotRequest):
             self._wanting.add(router)
+            self.world.attentive.add(self.address)
         elif isinstance(message, ChangeRole):
             self.process.order(message)
         elif self.drains_since is not None and isinstance(message, PrefillRequest | DecodeRequest):

@@ -68,7 +68,8 @@ class World:
     """`requests` by id, `routers` by their name in messages, `workers` by address in the roles that they have now.
 
     `links` are those of all models, in and out, by the name that they share or by their worker. `receivers` are workers
-    as decode workers, by name, also while they have the other role.
+    as decode workers, by name, also while they have the other role. Of those that are quiet for every router, only the
+    `attentive` ones have anything to do when they beat.
     """
 
     scenario: Scenario
@@ -79,6 +80,7 @@ class World:
     workers: dict[str, WorkerEnd] = field(default_factory=dict)
     receivers: dict[str, TransferEnd] = field(default_factory=dict)
     links: dict[str, tuple[Link, Link]] = field(default_factory=dict)
+    attentive: set[str] = field(default_factory=set)
     _num_epochs: int = 0
 
     def __post_init__(self) -> None:

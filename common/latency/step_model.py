@@ -99,6 +99,11 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         rows_s = self.row_s * shape.num_rows + self.context_s * shape.context
         return self.fixed_s + max(self.floor_s, prompt_s) + rows_s
 
+    def prompt_s(self, start: int, end: int) -> float:
+        """The time of a step that computes a prompt's tokens from `start` to `end`."""
+        prompt_s = self.token_s * (end - start) + self.pair_s * (end * end - start * start)
+        return self.fixed_s + max(self.floor_s, prompt_s)
+
     def tokens_per_s(self, num_tokens: int) -> float:
         """The rate of steps of so many tokens at the beginning of prompts; 0 while nothing is known of prompts."""
         if not self.knows_prompts:

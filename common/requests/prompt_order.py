@@ -95,8 +95,11 @@ def prompt_order(
     prompts: Iterable[P], now: float, model: StepModel, budget: int, beside: StepShape = NOTHING
 ) -> PromptOrder[P]:
     """The order of prompts that are all here at `now`, for steps of `budget` prompt tokens and `beside` in each."""
+    by_age = sorted(prompts, key=lambda prompt: prompt.accepted_at)
+    if len(by_age) < 2:  # as in most steps at low load
+        return _with_elder(by_age, [prompt for prompt in by_age if not prompt.has_output], now)
     seconds = _predictor(model, budget, beside)
-    jobs = [_Job.of(prompt, seconds(prompt)) for prompt in sorted(prompts, key=lambda prompt: prompt.accepted_at)]
+    jobs = [_Job.of(prompt, seconds(prompt)) for prompt in by_age]
     begun = [job for job in jobs if job.prompt.has_output]
     new = [job for job in jobs if not job.prompt.has_output]
     ordered, end = begun, now
@@ -104,10 +107,14 @@ def prompt_order(
         equal = [job for job in new if job.prompt.priority == priority]
         ordered += _by_slack(equal, end, budget)
         end += sum(job.seconds for job in equal)
-    in_turn = [job.prompt for job in ordered]
-    if not new or now - new[0].prompt.accepted_at <= PATIENCE_S:
+    return _with_elder([job.prompt for job in ordered], [job.prompt for job in new], now)
+
+
+def _with_elder(in_turn: list[P], new: list[P], now: float) -> PromptOrder[P]:
+    """The order, in which the oldest prompt without output comes first once it has waited for too long."""
+    if not new or now - new[0].accepted_at <= PATIENCE_S:
         return PromptOrder(in_turn)
-    elder = new[0].prompt
+    elder = new[0]
     return PromptOrder([elder, *(prompt for prompt in in_turn if prompt is not elder)], elder)
 
 

@@ -66,7 +66,7 @@ def prefill_step(model: StepModel, start: int, most: int, *, has_goals: bool) ->
     if not has_goals or not model.knows_prompts or most <= LEAST_STEP:
         return Knob(most, "bound")
     sizes = [max(LEAST_STEP, most * count // SIZES) for count in range(1, SIZES + 1)]
-    rates = [size / model.seconds(StepShape.of_prompt(start, start + size)) for size in sizes]
+    rates = [size / model.prompt_s(start, start + size) for size in sizes]
     enough = EFFICIENT * max(rates)
     size = next(size for size, rate in zip(sizes, rates, strict=True) if rate >= enough)
     return Knob(size, "bound" if size == most else "efficiency")

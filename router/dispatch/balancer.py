@@ -74,8 +74,8 @@ class Balancer:
 
     def _candidates(self, states: Iterable[RequestState], busy: set[str], now: float) -> dict[str, list[RequestState]]:
         """Answers that may move, by their worker, of workers that one should leave."""
-        ready = self._registry.ready("decode")
-        leaving = [one for one in ready if one.address not in busy and why_leave(one, self._least_tpot_s)]
+        booked = (one for one in self._registry.ready("decode") if one.bookings)  # else it has no answer of this router
+        leaving = [one for one in booked if one.address not in busy and why_leave(one, self._least_tpot_s)]
         found: dict[str, list[RequestState]] = {worker.address: [] for worker in leaving}
         if not found:
             return found

@@ -53,7 +53,8 @@ class RequestShape:
 
     def uncached(self, worker: Worker) -> int:
         """Prompt tokens that the worker must compute: at least the last one, whose logits are needed."""
-        return max(1, self.num_tokens - self.hits.get(worker.address, 0))
+        left = self.num_tokens - (self.hits.get(worker.address, 0) if self.hits else 0)
+        return left if left > 1 else 1
 
     def prompt(self, worker: Worker) -> StepShape:
         """The same, as what a step computes."""

@@ -17,7 +17,7 @@ from router.dispatch.placement import Placement
 from router.dispatch.request_state import RequestState
 from router.dispatch.waiting import WaitingRequests
 from router.fleet.registry import WorkerRegistry
-from router.fleet.worker import Worker, WorkerState
+from router.fleet.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +43,7 @@ class HandOvers:
     def leave(self, states: Iterable[RequestState], now: float) -> None:
         """Take requests off draining workers as far as others have room; at each tick, and when a hand-over ends."""
         self._expire(now)
-        targets = self._registry.ready("decode")
-        workers = self._registry.workers.values()
-        draining = {worker.address for worker in workers if worker.state is WorkerState.DRAINING}
+        targets, draining = self._registry.ready("decode"), self._registry.draining
         if not draining or not targets:
             return
         for state in list(states):
@@ -53,7 +51,7 @@ class HandOvers:
             if state.done or decode is None or decode.address not in draining or state.successor is not None:
                 continue
             if not decode.delivered:
-                if self._placement.usable("decode", state):  # else the draining worker serves it to its end
+                if self._placement.candidates.usable("decode", state):  # else the draining worker serves it to its end
                     self._place_again(state, now)
             elif now >= state.handover_after and not state.stream.has_gap:
                 self._begin(state, targets, now)

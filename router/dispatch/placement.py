@@ -6,19 +6,20 @@ the queue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from common.latency.step_model import StepShape
-from common.wire.message_fields import Role
-from common.wire.messages import DecodeRequest, HandOver, KVTarget, Message, PrefillRequest
+from common.wire.messages import HandOver, Message
+from router.dispatch.candidates import Candidates, Hits
 from router.dispatch.forecast import NO_HITS, RequestShape
 from router.dispatch.growth import num_more_blocks
+from router.dispatch.orders import decode_request, kv_target, prefill_request
 from router.dispatch.output_lengths import OutputLengths
 from router.dispatch.policy import Choice, RoutingPolicy
 from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.shortlist import Shortlist
 from router.fleet.booking import Booking
-from router.fleet.prefix_index import PrefixHits, PrefixIndex
+from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker, WorkerState
 
@@ -40,6 +41,7 @@ class Placement:
         self._registry, self._policy, self._index = registry, policy, index
         self._send, self._abort = send, abort
         self.shortlist = Shortlist(registry, policy, index)
+        self.candidates = Candidates(registry, index, self.shortlist)
         self.lengths = OutputLengths()
 
     def choose(
@@ -49,10 +51,10 @@ class Placement:
 
         Prompts that the router holds take `held_s` seconds of each prefill worker before it.
         """
-        if state.num_remaining > 1 and not self._may_decode(state, deaf):
+        if state.num_remaining > 1 and not self.candidates.may_decode(state, deaf):
             return None  # before the prompt is hashed: many may wait for a decode worker
-        hits = self._hits(state)
-        prefill, decode = self._candidates(state, deaf, hits)
+        hits = self.candidates.hits(state)
+        prefill, decode = self.candidates.of(state, deaf, hits)
         shape = self._shape(state, [*prefill, *decode], hits, held_s)
         choice = self._policy.choose(prefill, decode, shape, now)
         return None if choice is None else (choice, shape)
@@ -90,11 +92,11 @@ class Placement:
         deaf: set[str] = set()
         while True:
             state.begin_attempt()
-            hits = self._hits(state)
-            partners, _ = self._candidates(state, deaf, hits)
+            hits = self.candidates.hits(state)
+            partners, _ = self.candidates.of(state, deaf, hits)
             shape = self._shape(state, [*partners, decode], hits)
             prefill = self._policy.choose_prefill(partners, decode, shape, now).prefill
-            request = self._decode_request(state, prefill, now, serial=assignment.booking.serial)
+            request = decode_request(state, prefill, now, serial=assignment.booking.serial)
             if not self._send(decode.address, request):
                 return False
             assignment.attempt = state.attempt
@@ -113,7 +115,8 @@ class Placement:
         state.begin_attempt()
         num_output = len(state.stream.token_ids)
         worker = self._registry.workers[source.address]
-        request = self._decode_request(state, worker, now, num_output, num_reserved_tokens)
+        serial, num_reserved = self._registry.next_serial, num_reserved_tokens
+        request = decode_request(state, worker, now, serial=serial, num_output=num_output, num_reserved=num_reserved)
         if not self._send(target.address, request):
             return False
         num_tokens = state.num_tokens + num_reserved_tokens
@@ -132,7 +135,7 @@ class Placement:
             request_id=request.request_id,
             attempt=source.attempt,
             new_attempt=state.attempt,
-            target=_target(target),
+            target=kv_target(target),
             num_output_tokens=num_output,
             num_reserved_tokens=num_reserved_tokens,
         )
@@ -190,14 +193,6 @@ class Placement:
             hashes = state.hashes(size)[: (state.num_tokens - 1) // size]
             self._index.expect(worker.address, hashes, now, capacity=worker.identity.num_blocks)
 
-    def usable(self, role: Role, state: RequestState) -> list[Worker]:
-        """Ready workers with room for the request so far, and with the weights that its answer began with.
-
-        A prefill worker needs room for two more tokens, if the answer may have them.
-        """
-        accept = _accepting(role, state)
-        return [worker for worker in self._registry.ready(role) if accept(worker)]
-
     def expected_more(self, state: RequestState) -> int:
         """Tokens that the answer will probably have beyond those of now."""
         num_output = len(state.stream.token_ids)
@@ -206,7 +201,7 @@ class Placement:
     def obstacle(self, state: RequestState, now: float) -> str:
         """Why the request has no place yet."""
         ready = self._registry.ready("decode")
-        if not ready or self.usable("decode", state):
+        if not ready or self.candidates.usable("decode", state):
             missing = self._registry.missing("decode", now)
             return state.last_failure or missing or "workers take no messages"
         same = [worker for worker in ready if state.weights in (None, worker.identity.weights)]
@@ -222,49 +217,7 @@ class Placement:
         if successor is not None:
             self.leave(state, successor, abort=True)
 
-    def _candidates(
-        self, state: RequestState, deaf: Collection[str], hits: Mapping[int, PrefixHits]
-    ) -> tuple[list[Worker], list[Worker]]:
-        """Usable prefill and decode workers to weigh, without `deaf` ones and those that failed this request.
-
-        When no other worker is left, one that failed gets a second chance. A failed prefill worker gets none beside a
-        decode worker, which can prefill itself.
-        """
-        decode = self._weighed("decode", state, deaf, hits)
-        prefill = self._weighed("prefill", state, deaf, hits)
-        spared = [worker for worker in prefill if (worker.address, worker.epoch) not in state.failed_lives]
-        others = [worker for worker in decode if (worker.address, worker.epoch) not in state.failed_lives]
-        return (spared if decode else spared or prefill), (others or decode)
-
-    def _weighed(
-        self, role: Role, state: RequestState, deaf: Collection[str], hits: Mapping[int, PrefixHits]
-    ) -> list[Worker]:
-        """All usable workers of a role, or out of many those that are worth a look."""
-        if not self.shortlist.is_needed:
-            return [worker for worker in self.usable(role, state) if worker.address not in deaf]
-        accept = _accepting(role, state, deaf)
-        if state.failed_lives:
-            others = self.shortlist.workers(role, _sparing(accept, state.failed_lives), hits)
-            if others:
-                return others
-        return self.shortlist.workers(role, accept, hits)
-
-    def _may_decode(self, state: RequestState, deaf: Collection[str]) -> bool:
-        """Whether a decode worker can take the request at all; of many none is asked yet."""
-        if self.shortlist.is_needed:
-            return self.shortlist.has_ready("decode")
-        accept, workers = _accepting("decode", state, deaf), self._registry.workers.values()
-        return any(worker.role == "decode" and worker.ready and accept(worker) for worker in workers)
-
-    def _hits(self, state: RequestState) -> Mapping[int, PrefixHits]:
-        """What workers hold of the prompt, by size of a block."""
-        if state.wants_prompt_logprobs or self._index.is_empty:  # cached tokens have no logits
-            return {}
-        return {size: self._index.hits(state.hashes(size)) for size in self.shortlist.block_sizes}
-
-    def _shape(
-        self, state: RequestState, workers: Sequence[Worker], hits: Mapping[int, PrefixHits], held_s: float = 0.0
-    ) -> RequestShape:
+    def _shape(self, state: RequestState, workers: Sequence[Worker], hits: Hits, held_s: float = 0.0) -> RequestShape:
         num_remaining = state.request.params.max_tokens - state.num_base_tokens
         tokens = {}
         for worker in workers:
@@ -284,7 +237,8 @@ class Placement:
     def _dispatch(self, state: RequestState, choice: Choice, shape: RequestShape, now: float) -> str | None:
         """Send the messages of a choice. Returns the address of a worker that could not take its own, or None."""
         if choice.decode is not None:
-            if not self._send(choice.decode.address, self._decode_request(state, choice.prefill, now)):
+            request = decode_request(state, choice.prefill, now, serial=self._registry.next_serial)
+            if not self._send(choice.decode.address, request):
                 return choice.decode.address
             self._assign(state, choice.decode, shape, local=choice.local, now=now)
         if choice.prefill is not None and not self._send_prefill(state, choice.prefill, choice.decode, shape, now):
@@ -294,7 +248,8 @@ class Placement:
     def _send_prefill(
         self, state: RequestState, prefill: Worker, decode: Worker | None, shape: RequestShape, now: float
     ) -> bool:
-        if not self._send(prefill.address, self._prefill_request(state, decode, now)):
+        request = prefill_request(state, decode, now, serial=self._registry.next_serial)
+        if not self._send(prefill.address, request):
             return False
         self._assign(state, prefill, shape, local=True, now=now)
         hello = prefill.identity
@@ -315,79 +270,6 @@ class Placement:
             num_more=num_more_blocks(worker, shape.num_tokens, shape.num_expected) if worker.role == "decode" else 0,
         )
         state.assign(_assignment(state, worker, booking, state.num_base_tokens), now)
-
-    def _decode_request(
-        self,
-        state: RequestState,
-        source: Worker | None,
-        now: float,
-        num_output: int | None = None,
-        num_reserved: int = 0,
-        serial: int = 0,
-    ) -> DecodeRequest:
-        """`source` computes or has the KV. `num_output`: output tokens in the prompt, by default the attempt's.
-
-        `serial`: of the booking, by default the one that comes next.
-        """
-        request = state.request
-        num_output = state.num_base_tokens if num_output is None else num_output
-        return DecodeRequest(
-            request_id=request.request_id,
-            attempt=state.attempt,
-            prompt=state.packed_prompt(num_output),
-            params=request.params,
-            prefill_worker=source.worker_id if source else "",
-            num_output_tokens=num_output,
-            cache_salt=request.cache_salt,
-            deadline_s=state.remaining_s(now),
-            ttft_s=state.first_token_s(now),
-            traceparent=request.traceparent,
-            num_reserved_tokens=num_reserved,
-            serial=serial or self._registry.next_serial,
-            tpot_s=request.tpot_s,
-            priority=request.priority,
-        )
-
-    def _prefill_request(self, state: RequestState, decode: Worker | None, now: float) -> PrefillRequest:
-        request = state.request
-        return PrefillRequest(
-            request_id=request.request_id,
-            attempt=state.attempt,
-            prompt=state.packed_prompt(state.num_base_tokens),
-            params=request.params,
-            decode=_target(decode) if decode is not None else None,
-            num_output_tokens=state.num_base_tokens,
-            cache_salt=request.cache_salt,
-            deadline_s=state.remaining_s(now),
-            ttft_s=state.first_token_s(now),
-            traceparent=request.traceparent,
-            serial=self._registry.next_serial,
-            tpot_s=request.tpot_s,
-            priority=request.priority,
-        )
-
-
-def _accepting(role: Role, state: RequestState, deaf: Collection[str] = ()) -> Callable[[Worker], bool]:
-    """Whether a worker has room for the request so far, and the weights that its answer began with."""
-    num_tokens = state.num_tokens + (1 if role == "decode" else min(2, state.num_remaining))
-    weights = state.weights
-
-    def accept(worker: Worker) -> bool:
-        if worker.max_tokens < num_tokens or worker.address in deaf:
-            return False
-        return weights is None or weights == worker.identity.weights
-
-    return accept
-
-
-def _sparing(accept: Callable[[Worker], bool], lives: Collection[tuple[str, int]]) -> Callable[[Worker], bool]:
-    """The same, but for the lives of workers that failed the request."""
-    return lambda worker: accept(worker) and (worker.address, worker.epoch) not in lives
-
-
-def _target(decode: Worker) -> KVTarget:
-    hello = decode.identity
-    return KVTarget(hello.worker_id, hello.epoch, hello.kv_address)
 
 
 def _assignment(state: RequestState, worker: Worker, booking: Booking, num_base_tokens: int) -> Assignment:

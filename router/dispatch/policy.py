@@ -202,9 +202,9 @@ def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:
 def _best(places: Sequence[_Place]) -> _Place:
     """The place of the least cost, or the one among about equal ones whose worker has least to do."""
     least = min(places, key=lambda place: (place.rank, place.cost_s))
-    most_s = (1.0 + MOST_TOLERANCE) * least.cost_s + TOLERANCE_S
+    most_s, surely_s = (1.0 + MOST_TOLERANCE) * least.cost_s + TOLERANCE_S, least.cost_s + TOLERANCE_S
     near = (place for place in places if place.cost_s <= most_s and place.rank == least.rank)
-    equal = [place for place in near if place.cost_s <= _equal_s(least, place)]
+    equal = [place for place in near if place.cost_s <= surely_s or place.cost_s <= _equal_s(least, place)]
     if len(equal) == 1:
         return least
     return min(equal, key=lambda place: place.turn)

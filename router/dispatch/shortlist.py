@@ -45,7 +45,9 @@ class Shortlist:
     def __init__(self, registry: WorkerRegistry, policy: RoutingPolicy, index: PrefixIndex) -> None:
         self._registry, self._policy, self._index = registry, policy, index
         self._random = Random(registry.router_id)
+        self._weighs_all = policy.weighs_all
         self._rankings: dict[Layout, list[Entry]] = {}
+        self._of_roles: dict[Role, list[tuple[Layout, list[Entry]]]] = {}  # emptied when a ranking comes or goes
         self._places: dict[str, tuple[Layout, Entry]] = {}
         self._is_kept = False
         registry.on_changed = self._on_changed
@@ -53,7 +55,7 @@ class Shortlist:
     @property
     def is_needed(self) -> bool:
         """Whether there are more workers than are weighed for each request."""
-        return len(self._registry.workers) > FEW and not self._policy.weighs_all
+        return len(self._registry.workers) > FEW and not self._weighs_all
 
     @property
     def block_sizes(self) -> set[int]:
@@ -90,7 +92,11 @@ class Shortlist:
             self._is_kept = True
             for worker in self._registry.workers.values():
                 self._on_changed(worker)
-        return [(layout, ranking) for layout, ranking in self._rankings.items() if layout[0] == role]
+        known = self._of_roles.get(role)
+        if known is None:
+            known = [(layout, ranking) for layout, ranking in self._rankings.items() if layout[0] == role]
+            self._of_roles[role] = known
+        return known
 
     def _worker(self, entry: Entry) -> Worker:
         return self._registry.workers[entry[3]]
@@ -134,6 +140,7 @@ class Shortlist:
         if not self.is_needed:
             self._is_kept = False
             self._rankings.clear()
+            self._of_roles.clear()
             self._places.clear()
             return
         before = self._places.get(worker.address)
@@ -142,17 +149,22 @@ class Shortlist:
                 self._take_out(*before)
             return
         entry = (*self._policy.usual_cost(worker), worker.order, worker.address)
-        place = ((worker.role, worker.identity.fingerprint), entry)
-        if place == before:
-            return
+        layout = (worker.role, worker.identity.fingerprint)
         if before is not None:
+            if before[1] == entry and before[0] == layout:
+                return
             self._take_out(*before)
-        insort(self._rankings.setdefault(place[0], []), entry)
-        self._places[worker.address] = place
+        ranking = self._rankings.get(layout)
+        if ranking is None:
+            ranking = self._rankings[layout] = []
+            self._of_roles.clear()
+        insort(ranking, entry)
+        self._places[worker.address] = layout, entry
 
     def _take_out(self, layout: Layout, entry: Entry) -> None:
         ranking = self._rankings[layout]
         del ranking[bisect_left(ranking, entry)]
         if not ranking:
             del self._rankings[layout]
+            self._of_roles.clear()
         del self._places[entry[3]]

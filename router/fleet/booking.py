@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from common.latency.step_model import NOTHING, StepShape
 
 
-@dataclass(frozen=True, slots=True)
-class Booking:
+class Booking(msgspec.Struct, frozen=True, gc=False):
     """Work that was sent to a worker and has not ended yet: `prompt` is to be computed there, by `priority`.
 
     The worker's heartbeats count it once they acknowledge its `serial`. It took `num_blocks` when it was sent, for the

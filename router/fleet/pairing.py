@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.fleet.registry import SHOWN
+from router.fleet.absence import SHOWN
 from router.fleet.worker import Worker, by_fingerprint
 
 

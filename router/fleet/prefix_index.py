@@ -73,14 +73,16 @@ class PrefixIndex:
     def expect(self, address: str, hashes: Sequence[bytes], now: float, *, capacity: int | None = None) -> None:
         """The worker will report this chain soon. `capacity` is the worker's own number of blocks."""
         held, bound = self._held(address), min(self._capacity, capacity or self._capacity)
+        stored, expected, holders, until = held.stored, held.expected, self._holders, now + self._expected_s
         for digest in hashes[:bound]:
             short = digest[:SHORT_HASH_BYTES]
-            if short in held.stored:
+            if short in stored:
                 continue
-            if held.expected.pop(short, None) is None:
-                self._holders[short] = self._holders.get(short, 0) | held.bit
-            held.expected[short] = now + self._expected_s  # behind those that are expected to come sooner
-        self._forget_expected(held, list(islice(held.expected, max(0, len(held.expected) - bound))))
+            if expected.pop(short, None) is None:
+                holders[short] = holders.get(short, 0) | held.bit
+            expected[short] = until  # behind those that are expected to come sooner
+        if len(expected) > bound:
+            self._forget_expected(held, list(islice(expected, len(expected) - bound)))
 
     def store(self, address: str, shorts: Sequence[bytes]) -> None:
         """The worker reports that it holds these blocks."""

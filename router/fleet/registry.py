@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from itertools import chain
+from types import MappingProxyType
 
 from common.latency.link_model import LinkModel
-from common.latency.step_model import StepModel, StepShape
+from common.latency.step_model import StepModel
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
-from router.fleet.booking import Booking, Load
+from router.fleet.absence import absence_of
+from router.fleet.booked_workers import BookedWorkers
+from router.fleet.booking import Load
+from router.fleet.rivals import Rivals
 from router.fleet.worker import ROLES, SMOOTHING, Worker, WorkerState, order_of
 
 # A worker that failed so many requests in a row is a suspect, the longer the more often.
@@ -23,14 +27,11 @@ MAX_SLOWNESS = 8.0
 """How many times later than predicted a first token counts at most."""
 MAX_FORGIVEN = 4
 """A router that was held up forgives silence for this many times `worker_timeout_s`."""
-MAX_RIVALS, RIVALS_SMOOTHING = 15.0, 0.2
-"""Requests of other routers for each of this one, at most; the share of one more sweep in their average."""
-SHOWN = 8
-"""Workers that one line names."""
 NOT_READY = "connected, not ready yet"
+NOTHING_OBSERVED: Mapping[int, float] = MappingProxyType({})
 
 
-class WorkerRegistry:
+class WorkerRegistry(BookedWorkers):
     """Workers by address. A worker's life is its epoch: a new epoch, silence or a cut connection ends it.
 
     Methods that may end a life return whether they did. All requests on the worker have then failed, and their
@@ -41,11 +42,10 @@ class WorkerRegistry:
         self, prefill: Iterable[str], decode: Iterable[str], *, worker_timeout_s: float, router_id: str = ""
     ) -> None:
         """Each `router_id` has an order of its own for equal workers: routers that see the same loads spread."""
+        super().__init__()
         self.router_id = router_id
-        self.workers: dict[str, Worker] = {}
-        self._ready: dict[Role, list[Worker]] = {}  # emptied by whatever makes a worker ready, or no longer so
-        self.on_changed: Callable[[Worker], None] = lambda worker: None
-        """Is told of a worker whose state, report or bookings changed, or that is gone and thus not ready."""
+        self._ready: dict[Role, list[Worker]] = {}
+        self._draining: set[str] | None = None
         for address in prefill:
             self.add(address, "prefill")
         for address in decode:
@@ -53,13 +53,13 @@ class WorkerRegistry:
         self._worker_timeout_s = worker_timeout_s
         self.explain: Callable[[Role, float], str] = lambda role, now: ""
         """Discovery's answer to why no worker of a role is known; "" without discovery."""
-        self.next_serial = 1
         self.role_changes: Counter[tuple[str, str]] = Counter()
         """How often workers changed their roles, by (from, to), whichever router had ordered it."""
         self._models: dict[Role, StepModel] = {}
         self._links: dict[Role, LinkModel] = {}
         self._last_sweep: float | None = None
-        self._rivals = Ewma(RIVALS_SMOOTHING, start=0.0)
+        self._rivals = Rivals()
+        self._observed: list[Worker] = []
 
     # ------------------------------------------------------------ which workers there are
 
@@ -71,7 +71,7 @@ class WorkerRegistry:
         """Forget the worker; releasing what was booked on it does nothing from now on."""
         worker = self.workers.pop(address)
         worker.state = WorkerState.UNKNOWN
-        self._ready.clear()
+        self._regroup()
         self._changed(worker)
 
     def withhold(self, address: str, why: str) -> bool:
@@ -79,7 +79,7 @@ class WorkerRegistry:
         worker = self.workers[address]
         was_ready = worker.ready
         worker.withheld = why
-        self._ready.clear()
+        self._regroup()
         self._changed(worker)
         return worker.ready and not was_ready
 
@@ -102,7 +102,7 @@ class WorkerRegistry:
             worker.state, worker.reason, worker.step_changed = WorkerState.CONNECTED, NOT_READY, now
         self._follow_role(worker, hello)
         worker.hello, worker.known_epoch = hello, hello.epoch
-        self._ready.clear()
+        self._regroup()
         if misfit := worker.misfit:
             worker.state, worker.reason = WorkerState.UNKNOWN, misfit
         self._changed(worker)
@@ -202,9 +202,15 @@ class WorkerRegistry:
 
         `waits_from`: how long those of at least such a priority have waited.
         """
-        for address, worker in self.workers.items():
+        for worker in self._observed:
+            worker.observed_s, worker.lasting_s, worker.observed_from = 0.0, 0.0, NOTHING_OBSERVED
+        waits_from = waits_from or {}
+        addresses = {*waits_s, *lasting_s, *chain.from_iterable(waits_from.values())}  # a few of a thousand
+        self._observed = [self.workers[address] for address in addresses if address in self.workers]
+        for worker in self._observed:
+            address = worker.address
             worker.observed_s, worker.lasting_s = waits_s.get(address, 0.0), lasting_s.get(address, 0.0)
-            worker.observed_from = {priority: found.get(address, 0.0) for priority, found in (waits_from or {}).items()}
+            worker.observed_from = {priority: found.get(address, 0.0) for priority, found in waits_from.items()}
 
     def on_request_finished(self, address: str, decode_s: float) -> None:
         """The worker decoded a request, from its first token to its last, in `decode_s` seconds."""
@@ -219,24 +225,26 @@ class WorkerRegistry:
         a caller that is held up again and again must still notice a dead worker.
         """
         late, held_up_s = self._is_late(now), now - (now if self._last_sweep is None else self._last_sweep)
-        self._last_sweep = now
+        self._last_sweep, timeout_s, dead = now, self._worker_timeout_s, WorkerState.DEAD
         died = []
         for worker in self.workers.values():
             if worker.suspect and now >= worker.suspect_until:
                 worker.suspect = False
                 self._changed(worker)
-            if worker.hello is None or worker.state is WorkerState.DEAD:
+            if worker.hello is None or worker.state is dead:
                 continue
             if late:
-                worker.step_changed = min(now, worker.step_changed + held_up_s - self._worker_timeout_s / 2)
-            if late and worker.forgive(now, MAX_FORGIVEN * self._worker_timeout_s):
-                continue
-            if now - (worker.last_seen or 0.0) > self._worker_timeout_s:
-                self._end(worker, WorkerState.DEAD, f"silent for more than {self._worker_timeout_s:g} s")
+                worker.step_changed = min(now, worker.step_changed + held_up_s - timeout_s / 2)
+                if worker.forgive(now, MAX_FORGIVEN * timeout_s):
+                    continue
+            if now - (worker.last_seen or 0.0) > timeout_s:
+                self._end(worker, dead, f"silent for more than {timeout_s:g} s")
                 died.append(worker)
             elif worker.is_stuck(now) and self._judge(worker, now):
                 died.append(worker)
-        self._compare_routers()
+        self._rivals.observe(self.ready("decode"))
+        for worker in self.workers.values():
+            worker.rivals = self._rivals.value
         return died
 
     def is_in_doubt(self, now: float) -> bool:
@@ -259,94 +267,28 @@ class WorkerRegistry:
             self._ready[role] = known
         return known
 
+    @property
+    def draining(self) -> set[str]:
+        """Addresses of draining workers. Not to be changed."""
+        if self._draining is None:
+            draining = (worker for worker in self.workers.values() if worker.state is WorkerState.DRAINING)
+            self._draining = {worker.address for worker in draining}
+        return self._draining
+
     def missing(self, role: Role, now: float) -> str:
         """Why no worker of `role` is ready, in one line; "" when one is."""
-        workers = [worker for worker in self.workers.values() if worker.role == role]
-        if any(worker.ready for worker in workers):
-            return ""
-        if not workers and (num_away := sum(worker.home == role for worker in self.workers.values())):
-            return f"no {role} worker is ready ({num_away} configured: they have changed their role)"
-        if not workers:
-            return self.explain(role, now) or f"no {role} worker is configured"
-        listed = "; ".join(worker.describe(now) for worker in workers[:SHOWN])
-        more = f"; and {len(workers) - SHOWN} more" if len(workers) > SHOWN else ""
-        return f"no {role} worker is ready ({len(workers)} configured: {listed}{more})"
+        return absence_of(role, self.workers.values(), now, self.explain)
 
     def max_model_len(self) -> int:
         """The longest sequence that every ready worker takes; 0 when none is ready."""
         return min((worker.max_tokens for worker in self.workers.values() if worker.ready), default=0)
 
-    # ------------------------------------------------------------ bookings
-
-    def book(
-        self,
-        address: str,
-        now: float,
-        *,
-        prompt: StepShape,
-        num_blocks: int,
-        priority: int = 0,
-        num_tokens: int = 0,
-        num_more: int = 0,
-    ) -> Booking:
-        """Count work that is sent under `next_serial`: `prompt` to compute, `num_blocks` of KV to hold.
-
-        They hold `num_tokens` tokens, cached ones included, and the answer will probably need `num_more` blocks.
-        """
-        worker = self.workers[address]
-        booking = Booking(self.next_serial, address, prompt, num_blocks, priority, num_tokens, 0, num_more)
-        self.next_serial += 1
-        worker.bookings[booking.serial] = booking
-        worker.booked.add(booking)
-        if not worker.fresh.num_tokens:
-            worker.fresh_since = now
-        worker.fresh.add(booking)
-        worker.num_dispatched += 1
-        self._changed(worker)
-        return booking
-
-    def computed(self, booking: Booking, now: float) -> Booking:
-        """The prompt is computed: drop it from the booking, and return what is left of that."""
-        worker = self.workers.get(booking.address)
-        known = worker.bookings.get(booking.serial) if worker is not None else None
-        after = replace(known or booking, prompt=StepShape())
-        if worker is not None and known is not None:
-            worker.bookings[booking.serial] = after
-            worker.booked.computed(known)
-            worker.fresh_since = now
-            if worker.is_fresh(known):
-                worker.fresh.computed(known)
-            else:
-                worker.ended.prompt += known.prompt
-            self._changed(worker)
-        return after
-
-    def resize(self, address: str, sizes: Mapping[int, tuple[int, int]]) -> None:
-        """Set how many blocks bookings have gained, and will gain, by serial. Those that have ended are left out."""
-        worker = self.workers[address]
-        for serial, (num_grown, num_more) in sizes.items():
-            if (before := worker.bookings.get(serial)) is None:
-                continue
-            after = worker.bookings[serial] = replace(before, num_grown=num_grown, num_more=num_more)
-            worker.booked.resize(before, after)
-            if worker.is_fresh(after):
-                worker.fresh.resize(before, after)
-        self._changed(worker)
-
-    def release(self, booking: Booking) -> None:
-        """The work has ended. Does nothing the second time, and once the worker's life has ended."""
-        worker = self.workers.get(booking.address)
-        known = worker.bookings.pop(booking.serial, None) if worker is not None else None
-        if worker is None or known is None:
-            return
-        worker.booked.remove(known)
-        if worker.is_fresh(known):
-            worker.fresh.remove(known)
-        else:
-            worker.ended.add(known)
-        self._changed(worker)
-
     # ------------------------------------------------------------ inside
+
+    def _regroup(self) -> None:
+        """A worker became ready or draining, or is no longer so."""
+        self._ready.clear()
+        self._draining = None
 
     def _follow_role(self, worker: Worker, hello: WorkerHello) -> None:
         """Take over the present role of a worker whose home is the configured one."""
@@ -356,20 +298,6 @@ class WorkerRegistry:
         if worker.known_epoch is not None:  # else it had changed before this router knew it
             self.role_changes[worker.role, role] += 1
         worker.role, worker.pool_model = role, self._models.get(role, StepModel())
-
-    def _compare_routers(self) -> None:
-        """Find out how much other routers send: what decode workers report beside this router's own requests."""
-        decode = [worker for worker in self.workers.values() if worker.ready and worker.role == "decode"]
-        own = sum(worker.booked.num_requests - worker.fresh.num_requests for worker in decode)
-        if own:
-            reported = sum(worker.num_requests - worker.fresh.num_requests for worker in decode)
-            self._rivals.observe(min(MAX_RIVALS, max(0.0, reported / own - 1.0)))
-        for worker in self.workers.values():
-            worker.rivals = self._rivals.value
-
-    def _changed(self, worker: Worker) -> None:
-        worker.terms = None
-        self.on_changed(worker)
 
     def _is_late(self, now: float) -> bool:
         """Whether the last sweep is so long ago that messages may be unread."""
@@ -393,14 +321,14 @@ class WorkerRegistry:
         else:
             worker.state, worker.reason = WorkerState.CONNECTED, NOT_READY
         if worker.state is not was:
-            self._ready.clear()
+            self._regroup()
         return False
 
     def _end(self, worker: Worker, state: WorkerState, reason: str, *, keep_beat: bool = False) -> None:
         beat, step_changed = worker.beat, worker.step_changed
         self._forget(worker)
         worker.state, worker.reason = state, reason
-        self._ready.clear()
+        self._regroup()
         if keep_beat:  # a stuck engine that still sends heartbeats stays dead until its step moves
             worker.beat, worker.step_changed = beat, step_changed
         self._changed(worker)

@@ -32,6 +32,9 @@ class WorkerState(StrEnum):
     DEAD = "dead"
 
 
+READY = WorkerState.READY  # each look at a member of an enum class costs as much as the rest of `Worker.ready`
+
+
 @dataclass(slots=True)
 class Worker:
     """State of one address. Only `WorkerRegistry` changes it.
@@ -98,7 +101,7 @@ class Worker:
 
     @property
     def ready(self) -> bool:
-        return self.state is WorkerState.READY and not self.withheld
+        return self.state is READY and not self.withheld
 
     @property
     def shown_state(self) -> str:
@@ -118,12 +121,12 @@ class Worker:
 
     @property
     def worker_id(self) -> str:
-        return self.hello.worker_id if self.hello else ""
+        return self.hello.worker_id if self.hello is not None else ""
 
     @property
     def max_tokens(self) -> int:
         """The longest sequence, prompt and answer, that the worker takes."""
-        hello = self.identity
+        hello = self.hello or self.identity
         most = hello.num_blocks * hello.block_size
         return most if most < hello.max_model_len else hello.max_model_len
 
@@ -144,12 +147,13 @@ class Worker:
     def num_reported_requests(self) -> int:
         """Requests that the last heartbeat counts."""
         beat = self.beat
-        return beat.num_running + beat.num_waiting + beat.num_transferring if beat else 0
+        return beat.num_running + beat.num_waiting + beat.num_transferring if beat is not None else 0
 
     @property
     def num_requests(self) -> int:
         """Requests running, waiting or on their way."""
-        return max(0, self.num_reported_requests - self.ended.num_requests) + self.fresh.num_requests
+        left = self.num_reported_requests - self.ended.num_requests
+        return (left if left > 0 else 0) + self.fresh.num_requests
 
     @property
     def num_queued_tokens(self) -> int:
@@ -160,10 +164,13 @@ class Worker:
     @property
     def num_available_blocks(self) -> int:
         """Blocks that a new request could get: free or evictable, less those booked since the last report."""
-        total = self.hello.num_blocks if self.hello else 0
-        reported = self.beat.num_free_blocks + self.beat.num_cached_blocks if self.beat else total
+        hello, beat = self.hello, self.beat
+        total = hello.num_blocks if hello is not None else 0
+        reported = beat.num_free_blocks + beat.num_cached_blocks if beat is not None else total
         now_free = reported + self.ended.num_blocks - self.fresh.num_blocks
-        return max(0, min(now_free, total - self.booked.num_blocks))
+        left = total - self.booked.num_blocks
+        least = now_free if now_free < left else left
+        return least if least > 0 else 0
 
     @property
     def num_growing_blocks(self) -> int:
@@ -173,6 +180,8 @@ class Worker:
         to grow like those of this one.
         """
         num_more = self.booked.num_more
+        if not num_more:
+            return 0
         if num_more > FEW_BLOCKS * (self.hello.num_blocks if self.hello else 0):
             num_more = peak_growth(self.bookings.values())
         return round(num_more * (1.0 + self.rivals))

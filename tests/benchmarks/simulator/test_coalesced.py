@@ -7,12 +7,13 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from benchmarks.simulator.coalesced import CoalescedScheduler, StepRun
+from benchmarks.simulator.coalesced import CoalescedGaps, CoalescedScheduler, StepRun
 from benchmarks.simulator.scenario import Scenario
 from benchmarks.simulator.simulation import Simulation
 from benchmarks.simulator.tokens import Content, CountedTokens, InjectedHasher
 from common.kv.block_pool import BlockPool
 from common.latency.step_model import StepModel
+from common.requests.token_goal import TokenGoal
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SamplingParams
 from decode_worker.sequence import DecodeSequence, RequestStatus
@@ -114,3 +115,24 @@ def test_a_simulation_takes_steps_at_once_and_ends_alike(
     assert [outcome for outcome, *_ in coalesced] == [outcome for outcome, *_ in single]
     for (_, *times), (_, *expected) in zip(coalesced, single, strict=True):
         assert times == pytest.approx(expected, abs=1e-6, nan_ok=True)
+
+
+def test_gaps_of_a_run_are_those_of_its_steps() -> None:
+    run, sequences = StepRun(1.0, 7, 0.02, 0.003), list(scheduler(64, (5, 9)).running)
+    observed: dict[str, list[tuple[float, float]]] = {"run": [], "steps": []}
+
+    def gaps(name: str) -> CoalescedGaps:
+        goal = TokenGoal(0.05)
+        goal.observe = lambda gap_s, predicted_s: observed[name].append((gap_s, predicted_s))  # type: ignore[method-assign]
+        return CoalescedGaps(goal)
+
+    whole, single = gaps("run"), gaps("steps")
+    for made in (whole, single):
+        made.stepped(sequences[:1], 0.9, predicted_s=0.02, tokens_each=1.0)
+    whole.ran(sequences, run, 7, 0.02)
+    for number in range(1, 8):
+        single.stepped(sequences, run.began_at + run.seconds(number), predicted_s=0.02, tokens_each=1.0)
+    for made in (whole, single):
+        made.stepped(sequences, 2.0, predicted_s=0.02, tokens_each=1.0)
+    assert len(observed["run"]) == 8
+    assert observed["run"] == observed["steps"]

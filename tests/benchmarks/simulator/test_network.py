@@ -63,3 +63,19 @@ def test_bytes_that_are_added_wait_behind_others_and_those_of_an_ended_flow_are_
     assert one.num_crossed == pytest.approx(30.0)
     assert network.num_bytes_dropped == pytest.approx(40.0)
     assert network.num_bytes_added == pytest.approx(network.num_bytes_crossed + network.num_bytes_dropped)
+
+
+def test_flows_that_meet_at_one_end_share_from_then_on() -> None:
+    """The second flow finds the receiver taken; the first had both of its links for itself until then."""
+    clock, ended = Clock(), []
+    network = Network(clock)
+    one, other, target = Link("x", 10.0), Link("y", 4.0), Link("t", 8.0)
+    first = network.open(one, target, lambda: ended.append(("first", clock.now)))
+    second = network.open(other, target, lambda: ended.append(("second", clock.now)))
+    network.add(first, 24.0)
+    clock.at(2.0, lambda: network.add(second, 8.0))
+    while clock.step():
+        pass
+    # 8 a second for 2 s; then 4 each: both have 8 left, and end together.
+    assert ended == [("first", pytest.approx(4.0)), ("second", pytest.approx(4.0))]
+    assert network.num_bytes_crossed == pytest.approx(32.0)

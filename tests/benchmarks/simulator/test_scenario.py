@@ -134,3 +134,9 @@ def test_parts_come_in_turn_and_again() -> None:
     assert [one.arrival_s for one in alone] == [one.arrival_s for one in requests if not one.part]
     heads = {request.content.digest(0, 16) for request in requests if request.part}
     assert len(heads) == 1 and requests[0].content.digest(0, 16) not in heads
+
+
+def test_the_scenario_of_a_thousand_workers_can_be_read() -> None:
+    made = read_scenario(Path(__file__).parents[3] / "benchmarks/data/thousand.toml")
+    assert sum(pool.count for pool in made.pool) == 1000
+    assert not Path(made.load.trace).is_absolute()

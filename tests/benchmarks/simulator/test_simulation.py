@@ -184,3 +184,13 @@ def test_a_goal_for_tokens_turns_the_knobs_of_decode_workers(
     assert simulation.workers["decode-0"].scheduler.batch_cap.reason == reason
     assert 4 <= min(caps) <= max(caps) <= most
     assert max(beat.num_running for beat in beats) > 4
+
+
+def test_a_worker_with_nothing_to_do_ends_once_it_is_told_to(scenario: Callable[..., Scenario]) -> None:
+    """Its routers call it quiet all the while: a beat looks at it all the same."""
+    made = scenario(
+        prefill={"count": 3}, load={"rate": 0.5}, event=[{"at_s": 3.0, "kind": "stop", "worker": "prefill-2"}]
+    )
+    simulation = Simulation(made)
+    run = simulation.run()
+    assert 3.0 < simulation.workers["prefill-2"].up_s < 5.0 < run.seconds

@@ -51,3 +51,9 @@ def test_the_most_tokens_that_fit_a_limit_fit_it(pair_s: float, start: int, limi
 
 def test_nothing_fits_where_the_rows_alone_take_longer() -> None:
     assert MODEL.most_tokens(0, StepShape.of_rows(100, 10_000), 0.02) == 0
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 64), (500, 2548), (4096, 4097)])
+def test_a_step_of_one_prompt_takes_what_its_shape_does(start: int, end: int) -> None:
+    model = StepModel(fixed_s=0.003, floor_s=0.01, token_s=4e-5, pair_s=3e-10, row_s=1e-4, num_steps=9)
+    assert model.prompt_s(start, end) == model.seconds(StepShape.of_prompt(start, end))

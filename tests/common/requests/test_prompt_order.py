@@ -207,3 +207,13 @@ def test_every_prompt_is_done_within_a_bound(wanted: list[tuple[float, int, floa
         num_steps = math.ceil(prompt.num_tokens / math.ceil(ELDER_SHARE * BUDGET)) + 1
         bound = max(bound, prompt.accepted_at + PATIENCE_S) + num_steps * FULL_STEP_S
         assert prompt.done_at <= bound
+
+
+def test_a_prompt_alone_needs_no_order() -> None:
+    prompt = Prompt("alone", 5)
+    assert (prompt_order([prompt], 1.0, MODEL, BUDGET).prompts, list(prompt_order([], 1.0, MODEL, BUDGET).prompts)) == (
+        [prompt],
+        [],
+    )
+    order = prompt_order([prompt], prompt.accepted_at + PATIENCE_S + 1.0, MODEL, BUDGET)
+    assert (order.prompts, order.elder) == ([prompt], prompt)

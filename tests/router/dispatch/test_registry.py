@@ -294,3 +294,31 @@ def test_ready_workers_are_kept_and_still_true(names):
         for role in ("prefill", "decode"):
             ready = [worker for worker in registry.workers.values() if worker.ready and worker.role == role]
             assert registry.ready(role) == ready
+
+
+def test_draining_workers_are_known_until_they_are_no_longer_so(alive):
+    assert alive.draining == set()
+    alive.on_heartbeat(D, beat(step=2, draining=True), 0.1)
+    assert alive.draining == {D}
+    alive.on_heartbeat(D, beat(step=3), 0.2)
+    assert alive.draining == set()
+    alive.on_heartbeat(D, beat(step=4, draining=True), 0.3)
+    alive.on_cut(D)
+    assert alive.draining == set()
+
+
+def test_what_is_no_longer_observed_counts_no_more(alive):
+    alive.on_observed({D: 2.0}, {D: 5.0}, {1: {D: 1.0}})
+    worker = alive.workers[D]
+    assert (worker.observed_s, worker.lasting_s, worker.observed_from) == (2.0, 5.0, {1: 1.0})
+    alive.on_observed({P: 3.0}, {}, {})
+    assert (worker.observed_s, worker.lasting_s, worker.observed_from) == (0.0, 0.0, {})
+    assert alive.workers[P].observed_s == 3.0
+
+
+def test_rivals_are_what_workers_report_beside_our_own(alive):
+    booking = alive.book(D, prompt=StepShape(), num_blocks=1)
+    for step in range(2, 40):
+        alive.on_heartbeat(D, beat(step=step, num_running=4, serial=booking.serial), 0.1 * step)
+        alive.sweep(0.1 * step)
+    assert alive.workers[D].rivals == pytest.approx(3.0, rel=0.01), "one request of ours, three of others"
