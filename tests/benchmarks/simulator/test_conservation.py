@@ -34,7 +34,7 @@ def lost_block(simulation: Simulation) -> None:
 
 
 def booking(simulation: Simulation) -> None:
-    simulation.routers[1].registry.book("tcp://decode-0:7001", prompt=StepShape(), num_blocks=1)
+    simulation.routers[1].registry.book("tcp://decode-0:7001", 0.0, prompt=StepShape(), num_blocks=1)
 
 
 def open_transfer(simulation: Simulation) -> None:

@@ -193,4 +193,4 @@ def test_a_worker_with_nothing_to_do_ends_once_it_is_told_to(scenario: Callable[
     )
     simulation = Simulation(made)
     run = simulation.run()
-    assert 3.0 < simulation.workers["prefill-2"].up_s < 5.0 < run.seconds
+    assert 3.0 < simulation.processes["prefill-2"].up_s < 5.0 < run.seconds

@@ -317,7 +317,7 @@ def test_what_is_no_longer_observed_counts_no_more(alive):
 
 
 def test_rivals_are_what_workers_report_beside_our_own(alive):
-    booking = alive.book(D, prompt=StepShape(), num_blocks=1)
+    booking = alive.book(D, 0.0, prompt=StepShape(), num_blocks=1)
     for step in range(2, 40):
         alive.on_heartbeat(D, beat(step=step, num_running=4, serial=booking.serial), 0.1 * step)
         alive.sweep(0.1 * step)
