@@ -17,6 +17,7 @@ from benchmarks.simulator.clock import Timer
 from benchmarks.simulator.network import Link
 from benchmarks.simulator.scenario import PoolSpec
 from benchmarks.simulator.world import World
+from common.config import WorkerConfig
 from common.kv.block_log import BlockLog
 from common.kv.block_pool import BlockPool
 from common.latency.step_fit import StepFit
@@ -71,6 +72,11 @@ class SimulatedWorker(ABC, Generic[S]):
         self.epoch = 0
         self._reset()
         self.slow_down(1.0)
+
+    @property
+    @abstractmethod
+    def settings(self) -> WorkerConfig:
+        """Its process's settings."""
 
     def step_s(self, shape: StepShape) -> float:
         """The time of a step, without noise."""
@@ -196,10 +202,10 @@ class SimulatedWorker(ABC, Generic[S]):
             block_size=model.block_size,
             num_blocks=self.pool.num_blocks,
             max_model_len=model.max_model_len,
-            max_num_seqs=self.pool.num_seqs,
+            max_num_seqs=self.settings.places,
             kv_address=self.address if self.pool.role == "decode" else "",
             weights=FINGERPRINT,
-            max_step_tokens=self.pool.step_tokens,
+            max_step_tokens=self.settings.step_tokens,
         )
 
     def tell_blocks(self) -> None:
