@@ -26,7 +26,7 @@ from decode_worker.step import DecodeChunk, SchedulerOutput
 
 PATIENCE = 8
 """How many times the goal for a token may keep a request out of the batch. Its client reads already, as a rule, so the
-wait counts for its tokens: an answer of 64, whose steps take 0.8 of the goal, has 13 times the goal to spare in all."""
+wait counts for its tokens: an answer of 180, whose steps take 0.95 of it, has 9 times the goal to spare in all."""
 MAX_PASSING = 16
 """How many waiting requests a step tries, so that a long queue does not slow it down."""
 

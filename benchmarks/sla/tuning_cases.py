@@ -118,8 +118,8 @@ class Case:
         """What the sweep tries."""
         if not self.num_prefill:
             return [Setting(0, rows, chunk) for rows, chunk in product((64, 160), (128, 256, 384, 512))]
-        remote = [Setting(step, rows) for step, rows in product((512, STEP_TOKENS), (64, 96, 160))]
-        return [*remote, *(Setting(512, rows, 384, 512) for rows in (64, 160))]  # here decode workers compute prompts
+        remote = [Setting(512, rows) for rows in (64, 96, 160)]
+        return [*remote, Setting(STEP_TOKENS, 96), Setting(STEP_TOKENS, 160), Setting(512, 160, 384, 512)]
 
     def scenario(self, trace: Path, seed: int, setting: Setting, *, fixed: bool) -> Scenario:
         work = msgspec.to_builtins(WORK)

@@ -57,7 +57,7 @@ def test_cases_change_at_the_event() -> None:
     assert max(row.arrival_s for row in rows) < END_S
     assert case.capacity(case.before) > case.capacity(case.after)
     named = cases(None)
-    assert len({one.name for one in named}) == len(named) and all(len(one.settings()) >= 8 for one in named)
+    assert len({one.name for one in named}) == len(named) and all(len(one.settings()) >= 6 for one in named)
 
 
 def test_goals_turn_the_knobs_of_one_arm_only(tmp_path: Path) -> None:
