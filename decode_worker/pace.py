@@ -16,8 +16,8 @@ LONGEST_GAP_S = 0.1
 """Between two steps without a goal, where a step itself is not longer: readers notice more."""
 SMOOTHING = 0.2
 RESERVE = 0.9
-"""Of what a step may take, for a gap that is made as long as it may be: steps seldom are that long, and nothing evens out
-when the cores come late."""
+"""Of what a step may take, for a gap that is made as long as it may be: steps seldom are that long, and nothing evens
+out when the cores come late."""
 
 
 class StepPace:
