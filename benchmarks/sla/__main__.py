@@ -60,6 +60,9 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--model", default=usual.model, help="small real model, for predictions")
     parser.add_argument("--seed", type=int, default=usual.seed, help="of arrivals, lengths and noise")
     parser.add_argument(
+        "--cases", nargs="+", default=[], metavar="TEXT", help="of tuning, only those with one of these in their names"
+    )
+    parser.add_argument(
         "--resume", action="store_true", help="keep what a stopped run with the same settings has measured"
     )
     parser.add_argument("--redraw", type=Path, nargs="+", metavar="JSON", help="only draw these results again")
@@ -80,10 +83,12 @@ def settings_of(options: Namespace, step: Step) -> Settings:
         reality=options.reality,
         model=options.model,
         seed=options.seed,
+        cases=tuple(options.cases),
     )
     file = options.results / f"sla-{step.name}.partial.jsonl"
     # What is not part of a simulation may differ.
-    same = replace(settings, reality=None, real_s=0.0, model="", traces=None if settings.traces is None else Path("."))
+    traces = None if settings.traces is None else Path(".")
+    same = replace(settings, reality=None, real_s=0.0, model="", traces=traces, cases=())
     return replace(settings, journal=Journal(file, repr(same), resume=options.resume))
 
 

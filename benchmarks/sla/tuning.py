@@ -26,7 +26,7 @@ from benchmarks.report import print_table
 from benchmarks.simulator.load import SimulatedRequest
 from benchmarks.simulator.simulation import Simulation
 from benchmarks.sla.policies import write_trace
-from benchmarks.sla.step import Numbers, Settings, Step
+from benchmarks.sla.step import Numbers, Settings, Skipped, Step
 from benchmarks.sla.tuning_cases import END_S, EVENT_S, QUANTILE, TPOT_MS, TTFT_MS, Case, Setting, cases
 
 WINDOW_S, LOOK_S = 5.0, 0.5
@@ -46,7 +46,10 @@ def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
     found = []
     with tempfile.TemporaryDirectory(prefix="diptych-sla-") as folder:
         for case in cases(settings.traces):
-            found.append(measured(case, settings, Path(folder), tell))
+            if not settings.cases or any(text in case.name for text in settings.cases):
+                found.append(measured(case, settings, Path(folder), tell))
+    if not found:
+        raise Skipped(f"no case has one of {', '.join(settings.cases)} in its name")
     goals = {"ttft_ms": TTFT_MS, "tpot_ms": TPOT_MS, "quantile": QUANTILE, "event_s": EVENT_S, "end_s": END_S}
     cpu_s = round(time.process_time() - began)
     return {"goals": goals, "cases": found, "summary": [summarised(one) for one in found], "cpu_s": cpu_s}

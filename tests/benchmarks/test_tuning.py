@@ -87,6 +87,12 @@ def test_a_case_is_measured_shown_and_drawn(tmp_path: Path, monkeypatch: pytest.
     assert "1 of 1 that are feasible" in drawn_and_shown(tuning.STEP, numbers, tmp_path)
 
 
+def test_cases_are_chosen_by_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--only", "tuning", "--results", str(tmp_path)]
+    assert sla.main([*flags, "--cases", "no such", "neither"]) == 0
+    assert "no case has one of no such, neither" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_a_journal_keeps_what_was_measured_with_the_same_settings(tmp_path: Path) -> None:
     file = tmp_path / "new" / "x.partial.jsonl"
     first = Journal(file, "seed 1")
