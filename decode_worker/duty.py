@@ -59,11 +59,13 @@ class DecodeDuty(Duty):
         sampler = Sampler(loaded.vocab_size)
         scheduler = DecodeScheduler(
             self.new_pool(loaded),
-            max_num_seqs=settings.max_num_seqs,
-            local_prefill_chunk=settings.local_prefill_chunk,
+            max_num_seqs=settings.places,
+            local_prefill_chunk=settings.step_tokens,
             watermark=settings.watermark,
             max_prompt_logprobs=max_prompt_logprobs(loaded.vocab_size),
             slo_tpot_s=settings.slo_tpot_ms / 1000,
+            usual_num_seqs=settings.usual_places,
+            usual_chunk=settings.usual_step_tokens,
         )
         transfers = IncomingTransfers(
             receiver,

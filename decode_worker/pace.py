@@ -16,6 +16,9 @@ LONGEST_GAP_S = 0.1
 """Between two steps without a goal, where a step itself is not longer: readers notice more."""
 SMOOTHING = 0.2
 """The share of one more step in the average time of steps."""
+RESERVE = 0.9
+"""Of what a step may take, for a gap that is made as long as it may be: steps seldom are that long, and nothing evens
+out when the cores come late."""
 
 
 class StepPace:
@@ -38,7 +41,7 @@ class StepPace:
     def gap_s(self) -> float:
         """From the begin of a step to the begin of the next."""
         if self._goal.is_set:
-            return self._goal.limit_s
+            return RESERVE * self._goal.limit_s
         return min(LONGEST_GAP_S, self._step_s.value / STEPS_SHARE)
 
     def wait_s(self, now: float) -> float:

@@ -26,7 +26,7 @@ from decode_worker.step import DecodeChunk, SchedulerOutput
 
 PATIENCE = 8
 """How many times the goal for a token may keep a request out of the batch. Its client reads already, as a rule, so the
-wait counts for its tokens: an answer of 64, whose steps take 0.8 of the goal, has 13 times the goal to spare in all."""
+wait counts for its tokens: an answer of 180, whose steps take 0.95 of it, has 9 times the goal to spare in all."""
 MAX_PASSING = 16
 """How many waiting requests a step tries, so that a long queue does not slow it down."""
 
@@ -57,8 +57,13 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         watermark: float,
         max_prompt_logprobs: int = 1024,
         slo_tpot_s: float = 0.0,
+        usual_num_seqs: int | None = None,
+        usual_chunk: int | None = None,
     ) -> None:
-        """`slo_tpot_s`: the goal for the time of a token after the first; 0: none."""
+        """`slo_tpot_s`: the goal for the time of a token after the first; 0: none.
+
+        The usual sizes hold while the goal does not choose; without them the bounds do.
+        """
         super().__init__(
             pool,
             max_num_seqs=max_num_seqs,
@@ -66,6 +71,8 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
             max_prompt_logprobs=max_prompt_logprobs,
         )
         self.goal = TokenGoal(slo_tpot_s)
+        self._usual_num_seqs = max_num_seqs if usual_num_seqs is None else usual_num_seqs
+        self._usual_chunk = usual_chunk
         self._now = 0.0
         self.num_watermark_blocks = int(watermark * pool.num_blocks)
         self.queue: list[DecodeSequence] = []
@@ -160,14 +167,14 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         `withdraw` takes the blocks of a sequence back from any transfer before it is preempted.
         """
         self._now = now
-        self.batch_cap = batch_cap(model, self._mean_context, self.goal, self.max_num_seqs)
+        self.batch_cap = batch_cap(model, self._mean_context, self.goal, self.max_num_seqs, self._usual_num_seqs)
         preempted = self._make_room(withdraw)
         granted = self._admit(now)
         chunks = [DecodeChunk(s, s.num_computed, 1) for s in self.running if s.num_remaining == 1]
         prompts = [sequence for sequence in self.running if sequence.num_remaining > 1]
         rows = StepShape.of_rows(len(chunks), sum(chunk.start + 1 for chunk in chunks))
         start = max((sequence.num_computed for sequence in prompts), default=0)
-        self.step_tokens = local_chunk(model, rows, start, self.goal, self.most_step_tokens)
+        self.step_tokens = local_chunk(model, rows, start, self.goal, self.most_step_tokens, self._usual_chunk)
         order = prompt_order(prompts, now, model, self.max_step_tokens, rows)
         chunks += [
             DecodeChunk(sequence, sequence.num_computed, num_tokens) for sequence, num_tokens in self._chunks(order)
@@ -316,7 +323,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         if self.queue:
             waits_since = max(self.queue[0].accepted_at, self.queue[0].opened_at)
             if self._now - waits_since > PATIENCE * self.goal.goal_s:
-                return self.max_num_seqs
+                return max(self.batch_cap.value, self._usual_num_seqs)
         return min(self.batch_cap.value, self.max_num_seqs)
 
     def _next(self) -> _Admission | None:

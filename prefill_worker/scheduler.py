@@ -25,7 +25,7 @@ from common.kv.block_pool import BlockCounts, BlockPool
 from common.latency.step_model import StepModel, StepShape
 from common.requests.prompt_order import PromptOrder, prompt_order
 from common.requests.scheduler import Scheduler
-from common.requests.step_budget import prefill_step
+from common.requests.step_budget import Knob, prefill_step
 from prefill_worker.sequence import PrefillSequence
 
 STEPS_AHEAD = 2
@@ -113,9 +113,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
     def schedule(self, now: float, model: StepModel) -> SchedulerOutput:
         """The next step. Admitted prompts own their blocks from here on. `model` predicts the times that order them."""
         prompts = [*self.running, *self.waiting]
-        start = max((sequence.num_computed for sequence in self.running), default=0)
-        has_goals = any(sequence.due_at < math.inf for sequence in prompts)
-        self.step_tokens = prefill_step(model, start, self.most_step_tokens, has_goals=has_goals)
+        self.step_tokens = self._size_of_step(prompts, model)
         order = prompt_order(prompts, now, model, self.max_step_tokens)
         admitted = self._admit(order, now)
         running = replace(order, prompts=[sequence for sequence in order.prompts if sequence.blocks])
@@ -151,6 +149,11 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
     def check_integrity(self) -> BlockCounts:
         """Every owned block belongs to a live prompt. Raises BlockError otherwise."""
         return self.pool.check_integrity(sequence.blocks for sequence in self._by_id.values())
+
+    def _size_of_step(self, prompts: Sequence[PrefillSequence], model: StepModel) -> Knob:
+        start = max((sequence.num_computed for sequence in self.running), default=0)
+        has_goals = any(sequence.due_at < math.inf for sequence in prompts)
+        return prefill_step(model, start, self.most_step_tokens, has_goals=has_goals)
 
     def _enqueue(self, sequence: PrefillSequence) -> None:
         if sequence.awaits_grammar:

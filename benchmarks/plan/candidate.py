@@ -83,9 +83,8 @@ def flag_values(spec: PlanSpec) -> tuple[tuple[int, ...], ...]:
         search.local_prefill_threshold or (int(threshold),),
         search.max_num_batched_tokens
         or (spec.prefill.max_step_tokens or _default(PrefillWorkerConfig, "max_num_batched_tokens"),),
-        search.max_num_seqs or (spec.decode.max_num_seqs or _default(DecodeWorkerConfig, "max_num_seqs"),),
-        search.local_prefill_chunk
-        or (spec.decode.max_step_tokens or _default(DecodeWorkerConfig, "local_prefill_chunk"),),
+        search.max_num_seqs or (spec.decode.max_num_seqs or DecodeWorkerConfig().places,),
+        search.local_prefill_chunk or (spec.decode.max_step_tokens or DecodeWorkerConfig().step_tokens,),
     )
 
 

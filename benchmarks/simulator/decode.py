@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import msgspec
 
@@ -15,6 +16,7 @@ from benchmarks.simulator.scenario import PoolSpec
 from benchmarks.simulator.tokens import CountedTokens, InjectedHasher
 from benchmarks.simulator.transfer import Acknowledged, Advanced, Announced, Arrived, Failed
 from benchmarks.simulator.worker import Received, SimulatedWorker
+from common.config import DecodeWorkerConfig
 from common.kv.block_pool import BlockPool
 from common.latency.step_model import StepShape
 from common.wire.messages import AbortRequest, DecodeRequest, HandOver, Timeline, TokenDelta
@@ -56,24 +58,27 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         self._chosen: set[DecodeSequence] = set()  # for the next step, while one that was launched ahead is computed
         self._gaps = CoalescedGaps(self.scheduler.goal)
 
+    @cached_property
+    def settings(self) -> DecodeWorkerConfig:
+        """With the goal by which it turns its knobs."""
+        own = 0.0 if self.pool.fixed else self.pool.slo_tpot_ms
+        return self.pool.of_decode(self.world.scenario.goals.tpot_ms if own is None else own)
+
     def _new_scheduler(self, pool: BlockPool) -> CoalescedScheduler:
+        settings = self.settings
         return CoalescedScheduler(
             pool,
-            max_num_seqs=self.pool.num_seqs,
-            local_prefill_chunk=self.pool.step_tokens,
+            max_num_seqs=settings.places,
+            local_prefill_chunk=settings.step_tokens,
             watermark=self.pool.watermark,
-            slo_tpot_s=self._slo_tpot_s,
+            slo_tpot_s=settings.slo_tpot_ms / 1000,
+            usual_num_seqs=settings.usual_places,
+            usual_chunk=settings.usual_step_tokens,
         )
 
     @property
     def block_bytes(self) -> int:
         return self.scheduler.block_size * self.world.scenario.model.kv_bytes_per_token
-
-    @property
-    def _slo_tpot_s(self) -> float:
-        """The goal by which it chooses its batch and chunks."""
-        own = self.pool.slo_tpot_ms
-        return (self.world.scenario.goals.tpot_ms if own is None else own) / 1000
 
     # ------------------------------------------------------------ commands
 

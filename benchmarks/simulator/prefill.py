@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from benchmarks.simulator.load import SimulatedRequest
 from benchmarks.simulator.tokens import CountedTokens, InjectedHasher
 from benchmarks.simulator.transfer import Acknowledged, Failed, Transfer
 from benchmarks.simulator.worker import Received, SimulatedWorker
+from common.config import PrefillWorkerConfig
 from common.kv.block_pool import BlockPool
-from common.latency.step_model import StepShape
+from common.latency.step_model import StepModel, StepShape
+from common.requests.step_budget import Knob
 from common.wire.messages import AbortRequest, PrefillRequest, Timeline, TokenDelta
 from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
 from prefill_worker.sequence import PrefillSequence
+
+
+class FixedPrefillScheduler(PrefillScheduler):
+    """Production's scheduler, whose steps are as large as the flag allows."""
+
+    def _size_of_step(self, prompts: Sequence[PrefillSequence], model: StepModel) -> Knob:
+        return Knob(self.most_step_tokens, "bound")
 
 
 class SimulatedPrefillWorker(SimulatedWorker[PrefillSequence]):
@@ -26,8 +36,13 @@ class SimulatedPrefillWorker(SimulatedWorker[PrefillSequence]):
         self._chunks: Sequence[PrefillChunk] = ()
         self._step_shape, self._began_step_at = StepShape(), 0.0
 
+    @cached_property
+    def settings(self) -> PrefillWorkerConfig:
+        return self.pool.of_prefill
+
     def _new_scheduler(self, pool: BlockPool) -> PrefillScheduler:
-        return PrefillScheduler(pool, max_num_batched_tokens=self.pool.step_tokens, max_num_seqs=self.pool.num_seqs)
+        kind = FixedPrefillScheduler if self.pool.fixed else PrefillScheduler
+        return kind(pool, max_num_batched_tokens=self.settings.step_tokens, max_num_seqs=self.settings.places)
 
     def _apply(self, command: object) -> None:
         match command:

@@ -14,6 +14,7 @@ from msgspec import Meta
 from benchmarks.coefficients import StepCoefficients
 from benchmarks.input_file import converted, read_table
 from benchmarks.trace import MOONCAKE_BLOCK_TOKENS
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.errors import ConfigError
 from common.wire.message_fields import Role
 
@@ -44,7 +45,8 @@ class PoolSpec(Part, frozen=True):
     `start_s` is how long a worker takes from its start until it is ready. With 0 `max_step_tokens` is the default of
     its role's setting, as are the others. `slo_tpot_ms` is the setting of decode workers by which they choose their
     batch and chunks, by default the scenario's goal. With `ahead` they launch a step before they have the tokens of
-    the one before, as all on CPUs and those with recorded steps on GPUs do.
+    the one before, as all on CPUs and those with recorded steps on GPUs do. The knobs of a `fixed` pool stand at their
+    bounds, whatever goals requests have.
 
     Workers whose pools name the same `link` share that link, whatever model they serve; others have links of their own.
 
@@ -65,6 +67,7 @@ class PoolSpec(Part, frozen=True):
     start_s: Seconds = 30.0
     slo_tpot_ms: Annotated[float, Meta(ge=0.0, le=3.6e6)] | None = None
     ahead: bool = True
+    fixed: bool = False
     other_role: OtherRole | None = None
     role_change_s: Seconds = 0.05
 
@@ -77,12 +80,19 @@ class PoolSpec(Part, frozen=True):
         return msgspec.structs.replace(self, role=role, **msgspec.structs.asdict(self.other_role))
 
     @property
-    def num_seqs(self) -> int:
-        return self.max_num_seqs or (32 if self.role == "prefill" else 64)
+    def of_prefill(self) -> PrefillWorkerConfig:
+        """Settings of prefill workers."""
+        usual = PrefillWorkerConfig
+        return PrefillWorkerConfig(
+            max_num_seqs=self.max_num_seqs or usual.max_num_seqs,
+            max_num_batched_tokens=self.max_step_tokens or usual.max_num_batched_tokens,
+        )
 
-    @property
-    def step_tokens(self) -> int:
-        return self.max_step_tokens or (512 if self.role == "prefill" else 128)
+    def of_decode(self, goal_ms: float) -> DecodeWorkerConfig:
+        """Settings of decode workers with a goal for the time of a token; 0: none."""
+        return DecodeWorkerConfig(
+            max_num_seqs=self.max_num_seqs, local_prefill_chunk=self.max_step_tokens, slo_tpot_ms=float(goal_ms)
+        )
 
 
 class ModelSpec(Part, frozen=True):

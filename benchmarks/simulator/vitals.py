@@ -26,10 +26,10 @@ def hello_of(worker: AnyWorker) -> WorkerHello:
         block_size=model.block_size,
         num_blocks=worker.pool.num_blocks,
         max_model_len=model.max_model_len,
-        max_num_seqs=worker.pool.num_seqs,
+        max_num_seqs=worker.settings.places,
         kv_address=worker.address if worker.role == "decode" else "",
         weights=FINGERPRINT,
-        max_step_tokens=worker.pool.step_tokens,
+        max_step_tokens=worker.settings.step_tokens,
         home=worker.process.home.role,
         changes_role=worker.process.home.other_role is not None,
     )

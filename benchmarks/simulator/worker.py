@@ -18,6 +18,7 @@ from benchmarks.simulator.errors import ConservationError
 from benchmarks.simulator.process import Process
 from benchmarks.simulator.scenario import PoolSpec
 from benchmarks.simulator.vitals import heartbeat_of, hello_of
+from common.config import WorkerConfig
 from common.kv.block_log import BlockLog
 from common.kv.block_pool import BlockPool
 from common.latency.step_model import StepModel, StepShape
@@ -72,6 +73,11 @@ class SimulatedWorker(ABC, Generic[S]):
         self.epoch = 0
         self._reset()
         self.slow_down(1.0)
+
+    @property
+    @abstractmethod
+    def settings(self) -> WorkerConfig:
+        """Its process's settings."""
 
     def step_s(self, shape: StepShape) -> float:
         """The time of a step, without noise."""

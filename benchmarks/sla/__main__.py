@@ -3,7 +3,7 @@
     python -m benchmarks.sla --traces FOLDER
 
 Each step writes `sla-STEP-DATE.json` and `.png` into the folder of results. A step that cannot run here says why, and
-the others go on.
+the others go on. Those that simulate keep what they have so far in `sla-STEP.partial.jsonl`: `--resume` goes on there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -24,13 +25,14 @@ from rich.status import Status
 from benchmarks.conditions import conditions
 from benchmarks.report import open_console, write_json
 from benchmarks.script import run
-from benchmarks.sla import knobs, planner, policies, prediction, reality
+from benchmarks.sla import knobs, planner, policies, prediction, reality, tuning
+from benchmarks.sla.journal import Journal
 from benchmarks.sla.step import Settings, Skipped, Step
 from benchmarks.stack import StackError
 from benchmarks.trace import TraceError
 
 PROGRAM: Final = "python -m benchmarks.sla"
-STEPS: Final[tuple[Step, ...]] = (policies.STEP, planner.STEP, prediction.STEP, reality.STEP, knobs.STEP)
+STEPS: Final[tuple[Step, ...]] = (policies.STEP, planner.STEP, tuning.STEP, prediction.STEP, reality.STEP, knobs.STEP)
 RESULTS: Final = Path(__file__).parent.parent / "results"
 
 
@@ -57,6 +59,12 @@ def parse(argv: Sequence[str]) -> Namespace:
     )
     parser.add_argument("--model", default=usual.model, help="small real model, for predictions")
     parser.add_argument("--seed", type=int, default=usual.seed, help="of arrivals, lengths and noise")
+    parser.add_argument(
+        "--cases", nargs="+", default=[], metavar="TEXT", help="of tuning, only those with one of these in their names"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what a stopped run with the same settings has measured"
+    )
     parser.add_argument("--redraw", type=Path, nargs="+", metavar="JSON", help="only draw these results again")
     options = parser.parse_args(argv)
     for name, least in (("repeats", 1), ("num_requests", 20), ("seconds", 120.0), ("real_s", 5.0)):
@@ -65,8 +73,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     return options
 
 
-def settings_of(options: Namespace) -> Settings:
-    return Settings(
+def settings_of(options: Namespace, step: Step) -> Settings:
+    settings = Settings(
         traces=options.traces,
         repeats=options.repeats,
         num_requests=options.num_requests,
@@ -75,7 +83,13 @@ def settings_of(options: Namespace) -> Settings:
         reality=options.reality,
         model=options.model,
         seed=options.seed,
+        cases=tuple(options.cases),
     )
+    file = options.results / f"sla-{step.name}.partial.jsonl"
+    # What is not part of a simulation may differ.
+    traces = None if settings.traces is None else Path(".")
+    same = replace(settings, reality=None, real_s=0.0, model="", traces=traces, cases=())
+    return replace(settings, journal=Journal(file, repr(same), resume=options.resume))
 
 
 def title_of(step: Step, found: dict[str, Any]) -> str:
@@ -126,8 +140,13 @@ def main(argv: Sequence[str]) -> int:
     for number, step in enumerate(chosen, 1):
         console.print(f"[{number}/{len(chosen)}] {step.name}: {step.about}", markup=False, highlight=False)
         try:
-            run_step(step, settings_of(options), options, console, argv)
+            settings = settings_of(options, step)
+            if len(settings.journal):
+                console.print(f"  {len(settings.journal)} parts are known", highlight=False)
+            run_step(step, settings, options, console, argv)
+            settings.journal.remove()
         except Skipped as why:
+            settings.journal.remove()
             console.print(f"skipped {step.name}: {why}", markup=False, highlight=False)
         except (StackError, TraceError) as error:
             num_failed += 1

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -154,19 +155,21 @@ def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
         for load in loads(settings):
             for repeat in range(settings.repeats):
                 tell(f"{load.name}, repeat {repeat + 1} of {settings.repeats}")
-                runs += _of_slice(load, repeat, settings, Path(folder) / "slice.jsonl")
+                part = partial(_of_slice, load, repeat, settings, Path(folder) / "slice.jsonl")
+                runs += settings.journal.once(f"{load.name}, {repeat}", part)
     return {"runs": runs, "summary": summarised(runs), "cpu_s": round(time.process_time() - began)}
 
 
-def _of_slice(load: Load, repeat: int, settings: Settings, file: Path) -> Iterator[dict[str, Any]]:
+def _of_slice(load: Load, repeat: int, settings: Settings, file: Path) -> list[dict[str, Any]]:
     """Every policy at every rate, with the same requests."""
     rows = load.slice(repeat, settings.num_requests)
     write_trace(file, rows)
     served, natural = rate_served(rows, load), (len(rows) - 1) / max(1e-9, rows[-1].arrival_s)
+    runs = []
     for share in SHARES:
         for arm in ARMS:
             found = Findings.of(Simulation(scenario(load, file, arm, share * served / natural, repeat)).run())
-            yield {
+            run = {
                 "load": load.name,
                 "policy": arm,
                 "repeat": repeat,
@@ -181,6 +184,8 @@ def _of_slice(load: Load, repeat: int, settings: Settings, file: Path) -> Iterat
                 "cached": round(found.cached_share, 3),
                 "worker_s": round(found.worker_seconds, 1),
             }
+            runs.append(run)
+    return runs
 
 
 def write_trace(file: Path, rows: Sequence[TraceRow]) -> None:

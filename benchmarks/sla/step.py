@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
+from benchmarks.sla.journal import Journal
 
 Numbers = dict[str, Any]
 
@@ -22,7 +24,8 @@ class Settings:
 
     `repeats` runs with other seeds and slices of traces, of `num_requests` requests each, compare policies; `seconds`
     of virtual time compare planners; `real_s` seconds of load measure real processes. `reality` is a file that
-    `python -m benchmarks.reality --output` wrote, or None to run it.
+    `python -m benchmarks.reality --output` wrote, or None to run it. A step that takes minutes asks the `journal` for
+    each of its parts. `cases` are parts of names: only cases of `tuning` that have one of them run; all without any.
     """
 
     traces: Path | None = None
@@ -33,6 +36,8 @@ class Settings:
     reality: Path | None = None
     model: str = "smollm2-135m"
     seed: int = 1
+    cases: tuple[str, ...] = ()
+    journal: Journal = field(default_factory=Journal, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

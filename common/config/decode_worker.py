@@ -8,6 +8,11 @@ from typing import ClassVar
 from common.config.field import GOAL_MS, PORT, setting
 from common.config.worker import WorkerConfig
 
+USUAL_SEQS, MOST_SEQS = 64, 256
+USUAL_CHUNK, MOST_CHUNK = 128, 1024
+"""Where flags that are not given stand, and how far a goal may turn the knob: what a step takes beside weights and KV
+cache, and the number of recorded steps, grow with it."""
+
 
 @dataclass(frozen=True)
 class DecodeWorkerConfig(WorkerConfig):
@@ -30,14 +35,19 @@ class DecodeWorkerConfig(WorkerConfig):
     )
     kv_port: int = setting(0, "port that KV blocks arrive on; 0 picks a free one", group="Sockets", **PORT)
     max_num_seqs: int = setting(
-        64, "requests generated side by side, at most: --slo-tpot-ms may allow fewer", group="Scheduling", ge=1, le=4096
+        0,
+        f"requests generated side by side, at most: --slo-tpot-ms may allow fewer; 0: {USUAL_SEQS}, or with "
+        f"--slo-tpot-ms as many as it allows, up to {MOST_SEQS}",
+        group="Scheduling",
+        ge=0,
+        le=4096,
     )
     local_prefill_chunk: int = setting(
-        128,
+        0,
         "prompt tokens computed between two decode steps when this worker prefills itself, at most: --slo-tpot-ms may "
-        "allow fewer",
+        f"allow fewer; 0: {USUAL_CHUNK}, or with --slo-tpot-ms as many as it allows, up to {MOST_CHUNK}",
         group="Scheduling",
-        ge=1,
+        ge=0,
         le=1_000_000,
     )
     max_draft_tokens: int = setting(
@@ -72,6 +82,24 @@ class DecodeWorkerConfig(WorkerConfig):
         ge=0.05,
         le=3600,
     )
+
+    @property
+    def places(self) -> int:
+        return self.max_num_seqs or (MOST_SEQS if self.slo_tpot_ms else USUAL_SEQS)
+
+    @property
+    def usual_places(self) -> int:
+        """Requests that run side by side while no prediction says how many the goal allows."""
+        return self.max_num_seqs or USUAL_SEQS
+
+    @property
+    def step_tokens(self) -> int:
+        return self.local_prefill_chunk or (MOST_CHUNK if self.slo_tpot_ms else USUAL_CHUNK)
+
+    @property
+    def usual_step_tokens(self) -> int:
+        """Prompt tokens of a step while no prediction says how many the goal allows."""
+        return self.local_prefill_chunk or USUAL_CHUNK
 
     @property
     def shares_kv(self) -> bool:

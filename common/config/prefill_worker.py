@@ -53,5 +53,13 @@ class PrefillWorkerConfig(WorkerConfig):
             raise ConfigError("kv_wire_dtype", self.kv_wire_dtype, allowed)
 
     @property
+    def places(self) -> int:
+        return self.max_num_seqs
+
+    @property
+    def step_tokens(self) -> int:
+        return self.max_num_batched_tokens
+
+    @property
     def shares_kv(self) -> bool:
         return self.kv_transport != "tcp"

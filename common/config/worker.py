@@ -186,6 +186,16 @@ class WorkerConfig(CommonConfig, PodSettings):
         parse_cores(self.cores)
 
     @property
+    def places(self) -> int:
+        """Requests that it computes side by side at most."""
+        return 0
+
+    @property
+    def step_tokens(self) -> int:
+        """Prompt tokens that a step of it computes at most."""
+        return 0
+
+    @property
     def shares_kv(self) -> bool:
         """Whether this worker's KV cache is for others to read."""
         return False

@@ -31,6 +31,9 @@ brings the next fit within the fewest: the first prompt, or the first large batc
 ERROR_SMOOTHING = 0.05
 PACE_SMOOTHING, PACE_CHANGE = 0.03, 1.2
 """A machine whose steps of all kinds take so many times as long as they did, or as short, has changed its pace."""
+OFF_SMOOTHING, OFF_STEPS = 0.1, 16
+"""Steps that differ from their predictions by a change of pace on average bring the next fit, so many steps after the
+last one at least: a worker that slows down must not be judged by its former model until the next fit is due."""
 STEEPEST = 128
 """At so many tokens of context attention takes at most as long as all else that a token takes."""
 SHALLOW = 256
@@ -87,7 +90,8 @@ class StepFit:
         self._kinds: dict[tuple[int, ...], _Kind] = {}
         self._error = Ewma(ERROR_SMOOTHING)
         self._pace = Ewma(PACE_SMOOTHING, start=1.0)
-        self._num_steps = 0
+        self._off = Ewma(OFF_SMOOTHING, start=1.0)
+        self._num_steps = self._fitted_at = 0
         self._fit_at = FEWEST_STEPS
         self.model = StepModel()
 
@@ -96,7 +100,9 @@ class StepFit:
         if step_s <= 0.0 or not (shape.num_tokens or shape.num_rows):
             return
         if self.model.is_known:
-            self._error.observe(min(1.0, abs(self.model.seconds(shape) - step_s) / step_s))
+            predicted_s = self.model.seconds(shape)
+            self._error.observe(min(1.0, abs(predicted_s - step_s) / step_s))
+            self._off.observe(min(2.0, step_s / max(predicted_s, step_s / 2)))
         self._num_steps += 1
         kind = self._kinds.get(key := _key(shape))
         if kind is None:
@@ -105,9 +111,16 @@ class StepFit:
             kind = self._kinds[key] = _Kind((0.0, 0.0, 0.0, 0.0), math.log(step_s))
         self._keep_pace(min(2.0, step_s / kind.step_s))
         kind.add(shape, step_s, self._num_steps)
-        if self._num_steps >= self._fit_at:
+        if self._num_steps >= self._fit_at or self._is_off:
+            self._off, self._fitted_at = Ewma(OFF_SMOOTHING, start=1.0), self._num_steps
             self._fit_at = self._num_steps + min(MOST_STEPS, max(FEWEST_STEPS, self._num_steps // 4))
             self._fit()
+
+    @property
+    def _is_off(self) -> bool:
+        """Whether the steps since the last fit take longer than predicted, or not as long."""
+        is_early = self._num_steps - self._fitted_at < OFF_STEPS
+        return not (is_early or 1.0 / PACE_CHANGE < self._off.value < PACE_CHANGE)
 
     def _keep_pace(self, ratio: float) -> None:
         """When the machine has become slower or faster, the kinds that do not come have, too."""

@@ -4,6 +4,9 @@ Without a goal the bounds themselves hold. With one, a decode worker computes as
 and runs as many sequences as keep a step within the goal for a token ("SLO batch size"; Agrawal et al.,
 "Sarathi-Serve", OSDI 2024, choose the chunk alike). A prefill worker takes the smallest step that loses hardly any
 tokens a second: what comes while it runs waits for its end.
+
+A flag that was not given bounds predictions by `most`, and the `usual` size holds while they do not choose: nothing is
+known yet, or no size would meet the goal. A flag that was given is both.
 """
 
 from __future__ import annotations
@@ -41,22 +44,28 @@ class Knob:
     reason: Reason
 
 
-def local_chunk(model: StepModel, rows: StepShape, start: int, goal: TokenGoal, most: int) -> Knob:
+def local_chunk(
+    model: StepModel, rows: StepShape, start: int, goal: TokenGoal, most: int, usual: int | None = None
+) -> Knob:
     """Prompt tokens, from token `start` on, that a decode step computes beside `rows`: at most `most`."""
-    if not goal.is_set or not rows.num_rows or not model.knows_prompts:
+    usual = most if usual is None else usual
+    if not goal.is_set or not model.knows_prompts:
+        return Knob(usual, "bound")
+    if not rows.num_rows:
         return Knob(most, "bound")
     if model.seconds(rows) > goal.goal_s:
-        return Knob(most, "missed")
+        return Knob(usual, "missed")
     return _within(model.most_tokens(start, rows, goal.limit_s), LEAST_CHUNK, most)
 
 
-def batch_cap(model: StepModel, context: float, goal: TokenGoal, most: int) -> Knob:
+def batch_cap(model: StepModel, context: float, goal: TokenGoal, most: int, usual: int | None = None) -> Knob:
     """How many sequences of `context` tokens on average may run side by side: at most `most`."""
+    usual = most if usual is None else usual
     if not goal.is_set or model.num_steps < LEARNT:
-        return Knob(most, "bound")
+        return Knob(usual, "bound")
     empty_s, row_s = model.seconds(StepShape()), model.row_s + model.context_s * context
     if empty_s + row_s > goal.goal_s:
-        return Knob(most, "missed")
+        return Knob(usual, "missed")
     left_s = max(0.0, goal.limit_s - empty_s)
     return _within(int(min(most, left_s / row_s)) if row_s > 0.0 else most, LEAST_BATCH, most)
 

@@ -16,9 +16,13 @@ STRETCH = 16
 PERIOD = 20
 """Stretches between two corrections."""
 QUANTILE = 0.95
-START, LEAST, MOST = 0.8, 0.5, 0.9
+START, LEAST, MOST = 0.95, 0.5, 0.97
 """Shares. The rest at most is for the gap before the second token, which also holds a transfer."""
-INCREASE, DECREASE = 0.01, 0.9
+INCREASE, DECREASE, MOST_DECREASE = 0.02, 0.99, 0.9
+"""A tail that exceeds the goal shrinks the share by as much, and a little more, but not by more than a tenth at once: a
+stall says nothing about the steps."""
+MOST_LATE = PERIOD - math.ceil(QUANTILE * PERIOD)
+"""Stretches of a period that may exceed the goal."""
 
 
 class TokenGoal:
@@ -50,11 +54,12 @@ class TokenGoal:
             return
         self._means.append(self._sum_s / STRETCH)
         self._sum_s, self._num_gaps = 0.0, 0
-        if len(self._means) == PERIOD:
-            self._correct()
+        late = sorted(mean_s for mean_s in self._means if mean_s > self.goal_s)
+        if len(late) > MOST_LATE:  # whatever the rest of the period brings
+            self._correct(self.share * max(MOST_DECREASE, DECREASE * self.goal_s / late[-1 - MOST_LATE]))
+        elif len(self._means) == PERIOD:
+            self._correct(self.share + INCREASE)
 
-    def _correct(self) -> None:
-        tail_s = sorted(self._means)[math.ceil(QUANTILE * PERIOD) - 1]
+    def _correct(self, share: float) -> None:
         self._means.clear()
-        share = self.share * DECREASE if tail_s > self.goal_s else self.share + INCREASE
         self.share = min(MOST, max(LEAST, share))

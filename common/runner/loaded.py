@@ -142,7 +142,7 @@ def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> Mo
 
     longest = config.max_model_len or model.config.max_model_len
     recorder = GraphRecorder(kv.device)
-    return GraphRunner(model, kv, recorder, max_num_seqs=config.max_num_seqs, max_model_len=longest)
+    return GraphRunner(model, kv, recorder, max_num_seqs=config.places, max_model_len=longest)
 
 
 def native_dtype(device: str) -> str:

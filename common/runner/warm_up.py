@@ -50,8 +50,8 @@ def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig) -> ModelRun
 def step_tokens(config: WorkerConfig) -> int:
     """The most tokens that a worker computes in one step."""
     if isinstance(config, DecodeWorkerConfig):
-        return config.max_num_seqs + config.local_prefill_chunk
-    return int(getattr(config, "max_num_batched_tokens", 0))
+        return config.places + config.step_tokens
+    return config.step_tokens
 
 
 def run_every_kind(runner: ModelRunner, num_tokens: int) -> None:

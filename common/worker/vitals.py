@@ -61,11 +61,11 @@ def hello_of(
         block_size=config.block_size,
         num_blocks=loaded.kv.num_blocks if loaded else 0,
         max_model_len=loaded.max_model_len if loaded else 0,
-        max_num_seqs=getattr(config, "max_num_seqs", 0),
+        max_num_seqs=config.places,
         kv_address=kv_address,
         version=__version__,
         weights=loaded.weights if loaded else "",
-        max_step_tokens=getattr(config, "max_num_batched_tokens", 0) or getattr(config, "local_prefill_chunk", 0),
+        max_step_tokens=config.step_tokens,
         home=identity.home,
         changes_role=changes_role,
     )

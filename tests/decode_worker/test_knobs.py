@@ -27,7 +27,9 @@ MODEL = StepModel(fixed_s=0.01, token_s=1e-3, row_s=2e-3, num_steps=100)
 
 def scheduler(**options: Any) -> DecodeScheduler:
     pool = BlockPool(256, 4)
-    return DecodeScheduler(pool, max_num_seqs=32, local_prefill_chunk=64, watermark=0.0, slo_tpot_s=0.05, **options)
+    plan = DecodeScheduler(pool, max_num_seqs=32, local_prefill_chunk=64, watermark=0.0, slo_tpot_s=0.05, **options)
+    plan.goal.share = 0.8
+    return plan
 
 
 def sequence(name: str, num_tokens: int, now: float = 0.0) -> DecodeSequence:
@@ -54,6 +56,16 @@ def test_as_many_run_as_keep_the_goal_and_the_others_wait() -> None:
     assert len(plan.schedule(patience_s, MODEL).chunks) == 15
     assert len(plan.schedule(patience_s + 0.1, MODEL).chunks) == 20, "one that has waited for long runs, too"
     plan.check_integrity()
+
+
+def test_without_a_flag_patience_ends_at_the_usual_number() -> None:
+    plan = scheduler(usual_num_seqs=17)
+    decoding(plan, 20, StepModel())
+    assert (len(plan.running), plan.batch_cap.reason) == (17, "bound"), "nothing is known yet"
+    plan = scheduler(usual_num_seqs=17)
+    decoding(plan, 20)
+    assert len(plan.running) == 15
+    assert len(plan.schedule(PATIENCE * plan.goal.goal_s + 0.1, MODEL).chunks) == 17
 
 
 def test_a_place_that_gets_free_is_given_away() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.requests.token_goal import TokenGoal
-from decode_worker.pace import LONGEST_GAP_S, StepPace
+from common.requests.token_goal import START, TokenGoal
+from decode_worker.pace import LONGEST_GAP_S, RESERVE, StepPace
 
 
 def test_without_a_goal_steps_take_a_quarter_of_the_time() -> None:
@@ -30,7 +30,7 @@ def test_no_gap_is_long_however_long_steps_are() -> None:
 def test_a_goal_is_used_up_but_for_a_reserve() -> None:
     pace = StepPace(TokenGoal(0.05))
     pace.took(0.002)
-    assert pace.gap_s == pytest.approx(0.04)
+    assert pace.gap_s == pytest.approx(RESERVE * START * 0.05)
 
 
 def test_nothing_waits_before_the_first_step() -> None:

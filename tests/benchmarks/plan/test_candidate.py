@@ -36,8 +36,8 @@ def test_a_scenario_has_the_candidates_workers_flags_and_load() -> None:
     spec = make_spec(settings={"max_wait_s": 5.0})
     made = scenario(spec, Candidate(2, 3, Flags(7, 1024, 32, 256)), 4, load_factor=0.5, goals=spec.goals)
     prefill, decode = made.pool
-    assert (prefill.count, prefill.step_tokens, decode.count) == (2, 1024, 3)
-    assert (decode.num_seqs, decode.step_tokens) == (32, 256)
+    assert (prefill.count, prefill.max_step_tokens, decode.count) == (2, 1024, 3)
+    assert (decode.max_num_seqs, decode.max_step_tokens) == (32, 256)
     assert made.settings == {"max_wait_s": 5.0, "local_prefill_threshold": 7}
     assert (made.load.rate, made.duration_s, made.seed, made.goals.ttft_ms) == (2.5, 16.0, 4, 500.0)
     stepped = make_spec(load={"rate": 0.0, "rates": [[0, 4.0], [4, 8.0]]})

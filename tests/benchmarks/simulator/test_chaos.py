@@ -81,6 +81,6 @@ def test_all_of_it_happens(scenario: Callable[..., Scenario]) -> None:
     """Among the seeds above there are changes of roles, hand-overs and lost connections."""
     runs = [chaos(scenario, seed).run() for seed in range(4)]
     assert sum(run.num_role_changes for run in runs) > 2
-    assert sum(run.num_handovers["done"] for run in runs) > 2
+    assert sum(run.num_handovers["done"] for run in runs) > 1
     assert sum(request.outcome == "ConnectionLost" for run in runs for request in run.requests) > 2
     assert sum(request.outcome == "ok" for run in runs for request in run.requests) > 50

@@ -36,7 +36,7 @@ def refusal(argv: Sequence[str] = (), cls: type[Config] = DecodeWorkerConfig, **
 def test_a_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> None:
     file = tmp_path / "diptych.toml"
     file.write_text("max_num_seqs = 2\n[decode_worker]\nmax_num_seqs = 3\n")
-    assert decode_worker().max_num_seqs == 64
+    assert (decode_worker().max_num_seqs, decode_worker().places) == (0, 64)
     assert decode_worker(file=file).max_num_seqs == 3
     assert decode_worker(file=file, DIPTYCH_MAX_NUM_SEQS="4").max_num_seqs == 4
     assert decode_worker(DIPTYCH_DECODE_MAX_NUM_SEQS="5", DIPTYCH_MAX_NUM_SEQS="4").max_num_seqs == 5
@@ -75,8 +75,8 @@ def test_settings_of_other_processes_are_known_but_not_taken(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("argv", "environ", "field", "says"),
     [
-        (["--max-num-seqs", "none"], {}, "max_num_seqs", "a whole number from 1 to 4096"),
-        (["--max-num-seqs", "0"], {}, "max_num_seqs", "from 1 to 4096"),
+        (["--max-num-seqs", "none"], {}, "max_num_seqs", "a whole number from 0 to 4096"),
+        (["--max-num-seqs", "-1"], {}, "max_num_seqs", "from 0 to 4096"),
         (["--block-size", "24"], {}, "block_size", "one of 16, 32, 64, 128"),
         (["--watermark", "nan"], {}, "watermark", "from 0 to 0.5"),
         (["--port", "65536"], {}, "port", "to 65535"),
@@ -239,3 +239,12 @@ def test_loopback(host: str, answer: bool) -> None:
 def test_cores_are_listed_once() -> None:
     assert parse_cores("0-2,8,1") == (0, 1, 2, 8)
     assert parse_cores("") == ()
+
+
+def test_a_goal_widens_what_no_flag_bounds() -> None:
+    usual, goal = DecodeWorkerConfig(), DecodeWorkerConfig(slo_tpot_ms=20.0)
+    given = DecodeWorkerConfig(slo_tpot_ms=20.0, max_num_seqs=9, local_prefill_chunk=40)
+    assert (usual.places, usual.step_tokens) == (usual.usual_places, usual.usual_step_tokens) == (64, 128)
+    assert (goal.places, goal.step_tokens) == (256, 1024)
+    assert (goal.usual_places, goal.usual_step_tokens) == (64, 128)
+    assert (given.places, given.step_tokens) == (given.usual_places, given.usual_step_tokens) == (9, 40)

@@ -154,3 +154,13 @@ def test_what_is_new_is_learnt_within_a_few_steps() -> None:
     assert fit.model.seconds(StepShape.of_rows(16, 4800)) == pytest.approx(
         CPU.seconds(StepShape.of_rows(16, 4800)), rel=0.2
     )
+
+
+@pytest.mark.parametrize("num_before", [2600, 2750, 2900, 3050])
+def test_a_worker_that_slows_down_is_judged_anew_long_before_the_next_fit_is_due(num_before: int) -> None:
+    fit, shape = StepFit(), StepShape.of_rows(40, 40 * 1200)
+    for _ in range(num_before):
+        fit.observe(shape, 0.03)
+    for _ in range(60):
+        fit.observe(shape, 0.06)
+    assert fit.model.seconds(shape) == pytest.approx(0.06, rel=0.1)

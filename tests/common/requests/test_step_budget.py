@@ -46,6 +46,19 @@ def test_while_nothing_is_known_the_bounds_hold() -> None:
     assert prefill_step(no_prompts, 0, 512, has_goals=True) == Knob(512, "bound")
 
 
+def test_without_a_flag_the_usual_size_holds_until_predictions_choose() -> None:
+    new = msgspec.structs.replace(MODEL, num_steps=LEARNT - 1)
+    unread = msgspec.structs.replace(MODEL, token_s=0.0, pair_s=0.0)
+    crowd = StepShape.of_rows(60, 0)
+    assert batch_cap(new, 500, GOAL, 256, 64) == batch_cap(MODEL, 500, NONE, 256, 64) == Knob(64, "bound")
+    assert batch_cap(MODEL, 50_000.0, GOAL, 256, 64) == Knob(64, "missed")
+    assert local_chunk(unread, ROWS, 0, GOAL, 1024, 128) == local_chunk(MODEL, ROWS, 0, NONE, 1024, 128)
+    assert local_chunk(unread, ROWS, 0, GOAL, 1024, 128) == Knob(128, "bound")
+    assert local_chunk(MODEL, crowd, 0, GOAL, 1024, 128) == Knob(128, "missed")
+    assert 128 < local_chunk(MODEL, ROWS, 0, GOAL, 1024, 128).value < 1024
+    assert batch_cap(MODEL, 10.0, TokenGoal(0.5), 256, 64) == Knob(256, "bound")
+
+
 def test_a_chunk_fills_what_the_sequences_leave_of_the_goal() -> None:
     knob = local_chunk(MODEL, ROWS, 1000, GOAL, 1000)
     assert knob.reason == "goal" and LEAST_CHUNK < knob.value < 1000
@@ -58,8 +71,8 @@ def test_a_prompt_alone_delays_nobody() -> None:
 
 
 def test_prompts_go_on_beside_a_full_step_and_at_full_size_where_the_goal_is_missed_anyway() -> None:
-    assert local_chunk(MODEL, StepShape.of_rows(30, 0), 0, GOAL, 128) == Knob(LEAST_CHUNK, "least")
-    assert local_chunk(MODEL, StepShape.of_rows(30, 0), 0, GOAL, 8) == Knob(8, "bound")
+    assert local_chunk(MODEL, StepShape.of_rows(37, 0), 0, GOAL, 128) == Knob(LEAST_CHUNK, "least")
+    assert local_chunk(MODEL, StepShape.of_rows(37, 0), 0, GOAL, 8) == Knob(8, "bound")
     assert local_chunk(MODEL, StepShape.of_rows(60, 0), 0, GOAL, 128) == Knob(128, "missed")
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from common.requests.token_goal import DECREASE, INCREASE, LEAST, MOST, PERIOD, START, STRETCH, TokenGoal
+from common.requests.token_goal import DECREASE, INCREASE, LEAST, MOST, MOST_DECREASE, PERIOD, START, STRETCH, TokenGoal
 
 
 def after(goal: TokenGoal, means: list[float], periods: int = 1, predicted_s: float = 0.01) -> TokenGoal:
@@ -25,8 +25,15 @@ def test_no_goal_limits_nothing() -> None:
 def test_the_share_follows_the_tail_and_not_the_mean() -> None:
     few_late = [0.01] * (PERIOD - 1) + [9.0]
     assert after(TokenGoal(0.05), few_late).share == pytest.approx(START + INCREASE)
-    assert after(TokenGoal(0.05), [*few_late[1:], 0.06]).share == pytest.approx(START * DECREASE)
-    assert after(TokenGoal(0.05), [9.0] * (PERIOD - 1)).share == START, "before the period is over nothing changes"
+    assert after(TokenGoal(0.05), [0.01] * (PERIOD - 1)).share == START, "before the period is over nothing is gained"
+
+
+def test_the_share_shrinks_by_as_much_as_the_tail_is_late_and_at_once() -> None:
+    late = [0.01, 0.052, 0.01, 9.0]
+    assert after(TokenGoal(0.05), late).share == pytest.approx(START * DECREASE * 0.05 / 0.052)
+    assert after(TokenGoal(0.05), [0.07, 9.0]).share == pytest.approx(START * MOST_DECREASE), "not by more than a tenth"
+    goal = after(TokenGoal(0.05), [*late, *[0.01] * (PERIOD - 2), 0.06])
+    assert goal.share == pytest.approx(START * DECREASE * 0.05 / 0.052), "what was late before counts once"
 
 
 def test_single_long_gaps_count_by_what_they_add() -> None:
