@@ -53,7 +53,7 @@ class Placement:
             return None  # before the prompt is hashed: many may wait for a decode worker
         hits = self._hits(state)
         prefill, decode = self._candidates(state, deaf, hits)
-        shape = self._shape(state, [*prefill, *decode], hits, held_s)
+        shape = self._shape(state, [*prefill, *decode], hits, now, held_s)
         choice = self._policy.choose(prefill, decode, shape, now)
         return None if choice is None else (choice, shape)
 
@@ -92,7 +92,7 @@ class Placement:
             state.begin_attempt()
             hits = self._hits(state)
             partners, _ = self._candidates(state, deaf, hits)
-            shape = self._shape(state, [*partners, decode], hits)
+            shape = self._shape(state, [*partners, decode], hits, now)
             prefill = self._policy.choose_prefill(partners, decode, shape, now).prefill
             request = self._decode_request(state, prefill, now, serial=assignment.booking.serial)
             if not self._send(decode.address, request):
@@ -263,7 +263,12 @@ class Placement:
         return {size: self._index.hits(state.hashes(size)) for size in self.shortlist.block_sizes}
 
     def _shape(
-        self, state: RequestState, workers: Sequence[Worker], hits: Mapping[int, PrefixHits], held_s: float = 0.0
+        self,
+        state: RequestState,
+        workers: Sequence[Worker],
+        hits: Mapping[int, PrefixHits],
+        now: float,
+        held_s: float = 0.0,
     ) -> RequestShape:
         num_remaining = state.request.params.max_tokens - state.num_base_tokens
         tokens = {}
@@ -279,6 +284,8 @@ class Placement:
             num_expected=self.lengths.expected_more(state.request.request_class, state.num_base_tokens, num_remaining),
             priority=state.request.priority,
             held_s=held_s,
+            ttft_s=state.first_token_s(now),
+            tpot_s=state.request.tpot_s,
         )
 
     def _dispatch(self, state: RequestState, choice: Choice, shape: RequestShape, now: float) -> str | None:
