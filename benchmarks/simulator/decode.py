@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from benchmarks.simulator.coalesced import CoalescedScheduler, StepRun
+from benchmarks.simulator.first_come import FirstComeDecode
 from benchmarks.simulator.tokens import CountedTokens, InjectedHasher
 from benchmarks.simulator.transfer import Announced, Arrived, Failed, Transfer
 from benchmarks.simulator.worker import Received, SimulatedWorker
@@ -97,7 +98,8 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         tokens = CountedTokens(content.num_prompt_tokens + request.num_output_tokens)
         status = RequestStatus.EXPECTING if request.prefill_worker else RequestStatus.WAITING
         hasher = InjectedHasher(content, self.scheduler.block_size)
-        sequence = DecodeSequence(router, request, tokens, hasher, now, now + request.deadline_s, status=status)
+        kind = FirstComeDecode if self.world.scenario.prompt_order == "first-come" else DecodeSequence
+        sequence = kind(router, request, tokens, hasher, now, now + request.deadline_s, status=status)
         self.scheduler.add(sequence)
         self.scheduler.expect_hits(sequence)
         self._take_early(sequence)

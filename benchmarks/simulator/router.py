@@ -61,7 +61,7 @@ class SimulatedRouter:
     def ask(self, request: SimulatedRequest) -> None:
         """A client sends a request."""
         scenario = self.world.scenario
-        ttft_s, tpot_s = scenario.goals.ttft_ms / 1000, scenario.goals.tpot_ms / 1000
+        ttft_s, tpot_s = self._config.slo_ttft_ms / 1000, self._config.slo_tpot_ms / 1000
         asked = request.ask(scenario.load.max_tokens, ttft_s, self._config.request_timeout_s, tpot_s)
         try:
             state = self.core.submit(asked, self._now)

@@ -120,6 +120,10 @@ class Scenario(Part, frozen=True):
     their steps, as in life; without, they report their coefficients from their first step on, with `warm` at once.
     A request reaches its router `ingress_s` after its client sent it, and `ingress_token_s` later for each prompt
     token.
+
+    Two things make a plain system of it, beside `policy`, settings and `slo_tpot_ms` of pools: a `prompt_order` of
+    first-come, and workers that report nothing of how long their steps take (`reports_steps`), so that routers predict,
+    hold and refuse nothing.
     """
 
     pool: Annotated[tuple[PoolSpec, ...], Meta(min_length=1)]
@@ -140,6 +144,8 @@ class Scenario(Part, frozen=True):
     warm: bool = False
     ingress_s: Seconds = 0.0
     ingress_token_s: Seconds = 0.0
+    prompt_order: Literal["slack", "first-come"] = "slack"
+    reports_steps: bool = True
 
     def check(self) -> None:
         """Checks over several fields. Raises ConfigError."""

@@ -232,7 +232,8 @@ class SimulatedWorker(ABC, Generic[S]):
 
     def _report_load(self) -> WorkerHeartbeat:
         """What every router hears."""
-        scheduler, model = self.scheduler, self.model
+        scheduler = self.scheduler
+        model = self.model if self.world.scenario.reports_steps else StepModel()
         waiting, counts = scheduler.waiting_shape, scheduler.pool.counts
         num_more, more_context = self._grown()
         num_taken = min(num_more, counts.free + counts.cached)
