@@ -30,6 +30,7 @@ from benchmarks.sla.systems import (
     CHOICES,
     ONE_POOL,
     OURS,
+    SYSTEMS,
     WHOLES,
     System,
     most_in_flight,
@@ -215,6 +216,7 @@ def draw(numbers: Mapping[str, Any], path: Path, title: str) -> None:
     num_rows = -(-len(names) // num_columns)
     figure = Figure(figsize=(4.6 * num_columns, 4.2 * num_rows), layout="constrained")
     styles = {"choice": "--", "whole": ":"}
+    colors = {system.name: f"C{number % 10}" for number, system in enumerate(SYSTEMS)}
     for index, name in enumerate(names):
         axes = figure.add_subplot(num_rows, num_columns, index + 1)
         rows = [row for row in numbers["summary"] if row["load"] == name]
@@ -223,7 +225,7 @@ def draw(numbers: Mapping[str, Any], path: Path, title: str) -> None:
             width = 2.5 if system == OURS.name else 1.0
             style = "-." if system == BOUND else styles.get(system.split(":")[0], "-")
             goodputs = [row["goodput"][system] for row in rows]
-            color = "#999999" if system == BOUND else None
+            color = "#999999" if system == BOUND else colors[system]
             axes.plot(rates, goodputs, f"o{style}", markersize=3, label=system, linewidth=width, color=color)
         axes.set(title=name, xlabel="requests/s", ylabel="goodput, requests/s", ylim=(0, None))
         axes.title.set_fontsize(9)
