@@ -9,6 +9,7 @@ from functools import cached_property
 import msgspec
 
 from benchmarks.simulator.coalesced import CoalescedGaps, CoalescedScheduler, StepRun
+from benchmarks.simulator.first_come import FirstComeDecode
 from benchmarks.simulator.incoming import IncomingTransfers
 from benchmarks.simulator.outgoing import LookAgain, SimulatedSender, event_of, handovers_of
 from benchmarks.simulator.process import Process
@@ -119,7 +120,8 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
         tokens = CountedTokens(content.num_prompt_tokens + request.num_output_tokens)
         status = RequestStatus.EXPECTING if request.prefill_worker else RequestStatus.WAITING
         hasher = InjectedHasher(content, self.scheduler.block_size)
-        sequence = DecodeSequence(router, request, tokens, hasher, now, now + request.deadline_s, status=status)
+        kind = FirstComeDecode if self.world.scenario.prompt_order == "first-come" else DecodeSequence
+        sequence = kind(router, request, tokens, hasher, now, now + request.deadline_s, status=status)
         self.scheduler.add(sequence)
         self.scheduler.expect_hits(sequence)
         self._incoming.expect(sequence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+from benchmarks.simulator.first_come import FirstComePrefill
 from benchmarks.simulator.load import SimulatedRequest
 from benchmarks.simulator.tokens import CountedTokens, InjectedHasher
 from benchmarks.simulator.transfer import Acknowledged, Failed, Transfer
@@ -91,7 +92,8 @@ class SimulatedPrefillWorker(SimulatedWorker[PrefillSequence]):
         asked, now = self._asked(request), self.world.clock.now
         tokens = CountedTokens(asked.content.num_prompt_tokens + request.num_output_tokens)
         hasher = InjectedHasher(asked.content, self.scheduler.block_size)
-        sequence = PrefillSequence(router, request, tokens, hasher, now, now + request.deadline_s)
+        kind = FirstComePrefill if self.world.scenario.prompt_order == "first-come" else PrefillSequence
+        sequence = kind(router, request, tokens, hasher, now, now + request.deadline_s)
         self.scheduler.add(sequence)
         self.scheduler.expect_hits(sequence)
 

@@ -93,7 +93,7 @@ class SimulatedRouter:
             self._lost(request)
             return
         scenario = self.world.scenario
-        ttft_s, tpot_s = scenario.goals.ttft_ms / 1000, scenario.goals.tpot_ms / 1000
+        ttft_s, tpot_s = self._config.slo_ttft_ms / 1000, self._config.slo_tpot_ms / 1000
         asked = request.ask(scenario.load.max_tokens, ttft_s, self._config.request_timeout_s, tpot_s)
         try:
             state = self.core.submit(asked, self._now)

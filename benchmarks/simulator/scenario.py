@@ -193,6 +193,10 @@ class Scenario(Part, frozen=True):
     A request reaches its router `ingress_s` after its client sent it, and `ingress_token_s` later for each prompt
     token.
 
+    Two things make a plain system of it, beside `policy`, settings and `slo_tpot_ms` of pools: a `prompt_order` of
+    first-come, and workers that report nothing of how long their steps take (`reports_steps`), so that routers predict,
+    hold and refuse nothing.
+
     `also` are scenarios of other models, which have `name`s. They run in the same time, and share the links that their
     pools name.
     """
@@ -215,6 +219,8 @@ class Scenario(Part, frozen=True):
     warm: bool = False
     ingress_s: Seconds = 0.0
     ingress_token_s: Seconds = 0.0
+    prompt_order: Literal["slack", "first-come"] = "slack"
+    reports_steps: bool = True
     name: Annotated[str, Meta(max_length=64)] = ""
     also: tuple[Scenario, ...] = ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.latency.step_model import StepModel
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def hello_of(worker: AnyWorker) -> WorkerHello:
 
 def heartbeat_of(worker: AnyWorker) -> WorkerHeartbeat:
     """What every router hears."""
-    scheduler, model = worker.scheduler, worker.model
+    scheduler = worker.scheduler
+    model = worker.model if worker.world.scenario.reports_steps else StepModel()
     waiting, counts = scheduler.waiting_shape, scheduler.pool.counts
     num_more, more_context = worker.grown()
     num_taken = min(num_more, counts.free + counts.cached)

@@ -25,7 +25,7 @@ from benchmarks.plot import save, sparse_numbers
 from benchmarks.report import print_table
 from benchmarks.simulator.load import SimulatedRequest
 from benchmarks.simulator.simulation import Simulation
-from benchmarks.sla.policies import write_trace
+from benchmarks.sla.loads import write_trace
 from benchmarks.sla.step import Numbers, Settings, Skipped, Step
 from benchmarks.sla.tuning_cases import END_S, EVENT_S, QUANTILE, TPOT_MS, TTFT_MS, Case, Setting, cases
 

@@ -40,6 +40,9 @@ MAX_RETRY_AFTER_S = 60.0
 LEAST_SHARE = 0.25
 """Of a goal, that others may take: a request that needs most of it would be refused whenever it comes, and never be
 served."""
+SPARE_SHARE = 0.5
+"""Of the time by which an answer's tokens are predicted to be early in all, that it may wait for a place in a batch
+behind its first token: lengths of answers and ends of others are known badly."""
 NUM_LATE = 4
 """Requests that must have waited for some time before it counts: one alone may be a long prompt."""
 MIN_EXPECTED_S = 0.05
@@ -114,13 +117,14 @@ class Admission:
         request_class: RequestClass | None = None,
         key: str = "",
         num_tokens: int = 0,
+        num_expected: int = 0,
     ) -> None:
         """Raises Overloaded for a prompt that would miss a goal of its class where it would be placed.
 
-        It has `num_tokens` tokens, and was sent with the key of this name.
+        It has `num_tokens` tokens, its answer `num_expected`, and it was sent with the key of this name.
         """
         one = request_class or self._classes[DEFAULT]
-        if (refusal := self._judged(choice, now, one, key)) is not None:
+        if (refusal := self._judged(choice, now, one, key, num_expected)) is not None:
             raise self._counted(refusal, one)
         if (refusal := self._slow(choice, one, num_tokens)) is not None:
             self._count_failure(refusal, one)
@@ -141,9 +145,18 @@ class Admission:
             refusals.append(refusal)
         raise self._counted(refusals[0], classes[0])
 
-    def place_for(self, num_tokens: int, now: float, priority: int = 0) -> Choice | None:
-        """Where a new prompt of so many tokens would be placed if nothing of it is cached anywhere."""
-        shape = RequestShape(num_tokens, UNKNOWN_LENGTH, NO_HITS, num_expected=UNKNOWN_LENGTH, priority=priority)
+    def place_for(self, num_tokens: int, now: float, one: RequestClass | None = None) -> Choice | None:
+        """Where a new prompt of so many tokens and a class would be placed if nothing of it is cached anywhere."""
+        one = one or self._classes[DEFAULT]
+        shape = RequestShape(
+            num_tokens,
+            UNKNOWN_LENGTH,
+            NO_HITS,
+            num_expected=UNKNOWN_LENGTH,
+            priority=one.priority,
+            ttft_s=one.ttft_s,
+            tpot_s=one.tpot_s,
+        )
         ready = self._registry.ready if self._shortlist is None else self._shortlist.ready
         return self._policy.choose(ready("prefill"), ready("decode"), shape, now)
 
@@ -238,19 +251,23 @@ class Admission:
         self, is_longer: Callable[[int], bool], now: float, one: RequestClass, key: str
     ) -> Refusal | None:
         threshold = self._config.local_prefill_threshold
-        refusal = self._judged(self.place_for(threshold + 1, now, one.priority), now, one, key)
+        refusal = self._judged(self.place_for(threshold + 1, now, one), now, one, key)
         if refusal is None:
             return None
-        short = self._judged(self.place_for(1, now, one.priority), now, one, key)
+        short = self._judged(self.place_for(1, now, one), now, one, key)
         return refusal if short is not None or is_longer(threshold) else None
 
-    def _judged(self, choice: Choice | None, now: float, one: RequestClass, key: str) -> Refusal | None:
+    def _judged(
+        self, choice: Choice | None, now: float, one: RequestClass, key: str, num_expected: int = UNKNOWN_LENGTH
+    ) -> Refusal | None:
         """The refusal of a prompt whose first token would come too late, its own time included, or None."""
         first = None if choice is None else choice.prefill or choice.decode
         if choice is None or first is None:
             return None
         held_s, num_held = self._holding.ahead(one, key) if self._holding.concerns(choice) else (0.0, 0)
-        meanwhile_s = choice.forecast.prompt_s if choice.prefill is not None else 0.0
+        meanwhile_s = 0.0
+        if choice.prefill is not None:  # it samples the first token, so the decode worker's batch delays later ones
+            meanwhile_s = choice.forecast.prompt_s + _spare_s(choice, one, num_expected)
         wait = wait_for(first, choice.decode, now, one.priority, held_s, num_held, meanwhile_s)
         limit_s, own_s = self._limit_s(one.name), 0.0
         if one.ttft_s > 0 and choice.forecast.is_known:
@@ -277,6 +294,11 @@ class Admission:
         why = f"its tokens would take about {token_s * 1e3:.3g} ms each, the most they may is {limit_s * 1e3:.3g} ms"
         later_s = worker.service_s.value / max(1, worker.num_requests)
         return Refusal(Overloaded(why, retry_after_s=_retry_after_s(later_s)), "decode")
+
+
+def _spare_s(choice: Choice, one: RequestClass, num_expected: int) -> float:
+    """How long an answer may wait for a place in a batch behind its first token, within the goal for later ones."""
+    return SPARE_SHARE * num_expected * max(0.0, one.tpot_s - choice.forecast.token_s) if one.tpot_s > 0 else 0.0
 
 
 def _patience_of(one: RequestClass, config: RouterConfig) -> Patience:

@@ -243,7 +243,9 @@ class DispatchCore:
         request_class = self._admission.class_of(request)
         held_s, _ = self._holding.ahead(request_class, request.key)
         chosen = self._placement.choose(state, now, held_s=held_s)
-        self._admission.check(chosen and chosen[0], now, request_class, request.key, state.num_tokens)
+        num_expected = chosen[1].num_expected if chosen else 0
+        choice = chosen[0] if chosen else None
+        self._admission.check(choice, now, request_class, request.key, state.num_tokens, num_expected)
         self.states[request.request_id] = state
         deadline = self._actions.later(request.deadline_s, lambda _: self._on_deadline(state))
         self._deadlines[request.request_id] = deadline

@@ -40,7 +40,8 @@ class RequestShape:
 
     `alone`: the worker that computes the prompt also makes the whole answer. Of the `num_remaining` tokens that the
     answer may have, `num_expected` are likely. Prompts of lower `priority` do not delay it; those that the router holds
-    take `held_s` seconds of each prefill worker before it.
+    take `held_s` seconds of each prefill worker before it. Its first token is due in `ttft_s` seconds, each later one
+    in `tpot_s`; 0: no goal.
     """
 
     num_tokens: int
@@ -50,6 +51,8 @@ class RequestShape:
     num_expected: int = 256
     priority: int = 0
     held_s: float = 0.0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
 
     def uncached(self, worker: Worker) -> int:
         """Prompt tokens that the worker must compute: at least the last one, whose logits are needed."""

@@ -55,7 +55,7 @@ class Placement:
             return None  # before the prompt is hashed: many may wait for a decode worker
         hits = self.candidates.hits(state)
         prefill, decode = self.candidates.of(state, deaf, hits)
-        shape = self._shape(state, [*prefill, *decode], hits, held_s)
+        shape = self._shape(state, [*prefill, *decode], hits, now, held_s)
         choice = self._policy.choose(prefill, decode, shape, now)
         return None if choice is None else (choice, shape)
 
@@ -94,7 +94,7 @@ class Placement:
             state.begin_attempt()
             hits = self.candidates.hits(state)
             partners, _ = self.candidates.of(state, deaf, hits)
-            shape = self._shape(state, [*partners, decode], hits)
+            shape = self._shape(state, [*partners, decode], hits, now)
             prefill = self._policy.choose_prefill(partners, decode, shape, now).prefill
             request = decode_request(state, prefill, now, serial=assignment.booking.serial)
             if not self._send(decode.address, request):
@@ -217,7 +217,9 @@ class Placement:
         if successor is not None:
             self.leave(state, successor, abort=True)
 
-    def _shape(self, state: RequestState, workers: Sequence[Worker], hits: Hits, held_s: float = 0.0) -> RequestShape:
+    def _shape(
+        self, state: RequestState, workers: Sequence[Worker], hits: Hits, now: float, held_s: float = 0.0
+    ) -> RequestShape:
         num_remaining = state.request.params.max_tokens - state.num_base_tokens
         tokens = {}
         for worker in workers:
@@ -232,6 +234,8 @@ class Placement:
             num_expected=self.lengths.expected_more(state.request.request_class, state.num_base_tokens, num_remaining),
             priority=state.request.priority,
             held_s=held_s,
+            ttft_s=state.first_token_s(now),
+            tpot_s=state.request.tpot_s,
         )
 
     def _dispatch(self, state: RequestState, choice: Choice, shape: RequestShape, now: float) -> str | None:

@@ -40,6 +40,9 @@ taken, so one shared prompt never pins all traffic."""
 LEAST_GAIN, LEAST_GAIN_S = 0.8, 0.02
 """Where a prompt is computed against the threshold costs at most this share, and so many seconds less: predictions
 err, and prompts between tokens make gaps."""
+URGENT_SHARE = 0.5
+"""Of the time until a first token is due: a prompt whose first token is predicted later on one side is computed on the
+other, where that is sooner, while the goal for tokens bounds what others lose by it."""
 USUAL = RequestShape(2048, UNKNOWN_LENGTH, NO_HITS)
 """A request by whose cost workers are compared before one is known."""
 
@@ -77,7 +80,8 @@ class _Place(msgspec.Struct, frozen=True, gc=False):
 @dataclass(frozen=True, slots=True)
 class RoutingPolicy:
     """A prompt with at most `local_prefill_threshold` uncached tokens is computed by its decode worker, a longer one
-    by a prefill worker, unless the other is predicted to be better.
+    by a prefill worker, unless the other is predicted to be better: to cost less, or, where there are goals, to give a
+    first token in time that would be about late.
 
     With a threshold of 0 decode workers compute no prompt while a prefill worker is ready.
     """
@@ -134,6 +138,8 @@ class RoutingPolicy:
         """The place of a decode worker that should compute the prompt although there are prefill workers, or None."""
         if place.rank > then.rank:
             return None
+        if (urgent := self._urgent(place, first, shape, now)) is not None:
+            return urgent
         worker, remote_s = place.worker, _pair_s(first, then)
         uncached, holds_more = shape.uncached(worker), _holds_more(place, first.worker, shape)
         # The tokens after the first must not hide that the prefill worker would compute an answer again.
@@ -144,10 +150,32 @@ class RoutingPolicy:
                 return None
         local = _local_place(place, shape, now, first.worker)
         known = local.forecast.is_known and first.forecast.is_known
+        if known and _is_late_there(local.forecast, first.forecast, shape):
+            return None
         if uncached <= self.local_prefill_threshold:
             near = worker is then.worker or local.cost_s <= remote_s or (known and holds_more)
             return local if near and not (known and _is_better(remote_s, local.cost_s)) else None
         return local if known and _is_better(local.cost_s - same_s, remote_s - same_s) else None
+
+    def _urgent(self, place: _Place, first: _Place, shape: RequestShape, now: float) -> _Place | None:
+        """The place of a decode worker that gives a first token sooner, when a prefill worker would be about late.
+
+        It keeps its tokens within their goal by itself (`step_budget.py`), so what others lose there does not count.
+        """
+        remote_s = first.forecast.ttft_s
+        if not (self.local_prefill_threshold and shape.tpot_s and remote_s > URGENT_SHARE * shape.ttft_s > 0):
+            return None
+        there = computed_there(place.worker, shape, place.forecast, now, first.worker)
+        is_sooner = there.ttft_s + there.place_s < remote_s - LEAST_GAIN_S
+        if not (there.is_known and first.forecast.is_known and is_sooner and there.token_s <= shape.tpot_s):
+            return None
+        return _Place(place.worker, there, place.rank, _decode_cost_s(there, shape) - there.delay_s, place.hits)
+
+
+def _is_late_there(there: Forecast, first: Forecast, shape: RequestShape) -> bool:
+    """Whether a first token would be about late on a decode worker, whose batch it must join, but not elsewhere."""
+    there_s = there.ttft_s + there.place_s
+    return bool(shape.tpot_s) and there_s > URGENT_SHARE * shape.ttft_s > 0 and first.ttft_s < there_s - LEAST_GAIN_S
 
 
 def _decode_place(worker: Worker, shape: RequestShape) -> _Place:

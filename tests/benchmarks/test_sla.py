@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,63 +14,12 @@ from rich.console import Console
 
 from benchmarks.arrivals import RateProfile
 from benchmarks.sla import __main__ as sla
-from benchmarks.sla import knobs, policies, prediction, reality
+from benchmarks.sla import knobs, prediction, reality
 from benchmarks.sla.real import requests_logged, served
 from benchmarks.sla.step import Settings, Skipped
 from benchmarks.summary import OK, RequestRecord
-from benchmarks.trace import read_trace
 
 from .conftest import ScriptedServer
-
-
-def run_of(policy: str, repeat: int, goodput: float) -> dict[str, Any]:
-    return {"load": "a", "policy": policy, "repeat": repeat, "share": 1.0, "rate": 9.0, "goodput": goodput}
-
-
-def test_ratios_are_taken_within_a_repeat() -> None:
-    """The best rival of each repeat counts: here round robin once, random twice."""
-    goodputs = {"diptych": (6.0, 8.0, 9.0), "random": (3.0, 4.0, 6.0), "round-robin": (5.0, 2.0, 2.0)}
-    runs = [
-        run_of(arm, repeat, goodputs.get(arm, (1.0, 1.0, 3.0))[repeat]) for repeat in range(3) for arm in policies.ARMS
-    ]
-    (row,) = policies.summarised(runs)
-    assert row["to_best_rival"] == pytest.approx(1.5)  # of 1.2, 2.0 and 1.5
-    assert row["to_best_rival_range"] == [1.2, 2.0]
-    assert row["to_one_pool"] == pytest.approx(6.0)
-    assert row["goodput"]["diptych"] == 8.0
-
-
-def test_slices_do_not_overlap_and_begin_at_zero() -> None:
-    load = policies.log_normal("x", 3, (100, 0.5), (50, 0.5), num=100)
-    first, second = (load.slice(number, 30) for number in (0, 1))
-    assert first[0].arrival_s == second[0].arrival_s == 0.0
-    assert [row.input_len for row in first] == [row.input_len for row in load.rows[:30]]
-    assert [row.input_len for row in second] == [row.input_len for row in load.rows[30:60]]
-    assert len(load.slice(7, 30)) == 30
-
-
-def test_a_slice_is_written_as_a_trace(tmp_path: Path) -> None:
-    rows = policies.conversations(2, num=40).slice(0, 40)
-    policies.write_trace(tmp_path / "t.jsonl", rows)
-    again = read_trace(tmp_path / "t.jsonl")
-    assert [(row.input_len, row.output_len, row.block_ids) for row in again] == [
-        (row.input_len, row.output_len, row.block_ids) for row in rows
-    ]
-    assert any(set(one.block_ids) & set(other.block_ids) for one in rows[:5] for other in rows[5:])
-
-
-def test_policies_are_simulated_shown_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = policies.log_normal("code", 1, (900, 0.5), (20, 0.5), num=60)
-    monkeypatch.setattr(policies, "loads", lambda settings: iter([load]))
-    monkeypatch.setattr(policies, "SHARES", (1.0,))
-    told: list[str] = []
-    numbers = policies.measure(Settings(repeats=1, num_requests=40), told.append)
-    assert told == ["code, repeat 1 of 1"]
-    assert {run["policy"] for run in numbers["runs"]} == set(policies.ARMS)
-    assert all(0.0 < run["met"] <= 1.0 and run["failed"] == 0 for run in numbers["runs"])
-    (row,) = numbers["summary"]
-    assert all(0.0 < goodput <= 2 * row["rate"] for goodput in row["goodput"].values())
-    drawn_and_shown(policies.STEP, numbers, tmp_path)
 
 
 def drawn_and_shown(step: Any, numbers: Any, folder: Path) -> str:
@@ -188,12 +136,3 @@ def test_bad_options_are_refused(flags: list[str], capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as ended:
         sla.main(flags)
     assert ended.value.code == 2 and flags[0] in capsys.readouterr().err
-
-
-def test_capacity_is_that_of_the_slower_pool() -> None:
-    prompts = policies.log_normal("long prompts", 1, (4000, 0.1), (10, 0.1), num=50)
-    answers = policies.log_normal("long answers", 1, (50, 0.1), (900, 0.1), num=50)
-    per_prompt = policies.PREFILL.token_s * 4000
-    assert policies.rate_served(prompts.rows, prompts) < policies.NUM_WORKERS / per_prompt
-    most = policies.NUM_WORKERS * policies.MOST_ROWS / (0.025 * 900)
-    assert math.isclose(policies.rate_served(answers.rows, answers), most, rel_tol=0.1)

@@ -340,3 +340,33 @@ def test_patience_comes_back_when_all_can_be_served():
         admission._registry.release(state.waits_for.booking)
     assert admission.shed([], 1000.0) == []
     assert admission.limit_s == 30.0
+
+
+# ---------------------------------------------------------------- places in a batch behind the first token
+
+
+def full_batch():
+    """A decode worker whose four places are taken for 2 s: the next one is free in 0.5 s, by Little's law."""
+    model = StepModel(fixed_s=5e-3, row_s=1e-4, num_steps=100)
+    return decode(service_s=2.0, num_running=4, num_context_tokens=400, step_model=model)
+
+
+def refuses_answer(num_expected, *, tpot_ms=20.0, prefill=None, num_tokens=100):
+    """Whether a prompt is refused whose answer has so many tokens, with 0.2 s for the first one."""
+    fields = {"slo_ttft_ms": 200.0, "slo_tpot_ms": tpot_ms, "overload_wait_s": 1.0}
+    admission = admission_of(prefill or worker(full_tokens_per_s=10_000.0), full_batch(), **fields)
+    choice = admission.place_for(num_tokens, 0.0)
+    try:
+        admission.check(choice, 0.0, num_tokens=num_tokens, num_expected=num_expected)
+    except Overloaded:
+        return True
+    return False
+
+
+def test_an_answer_may_wait_for_its_place_as_long_as_its_tokens_are_early_in_all():
+    assert refuses_answer(10), "10 tokens are 0.15 s early in all"
+    assert not refuses_answer(100), "100 tokens are 1.5 s early"
+
+
+def test_without_a_goal_for_tokens_a_place_must_come_in_time_for_the_first():
+    assert refuses_answer(100, tpot_ms=0.0)

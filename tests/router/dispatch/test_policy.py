@@ -325,3 +325,63 @@ def test_prefill_hides_most_of_a_transfer():
     alone_s = on_decode(choice.decode, RequestShape(1000, 100, {})).transfer_s
     assert alone_s == pytest.approx(0.066)
     assert choice.forecast.prompt_s > 0.09 and choice.forecast.transfer_s == pytest.approx(0.002 + 0.1 * 0.064)
+
+
+# ---------------------------------------------------------------- goals
+
+CROWD = {"num_running": 7, "num_context_tokens": 7000}
+
+
+def choose_for(registry, ttft_s=0.5, tpot_s=0.05, num_tokens=1000, policy=POLICY):
+    """The choice for a prompt, which takes 0.1 s, with goals."""
+    shape = RequestShape(num_tokens, 100, {}, num_expected=100, ttft_s=ttft_s, tpot_s=tpot_s)
+    return policy.choose(registry.ready("prefill"), registry.ready("decode"), shape, 0.0)
+
+
+def test_a_prompt_that_would_be_late_is_computed_where_tokens_can_wait():
+    busy = {"waiting_s": 0.45}
+    registry = reported(p0=busy, p1=busy, d0=CROWD, d1=CROWD)
+    assert choose_for(registry, ttft_s=0.0, tpot_s=0.0).prefill is not None, "seven streams lose more than it gains"
+    choice = choose_for(registry)
+    assert names(choice) == (None, "d0")
+    assert choice.forecast.ttft_s < 0.45 and choice.forecast.delay_s > 0, "what others lose is still told"
+    assert choose_for(registry, policy=REMOTE).prefill is not None, "the user forbids it"
+
+
+def test_tokens_without_a_goal_or_about_to_miss_it_do_not_wait():
+    busy = {"waiting_s": 0.45}
+    registry = reported(p0=busy, p1=busy, d0=CROWD, d1=CROWD)
+    assert choose_for(registry, tpot_s=0.0).prefill is not None
+    assert choose_for(registry, tpot_s=1e-4).prefill is not None
+
+
+def test_a_prompt_in_time_stays_with_the_prefill_workers():
+    registry = reported(p0={"waiting_s": 0.1}, p1={"waiting_s": 0.1}, d0=CROWD, d1=CROWD)
+    assert names(choose_for(registry)) == ("p0", "d0")
+
+
+def test_a_late_prompt_stays_where_decode_workers_are_no_sooner():
+    busy, busier = {"waiting_s": 0.45}, {"waiting_s": 0.5, "num_waiting_tokens": 5000}
+    assert choose_for(reported(p0=busy, p1=busy, d0=CROWD | busier, d1=CROWD | busier)).prefill is not None
+
+
+def test_of_decode_workers_the_one_is_taken_that_computes_a_late_prompt_first():
+    busy, behind = {"waiting_s": 0.45}, {"waiting_s": 0.2, "num_waiting_tokens": 2000}
+    assert names(choose_for(reported(p0=busy, p1=busy, d0=CROWD | behind, d1=CROWD))) == (None, "d1")
+
+
+def test_a_late_prompt_goes_to_a_decode_worker_that_has_computed_none_yet():
+    """It is taken for one that is twice as slow as the prefill worker."""
+    busy, rows_only = {"waiting_s": 0.45}, {"model": StepModel(fixed_s=1e-3, row_s=1e-4, num_steps=100)}
+    registry = reported(p0=busy, p1=busy, d0=rows_only, d1=rows_only)
+    assert names(choose_for(registry)) == (None, "d0")
+    assert choose_for(registry, num_tokens=5000).prefill is not None, "1 s there, 0.95 s with its wait here"
+
+
+def test_a_short_prompt_does_not_wait_for_a_place_in_a_full_batch():
+    full = {"num_running": 8, "num_waiting": 2, "num_context_tokens": 8000}
+    registry = reported(d0=full, d1=full)
+    for address in ("d0", "d1"):
+        registry.on_request_finished(address, 2.0)
+    assert names(choose_for(registry, ttft_s=0.0, tpot_s=0.0, num_tokens=60)) == (None, "d0")
+    assert names(choose_for(registry, num_tokens=60)) == ("p0", "d0"), "a prefill worker has its first token at once"
