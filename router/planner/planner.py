@@ -87,7 +87,7 @@ class Planner:
         for role, pool in fleet.pools.items():
             if role not in self._pools:
                 self._pools[role] = _Pool(self.bounds[role].clamp(pool.num_present), deque(), now)
-        if held := _lost(fleet):
+        if held := lost(fleet):
             return self._as_before(fleet, held, now)
         needs, keeps = self._needs(load, fleet)
         target = {role: self._target(role, needs[role].num, keeps[role].num, fleet, now) for role in fleet.pools}
@@ -176,7 +176,7 @@ def _is_known(fleet: Fleet) -> bool:
     return all(pool.kind.is_known for pool in fleet.pools.values())
 
 
-def _lost(fleet: Fleet) -> str:
+def lost(fleet: Fleet) -> str:
     """Why what is seen of the pools is not believed, or ""."""
     for role, pool in fleet.pools.items():
         if pool.num_silent and pool.num_silent >= MOST_SILENT * (pool.num_silent + pool.num_ready):
