@@ -24,7 +24,7 @@ SIGNIFICANT = 4.0
 LEAST_NEW_S, LEAST_OLD_S = 1.0, 2.0
 """Parts of the window are at least so long."""
 FEWEST_NEW = 4
-"""Arrivals that show a load that grew: one alone may be a very long prompt."""
+"""Arrivals that show a load that grew. The largest of them does not count: it may be one very long prompt."""
 LEAST_SEEN_S = 1.0
 """Before the load has lasted so long, and has brought `FEWEST_NEW` requests, nothing is said of it."""
 NUM_SPANS = 5
@@ -33,12 +33,13 @@ NUM_SPANS = 5
 
 @dataclass(slots=True)
 class _Slot:
-    """The arrivals of half a second: their number, sums of prompt tokens and answer tokens, and sums of squares."""
+    """The arrivals of half a second: their number, sums of prompt tokens and answer tokens, sums of squares, maxima."""
 
     start: float
     num: int = 0
     tokens: tuple[float, float] = (0.0, 0.0)
     squares: tuple[float, float] = (0.0, 0.0)
+    largest: tuple[float, float] = (0.0, 0.0)
     kept: deque[SampledRequest] = field(default_factory=lambda: deque(maxlen=KEPT_OF_SLOT))
 
     def add(self, request: SampledRequest) -> None:
@@ -46,6 +47,7 @@ class _Slot:
         self.num += 1
         self.tokens = (self.tokens[0] + parts[0], self.tokens[1] + parts[1])
         self.squares = (self.squares[0] + parts[0] ** 2, self.squares[1] + parts[1] ** 2)
+        self.largest = (max(self.largest[0], parts[0]), max(self.largest[1], parts[1]))
         self.kept.append(request)
 
 
@@ -97,11 +99,11 @@ class RecentLoad:
         return OfferedLoad(rate, rate, burstiness(self._counts(now)), requests)
 
     def lasting_s(self, now: float) -> float:
-        """How long the load will probably stay as it is: as long as loads did lately; infinity before two changes.
+        """How long the load will probably stay as it is: as long as loads did lately; infinity before the first change.
 
         One that has lasted for longer than usual will last as long again.
         """
-        if self._changed_at is None or len(self._spans_s) < 2:
+        if self._changed_at is None or not self._spans_s:
             return math.inf
         age_s, usual_s = now - self._changed_at, median(self._spans_s)
         return usual_s - age_s if age_s < usual_s else age_s
@@ -160,6 +162,7 @@ class _Sums:
     num: int = 0
     tokens: tuple[float, float] = (0.0, 0.0)
     squares: tuple[float, float] = (0.0, 0.0)
+    largest: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def of(cls, slots: deque[_Slot]) -> _Sums:
@@ -172,6 +175,7 @@ class _Sums:
         self.num += slot.num
         self.tokens = (self.tokens[0] + slot.tokens[0], self.tokens[1] + slot.tokens[1])
         self.squares = (self.squares[0] + slot.squares[0], self.squares[1] + slot.squares[1])
+        self.largest = (max(self.largest[0], slot.largest[0]), max(self.largest[1], slot.largest[1]))
 
 
 def _difference(new: _Sums, new_s: float, whole: _Sums, old_s: float) -> float:
@@ -180,13 +184,15 @@ def _difference(new: _Sums, new_s: float, whole: _Sums, old_s: float) -> float:
     The variance of what arrives in a time is the rate of squares times that time.
     """
     series = (
-        (new.tokens[0], whole.tokens[0], whole.squares[0]),
-        (new.tokens[1], whole.tokens[1], whole.squares[1]),
-        (float(new.num), float(whole.num), float(whole.num)),
+        (new.tokens[0], whole.tokens[0], whole.squares[0], new.largest[0]),
+        (new.tokens[1], whole.tokens[1], whole.squares[1], new.largest[1]),
+        (float(new.num), float(whole.num), float(whole.num), 1.0),
     )
     largest = 0.0
-    for of_new, of_whole, squares in series:
+    for of_new, of_whole, squares, most in series:
         by = of_new / new_s - (of_whole - of_new) / old_s
+        if by > 0.0:
+            by = max(0.0, by - most / new_s)
         if not squares or (by > 0.0 and new.num < FEWEST_NEW):
             continue
         error = math.sqrt(squares / (new_s + old_s) * (1.0 / new_s + 1.0 / old_s))

@@ -109,7 +109,8 @@ class World:
                 continue
             beat = heartbeat_of(
                 node.name, epoch=node.epoch, step=int(self.now / BEAT_S) + 1, planner="a",
-                draining=bool(node.changes_to), num_running=len(node.rows) + len(node.prompts), num_free_blocks=NUM_BLOCKS,
+                draining=bool(node.changes_to), num_running=len(node.rows) + len(node.prompts),
+                num_free_blocks=NUM_BLOCKS,
                 num_context_tokens=sum(one.num_prompt + one.done for one in node.rows), waiting_s=node.wait_s,
                 num_waiting_tokens=round(node.wait_s * 5000), step_model=PREFILL if node.role == "prefill" else DECODE,
                 serial=max((one.serial for one in node.rows), default=0),
