@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common.config import RouterConfig
-from common.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
+from common.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
 from common.wire.messages import PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
 from router.dispatch.admission import Admission
 from router.dispatch.balancer import Balancer
@@ -32,6 +32,7 @@ from router.dispatch.recovery import Recovery, refusal
 from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.role_changes import RoleChanges
 from router.dispatch.silence import why_left
+from router.dispatch.split import SplitForecaster
 from router.dispatch.stream import StreamConflict, TokensDiffer
 from router.dispatch.turns import Cancel, Later, Turns
 from router.dispatch.waiting import OUTPUT_WEIGHT, WaitingRequests
@@ -70,8 +71,9 @@ class DispatchCore:
         index: PrefixIndex,
         actions: Actions,
         policy: RoutingPolicy | None = None,
+        splits: SplitForecaster | None = None,
     ) -> None:
-        """Without a `policy`, the usual one routes."""
+        """Without a `policy`, the usual one routes. `splits` predicts for changes of roles."""
         self._config, self._registry, self._index, self._actions = config, registry, index, actions
         self.states: dict[str, RequestState] = {}
         self.waiting = WaitingRequests()
@@ -105,7 +107,7 @@ class DispatchCore:
             self.counters,
             least_tpot_s=min((one.tpot_s for one in config.classes.values() if one.tpot_s > 0), default=0.0),
         )
-        self._roles = RoleChanges(config, registry, actions.send, registry.router_id, self.counters)
+        self._roles = RoleChanges(config, registry, actions.send, registry.router_id, self.counters, splits)
 
     # ------------------------------------------------------------ for the front
 
@@ -141,7 +143,11 @@ class DispatchCore:
     def check_room(self, is_longer: Callable[[int], bool], now: float, caller: Caller = ANYONE) -> None:
         """See `GenerationClient.check_room`."""
         self._check_bounds()
-        self._admission.check_unread(is_longer, now, caller)
+        try:
+            self._admission.check_unread(is_longer, now, caller)
+        except Overloaded:
+            self._roles.turned_away(now)
+            raise
 
     def forget_prefixes(self) -> None:
         """Every worker empties its prefix cache."""
@@ -220,7 +226,7 @@ class DispatchCore:
         self._turns.take_back(self.states.values(), now)
         for state, error in self._admission.shed(self.states.values(), now):
             self._fail(state, error)
-        self._roles.tick(now)
+        self._roles.tick(now, len(self.waiting))
 
     # ------------------------------------------------------------ a request's life
 
@@ -243,8 +249,10 @@ class DispatchCore:
         request_class = self._admission.class_of(request)
         held_s, _ = self._holding.ahead(request_class, request.key)
         chosen = self._placement.choose(state, now, held_s=held_s)
-        num_expected = chosen[1].num_expected if chosen else 0
-        choice = chosen[0] if chosen else None
+        choice, shape = chosen or (None, None)
+        num_cached = max(shape.hits.values(), default=0) if shape else 0
+        self._roles.arrived(state.num_tokens, num_cached, state.num_remaining, now)
+        num_expected = shape.num_expected if shape else 0
         self._admission.check(choice, now, request_class, request.key, state.num_tokens, num_expected)
         self.states[request.request_id] = state
         deadline = self._actions.later(request.deadline_s, lambda _: self._on_deadline(state))
@@ -328,6 +336,7 @@ class DispatchCore:
         """The last token has come: release the workers, and abort on a decode worker that may still expect KV."""
         state.done = True
         self._placement.settle(state)
+        self._roles.ended(len(state.request.prompt_token_ids), len(state.stream.token_ids))
         self._turns.soon(now)
         decode = state.decode
         if last is decode:

@@ -19,6 +19,7 @@ from router.dispatch.demand import Demand
 from router.dispatch.load import DispatchLoad
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.request_state import RequestState
+from router.dispatch.split import SplitForecaster
 from router.dispatch.turns import Cancel
 from router.fleet.fleet import CONTROL_HWM, WorkerFleet
 
@@ -26,8 +27,15 @@ from router.fleet.fleet import CONTROL_HWM, WorkerFleet
 class Dispatcher:
     """Serves token streams from the pools. Owned by one event loop: `start`, serve, `close`."""
 
-    def __init__(self, config: RouterConfig, *, hwm: int = CONTROL_HWM, policy: RoutingPolicy | None = None) -> None:
-        """Without a `policy`, the usual one routes."""
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        hwm: int = CONTROL_HWM,
+        policy: RoutingPolicy | None = None,
+        splits: SplitForecaster | None = None,
+    ) -> None:
+        """Without a `policy`, the usual one routes. `splits` predicts for changes of roles."""
         self._clock = time.monotonic
         self._wakes: dict[str, asyncio.Event] = {}
         self._last_max_model_len = 0
@@ -35,7 +43,7 @@ class Dispatcher:
         self._classes = config.classes
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
-        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, policy)
+        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, policy, splits)
 
     # ------------------------------------------------------------ for the front
 

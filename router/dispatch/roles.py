@@ -1,8 +1,12 @@
-"""Which worker should change its role, and when. Pure: `now` comes in, an order or none comes out.
+"""Which workers should change their role, and when. Pure: `now` comes in, orders or none come out.
 
-A pool is behind while its load is above 1, and may give a worker while it would do well without it. In between lies a
-gap, so a change never justifies the opposite one. It takes a load that lasts, for a change empties a prefix cache and
-moves streams; a load that swings faster than that changes nothing.
+With goals, a forecast says what each split of the workers would miss (`split.py`). The policy goes to the one that is
+predicted to miss least, by as many workers at once as that takes, if it saves more than the change costs.
+
+Without a forecast, or while it sees nothing amiss, what is measured decides, one worker at a time. A pool is behind
+while its load is above 1, and may give a worker while it would do well without it. In between lies a gap, so a change
+never justifies the opposite one. Either way it takes a load that lasts, for a change empties a prefix cache and moves
+streams; a load that swings faster than that changes nothing.
 
 - Load of prefill: the seconds that prompts wait for each other, over those allowed.
 - Load of decode: the fullest of places, blocks and, where there is a goal, time of a token; the mean over its workers.
@@ -12,7 +16,7 @@ moves streams; a load that swings faster than that changes nothing.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +24,8 @@ from common.latency.step_model import StepShape
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.worker.scaling import KV_TARGET
-from router.dispatch.forecast import REMOTE_S, TRANSFER_TOKEN_S, model_of, queued_s, rows_of, wait_s
+from router.dispatch.forecast import model_of, queued_s, rows_of, terms_of, transfer_s, wait_s
+from router.dispatch.split import SplitForecast
 from router.fleet.worker import Worker
 
 ALLOWED_SHARE, ALLOWED_S = 0.5, 1.0
@@ -36,6 +41,18 @@ MAX_DRAIN_S = 5.0
 REFUSED_S = 2.0
 """How long after a refusal the pool that was too slow for that request still counts as behind: at most this, and half
 of the time that a pool must be behind, so that one refusal changes nothing."""
+LEAST_SAVED = 0.1
+"""A split must be predicted to save this share of the requests: predictions err, and roles would flap."""
+DOUBT = 0.4
+"""And this share more, over the root of the number of requests from which the load was estimated."""
+AS_GOOD = 0.02
+"""Splits whose misses differ by less than this share of the requests are equal: the nearest one wins."""
+ORDERS_S = 2.0
+"""Orders of one decision are given within so long, or not at all."""
+LONGEST_S = 60.0
+"""A split pays for at most so long: nothing is known of what lies further ahead."""
+NOTICE_S = 1.0
+"""A load that turns is noticed after so long."""
 BUSY_SMOOTHING = 0.1
 """The share of one more look in how busy prefill workers were: of four looks a second, half is from the last two."""
 
@@ -81,6 +98,8 @@ class RolePolicy:
     _changed_at: float | None = None
     _busy: Ewma = field(default_factory=lambda: Ewma(BUSY_SMOOTHING, start=0.0))
     _refused_at: dict[Role, float] = field(default_factory=dict)
+    _orders: deque[RoleChange] = field(default_factory=deque)
+    _decided_at: float = 0.0
 
     def changed(self, now: float) -> None:
         """A worker changed its role, or was told to, by this router or another."""
@@ -90,22 +109,82 @@ class RolePolicy:
         """A request was refused because the pool of this role would have been too slow for it."""
         self._refused_at[role] = now
 
-    def choose(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> RoleChange | None:
-        """The order to give now, out of all ready workers; mostly None."""
+    def choose(
+        self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float, forecast: SplitForecast | None = None
+    ) -> RoleChange | None:
+        """The order to give now, out of all ready workers; mostly None.
+
+        A decision may be several orders: ask again until there is none.
+        """
+        if (order := self._next(prefill, decode, now)) is not None:
+            return order
         self._busy.observe(sum(bool(worker.num_queued_tokens) for worker in prefill) / max(1, len(prefill)))
-        found = self._to_prefill(prefill, decode, now) or self._to_decode(prefill, decode, now)
-        if found is None:
+        found = self._by_forecast(prefill, decode, forecast, now) if forecast is not None else []
+        if not found and (one := self._by_signals(prefill, decode, forecast, now)) is not None:
+            found = [one]
+        if not found:
             self._behind = None
             return None
-        if found.role != self._behind:
-            self._behind, self._behind_since = found.role, now
+        role = found[0].role
+        if role != self._behind:
+            self._behind, self._behind_since = role, now
         rested = self._changed_at is None or now - self._changed_at >= self.limits.interval_s
         if not rested or now - self._behind_since < self.limits.after_s:
             return None
         self.changed(now)
-        return found
+        self._orders.extend(found)
+        self._decided_at = now
+        return self._next(prefill, decode, now)
 
     # ------------------------------------------------------------ inside
+
+    def _next(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> RoleChange | None:
+        """The next order of the latest decision, if its worker is still where it was then."""
+        if now - self._decided_at > ORDERS_S:
+            self._orders.clear()
+        while self._orders:
+            order = self._orders.popleft()
+            if any(order.address == worker.address for worker in (decode if order.role == "prefill" else prefill)):
+                return order
+        return None
+
+    def _by_forecast(
+        self, prefill: Sequence[Worker], decode: Sequence[Worker], forecast: SplitForecast, now: float
+    ) -> list[RoleChange]:
+        """The orders that lead to the split that misses least, or as near to it as workers can change; mostly none."""
+        missed, present, num = forecast.num_missed, len(prefill), len(prefill) + len(decode)
+        if present not in missed:
+            return []  # workers came or went since
+        enough = min(missed.values()) + AS_GOOD * forecast.num_offered
+        best = min((one for one in missed if missed[one] <= enough), key=lambda one: abs(one - present))
+        if best == present:
+            return []
+        role: Role = "prefill" if best > present else "decode"
+        least = self.limits.least_of("decode" if role == "prefill" else "prefill")
+        pool = decode if role == "prefill" else prefill
+        donors = _donors(pool, role, min(abs(best - present), len(pool) - least), now)
+        after = present + (len(donors) if role == "prefill" else -len(donors))
+        if not donors or not _pays(forecast, self.limits, present, after, num, [drain_of(one, now) for one in donors]):
+            return []
+        reason = (
+            f"{forecast.load}: in {forecast.seconds:.0f} s {missed[present]:.1f} of {forecast.num_offered:.1f} requests"
+            f" would miss a goal with {present} prefill and {num - present} decode workers, "
+            f"{_missed_at(forecast, after):.1f} with {after} and {num - after}"
+        )
+        return [RoleChange(worker.address, role, f"{reason}; drain {drain_of(worker, now):.2f} s") for worker in donors]
+
+    def _by_signals(
+        self, prefill: Sequence[Worker], decode: Sequence[Worker], forecast: SplitForecast | None, now: float
+    ) -> RoleChange | None:
+        """One worker for the pool that is seen to be behind, unless the forecast says that this would do harm."""
+        found = self._to_prefill(prefill, decode, now) or self._to_decode(prefill, decode, now)
+        if found is None or forecast is None:
+            return found
+        present, missed = len(prefill), forecast.num_missed
+        after = present + (1 if found.role == "prefill" else -1)
+        if present not in missed or after not in missed:
+            return None
+        return found if missed[after] <= missed[present] + AS_GOOD * forecast.num_offered else None
 
     def _to_prefill(self, prefill: Sequence[Worker], decode: Sequence[Worker], now: float) -> RoleChange | None:
         """A decode worker for the prefill pool, if prompts wait too long and decode does well with one worker less."""
@@ -174,7 +253,8 @@ def drain_of(worker: Worker, now: float) -> float:
     if worker.role == "prefill":
         return wait_s(worker, now)
     rows = rows_of(worker)
-    return queued_s(worker, now) + rows.num_rows * REMOTE_S + rows.context * TRANSFER_TOKEN_S
+    each_s = transfer_s(terms_of(worker), rows.context // rows.num_rows) if rows.num_rows else 0.0
+    return queued_s(worker, now) + rows.num_rows * each_s
 
 
 def _load_of(worker: Worker, share: float, tpot_s: float) -> float:
@@ -191,19 +271,47 @@ def _load_of(worker: Worker, share: float, tpot_s: float) -> float:
     return load
 
 
-def _donor(workers: Sequence[Worker], role: Role, now: float) -> Worker | None:
-    """The worker that goes to the other pool: one that comes home, if there is one, then the one drained soonest.
+def _missed_at(forecast: SplitForecast, num_prefill: int) -> float:
+    """What a split misses; of one that was not judged, what its nearest neighbour does."""
+    return forecast.num_missed[min(forecast.num_missed, key=lambda one: abs(one - num_prefill))]
 
-    Its streams and its KV need workers of the same layout, so one that is alone with its layout stays, unless its pool
-    is left empty.
+
+def _pays(
+    forecast: SplitForecast, limits: RoleLimits, present: int, after: int, num: int, drains_s: Sequence[float]
+) -> bool:
+    """Whether a change saves more requests than are lost while its workers drain. `num` workers share the load.
+
+    It helps until the load turns, and does harm from then on until that is seen and the workers have changed back.
+    """
+    saved = (forecast.num_missed[present] - _missed_at(forecast, after)) / forecast.seconds
+    rate = forecast.num_offered / forecast.seconds
+    if saved < (LEAST_SAVED + DOUBT / math.sqrt(max(1, forecast.num_seen))) * rate:
+        return False
+    helps_s = min(LONGEST_S, forecast.lasting_s) - limits.after_s - NOTICE_S - 2 * max(drains_s)
+    return saved * helps_s > rate * sum(drains_s) / num
+
+
+def _donor(workers: Sequence[Worker], role: Role, now: float) -> Worker | None:
+    """The worker that goes to the other pool first."""
+    return next(iter(_donors(workers, role, 1, now)), None)
+
+
+def _donors(workers: Sequence[Worker], role: Role, num: int, now: float) -> list[Worker]:
+    """Up to `num` workers that go to the other pool: those that come home, then those drained soonest.
+
+    Their streams and their KV need workers of the same layout, so the last of a layout stays, unless its pool is left
+    empty.
     """
     layouts = Counter(worker.identity.fingerprint for worker in workers)
     able = [
         worker
         for worker in workers
-        if worker.identity.changes_role
-        and not worker.suspect
-        and (layouts[worker.identity.fingerprint] > 1 or len(workers) == 1)
-        and drain_of(worker, now) <= MAX_DRAIN_S
+        if worker.identity.changes_role and not worker.suspect and drain_of(worker, now) <= MAX_DRAIN_S
     ]
-    return min(able, key=lambda worker: (worker.home != role, drain_of(worker, now), worker.address), default=None)
+    found: list[Worker] = []
+    for worker in sorted(able, key=lambda worker: (worker.home != role, drain_of(worker, now), worker.address)):
+        layout = worker.identity.fingerprint
+        if len(found) < num and (layouts[layout] > 1 or len(workers) - len(found) == 1):
+            found.append(worker)
+            layouts[layout] -= 1
+    return found

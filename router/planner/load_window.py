@@ -93,7 +93,7 @@ class LoadWindow:
         return OfferedLoad(
             rate=rate,
             rate_ahead=min(ahead, 4.0 * now_rate),  # nothing is known of what lies further ahead
-            burstiness=_burstiness(counts),
+            burstiness=burstiness(counts),
             requests=self._sample(now),
             idle_s=math.inf if self._last_arrival is None else now - self._last_arrival,
         )
@@ -111,16 +111,20 @@ class LoadWindow:
         return found[1:] if 1 < num_known == len(found) else found
 
     def _sample(self, now: float) -> tuple[SampledRequest, ...]:
-        """Averages of groups of remembered requests of about one length.
-
-        A random sample of so few would change from look to look, and the pools with it.
-        """
         while len(self._requests) > FEWEST_REMEMBERED and self._requests[0][0] < now - REMEMBERED_S:
             self._requests.popleft()
-        ordered = sorted((one for _, one in self._requests), key=lambda one: (one.num_uncached, one.num_output))
-        num_groups = min(NUM_SAMPLED, len(ordered))
-        edges = [index * len(ordered) // num_groups for index in range(num_groups + 1)] if num_groups else []
-        return tuple(_average(ordered[begin:end]) for begin, end in zip(edges, edges[1:], strict=False))
+        return averages([one for _, one in self._requests])
+
+
+def averages(requests: Sequence[SampledRequest]) -> tuple[SampledRequest, ...]:
+    """Averages of groups of requests of about one length, `NUM_SAMPLED` at most.
+
+    A random sample of so few would change from look to look, and the pools with it.
+    """
+    ordered = sorted(requests, key=lambda one: (one.num_uncached, one.num_output))
+    num_groups = min(NUM_SAMPLED, len(ordered))
+    edges = [index * len(ordered) // num_groups for index in range(num_groups + 1)] if num_groups else []
+    return tuple(_average(ordered[begin:end]) for begin, end in zip(edges, edges[1:], strict=False))
 
 
 def _average(requests: Sequence[SampledRequest]) -> SampledRequest:
@@ -141,12 +145,12 @@ def _trend(counts: list[int]) -> tuple[float, float]:
     middle, mean = (num - 1) / 2, sum(counts) / num
     spread = sum((index - middle) ** 2 for index in range(num))
     slope = sum((index - middle) * count for index, count in enumerate(counts)) / spread
-    if slope < SIGNIFICANT * math.sqrt(mean * _burstiness(counts) / spread):
+    if slope < SIGNIFICANT * math.sqrt(mean * burstiness(counts) / spread):
         return 0.0, 0.0
     return (mean + slope * (num - middle)) / SLOT_S, slope / SLOT_S**2
 
 
-def _burstiness(counts: list[int]) -> float:
+def burstiness(counts: list[int]) -> float:
     """Variance over mean of the numbers of arrivals, from differences of neighbours, which a trend does not change.
 
     The largest is left out: it may be the one step of a load that is steady before and after.

@@ -116,6 +116,7 @@ class PlanLoop:
             self._config.local_prefill_threshold,
             starts,
             {role: self._held().get(role, 0) for role in self._roles},
+            self._observer.homes(workers) if self._config.role_change else {},
         )
         own = self._window.offered(now, max(starts[role] for role in self._roles))
         times = self._observer.num_routers(workers)
@@ -123,7 +124,7 @@ class PlanLoop:
         before = self.outlook
         plan = self._planner.plan(load, fleet, now)
         for role, pool in fleet.pools.items():
-            self._starts.observe(role, plan.wanted(role), pool.num_ready, now)
+            self._starts.observe(role, plan.wanted(role), fleet.homes.get(role, pool.num_ready), now)
         self.outlook = Outlook(plan, load, fleet, self._window.tails_s(now))
         self._log(None if before is None else before.plan, self.outlook)
         return plan

@@ -6,6 +6,10 @@ A pool grows at once, by as many as are missing. It shrinks to what sufficed, wi
 of the hold time, which covers the start of a worker: the gap between the two keeps it from flapping. It holds still
 when it cannot see. Needs come from what clients ask for, not from queues: prompts that wait because decode workers are
 full show in the decode pool's need, not in that of the prefill pool.
+
+Where workers change their roles, routers divide them in seconds (`router/dispatch/roles.py`), and the planner owns how
+many there are: it sizes the sum of both needs. A number by role is then one by home, the role with which a worker is
+started; it changes only with the sum, so no worker is started and another ended for what a change of role does.
 """
 
 from __future__ import annotations
@@ -81,25 +85,33 @@ class Planner:
     ) -> None:
         self.goals, self.bounds, self.budget, self.idle_s = goals, bounds, budget, idle_s
         self._pools: dict[Role, _Pool] = {}
+        self._sum: _Pool | None = None  # of both pools, while their workers change roles
 
     def plan(self, load: OfferedLoad, fleet: Fleet, now: float) -> Plan:
         """The plan for this moment. Call it every few seconds."""
         for role, pool in fleet.pools.items():
             if role not in self._pools:
-                self._pools[role] = _Pool(self.bounds[role].clamp(pool.num_present), deque(), now)
-        if held := _lost(fleet):
+                present = fleet.homes[role] + pool.num_starting if fleet.homes else pool.num_present
+                self._pools[role] = _Pool(self.bounds[role].clamp(present), deque(), now)
+        if held := lost(fleet):
             return self._as_before(fleet, held, now)
         needs, keeps = self._needs(load, fleet)
-        target = {role: self._target(role, needs[role].num, keeps[role].num, fleet, now) for role in fleet.pools}
+        if fleet.homes:
+            target = self._by_home(needs, keeps, fleet, now)
+        else:
+            self._sum = None
+            target = {role: self._target(role, needs[role].num, keeps[role].num, fleet, now) for role in fleet.pools}
         paid = {role: pool.num_usable for role, pool in fleet.pools.items() if pool.num_unschedulable}
         found = fit(target, self.bounds, self.budget, paid)
         pools = {}
         for role, pool in fleet.pools.items():
             before, wanted = self._pools[role].wanted, found.allowed[role]
             self._pools[role].wanted = wanted
-            reason = _reason(before, wanted, target[role], needs[role])
+            reason = _reason(before, wanted, target[role], _shared(needs) if fleet.homes else needs[role])
             pools[role] = PoolPlan(wanted, needs[role].num, pool.num_present, reason)
         nums = {role: min(found.allowed[role], paid.get(role, found.allowed[role])) for role in fleet.pools}
+        if fleet.homes:
+            nums = _divided(sum(nums.values()), needs)
         unmet = [need.impossible for need in needs.values() if need.impossible]
         unmet += [found.shortfall] if found.shortfall else []
         unmet += [
@@ -120,6 +132,8 @@ class Planner:
         }
         for known in self._pools.values():
             known.began = now
+        if self._sum is not None:
+            self._sum.began = now
         return Plan(pools, held=held)
 
     def _needs(self, load: OfferedLoad, fleet: Fleet) -> tuple[dict[Role, Need], dict[Role, Need]]:
@@ -155,9 +169,35 @@ class Planner:
         drain_s = max(LEAST_DRAIN_S, fleet.start_s.get("prefill", ASSUMED_START_S))
         return max(0.0, fleet.pools["prefill"].num_waiting - in_time) / drain_s
 
+    def _by_home(
+        self, needs: Mapping[Role, Need], keeps: Mapping[Role, Need], fleet: Fleet, now: float
+    ) -> dict[Role, int]:
+        """The sum of both pools, by home: changed where it changes, at the home of the role that has least or most."""
+        wanted = {role: self._pools[role].wanted for role in fleet.pools}
+        for known in self._pools.values():
+            known.began = now  # if roles are pinned again, nothing shrinks before needs by role were seen for long
+        if self._sum is None:
+            self._sum = _Pool(0, deque(), now)
+        self._sum.wanted = sum(wanted.values())
+        start_s = max(fleet.start_s.get(role, ASSUMED_START_S) for role in fleet.pools)
+        need, keep = (sum(one.num for one in each.values()) for each in (needs, keeps))
+        total = self._lasting(self._sum, need, keep, start_s, now)
+        while sum(wanted.values()) < total:
+            room = [role for role in wanted if wanted[role] < self.bounds[role].most] or list(wanted)
+            wanted[max(room, key=lambda role: needs[role].num - wanted[role])] += 1
+        while sum(wanted.values()) > total:
+            spare = [role for role in wanted if wanted[role] > self.bounds[role].least]
+            if not spare:
+                break
+            wanted[min(spare, key=lambda role: needs[role].num - wanted[role])] -= 1
+        return wanted
+
     def _target(self, role: Role, need: int, keep: int, fleet: Fleet, now: float) -> int:
-        pool = self._pools[role]
-        hold_s = max(LEAST_HOLD_S, STARTS_HELD * fleet.start_s.get(role, ASSUMED_START_S))
+        return self._lasting(self._pools[role], need, keep, fleet.start_s.get(role, ASSUMED_START_S), now)
+
+    def _lasting(self, pool: _Pool, need: int, keep: int, start_s: float, now: float) -> int:
+        """What to want of a pool: the need at once if it is larger, what sufficed for long if it is smaller."""
+        hold_s = max(LEAST_HOLD_S, STARTS_HELD * start_s)
         keep = max(need, keep)
         pool.remember(now, keep, max(hold_s, self.idle_s))
         if need > pool.wanted:
@@ -171,12 +211,25 @@ class Planner:
         return min(pool.wanted, lasting)
 
 
+def _shared(needs: Mapping[Role, Need]) -> Need:
+    """The needs of both pools as one, for a reason."""
+    said = [f"{need.num} to {role} ({need.binds})" for role, need in needs.items()]
+    return Need(sum(need.num for need in needs.values()), f"workers that change roles are needed: {', '.join(said)}")
+
+
+def _divided(total: int, needs: Mapping[Role, Need]) -> dict[Role, int]:
+    """So many workers in roles, in the ratio of what both pools need."""
+    need = sum(one.num for one in needs.values())
+    num_prefill = round(total * needs["prefill"].num / need) if need and "prefill" in needs else 0
+    return {"prefill": num_prefill, "decode": total - num_prefill}
+
+
 def _is_known(fleet: Fleet) -> bool:
     """Whether the steps of all pools can be predicted."""
     return all(pool.kind.is_known for pool in fleet.pools.values())
 
 
-def _lost(fleet: Fleet) -> str:
+def lost(fleet: Fleet) -> str:
     """Why what is seen of the pools is not believed, or ""."""
     for role, pool in fleet.pools.items():
         if pool.num_silent and pool.num_silent >= MOST_SILENT * (pool.num_silent + pool.num_ready):

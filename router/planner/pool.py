@@ -86,13 +86,15 @@ class Fleet:
     """Both pools. `threshold`: prompts of at most so many uncached tokens are computed by decode workers.
 
     `start_s`: how long a worker of a role takes from being asked for to being ready. `num_held` requests find no
-    worker of a role at all.
+    worker of a role at all. `homes`, where all workers may change their role: how many there are by the role that they
+    were started with, those that change right now included; empty where roles are pinned.
     """
 
     pools: Mapping[Role, PoolState]
     threshold: int = 64
     start_s: Mapping[Role, float] = field(default_factory=dict)
     num_held: Mapping[Role, int] = field(default_factory=dict)
+    homes: Mapping[Role, int] = field(default_factory=dict)
 
     @property
     def has_prefill(self) -> bool:

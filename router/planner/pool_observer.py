@@ -51,6 +51,13 @@ class PoolObserver:
             self._others.observe(min(MOST_ROUTERS, total / own))
         return self._others.value
 
+    def homes(self, workers: Collection[Worker]) -> dict[Role, int]:
+        """Workers by the role that they were started with, if each of them may change it; else nothing."""
+        serving = [worker for worker in workers if worker.ready or _is_changing(worker)]
+        if not serving or not all(worker.identity.changes_role for worker in serving):
+            return {}
+        return {role: sum(worker.home == role for worker in serving) for role in self._kinds}
+
     def _kind_of(self, role: Role) -> WorkerKind:
         """A pool that never had a worker is taken for one like the other pool's, if that has computed such steps."""
         kind = self._kinds[role]
@@ -102,6 +109,12 @@ def _state(pool: Sequence[Worker], kind: WorkerKind, num_unschedulable: int, now
         num_waiting=num_waiting,
         is_full=bool(ready) and all(worker.beat and worker.beat.num_waiting for worker in ready),
     )
+
+
+def _is_changing(worker: Worker) -> bool:
+    """It drains, or has just begun in its other role, and nothing says that it leaves."""
+    changing = worker.state in (WorkerState.DRAINING, WorkerState.CONNECTED) and worker.hello is not None
+    return changing and not worker.withheld and worker.identity.changes_role
 
 
 def _is_silent(worker: Worker, now: float) -> bool:

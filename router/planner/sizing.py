@@ -13,6 +13,8 @@ from router.planner.pool import Bounds, Fleet, Goals, WorkerKind
 
 MOST_WORKERS = 4096
 """The search ends here: more is no plan."""
+SHARE_HALVINGS = 7
+"""A share of a load is found to one per cent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +45,16 @@ class Sizing:
     shortfall: str
 
 
+Breaks = Callable[[OfferedLoad, int], str]
+"""What so many workers do not keep under this load, or ""."""
+
+
 def size_prefill(load: OfferedLoad, kind: WorkerKind, goals: Goals) -> Need:
     """The fewest prefill workers for `load`, whose prompts decode workers do not compute."""
     if load.rate <= 0.0 or not load.requests:
         return Need()
-    own_s = of_prompts(load, kind, 1).best_s(goals.quantile)
-    goal_s, impossible = _reachable("TTFT", goals.ttft_s, own_s, "prompts alone take", goals.quantile)
-
-    def broken(num: int) -> str:
-        found = of_prompts(load, kind, num)
-        if found.used > MOST_USED:
-            return f"prompts: {found.used:.0%} of its time for {load.rate:.3g} a second"
-        return _too_late("prompts", found, goal_s, goals.quantile)
-
-    return _fewest(broken, impossible)
+    breaks, impossible = _prefill_breaks(load, kind, goals)
+    return _fewest(lambda num: breaks(load, num), impossible)
 
 
 def size_decode(load: OfferedLoad, local: OfferedLoad, kind: WorkerKind, goals: Goals, least_rows: float = 0.0) -> Need:
@@ -66,15 +64,55 @@ def size_decode(load: OfferedLoad, local: OfferedLoad, kind: WorkerKind, goals: 
     """
     if (load.rate <= 0.0 and least_rows <= 0.0) or not load.requests:
         return Need()
+    breaks, impossible = _decode_breaks(load, local, kind, goals, least_rows)
+    return _fewest(lambda num: breaks(load, num), impossible)
+
+
+def prefill_share(load: OfferedLoad, kind: WorkerKind, goals: Goals, num: int) -> float:
+    """The largest share of `load` for which `num` prefill workers suffice."""
+    if load.rate <= 0.0 or not load.requests:
+        return 1.0
+    breaks, _ = _prefill_breaks(load, kind, goals)
+    return _largest(lambda share: breaks(load.at(share * load.rate), num)) if num else 0.0
+
+
+def decode_share(load: OfferedLoad, local: OfferedLoad, kind: WorkerKind, goals: Goals, num: int) -> float:
+    """The largest share of `load`, and of `local` as well, for which `num` decode workers suffice."""
+    if load.rate <= 0.0 or not load.requests:
+        return 1.0
+    breaks, _ = _decode_breaks(load, local, kind, goals)
+    return _largest(lambda share: breaks(load.at(share * load.rate), num)) if num else 0.0
+
+
+def _prefill_breaks(load: OfferedLoad, kind: WorkerKind, goals: Goals) -> tuple[Breaks, str]:
+    """What breaks at another rate of `load`, and why a goal cannot be met at any."""
+    own_s = of_prompts(load, kind, 1).best_s(goals.quantile)
+    goal_s, impossible = _reachable("TTFT", goals.ttft_s, own_s, "prompts alone take", goals.quantile)
+
+    def breaks(load: OfferedLoad, num: int) -> str:
+        found = of_prompts(load, kind, num)
+        if found.used > MOST_USED:
+            return f"prompts: {found.used:.0%} of its time for {load.rate:.3g} a second"
+        return _too_late("prompts", found, goal_s, goals.quantile)
+
+    return breaks, impossible
+
+
+def _decode_breaks(
+    load: OfferedLoad, local: OfferedLoad, kind: WorkerKind, goals: Goals, least_rows: float = 0.0
+) -> tuple[Breaks, str]:
+    """The same for a decode pool; `local` keeps its share of the load."""
     lone = of_decode(load.at(1e-9), local.at(0.0), kind, 1, goals.quantile)
     goal_s, impossible = _reachable("TPOT", goals.tpot_s, lone.lone_s, "a lone sequence takes", goals.quantile)
     own_s = of_prompts(local, kind, 1).best_s(goals.quantile)
     ttft_s, too_long = _reachable("TTFT", goals.ttft_s, own_s, "prompts alone take", goals.quantile)
+    local_share = local.rate / load.rate if load.rate > 0.0 else 0.0
 
-    def broken(num: int) -> str:
-        return _broken(of_decode(load, local, kind, num, goals.quantile, least_rows), kind, goals, goal_s, ttft_s)
+    def breaks(load: OfferedLoad, num: int) -> str:
+        part = local.at(local_share * load.rate) if local_share else local
+        return _broken(of_decode(load, part, kind, num, goals.quantile, least_rows), kind, goals, goal_s, ttft_s)
 
-    return _fewest(broken, impossible or too_long)
+    return breaks, impossible or too_long
 
 
 def _broken(found: DecodeForecast, kind: WorkerKind, goals: Goals, tpot_s: float, ttft_s: float) -> str:
@@ -189,6 +227,17 @@ def _fewest(broken: Callable[[int], str], impossible: str) -> Need:
     return Need(
         high, binds if high == 1 else f"{binds} with {high - 1} workers".replace(" 1 workers", " 1 worker"), impossible
     )
+
+
+def _largest(broken: Callable[[float], str]) -> float:
+    """The largest share of a load at which nothing is broken: less load never breaks what more keeps."""
+    if not broken(1.0):
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(SHARE_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if broken(middle) else (middle, high)
+    return low
 
 
 def _ms(seconds: float) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from common.config import RouterConfig
+from common.latency.link_model import LinkModel
 from common.latency.step_model import StepModel
 from common.wire.messages import ChangeRole, Message
 from router.dispatch.load import DispatchCounters
 from router.dispatch.role_changes import ANSWER_S, RoleChanges
-from router.dispatch.roles import REFUSED_S, RoleChange, RoleLimits, RolePolicy
+from router.dispatch.roles import REFUSED_S, RoleChange, RoleLimits, RolePolicy, drain_of
+from router.dispatch.split import SplitForecast
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 
@@ -291,3 +294,68 @@ def test_a_change_that_another_router_ordered_counts_as_one() -> None:
     assert router.sent == []
     router.run(3.0)
     assert len(router.sent) == 1
+
+
+# ---------------------------------------------------------------- forecasts of whole splits
+
+
+def forecast(missed: dict[int, float], **fields: Any) -> SplitForecast:
+    """Of 100 requests in ten seconds."""
+    values: dict[str, Any] = {"num_offered": 100.0, "seconds": 10.0, "lasting_s": math.inf, "num_seen": 100}
+    return SplitForecast(missed, **(values | fields), load="10 requests/s")
+
+
+def orders_of(pools: Pools, seen: SplitForecast, seconds: float = AFTER_S + TICK_S) -> list[RoleChange]:
+    """What is ordered within so long under a forecast that stays."""
+    found = []
+    for _ in range(round(seconds / TICK_S) + 1):
+        pools.now += TICK_S
+        pools.beat()
+        while (order := pools.policy.choose(pools.of["prefill"], pools.of["decode"], pools.now, seen)) is not None:
+            found.append(order)
+    return found
+
+
+def test_the_best_split_is_reached_by_several_orders_at_once() -> None:
+    pools = Pools(1, 4)
+    seen = forecast({0: 90.0, 1: 60.0, 2: 40.0, 3: 10.0, 4: 2.0})
+    found = orders_of(pools, seen)
+    assert [(order.address, order.role) for order in found] == [(f"d{i}", "prefill") for i in range(3)]
+    assert "60.0 of 100.0 requests would miss a goal with 1 prefill and 4 decode" in found[0].reason
+
+
+def test_of_splits_that_are_as_good_the_nearest_is_taken() -> None:
+    assert len(orders_of(Pools(1, 4), forecast({1: 60.0, 2: 1.0, 3: 0.5, 4: 0.0}))) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "missed"),
+    [
+        ({}, {1: 8.0, 2: 0.0}),  # too little
+        ({"num_seen": 4}, {1: 25.0, 2: 0.0}),  # enough, if more requests had been seen
+        ({"lasting_s": AFTER_S}, {1: 90.0, 2: 0.0}),  # over before it helps
+    ],
+)
+def test_a_split_that_does_not_pay_is_left_alone(fields: dict[str, Any], missed: dict[int, float]) -> None:
+    assert orders_of(Pools(1, 2), forecast(missed, **fields), 20.0) == []
+
+
+def test_a_split_stops_at_the_least_of_a_pool() -> None:
+    assert len(orders_of(Pools(1, 4, least=(0, 3)), forecast({1: 60.0, 2: 30.0, 3: 0.0}))) == 1
+
+
+def test_what_is_measured_changes_nothing_that_the_forecast_calls_worse() -> None:
+    for missed, num in (({0: 9.0, 1: 5.0, 2: 50.0}, 0), ({0: 9.0, 1: 5.0, 2: 5.0}, 1)):
+        pools = Pools(1, 2)
+        pools.waits_s = 3.0
+        assert len(orders_of(pools, forecast(missed))) == num
+
+
+def test_the_drain_of_a_worker_is_that_of_the_link_that_it_has() -> None:
+    pools = Pools(1, 2)
+    (worker, _), pools.places = pools.of["decode"], 0.5
+    pools.beat()
+    unknown_s = drain_of(worker, pools.now)
+    slow = LinkModel(latency_s=0.5, byte_s=1e-9, block_bytes=1000, num_transfers=9)
+    worker.pool_link, worker.terms = slow, None
+    assert drain_of(worker, pools.now) > unknown_s + 5 * 0.5 - 0.1

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -213,3 +214,15 @@ async def test_a_planner_that_ends_is_a_failure_of_the_router() -> None:
             await asyncio.sleep(0.01)
     assert "ZeroDivisionError" in planning.failure
     await planning.close()
+
+
+def test_workers_that_change_roles_are_counted_by_home() -> None:
+    workers, observer = registry(prefill=beat("prefill"), decode=beat("decode")), PoolObserver(("prefill", "decode"))
+    assert observer.homes(workers.workers.values()) == {}, "their roles are pinned"
+    for worker in workers.workers.values():
+        assert worker.hello is not None
+        worker.hello = msgspec.structs.replace(worker.hello, changes_role=True)
+    workers.workers[PREFILL].role = "decode"
+    assert observer.homes(workers.workers.values()) == {"prefill": 1, "decode": 1}
+    workers.workers[PREFILL].withheld = "it leaves"
+    assert observer.homes(workers.workers.values()) == {"prefill": 0, "decode": 1}

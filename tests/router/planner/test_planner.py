@@ -142,3 +142,46 @@ def test_the_running_requests_keep_their_workers(fleet: Pools, waiting: int) -> 
     plan = planner(least=0, idle_s=60.0)
     busy = fleet(1, 3, decode={"num_held": 300, "num_waiting": waiting})
     assert all(decode >= 3 for _, decode in looks(plan, 0.0, busy, range(0, 600, 20)))
+
+
+# ---------------------------------------------------------------- workers that change their roles
+
+
+def test_roles_change_within_a_sum_that_the_planner_keeps(fleet: Pools) -> None:
+    """The split moves by one worker at each look, and the need of one pool at the cost of the other: nothing starts."""
+    plan, homes = planner(), {"prefill": 3, "decode": 3}
+    need = plan.plan(load(60.0), replace(fleet(3, 3), homes=homes), 0.0)
+    assert need.pools["prefill"].needed + need.pools["decode"].needed <= 6
+    for look in range(1, 15):
+        now_prefill = (2, 4)[look % 2]
+        found = plan.plan(load(60.0), replace(fleet(now_prefill, 6 - now_prefill), homes=homes), 5.0 * look)
+        assert (found.wanted("prefill"), found.wanted("decode")) == (3, 3)
+
+
+def test_the_sum_grows_when_roles_do_not_suffice_at_the_home_that_is_short(fleet: Pools) -> None:
+    by_role = planner().plan(load(300.0), fleet(2, 2), 0.0)
+    total = by_role.pools["prefill"].needed + by_role.pools["decode"].needed
+    found = planner().plan(load(300.0), replace(fleet(1, 3), homes={"prefill": 2, "decode": 2}), 0.0)
+    assert found.wanted("prefill") + found.wanted("decode") == total
+    assert found.wanted("prefill") == by_role.pools["prefill"].needed
+    assert "workers that change roles are needed" in found.pools["prefill"].reason
+
+
+def test_the_sum_takes_the_other_home_where_one_is_at_its_bound(fleet: Pools) -> None:
+    homes = {"prefill": 2, "decode": 2}
+    plan = Planner(GOALS, {"prefill": Bounds(0, 3), "decode": Bounds(1, 40)})
+    found = plan.plan(load(300.0), replace(fleet(2, 2), homes=homes), 0.0)
+    free = planner().plan(load(300.0), replace(fleet(2, 2), homes=homes), 0.0)
+    assert found.wanted("prefill") == 3
+    assert found.wanted("decode") == free.wanted("prefill") + free.wanted("decode") - 3 and not found.unmet
+
+
+def test_the_sum_shrinks_when_it_was_too_large_for_long(fleet: Pools) -> None:
+    plan, pools = planner(), replace(fleet(6, 6), homes={"prefill": 6, "decode": 6})
+    first = plan.plan(load(20.0), pools, 0.0)
+    assert (first.wanted("prefill"), first.wanted("decode")) == (6, 6)
+    for at in range(5, 200, 5):
+        last = plan.plan(load(20.0), pools, float(at))
+    assert last.wanted("prefill") + last.wanted("decode") < 6
+    pinned = replace(pools, homes={})
+    assert plan.plan(load(20.0), pinned, 205.0).wanted("decode") == last.wanted("decode"), "not to nothing at once"
