@@ -57,7 +57,7 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
     from router.observe.slo import SLOWindow
     from router.planner.load_window import LoadWindow
     from router.planner.loop import PlanLoop, scaler_of
-    from router.planner.split_forecaster import SplitForecaster
+    from router.planner.sizing_forecaster import SizingForecaster
     from router.server.app import build_app
     from router.server.server import serve, stop_on_signals
     from router.text.text_pipeline import TextPipeline
@@ -67,7 +67,7 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
     text = TextPipeline.from_files(files, threads=config.tokenizer_threads)
     if text.grammars is not None and files.eos_token_ids:
         text.grammars.start()
-    dispatcher = Dispatcher(config, policy=policy, splits=SplitForecaster.of(config))
+    dispatcher = Dispatcher(config, policy=policy, splits=SizingForecaster.of(config))
     name = config.served_model_name or files.model_id
     metrics = RouterMetrics(name, dispatcher.load)
     window = SLOWindow.of(config.classes)

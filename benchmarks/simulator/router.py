@@ -26,7 +26,7 @@ from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import ROLES
-from router.planner.split_forecaster import SplitForecaster
+from router.planner.sizing_forecaster import SizingForecaster
 
 CUT_BEATS = 2
 """A worker that could not send a router so many heartbeats in a row takes it for lost, as in life."""
@@ -54,7 +54,7 @@ class SimulatedRouter:
         )
         self.index = PrefixIndex()
         actions = Actions(self._send, self._abort, self._later, self._wake)
-        self.core = DispatchCore(config, self.registry, self.index, actions, policy, SplitForecaster.of(config))
+        self.core = DispatchCore(config, self.registry, self.index, actions, policy, SizingForecaster.of(config))
         self._lives = WorkerLives(self.registry, self.index, self, self.on_up, self._send)
         self._hello = RouterHello(router_id=name.decode(), epoch=1, changes_roles=config.role_change)
         self._config = config

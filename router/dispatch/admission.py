@@ -126,7 +126,7 @@ class Admission:
         one = request_class or self._classes[DEFAULT]
         if (refusal := self._judged(choice, now, one, key, num_expected)) is not None:
             raise self._counted(refusal, one)
-        if (refusal := self._slow(choice, one, num_tokens)) is not None:
+        if (refusal := self._slow(choice, one, num_tokens, num_expected)) is not None:
             self._count_failure(refusal, one)
             raise refusal.error
         self._patience[one.name].count(refused=False)
@@ -281,13 +281,18 @@ class Admission:
         num_refused = self._patience[one.name].num_refused
         return num_refused * self._turn_s() / max(1, len(self._registry.ready(role))) if num_refused else 0.0
 
-    def _slow(self, choice: Choice | None, one: RequestClass, num_tokens: int) -> Refusal | None:
-        """The refusal of an answer whose tokens would come too slowly beside those that run then, or None."""
+    def _slow(self, choice: Choice | None, one: RequestClass, num_tokens: int, num_expected: int) -> Refusal | None:
+        """The refusal of an answer whose tokens would come too slowly beside those that run then, or None.
+
+        A wait for a place in the batch behind the first token, which a prefill worker samples, makes them slower.
+        """
         if choice is None or choice.decode is None or one.tpot_s <= 0:
             return None
         worker, after_s = choice.decode, choice.forecast.ttft_s
         token_s, alone_s = token_s_at(worker, after_s, num_tokens)
         token_s += choice.forecast.stall_s
+        if choice.prefill is not None and num_expected:
+            token_s += max(0.0, choice.forecast.place_s - after_s) / (SPARE_SHARE * num_expected)
         limit_s = max(one.tpot_s, alone_s / (1.0 - LEAST_SHARE))
         if token_s <= limit_s:
             return None

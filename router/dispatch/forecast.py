@@ -289,6 +289,16 @@ def computed_there(
     return Forecast(before_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s)
 
 
+def chunk_s(worker: Worker, shape: RequestShape) -> float:
+    """Seconds of a decode worker's step with a chunk of the prompt, as large as usual; 0 beside no sequence."""
+    terms = terms_of(worker)
+    if not terms.rows.num_rows:
+        return 0.0
+    start = shape.hits.get(worker.address, 0)
+    chunk = StepShape.of_prompt(start, start + min(terms.max_step_tokens, shape.uncached(worker)))
+    return terms.model.seconds(terms.rows + chunk)
+
+
 def transfer_s(terms: Terms, num_tokens: int) -> float:
     """Seconds that the KV of so many tokens takes to a decode worker once all of it is computed."""
     if terms.link.num_transfers:

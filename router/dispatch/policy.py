@@ -18,6 +18,7 @@ from router.dispatch.forecast import (
     NO_HITS,
     Forecast,
     RequestShape,
+    chunk_s,
     computed_there,
     hidden_s,
     joined,
@@ -160,7 +161,8 @@ class RoutingPolicy:
     def _urgent(self, place: _Place, first: _Place, shape: RequestShape, now: float) -> _Place | None:
         """The place of a decode worker that gives a first token sooner, when a prefill worker would be about late.
 
-        It keeps its tokens within their goal by itself (`step_budget.py`), so what others lose there does not count.
+        A worker that knows the goal makes its chunks as small as that needs (`step_budget.py`), so what others lose
+        there does not count; one whose chunks are too large for the goal is no such place.
         """
         remote_s = first.forecast.ttft_s
         if not (self.local_prefill_threshold and shape.tpot_s and remote_s > URGENT_SHARE * shape.ttft_s > 0):
@@ -168,6 +170,8 @@ class RoutingPolicy:
         there = computed_there(place.worker, shape, place.forecast, now, first.worker)
         is_sooner = there.ttft_s + there.place_s < remote_s - LEAST_GAIN_S
         if not (there.is_known and first.forecast.is_known and is_sooner and there.token_s <= shape.tpot_s):
+            return None
+        if chunk_s(place.worker, shape) > shape.tpot_s:
             return None
         return _Place(place.worker, there, place.rank, _decode_cost_s(there, shape) - there.delay_s, place.hits)
 

@@ -1,6 +1,6 @@
 """How present workers could be divided between prefill and decode, and what each way is predicted to miss.
 
-The planner's formulas predict it (`router/planner/split_forecaster.py`), and the process gives them to the dispatcher,
+The planner's formulas predict it (`router/planner/sizing_forecaster.py`), and the process gives them to the dispatcher,
 which lies below the planner: here is only what they say to each other.
 """
 

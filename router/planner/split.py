@@ -28,11 +28,11 @@ ALONE_RISK = 0.15
 """The share of the requests that an empty prefill pool counts as missing: when long prompts come again, they stop the
 answers of decode workers until a worker has changed."""
 NUM_PARTS = 10
-"""Running answers are looked at by what they have left of their tokens: a twentieth, three twentieths, ..."""
+"""Answers under way are looked at by what they have left of their tokens: a twentieth, three twentieths, ..."""
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class UnderWay:
     """What is under way: prompts that take one prefill worker `waiting_s`, and answers that `num_decode` workers make.
 
     An answer sees `context` tokens and has `tokens_left` to come. Answers have had half of theirs on average.
@@ -52,7 +52,7 @@ class Splits:
     load: OfferedLoad
     fleet: Fleet
     goals: Goals
-    running: Running
+    running: UnderWay
     seconds: float
 
     def num_missed(self, num_prefill: int, num_decode: int) -> float:
@@ -115,7 +115,7 @@ class Splits:
         return careful(kind) * (model.fixed_s + model.floor_s + row_s * max(1.0, num_rows))
 
     def _late_answers(self, num_decode: int) -> float:
-        """Running answers that miss the goal for tokens if so many workers make the rest of them.
+        """Answers under way that miss the goal for tokens if so many workers make the rest of them.
 
         One that has the share u of an answer left has had the others beside it until now, and from now on fewer and
         fewer: when the share v of an answer has passed, 1 - v of them are left.

@@ -368,5 +368,15 @@ def test_an_answer_may_wait_for_its_place_as_long_as_its_tokens_are_early_in_all
     assert not refuses_answer(100), "100 tokens are 1.5 s early"
 
 
+def test_a_long_ttft_goal_lets_no_answer_wait_behind_its_first_token():
+    """It waits 0.5 s for its place, whatever time its first token would have had."""
+    fields = {"slo_ttft_ms": 5000.0, "slo_tpot_ms": 20.0}
+    admission = admission_of(worker(full_tokens_per_s=10_000.0), full_batch(), **fields)
+    choice = admission.place_for(100, 0.0)
+    with pytest.raises(Overloaded, match="its tokens would take about"):
+        admission.check(choice, 0.0, num_tokens=100, num_expected=20)
+    admission.check(choice, 0.0, num_tokens=100, num_expected=200)
+
+
 def test_without_a_goal_for_tokens_a_place_must_come_in_time_for_the_first():
     assert refuses_answer(100, tpot_ms=0.0)

@@ -329,7 +329,7 @@ def test_prefill_hides_most_of_a_transfer():
 
 # ---------------------------------------------------------------- goals
 
-CROWD = {"num_running": 7, "num_context_tokens": 7000}
+CROWD = {"num_running": 7, "num_context_tokens": 7000, "step_tokens": 256}
 
 
 def choose_for(registry, ttft_s=0.5, tpot_s=0.05, num_tokens=1000, policy=POLICY):
@@ -353,6 +353,14 @@ def test_tokens_without_a_goal_or_about_to_miss_it_do_not_wait():
     registry = reported(p0=busy, p1=busy, d0=CROWD, d1=CROWD)
     assert choose_for(registry, tpot_s=0.0).prefill is not None
     assert choose_for(registry, tpot_s=1e-4).prefill is not None
+
+
+def test_a_worker_whose_chunks_are_too_large_for_the_goal_is_no_place_for_a_late_prompt():
+    busy, large = {"waiting_s": 0.45}, CROWD | {"step_tokens": 1000}
+    assert choose_for(reported(p0=busy, p1=busy, d0=large, d1=large)).prefill is not None
+    assert names(choose_for(reported(p0=busy, p1=busy, d0=large, d1=CROWD))) == (None, "d1")
+    alone = {"step_tokens": 1000}
+    assert choose_for(reported(p0=busy, p1=busy, d0=alone, d1=alone)).prefill is None, "there is no one to wait"
 
 
 def test_a_prompt_in_time_stays_with_the_prefill_workers():

@@ -16,7 +16,7 @@ from common.wire.messages import ChangeRole, Message
 from router.dispatch.load import DispatchCounters
 from router.dispatch.role_changes import RoleChanges
 from router.fleet.registry import WorkerRegistry
-from router.planner.split_forecaster import SplitForecaster
+from router.planner.sizing_forecaster import SizingForecaster
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -83,7 +83,7 @@ class World:
         )
         self.ttft_s, self.tpot_s = ttft_ms / 1e3, tpot_ms / 1e3
         self.registry = WorkerRegistry(list(of["prefill"]), list(of["decode"]), worker_timeout_s=2.0)
-        self.forecaster = SplitForecaster(self.config)
+        self.forecaster = SizingForecaster(self.config)
         self.counters = DispatchCounters()
         self.changes = RoleChanges(self.config, self.registry, self.send, "a", self.counters, self.forecaster)
         self.now, self.beat_at = 0.0, 0.0
@@ -196,7 +196,7 @@ class World:
         if request.booking is not None:
             self.registry.release(request.booking)  # type: ignore[arg-type]
         more = (request.num_output - request.done) // BLOCK
-        booking = self.registry.book(node.name, prompt=StepShape(), num_blocks=1, num_more=more)
+        booking = self.registry.book(node.name, self.now, prompt=StepShape(), num_blocks=1, num_more=more)
         request.booking, request.serial = booking, booking.serial
 
     def grow(self) -> None:

@@ -16,7 +16,7 @@ from router.planner.planner import lost
 from router.planner.pool import ROLES, Fleet, PoolState
 from router.planner.pool_observer import PoolObserver
 from router.planner.recent_load import RecentLoad
-from router.planner.split import Running, Splits
+from router.planner.split import Splits, UnderWay
 
 LEAST_HORIZON_S = 10.0
 """What the next seconds bring counts: at least so many, and until the next change is allowed."""
@@ -24,7 +24,7 @@ NUM_CANDIDATES = 8
 """Of many workers, so many evenly spaced splits are judged, and the neighbours of the present one."""
 
 
-class SplitForecaster:
+class SizingForecaster:
     """Owned by the router's event loop. A router with goals; without them `of` gives none."""
 
     def __init__(self, config: RouterConfig) -> None:
@@ -33,7 +33,7 @@ class SplitForecaster:
         self._observer, self._load = PoolObserver(ROLES), RecentLoad()
 
     @classmethod
-    def of(cls, config: RouterConfig) -> SplitForecaster | None:
+    def of(cls, config: RouterConfig) -> SizingForecaster | None:
         """The one that a router's settings describe; None where roles are pinned, or nothing is to be met."""
         has_goals = config.slo_ttft_ms > 0 or config.slo_tpot_ms > 0
         return cls(config) if config.role_change and has_goals else None
@@ -82,7 +82,7 @@ def _candidates(least: int, most: int, present: int, num: int) -> list[int]:
 
 def _running(
     workers: Collection[Worker], pools: dict[Role, PoolState], num_waiting: float, load: OfferedLoad, now: float
-) -> Running:
+) -> UnderWay:
     """What is under way on ready workers. `num_waiting` requests are on none."""
     kind = pools["prefill"].kind
     mean_s = sum(packed_s(kind, one) for one in load.requests) / len(load.requests)
@@ -92,7 +92,7 @@ def _running(
     num_answers = sum(one.num_rows for one in rows)
     num_booked = sum(worker.booked.num_requests for worker in decode)
     tokens_left = sum(worker.booked.num_more * worker.identity.block_size for worker in decode)
-    return Running(
+    return UnderWay(
         waiting_s=sum(queued_s(worker, now) for worker in ready if worker.role == "prefill") + num_waiting * mean_s,
         num_answers=num_answers,
         context=sum(one.context for one in rows) / num_answers if num_answers else 0.0,
