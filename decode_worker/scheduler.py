@@ -231,6 +231,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         match sequence.status:
             case RequestStatus.RUNNING:
                 self.running.remove(sequence)
+                self.goal.answered(sequence.num_tokens - sequence.num_request_tokens)
             case RequestStatus.TRANSFERRING:
                 self.num_transferring -= 1
                 self._publish_received(sequence, num_received)

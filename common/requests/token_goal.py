@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 
+from common.observe.ewma import Ewma
+
 STRETCH = 16
 """Gaps whose mean is compared with the goal."""
 PERIOD = 20
@@ -21,15 +23,26 @@ START, LEAST, MOST = 0.95, 0.5, 0.97
 INCREASE, DECREASE, MOST_DECREASE = 0.02, 0.99, 0.9
 """A tail that exceeds the goal shrinks the share by as much, and a little more, but not by more than a tenth at once: a
 stall says nothing about the steps."""
+JOIN_STEPS = 1.5
+"""Steps between an answer's first two tokens beside its own: half of the one that runs when its KV comes, and the one
+that was launched ahead."""
+LEAST_LEFT = 0.75
+"""Of the goal, that is left to steps however short answers are."""
+LENGTH_SMOOTHING = 0.05
+"""The share of one more answer in what joining the batch takes of the goal."""
 MOST_LATE = PERIOD - math.ceil(QUANTILE * PERIOD)
 """Stretches of a period that may exceed the goal."""
 
 
 class TokenGoal:
-    """`goal_s`: seconds that a token after the first should take; 0: no goal."""
+    """`goal_s`: seconds that a token after the first should take on average; 0: no goal.
+
+    Joining the batch takes an answer some steps, so the fewer tokens answers have, the less is left for each of them.
+    """
 
     def __init__(self, goal_s: float = 0.0) -> None:
         self.goal_s, self.share = goal_s, START
+        self._left = Ewma(LENGTH_SMOOTHING, start=1.0)
         self._sum_s, self._num_gaps = 0.0, 0
         self._means: list[float] = []
 
@@ -40,7 +53,13 @@ class TokenGoal:
     @property
     def limit_s(self) -> float:
         """Seconds that a step may be predicted to take; infinity without a goal."""
-        return self.share * self.goal_s if self.is_set else math.inf
+        return self.share * max(LEAST_LEFT, self._left.value) * self.goal_s if self.is_set else math.inf
+
+    def answered(self, num_tokens: int) -> None:
+        """An answer of so many tokens was decoded."""
+        if num_tokens > 1:
+            num_gaps = num_tokens - 1
+            self._left.observe(num_gaps / (num_gaps + JOIN_STEPS))
 
     def observe(self, gap_s: float, predicted_s: float) -> None:
         """A token came `gap_s` behind the one before it, from a step that was predicted to take `predicted_s`.

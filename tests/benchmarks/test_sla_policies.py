@@ -101,7 +101,7 @@ def test_ours_refuses_by_prediction_and_lets_short_prompts_pass(tmp_path: Path) 
     _, run = runs_of(tmp_path, systems.OURS)
     ended = [request for request in run.requests if request.outcome == "ok"]
     assert {request.outcome for request in run.requests} <= {"ok", "Overloaded"}
-    assert sum(request.meets(500.0, 25.0) for request in ended) > 0.9 * len(ended)
+    assert sum(request.meets(500.0, 25.0) for request in ended) > 0.75 * len(ended)
 
 
 @pytest.mark.parametrize("system", systems.SYSTEMS, ids=lambda system: system.name)

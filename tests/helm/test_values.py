@@ -55,7 +55,7 @@ def test_a_misspelt_key_is_caught_at_every_depth() -> None:
     ("over", "message"),
     (
         ({"decode": {"pools": [{**POOL, "settings": {"max_num_seq": 8}}]}}, "max_num_seq"),
-        ({"decode": {"pools": [{**POOL, "settings": {"max_num_seqs": 0}}]}}, "max_num_seqs"),
+        ({"decode": {"pools": [{**POOL, "settings": {"max_num_seqs": -1}}]}}, "max_num_seqs"),
         ({"decode": {"pools": [{**POOL, "settings": {"block_size": 17}}]}}, "block_size"),
         ({"prefill": {"pools": [{**POOL, "settings": {"watermark": 0.1}}]}}, "watermark"),
         ({"prefill": {"pools": [{**POOL, "settings": {"port": 1}}]}}, "port"),

@@ -6,7 +6,19 @@ import math
 
 import pytest
 
-from common.requests.token_goal import DECREASE, INCREASE, LEAST, MOST, MOST_DECREASE, PERIOD, START, STRETCH, TokenGoal
+from common.requests.token_goal import (
+    DECREASE,
+    INCREASE,
+    JOIN_STEPS,
+    LEAST,
+    LEAST_LEFT,
+    MOST,
+    MOST_DECREASE,
+    PERIOD,
+    START,
+    STRETCH,
+    TokenGoal,
+)
 
 
 def after(goal: TokenGoal, means: list[float], periods: int = 1, predicted_s: float = 0.01) -> TokenGoal:
@@ -47,6 +59,21 @@ def test_the_share_is_bounded() -> None:
     assert after(TokenGoal(0.05), [0.01] * PERIOD, periods=50).share == MOST
     assert after(TokenGoal(0.05), [0.09] * PERIOD, periods=50).share == LEAST
     assert after(TokenGoal(0.05), [0.09] * PERIOD, periods=50).limit_s == pytest.approx(LEAST * 0.05)
+
+
+def test_short_answers_leave_less_of_the_goal_to_each_step() -> None:
+    goal = TokenGoal(0.05)
+    limit_s = goal.limit_s
+    for _ in range(200):
+        goal.answered(7)
+    assert goal.limit_s == pytest.approx(limit_s * 6 / (6 + JOIN_STEPS), rel=0.01)
+    for _ in range(200):
+        goal.answered(2)
+        goal.answered(1)  # it has no gap at all
+    assert goal.limit_s == pytest.approx(limit_s * LEAST_LEFT)
+    for _ in range(400):
+        goal.answered(301)
+    assert goal.limit_s == pytest.approx(limit_s, rel=0.01)
 
 
 def test_a_goal_that_no_step_could_keep_teaches_nothing() -> None:
