@@ -104,8 +104,10 @@ test-touched: $(VENV)/.dev
 	@paths="$$($(BIN)/python tests/touched.py $(BASE))"; test -z "$$paths" || \
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "slow and not gpu and not chaos" $$paths $(ARGS)
 
+# Storms and chips come last and alone: they are about what happens while nothing else takes the cores.
 test-all: lint
-	$(BIN)/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 -m "not chaos and not gpu" $(ARGS)
+	$(BIN)/pytest -m "chaos or gpu" $(ARGS)
 
 chaos: $(VENV)/.dev
 	CHAOS_SEED=$(or $(SEED),1) CHAOS_SECONDS=$(or $(DURATION),180) $(BIN)/pytest -s -m chaos tests/chaos $(ARGS)

@@ -18,14 +18,14 @@ STRETCH = 16
 PERIOD = 20
 """Stretches between two corrections."""
 QUANTILE = 0.95
-START, LEAST, MOST = 0.95, 0.5, 0.97
+START, LEAST, MOST = 0.9, 0.5, 0.97
 """Shares. The rest at most is for the gap before the second token, which also holds a transfer."""
 INCREASE, DECREASE, MOST_DECREASE = 0.02, 0.99, 0.9
 """A tail that exceeds the goal shrinks the share by as much, and a little more, but not by more than a tenth at once: a
 stall says nothing about the steps."""
-JOIN_STEPS = 1.5
-"""Steps between an answer's first two tokens beside its own: half of the one that runs when its KV comes, and the one
-that was launched ahead."""
+JOIN_STEPS = 2.0
+"""Steps between an answer's first two tokens beside its own: half of the one that runs when its KV comes, the one that
+was launched ahead, and about another half for the KV's way."""
 LEAST_LEFT = 0.75
 """Of the goal, that is left to steps however short answers are."""
 LENGTH_SMOOTHING = 0.05

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import typing
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -201,12 +201,11 @@ async def crowded(rig: Rig, salt: str) -> None:
 
 
 async def handing_over(rig: Rig, salt: str) -> None:
-    """A decode worker is told to end while it generates."""
-    victim = rig.stack.workers("decode")[0]
+    """A decode worker is told to end while it generates: one of those to which the router gave the streams."""
     asks = of_length(4, prompt_len=(70, 140), num_tokens=350)
     await rig.expected("handed over", asks)
     asking = asyncio.create_task(rig.same_answers(salt, name="handed over", asks=asks))
-    await until(lambda: runs_some(victim), "streams are under way")  # the outcome does not depend on how far
+    victim = await running_one(rig.stack.workers("decode"))
     victim.terminate()
     await asyncio.to_thread(victim.wait, time.monotonic() + 90)
     await asking
@@ -215,8 +214,19 @@ async def handing_over(rig: Rig, salt: str) -> None:
     await until(lambda: is_ready(victim), "the worker is back")
 
 
-async def runs_some(worker: StackProcess) -> bool:
-    return await counter([worker], "vllm:num_requests_running") > 0
+async def running_one(workers: Sequence[StackProcess]) -> StackProcess:
+    """The first worker that runs streams, once there is one; the outcome does not depend on how far they are."""
+    found: list[StackProcess] = []
+
+    async def runs_some() -> bool:
+        for worker in workers:
+            if await counter([worker], "vllm:num_requests_running") > 0:
+                found.append(worker)
+                return True
+        return False
+
+    await until(runs_some, "streams are under way")
+    return found[0]
 
 
 async def failing(rig: Rig, salt: str) -> None:
