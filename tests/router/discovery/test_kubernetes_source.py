@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 
+from router.discovery import kubernetes_source
+
 from ...kubernetes_api import KubernetesAPI, endpoint
 
 A, B = "tcp://10.0.0.1:7001", "tcp://10.0.0.2:7001"
 Watch = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def brief_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two tries."""
+    monkeypatch.setattr(kubernetes_source, "BACKOFF_S", 0.05)
 
 
 async def test_workers_come_and_go(api: KubernetesAPI, watch: Watch) -> None:
