@@ -28,14 +28,14 @@ from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
-from router.dispatch.forecast import RequestShape
 from router.dispatch.placement import Placement
-from router.dispatch.policy import RoutingPolicy
 from router.dispatch.request_state import RequestState
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.garbage import collect_seldom
+from router.policy.forecast import RequestShape
+from router.policy.routing import RoutingPolicy
 
 T = TypeVar("T")
 BLOCK_SIZE = 16

@@ -14,7 +14,7 @@ from common.errors import ConfigError, ModelError
 from common.observe.logging import setup_logging
 
 if TYPE_CHECKING:  # imported late, see `main`
-    from router.dispatch.policy import RoutingPolicy
+    from router.policy.routing import RoutingPolicy
 
 PROG = "diptych router"
 log = logging.getLogger(__name__)

@@ -39,9 +39,9 @@ EXCEPTIONS: dict[str, set[str]] = {
     "benchmarks/block_events.py": {"router.fleet.block_reports", "router.fleet.prefix_index"},
     "benchmarks/decisions.py": {
         "router.dispatch.client",
-        "router.dispatch.forecast",
+        "router.policy.forecast",
         "router.dispatch.placement",
-        "router.dispatch.policy",
+        "router.policy.routing",
         "router.dispatch.request_state",
         "router.fleet.prefix_index",
         "router.fleet.registry",
@@ -64,8 +64,8 @@ ROOMS = {
         "grammar", "model", "sampling", "runner", "worker", "requests",
     ),
     "router": (
-        "discovery", "fleet", "dispatch", "planner", "text", "observe", "auth", "request", "generation", "api",
-        "server", "local",
+        "discovery", "fleet", "policy", "dispatch", "planner", "text", "observe", "auth", "request", "generation",
+        "api", "server", "local",
     ),
 }  # fmt: skip
 HEAVY = ("torch", "triton", "transformers", "safetensors")

@@ -56,7 +56,7 @@ class Case:
         return TPOT_MS * self.pace
 
     def coefficients(self) -> Coefficients:
-        """Those of the file at this pace."""
+        """The coefficients of the file PACE, slowed to this pace."""
         known = Coefficients.read(PACE)
         return Coefficients(
             _slower(known.prefill, self.pace), _slower(known.decode, self.pace), kv_bytes=known.kv_bytes

@@ -113,7 +113,7 @@ def _at_random(load: LoadSpec, scenario: Scenario) -> Iterator[SimulatedRequest]
 
 
 def _of_parts(load: LoadSpec, scenario: Scenario) -> Iterator[SimulatedRequest]:
-    """Those of all parts by arrival. Each part has its own chance, so that no other part changes it."""
+    """The requests of all parts by arrival. Each part has its own chance, so that no other part changes it."""
     period_s = load.period_s or scenario.duration_s
     drawn: list[tuple[float, int, int, int]] = []
     for place, part in enumerate(load.parts):
@@ -137,7 +137,7 @@ def _content(number: int, input_len: int, shared: int, prefix: int = 0) -> Conte
 
 
 def _lengths_of(part: LoadSpec | LoadPart, where: str) -> tuple[LengthRange, LengthRange]:
-    """Those of prompts and of answers."""
+    """The ranges of lengths of prompts and of answers."""
     found = []
     for name in ("input_len", "output_len"):
         try:

@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from router.dispatch.forecast import RequestShape, computed_there, joined, on_decode, on_prefill
-from router.dispatch.policy import Choice, RoutingPolicy
 from router.fleet.worker import Worker
+from router.policy.forecast import RequestShape, computed_there, joined, on_decode, on_prefill
+from router.policy.routing import Choice, RoutingPolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from common.wire.messages import (
     WorkerHeartbeat,
 )
 from router.dispatch.core import Actions, DispatchCore
-from router.dispatch.policy import RoutingPolicy
 from router.dispatch.request_state import RequestState
 from router.dispatch.turns import Cancel
 from router.fleet.lives import WorkerLives
@@ -27,6 +26,7 @@ from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import ROLES
 from router.planner.sizing_forecaster import SizingForecaster
+from router.policy.routing import RoutingPolicy
 
 CUT_BEATS = 2
 """A worker that could not send a router so many heartbeats in a row takes it for lost, as in life."""

@@ -23,7 +23,7 @@ from benchmarks.simulator.world import World
 from common.config import RouterConfig
 from common.config.field import fields_of
 from common.errors import ConfigError
-from router.dispatch.policy import RoutingPolicy
+from router.policy.routing import RoutingPolicy
 
 SLOTS = 8
 """Workers beat at so many times within an interval; those of a slot beat together."""

@@ -39,7 +39,7 @@ class KnobWatch:
         self._urls = urls
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Poll until the task is cancelled."""
         began = time.perf_counter()
         async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False) as client:
             while True:

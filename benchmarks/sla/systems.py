@@ -56,7 +56,7 @@ SYSTEMS: Final = (OURS, *CHOICES, *WHOLES, BEFORE, ONE_POOL)
 
 
 def systems_on(load: Load) -> Sequence[System]:
-    """Those that differ on a load: prefix only is round robin where no prompts share a prefix."""
+    """The systems that differ on a load: prefix only is round robin where no prompts share a prefix."""
     shares_prefixes = any(row.block_ids for row in load.rows)
     return [system for system in SYSTEMS if shares_prefixes or system.policy != "prefix-only"]
 

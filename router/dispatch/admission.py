@@ -20,19 +20,19 @@ from common.errors import Overloaded
 from common.latency.step_model import StepShape
 from common.observe.ewma import Ewma
 from common.wire.message_fields import MAX_PRIORITY, Role
-from router.dispatch.arrival import token_s_at
 from router.dispatch.client import ANYONE, Caller, GenerationRequest
-from router.dispatch.forecast import NO_HITS, RequestShape, place_s, places_of, queued_s, step_tokens, wait_s
 from router.dispatch.holding import Holding
 from router.dispatch.load import DispatchCounters
-from router.dispatch.output_lengths import UNKNOWN_LENGTH
-from router.dispatch.patience import Patience
-from router.dispatch.policy import Choice, RoutingPolicy
 from router.dispatch.request_state import Assignment, RequestState, Stage
-from router.dispatch.shortlist import FEW, Shortlist
 from router.dispatch.waiting import WaitingRequests
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
+from router.policy.arrival import token_s_at
+from router.policy.forecast import NO_HITS, RequestShape, place_s, places_of, queued_s, step_tokens, wait_s
+from router.policy.output_lengths import UNKNOWN_LENGTH
+from router.policy.patience import Patience
+from router.policy.routing import Choice, RoutingPolicy
+from router.policy.shortlist import FEW, Shortlist
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from router.dispatch.balance import Running, choose_move, why_leave
 from router.dispatch.growth import num_more_blocks
 from router.dispatch.handover import HandOvers
 from router.dispatch.load import DispatchCounters
@@ -18,6 +17,7 @@ from router.dispatch.placement import Placement
 from router.dispatch.request_state import RequestState, Stage
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
+from router.policy.balance import Running, choose_move, why_leave
 
 log = logging.getLogger(__name__)
 

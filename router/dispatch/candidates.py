@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Mapping
 
 from common.wire.message_fields import Role
 from router.dispatch.request_state import RequestState
-from router.dispatch.shortlist import Shortlist
 from router.fleet.prefix_index import PrefixHits, PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
+from router.policy.shortlist import Shortlist
 
 Hits = Mapping[int, PrefixHits]
 """By the size of a block, how much of a prompt each worker holds."""

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from common.config.request_class import COMMON_SHARE, DEFAULT, NO_LANE, RequestClass
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
-from router.dispatch.forecast import Forecast
 from router.dispatch.prompt import Prompt
+from router.policy.forecast import Forecast
 
 RETRY_AFTER_S = 1.0
 """The hint of a refusal for lack of room that cannot tell when there will be some."""

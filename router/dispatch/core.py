@@ -21,24 +21,24 @@ from router.dispatch.admission import Admission
 from router.dispatch.balancer import Balancer
 from router.dispatch.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest
 from router.dispatch.demand import Demand, DemandMeter
-from router.dispatch.forecast import RequestShape
 from router.dispatch.growth import follow_growth
 from router.dispatch.handover import HandOvers
 from router.dispatch.holding import Holding
 from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Abort, Placement, Send
-from router.dispatch.policy import Choice, RoutingPolicy
 from router.dispatch.recovery import Recovery, refusal
 from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.role_changes import RoleChanges
 from router.dispatch.silence import why_left
-from router.dispatch.split import SplitForecaster
 from router.dispatch.stream import StreamConflict, TokensDiffer
 from router.dispatch.turns import Cancel, Later, Turns
 from router.dispatch.waiting import OUTPUT_WEIGHT, WaitingRequests
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
+from router.policy.forecast import RequestShape
+from router.policy.routing import Choice, RoutingPolicy
+from router.policy.split import SplitForecaster
 
 log = logging.getLogger(__name__)
 

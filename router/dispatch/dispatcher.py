@@ -17,11 +17,11 @@ from router.dispatch.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequ
 from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.demand import Demand
 from router.dispatch.load import DispatchLoad
-from router.dispatch.policy import RoutingPolicy
 from router.dispatch.request_state import RequestState
-from router.dispatch.split import SplitForecaster
 from router.dispatch.turns import Cancel
 from router.fleet.fleet import CONTROL_HWM, WorkerFleet
+from router.policy.routing import RoutingPolicy
+from router.policy.split import SplitForecaster
 
 
 class Dispatcher:

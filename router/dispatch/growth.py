@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from router.dispatch.output_lengths import OutputLengths
 from router.dispatch.request_state import RequestState
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
+from router.policy.output_lengths import OutputLengths
 
 
 def num_more_blocks(worker: Worker, num_tokens: int, num_expected: int) -> int:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from common.config.request_class import RequestClass
 from common.latency.step_model import StepShape
-from router.dispatch.forecast import model_of, place_s, queued_s, step_tokens
-from router.dispatch.policy import Choice
 from router.dispatch.request_state import RequestState
 from router.dispatch.waiting import WaitingRequests
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
+from router.policy.forecast import model_of, place_s, queued_s, step_tokens
+from router.policy.routing import Choice
 
 HOLD_STEPS, HOLD_S = 3, 0.1
 """A worker has enough with prompts for so many full steps, and so many seconds: that bridges the way of a message."""

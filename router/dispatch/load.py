@@ -10,12 +10,12 @@ import msgspec
 
 from common.config.request_class import DEFAULT, RequestClass
 from common.wire.message_fields import Role
-from router.dispatch.forecast import step_tokens, wait_s
 from router.dispatch.request_state import RequestState, Stage
 from router.fleet.events import FleetEvent
 from router.fleet.fleet import WorkerFleet
 from router.fleet.worker import Worker
 from router.fleet.worker_connection import WorkerConnection
+from router.policy.forecast import step_tokens, wait_s
 
 
 @dataclass(frozen=True, slots=True)

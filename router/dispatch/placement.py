@@ -11,17 +11,17 @@ from collections.abc import Callable, Collection, Sequence
 from common.latency.step_model import StepShape
 from common.wire.messages import HandOver, Message
 from router.dispatch.candidates import Candidates, Hits
-from router.dispatch.forecast import NO_HITS, RequestShape
 from router.dispatch.growth import num_more_blocks
 from router.dispatch.orders import decode_request, kv_target, prefill_request
-from router.dispatch.output_lengths import OutputLengths
-from router.dispatch.policy import Choice, RoutingPolicy
 from router.dispatch.request_state import Assignment, RequestState
-from router.dispatch.shortlist import Shortlist
 from router.fleet.booking import Booking
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker, WorkerState
+from router.policy.forecast import NO_HITS, RequestShape
+from router.policy.output_lengths import OutputLengths
+from router.policy.routing import Choice, RoutingPolicy
+from router.policy.shortlist import Shortlist
 
 Send = Callable[[str, Message], bool]
 Abort = Callable[[str, str, int], None]

@@ -12,10 +12,10 @@ from common.kv.block_hash import BlockHasher
 from common.wire.message_fields import Role, pack_tokens
 from common.wire.messages import PromptLogprobs, Timeline, TokenDelta
 from router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
-from router.dispatch.forecast import Forecast
 from router.dispatch.prompt import Prompt
 from router.dispatch.stream import TokenStream
 from router.fleet.booking import Booking
+from router.policy.forecast import Forecast
 
 MIN_PROGRESS = 4
 """Output tokens that count as progress after a move: a prefill worker alone makes one each time."""

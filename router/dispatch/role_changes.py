@@ -15,10 +15,10 @@ from common.wire.message_fields import Role
 from common.wire.messages import ChangeRole
 from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Send
-from router.dispatch.roles import RoleChange, RoleLimits, RolePolicy
-from router.dispatch.split import SplitForecast, SplitForecaster
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
+from router.policy.roles import RoleChange, RoleLimits, RolePolicy
+from router.policy.split import SplitForecast, SplitForecaster
 
 log = logging.getLogger(__name__)
 ANSWER_S = 2.0

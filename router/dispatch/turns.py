@@ -16,16 +16,16 @@ from common.config import RouterConfig
 from common.errors import RequestError, Unavailable
 from router.dispatch.admission import Admission
 from router.dispatch.client import RETRY_AFTER_S
-from router.dispatch.forecast import RequestShape
 from router.dispatch.holding import Holding
 from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Placement
-from router.dispatch.policy import Choice
 from router.dispatch.recovery import Recovery
 from router.dispatch.request_state import RequestState
 from router.dispatch.take_back import is_worth, overdue
 from router.dispatch.waiting import WaitingRequests
 from router.fleet.registry import WorkerRegistry
+from router.policy.forecast import RequestShape
+from router.policy.routing import Choice
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from itertools import chain
 
 from common.config.request_class import RequestClass
 from router.dispatch.request_state import RequestState
-from router.dispatch.token_counters import TokenCounters
+from router.policy.token_counters import TokenCounters
 
 AGE_CAP_S = 10.0
 """Shorter than `--queue-timeout-s`, at whose end a request fails."""

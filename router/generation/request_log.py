@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from common.config.request_class import DEFAULT
 from common.errors import RequestError
 from router.auth.visit import Visit
-from router.dispatch.forecast import Forecast
 from router.generation.choice import AnswerChoice
 from router.generation.tracing import RequestTrace
 from router.observe.metrics import RouterMetrics
 from router.observe.request_record import RequestRecord
+from router.policy.forecast import Forecast
 from router.request.errors import CLIENT_CLOSED, loggable
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """What a pool of so many workers would give its requests: times of tokens, at a quantile. Pure.
 
-The router's own forecast (`router/dispatch/forecast.py`) predicts one request on one worker as it is now; this one
+The router's own forecast (`router/policy/forecast.py`) predicts one request on one worker as it is now; this one
 predicts all requests on a pool that there may be.
 """
 

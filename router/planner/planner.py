@@ -7,7 +7,7 @@ of the hold time, which covers the start of a worker: the gap between the two ke
 when it cannot see. Needs come from what clients ask for, not from queues: prompts that wait because decode workers are
 full show in the decode pool's need, not in that of the prefill pool.
 
-Where workers change their roles, routers divide them in seconds (`router/dispatch/roles.py`), and the planner owns how
+Where workers change their roles, routers divide them in seconds (`router/policy/roles.py`), and the planner owns how
 many there are: it sizes the sum of both needs. A number by role is then one by home, the role with which a worker is
 started; it changes only with the sum, so no worker is started and another ended for what a change of role does.
 """

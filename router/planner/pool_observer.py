@@ -8,9 +8,9 @@ from statistics import fmean
 from common.latency.step_model import StepModel
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
-from router.dispatch.forecast import step_tokens
 from router.fleet.worker import Worker, WorkerState
 from router.planner.pool import PoolState, WorkerKind
+from router.policy.forecast import step_tokens
 
 LOST_S = 60.0
 """A worker that has been silent for longer is gone."""

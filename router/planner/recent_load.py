@@ -12,9 +12,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from router.dispatch.output_lengths import OutputLengths
 from router.planner.load import OfferedLoad, SampledRequest
 from router.planner.load_window import averages, burstiness
+from router.policy.output_lengths import OutputLengths
 
 SLOT_S, NUM_SLOTS = 0.5, 60
 KEPT_OF_SLOT = 8

@@ -6,8 +6,6 @@ from collections.abc import Collection
 
 from common.config import RouterConfig
 from common.wire.message_fields import Role
-from router.dispatch.forecast import queued_s, rows_of
-from router.dispatch.split import SplitForecast
 from router.fleet.worker import Worker
 from router.planner.forecast import packed_s
 from router.planner.load import OfferedLoad
@@ -17,6 +15,8 @@ from router.planner.pool import ROLES, Fleet, PoolState
 from router.planner.pool_observer import PoolObserver
 from router.planner.recent_load import RecentLoad
 from router.planner.split import Splits, UnderWay
+from router.policy.forecast import queued_s, rows_of
+from router.policy.split import SplitForecast
 
 LEAST_HORIZON_S = 10.0
 """What the next seconds bring counts: at least so many, and until the next change is allowed."""
@@ -39,7 +39,7 @@ class SizingForecaster:
         return cls(config) if config.role_change and has_goals else None
 
     def arrived(self, num_prompt: int, num_cached: int, most_output: int, now: float) -> None:
-        """See the protocol in `router/dispatch/split.py`; as for the others."""
+        """See the protocol in `router/policy/split.py`; as for the others."""
         self._load.arrived(num_prompt, num_cached, most_output, now)
 
     def turned_away(self, now: float) -> None:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from common.wire.message_fields import Role
-from router.dispatch.forecast import STRANGE
 from router.planner.forecast import careful, of_prompts
 from router.planner.load import OfferedLoad
 from router.planner.pool import Fleet, Goals, PoolState, WorkerKind
 from router.planner.sizing import decode_share, parts, prefill_share
+from router.policy.forecast import STRANGE
 
 LEAST_ROOM_S = 1.0
 """How long prompts may wait where there is no goal for first tokens, or one that prompts alone miss."""

@@ -201,7 +201,7 @@ async def crowded(rig: Rig, salt: str) -> None:
 
 
 async def handing_over(rig: Rig, salt: str) -> None:
-    """A decode worker is told to end while it generates: one of those to which the router gave the streams."""
+    """SIGTERM reaches a decode worker that generates: the router must hand over the streams that it placed there."""
     asks = of_length(4, prompt_len=(70, 140), num_tokens=350)
     await rig.expected("handed over", asks)
     asking = asyncio.create_task(rig.same_answers(salt, name="handed over", asks=asks))

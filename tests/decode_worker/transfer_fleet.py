@@ -204,7 +204,7 @@ class Fleet:
             source.choice(self.engines)._turn()
 
     def settle(self, asked: Sequence[Asked] = ()) -> None:
-        """Until nobody knows a request any more."""
+        """Work on until no worker knows a request."""
         began = time.monotonic()
         while not all(engine._inbox.empty() and engine.is_empty for engine in self.engines):
             waited_s = time.monotonic() - began
@@ -215,7 +215,7 @@ class Fleet:
                 self.react(one)
             if waited_s > 0.5:
                 for rig in self.decode:
-                    rig.later(11.0)  # announcements that nobody wants are refused
+                    rig.later(11.0)  # workers refuse announcements without a request
 
     def check(self) -> None:
         assert not self.strays

@@ -110,7 +110,7 @@ def test_network_policies_know_the_cluster_s_ports(helm4: Path) -> None:
 
 
 def test_routers_may_send_traces_where_they_are_told_to(helm4: Path) -> None:
-    """And nobody may where no router is told so."""
+    """The chart opens the port of the traces only for routers, and only if their endpoint is set."""
 
     def rules(over: dict[str, Any], role: str) -> list[Any]:
         policy = render(helm4, over=over).named("NetworkPolicy", f"demo-diptych-{role}")

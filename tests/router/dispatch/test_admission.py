@@ -16,12 +16,12 @@ from router.dispatch.admission import (
     waits_of,
 )
 from router.dispatch.client import GenerationRequest
-from router.dispatch.forecast import RequestShape, on_prefill
 from router.dispatch.load import DispatchCounters
-from router.dispatch.patience import NUM_REFUSED, NUM_WINDOWS, WINDOW_S
-from router.dispatch.policy import Choice, RoutingPolicy
 from router.dispatch.request_state import Assignment, RequestState
 from router.fleet.registry import WorkerRegistry
+from router.policy.forecast import RequestShape, on_prefill
+from router.policy.patience import NUM_REFUSED, NUM_WINDOWS, WINDOW_S
+from router.policy.routing import Choice, RoutingPolicy
 
 from ...fake_worker import heartbeat_of, hello_of
 

@@ -4,11 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.latency.step_model import StepModel, StepShape
-from router.dispatch.forecast import RequestShape, on_decode
 from router.dispatch.growth import num_more_blocks
-from router.dispatch.policy import RoutingPolicy
 from router.fleet.booking import Booking, peak_growth
 from router.fleet.registry import WorkerRegistry
+from router.policy.forecast import RequestShape, on_decode
+from router.policy.routing import RoutingPolicy
 
 from ...fake_worker import heartbeat_of, hello_of
 

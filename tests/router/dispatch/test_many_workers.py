@@ -9,10 +9,10 @@ from common.wire.messages import Message
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
 from router.dispatch.placement import Placement
-from router.dispatch.policy import Choice
 from router.dispatch.request_state import RequestState
+from router.policy.routing import Choice
 
-from .test_shortlist import Rig
+from ..policy.test_shortlist import Rig
 
 PROMPT = [number % 250 for number in range(1000)]
 

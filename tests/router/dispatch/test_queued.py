@@ -3,9 +3,9 @@
 import pytest
 
 from common.latency.step_model import StepModel, StepShape
-from router.dispatch.forecast import queued_s, step_tokens
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
+from router.policy.forecast import queued_s, step_tokens
 
 from ...fake_worker import heartbeat_of, hello_of
 

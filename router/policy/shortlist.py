@@ -16,10 +16,10 @@ from itertools import chain, islice
 from random import Random
 
 from common.wire.message_fields import Role
-from router.dispatch.policy import RoutingPolicy
 from router.fleet.prefix_index import PrefixHits, PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
+from router.policy.routing import RoutingPolicy
 
 FEW = 32
 """Up to so many workers all are weighed."""

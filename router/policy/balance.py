@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from common.latency.step_model import StepShape
-from router.dispatch.forecast import terms_of, transfer_s
 from router.fleet.worker import Worker
+from router.policy.forecast import terms_of, transfer_s
 
 HORIZON_S = 3.0
 """A worker that has blocks for longer has time: some of its answers may end before."""

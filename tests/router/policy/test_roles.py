@@ -13,10 +13,10 @@ from common.latency.step_model import StepModel
 from common.wire.messages import ChangeRole, Message
 from router.dispatch.load import DispatchCounters
 from router.dispatch.role_changes import ANSWER_S, RoleChanges
-from router.dispatch.roles import REFUSED_S, RoleChange, RoleLimits, RolePolicy, drain_of
-from router.dispatch.split import SplitForecast
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
+from router.policy.roles import REFUSED_S, RoleChange, RoleLimits, RolePolicy, drain_of
+from router.policy.split import SplitForecast
 
 from ...fake_worker import heartbeat_of, hello_of
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.dispatch.patience import NUM_REFUSED, NUM_WINDOWS, SHARE_REFUSED, WINDOW_S, Patience
+from router.policy.patience import NUM_REFUSED, NUM_WINDOWS, SHARE_REFUSED, WINDOW_S, Patience
 
 
 def window(patience, now, *, taken=0, refused=0):

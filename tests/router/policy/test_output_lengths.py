@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.dispatch.output_lengths import NUM_KEPT, UNKNOWN_LENGTH, OutputLengths
+from router.policy.output_lengths import NUM_KEPT, UNKNOWN_LENGTH, OutputLengths
 
 MOST = 10**6
 

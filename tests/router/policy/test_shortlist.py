@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 
 from common.latency.step_model import StepModel, StepShape
-from router.dispatch.forecast import RequestShape
-from router.dispatch.policy import RoutingPolicy
-from router.dispatch.shortlist import FEW, NUM_CHEAP, NUM_HOLDERS, Shortlist
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
+from router.policy.forecast import RequestShape
+from router.policy.routing import RoutingPolicy
+from router.policy.shortlist import FEW, NUM_CHEAP, NUM_HOLDERS, Shortlist
 
 from ...fake_worker import heartbeat_of, hello_of
 

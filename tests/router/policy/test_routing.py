@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from common.latency.link_model import LinkModel, Links
 from common.latency.step_model import StepModel, StepShape
-from router.dispatch.forecast import RequestShape, on_decode
-from router.dispatch.policy import RoutingPolicy
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
+from router.policy.forecast import RequestShape, on_decode
+from router.policy.routing import RoutingPolicy
 
 from ...fake_worker import heartbeat_of, hello_of
 

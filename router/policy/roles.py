@@ -24,9 +24,9 @@ from common.latency.step_model import StepShape
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.worker.scaling import KV_TARGET
-from router.dispatch.forecast import model_of, queued_s, rows_of, terms_of, transfer_s, wait_s
-from router.dispatch.split import SplitForecast
 from router.fleet.worker import Worker
+from router.policy.forecast import model_of, queued_s, rows_of, terms_of, transfer_s, wait_s
+from router.policy.split import SplitForecast
 
 ALLOWED_SHARE, ALLOWED_S = 0.5, 1.0
 """How long prompts may wait: this share of the goal for a first token; without a goal so many seconds."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from common.latency.step_model import StepModel
-from router.dispatch.forecast import (
+from router.fleet.worker import Worker, by_fingerprint
+from router.policy.forecast import (
     NO_HITS,
     Forecast,
     RequestShape,
@@ -27,8 +28,7 @@ from router.dispatch.forecast import (
     on_prefill,
     terms_of,
 )
-from router.dispatch.output_lengths import UNKNOWN_LENGTH
-from router.fleet.worker import Worker, by_fingerprint
+from router.policy.output_lengths import UNKNOWN_LENGTH
 
 TOLERANCE, MOST_TOLERANCE, TOLERANCE_S = 0.1, 0.5, 1e-3
 """By so much of the least cost, and so many seconds, others may differ from it and count as equal: more where the two

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 from common.latency.step_model import StepShape
-from router.dispatch.forecast import model_of, places_of
 from router.fleet.worker import Worker
+from router.policy.forecast import model_of, places_of
 
 
 def rows_at(worker: Worker, after_s: float, num_prompt_tokens: int) -> StepShape:

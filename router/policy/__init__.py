@@ -1,0 +1,11 @@
+"""Decisions of the router, pure: workers, clients and `now` in, a decision out. `router.dispatch` carries them out.
+
+routing            which workers serve a request
+shortlist          out of many workers, those that are weighed
+forecast, arrival  the times of a request at a place, now and when its KV arrives
+output_lengths     how much a request will generate
+patience           how long a request may wait
+token_counters     whose turn it is
+balance            which answer moves
+roles, split       which worker changes its role
+"""
