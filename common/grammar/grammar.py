@@ -17,6 +17,7 @@ from torch import Tensor
 from common.grammar.vocabulary import brief
 
 WORD = 32
+"""Tokens in one integer of a mask."""
 
 
 class Constraint:

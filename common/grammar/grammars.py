@@ -16,9 +16,8 @@ from common.grammar.grammar import Constraint
 from common.grammar.vocabulary import brief, build_vocabulary, compile_grammar
 from common.model_files.files import ModelFiles
 
-KEPT_BYTES = 256 * 2**20
-KEPT = 64
-"""Grammars, which grow as answers use them, each up to `MAX_LEXER_STATES`."""
+KEPT, KEPT_BYTES = 64, 256 * 2**20
+"""Grammars that are kept, and their bytes. They grow as answers use them, each up to `MAX_LEXER_STATES`."""
 GRAMMAR_TIMEOUT_S = 20.0
 """How long a request waits for its grammar. It takes seconds only when many slow ones come at once."""
 

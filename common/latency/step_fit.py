@@ -18,7 +18,9 @@ from common.latency.step_model import StepModel, StepShape
 from common.observe.ewma import Ewma
 
 MAX_KINDS = 96
+"""Kinds of steps that are remembered: enough for every size of a batch by powers of two, with and without a prompt."""
 SMOOTHING = 0.1
+"""The share of one more step in the mean time of its kind: ten or so steps count."""
 LARGEST_JUMP = math.log(2.0)
 """A step that takes more times as long as its kind did was held up by something else, unless that goes on."""
 CONFIDENCE = 8
@@ -29,6 +31,7 @@ FEWEST_STEPS, MOST_STEPS = 4, 512
 """Between two fits, and before the first: a quarter of the steps so far, within these bounds. A step of a new kind
 brings the next fit within the fewest: the first prompt, or the first large batch, must not be misjudged for long."""
 ERROR_SMOOTHING = 0.05
+"""The share of one more step in the reported error: that of about twenty steps."""
 PACE_SMOOTHING, PACE_CHANGE = 0.03, 1.2
 """A machine whose steps of all kinds take so many times as long as they did, or as short, has changed its pace."""
 OFF_SMOOTHING, OFF_STEPS = 0.1, 16
@@ -42,8 +45,7 @@ nothing of it: fits to short prompts, or to the ends of cached ones, would expla
 long prompts take minutes."""
 RIDGE = (3e-2, 3e-2, 1e-3, 3e-2, 1e-2, 3e-2)
 """What makes a fit to few kinds definite, for each column: tokens rather than fixed parts or attention explain it."""
-FEW_TOKENS = 32
-RIDGE_OF_FEW = (3e-2, 3e-2, 0.3, 3e-2, 1e-2, 3e-2)
+FEW_TOKENS, RIDGE_OF_FEW = 32, (3e-2, 3e-2, 0.3, 3e-2, 1e-2, 3e-2)
 """The same while no step had so many prompt tokens: such steps take what reading the weights takes, whatever they
 compute. Otherwise four prompts of one token would make one of 4,000 look like seconds."""
 FLOOR_GAIN = 0.8

@@ -17,6 +17,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 LONG_CHARS = 4096
 """A longer text is encoded without the GIL. A shorter one takes some two milliseconds, less than the GIL's return."""
 LONG_TOKENS = 8192
+"""The same for ids that are decoded."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 

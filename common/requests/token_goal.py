@@ -18,6 +18,7 @@ STRETCH = 16
 PERIOD = 20
 """Stretches between two corrections."""
 QUANTILE = 0.95
+"""Of stretches, that are to keep the goal: the quantile of goals that name none."""
 START, LEAST, MOST = 0.9, 0.5, 0.97
 """Shares. The rest at most is for the gap before the second token, which also holds a transfer."""
 INCREASE, DECREASE, MOST_DECREASE = 0.02, 0.99, 0.9

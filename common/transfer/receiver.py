@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from common.kv.staging import IncomingBlocks
 
 log = logging.getLogger(__name__)
-MAX_PEERS_HWM = 64
+RECEIVE_HWM = 64
+"""Messages of one sender that ZeroMQ keeps until they are read; the sender queues `SEND_HWM` more at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class KVReceiver:
         """
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.RCVHWM, MAX_PEERS_HWM)
+        self._socket.set(zmq.RCVHWM, RECEIVE_HWM)
         self._socket.set(zmq.SNDHWM, 100_000)
         self._socket.set(zmq.RCVBUF, 4 * 1024 * 1024)
         self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)

@@ -15,7 +15,9 @@ from common.observe.ewma import Ewma
 FACTOR = 20.0
 """Machines are shared, and swap."""
 LEAST_FACTOR = 3.0
+"""However long a step should take."""
 FLOOR_S = 3.0
+"""On a CPU a swapped-out page or another process may cost so much in any step."""
 DEVICE_FLOOR_S = 20.0
 """On a GPU the first launch of a kernel variant compiles it, in the middle of any step."""
 LONGEST_S = 60.0
@@ -24,6 +26,7 @@ LONGEST_S = 60.0
 CONTEXT_TOKENS = 2048
 """While nothing is known of attention, a token with this many tokens before it counts as two."""
 SMOOTHING = 0.2
+"""The share of one more step in the mean time and the mean rate: those of about five steps."""
 FORGETTING = 0.02
 """What each step takes from the difference to the slowest one."""
 

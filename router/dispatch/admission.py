@@ -37,6 +37,7 @@ from router.policy.shortlist import FEW, Shortlist
 log = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S = 60.0
+"""No prediction of a queue holds for longer."""
 LEAST_SHARE = 0.25
 """Of a goal, that others may take: a request that needs most of it would be refused whenever it comes, and never be
 served."""

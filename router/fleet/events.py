@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from router.fleet.worker import Worker
 
 NUM_KEPT = 50
+"""Events, for the page at /live."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from router.local.probe import metrics_page
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
+"""Between two looks at what the planner wants, whose own interval is longer."""
 
 
 class Staff(Protocol):

@@ -20,11 +20,13 @@ NUM_RECENT, NUM_LATEST = 12, 3
 NUM_REMEMBERED, REMEMBERED_S, FEWEST_REMEMBERED = 1024, 300.0, 64
 """Requests that the sample is made of: the latest, none older than so long unless there are fewer than the third."""
 NUM_SAMPLED = 40
+"""Groups of requests whose averages stand for all: a forecast takes time in proportion to them."""
 SIGNIFICANT = 3.0
 """Standard errors by which a rate must differ from the minute's before it counts as a burst or as a trend."""
 FEWEST_ARRIVALS = 20
 """For an estimate of burstiness."""
 MOST_BURSTINESS = 8.0
+"""More comes from one burst among few arrivals, and would size the pools for it for five minutes."""
 ASSUMED_OUTPUT = 256
 """Tokens of an answer before the first has ended."""
 

@@ -9,6 +9,7 @@ from common.wire.message_fields import Role
 from router.planner.pool import ROLES
 
 NUM_REMEMBERED = 8
+"""Starts of a role. The longest of them is expected of the next one."""
 LONGEST_S = 3600.0
 """A worker that is not ready after so long is not starting."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WINDOW_S = 2.0
+"""Refused requests and all requests are counted for so long."""
 NUM_WINDOWS = 3
 """Overloaded windows in a row that make an overload: a burst and its clients' retries are over by then."""
 NUM_REFUSED, SHARE_REFUSED = 3, 0.2
