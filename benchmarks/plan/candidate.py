@@ -76,15 +76,16 @@ def base_flags(spec: PlanSpec) -> Flags:
 
 
 def flag_values(spec: PlanSpec) -> tuple[tuple[int, ...], ...]:
-    """The values to try of each flag, in the order of FLAG_NAMES."""
-    search = spec.search
+    """The values to try of each flag, in the order of FLAG_NAMES. Workers that know a goal for tokens choose theirs up
+    to the default."""
+    search, usual = spec.search, DecodeWorkerConfig(slo_tpot_ms=float(spec.goals.tpot_ms))
     threshold = spec.settings.get("local_prefill_threshold", _default(RouterConfig, "local_prefill_threshold"))
     return (
         search.local_prefill_threshold or (int(threshold),),
         search.max_num_batched_tokens
         or (spec.prefill.max_step_tokens or _default(PrefillWorkerConfig, "max_num_batched_tokens"),),
-        search.max_num_seqs or (spec.decode.max_num_seqs or DecodeWorkerConfig().places,),
-        search.local_prefill_chunk or (spec.decode.max_step_tokens or DecodeWorkerConfig().step_tokens,),
+        search.max_num_seqs or (spec.decode.max_num_seqs or usual.places,),
+        search.local_prefill_chunk or (spec.decode.max_step_tokens or usual.step_tokens,),
     )
 
 

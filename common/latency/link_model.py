@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.latency.step_model import Cost
+from common.latency.step_model import LARGEST_COST, Cost
 from common.observe.ewma import Ewma
 
 MEMORY = 0.98
@@ -84,7 +84,7 @@ class LinkFit:
         self._squares = MEMORY * self._squares + weight * num_bytes * num_bytes
         self._time = MEMORY * self._time + weight * seconds
         self._products = MEMORY * self._products + weight * seconds * num_bytes
-        latency_s, byte_s = self._solved()
+        latency_s, byte_s = (min(LARGEST_COST, cost) for cost in self._solved())  # beyond it, a heartbeat is dropped
         self.model = LinkModel(
             latency_s=latency_s,
             byte_s=byte_s,

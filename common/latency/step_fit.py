@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from common.latency.step_model import StepModel, StepShape
+from common.latency.step_model import LARGEST_COST, StepModel, StepShape
 from common.observe.ewma import Ewma
 
 MAX_KINDS = 96
@@ -34,6 +34,9 @@ ERROR_SMOOTHING = 0.05
 """The share of one more step in the reported error: that of about twenty steps."""
 PACE_SMOOTHING, PACE_CHANGE = 0.03, 1.2
 """A machine whose steps of all kinds take so many times as long as they did, or as short, has changed its pace."""
+MOST_SHIFT = math.log(4.0)
+"""By how much changes of pace may move the time of a kind that does not come meanwhile: on a machine whose pace goes up
+and down they would add up without bound."""
 OFF_SMOOTHING, OFF_STEPS = 0.1, 16
 """Steps that differ from their predictions by a change of pace on average bring the next fit, so many steps after the
 last one at least: a worker that slows down must not be judged by its former model until the next fit is due."""
@@ -60,16 +63,17 @@ Floats = NDArray[np.float64]
 class _Kind:
     """Averages over steps of about one shape, of times the geometric one: one long stall must not count for hundreds.
 
-    `last`: the number of the latest step.
+    `last`: the number of the latest step; `shift`: what changes of pace have added to `log_s` since then.
     """
 
     values: tuple[float, float, float, float]
     log_s: float
     count: int = 0
     last: int = 0
+    shift: float = 0.0
 
     def add(self, shape: StepShape, step_s: float, number: int) -> None:
-        self.count, self.last = self.count + 1, number
+        self.count, self.last, self.shift = self.count + 1, number, 0.0
         share = max(SMOOTHING, 1.0 / self.count)
         tokens, pairs, rows, context = self.values
         self.values = (
@@ -79,6 +83,11 @@ class _Kind:
             context + share * (shape.context - context),
         )
         self.log_s += share * min(math.log(step_s) - self.log_s, LARGEST_JUMP)
+
+    def change_pace(self, log_pace: float) -> None:
+        """The machine's steps take e**log_pace times as long as before."""
+        before, self.shift = self.shift, max(-MOST_SHIFT, min(MOST_SHIFT, self.shift + log_pace))
+        self.log_s += self.shift - before
 
     @property
     def step_s(self) -> float:
@@ -91,7 +100,7 @@ class StepFit:
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, ...], _Kind] = {}
         self._error = Ewma(ERROR_SMOOTHING)
-        self._pace = Ewma(PACE_SMOOTHING, start=1.0)
+        self._log_pace = Ewma(PACE_SMOOTHING, start=0.0)
         self._off = Ewma(OFF_SMOOTHING, start=1.0)
         self._num_steps = self._fitted_at = 0
         self._fit_at = FEWEST_STEPS
@@ -111,7 +120,7 @@ class StepFit:
             if self._make_room():
                 self._fit_at = min(self._fit_at, self._num_steps + FEWEST_STEPS - 1)
             kind = self._kinds[key] = _Kind((0.0, 0.0, 0.0, 0.0), math.log(step_s))
-        self._keep_pace(min(2.0, step_s / kind.step_s))
+        self._keep_pace(math.log(step_s) - kind.log_s)
         kind.add(shape, step_s, self._num_steps)
         if self._num_steps >= self._fit_at or self._is_off:
             self._off, self._fitted_at = Ewma(OFF_SMOOTHING, start=1.0), self._num_steps
@@ -124,14 +133,16 @@ class StepFit:
         is_early = self._num_steps - self._fitted_at < OFF_STEPS
         return not (is_early or 1.0 / PACE_CHANGE < self._off.value < PACE_CHANGE)
 
-    def _keep_pace(self, ratio: float) -> None:
-        """When the machine has become slower or faster, the kinds that do not come have, too."""
-        self._pace.observe(ratio)
-        pace = self._pace.value
-        if not 1.0 / PACE_CHANGE < pace < PACE_CHANGE:
+    def _keep_pace(self, log_ratio: float) -> None:
+        """When the machine has become slower or faster, the kinds that do not come have, too.
+
+        The mean is of logarithms, as a kind's time is: the mean ratio of times that only vary is above 1.
+        """
+        self._log_pace.observe(max(-LARGEST_JUMP, min(LARGEST_JUMP, log_ratio)))
+        if abs(self._log_pace.value) > math.log(PACE_CHANGE):
             for kind in self._kinds.values():
-                kind.log_s += math.log(pace)
-            self._pace = Ewma(PACE_SMOOTHING, start=1.0)
+                kind.change_pace(self._log_pace.value)
+            self._log_pace = Ewma(PACE_SMOOTHING, start=0.0)
 
     def _make_room(self) -> bool:
         """Forget the kind that was not seen for longest, if there are too many; whether there was room."""
@@ -146,6 +157,8 @@ class StepFit:
         ages = np.array([self._num_steps - kind.last for kind in kinds])
         trust = np.array([min(kind.count, CONFIDENCE) / CONFIDENCE for kind in kinds]) * 0.5 ** (ages / MEMORY)
         coefficients = fit(np.array([kind.values for kind in kinds]), times, trust)
+        if not (coefficients <= LARGEST_COST).all():
+            return  # routers would drop each heartbeat with such a model, and take the worker for dead
         fixed_s, floor_s, token_s, pair_s, row_s, context_s = map(float, coefficients)
         self.model = StepModel(
             fixed_s=fixed_s,

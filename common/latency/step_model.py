@@ -19,7 +19,8 @@ from msgspec import Meta
 
 MOST_TOKENS = 1 << 30
 """Where tokens cost nothing."""
-Cost = Annotated[float, Meta(ge=0.0, le=1e6)]
+LARGEST_COST = 1e6
+Cost = Annotated[float, Meta(ge=0.0, le=LARGEST_COST)]
 """Seconds; infinity and NaN would spread through every sum."""
 
 

@@ -4,7 +4,8 @@ from benchmarks.plan.candidate import Candidate, Flags, base_flags, every, neigh
 
 from .conftest import make_spec
 
-DEFAULTS = Flags(64, 512, 64, 128)
+DEFAULTS = Flags(64, 512, 256, 1024)
+"""Decode workers that know a goal for tokens choose up to these."""
 
 
 def test_flags_begin_with_the_settings_of_workers_and_router() -> None:
@@ -12,7 +13,7 @@ def test_flags_begin_with_the_settings_of_workers_and_router() -> None:
     spec = make_spec(
         settings={"local_prefill_threshold": 9}, prefill={"max_step_tokens": 2048}, decode={"max_num_seqs": 8}
     )
-    assert base_flags(spec) == Flags(9, 2048, 8, 128)
+    assert base_flags(spec) == Flags(9, 2048, 8, 1024)
 
 
 def test_bounds_hold_for_all_shapes() -> None:
@@ -28,8 +29,8 @@ def test_bounds_hold_for_all_shapes() -> None:
 def test_one_pool_has_no_flags_of_two() -> None:
     spec = make_spec(search={"local_prefill_threshold": [64, 512], "local_prefill_chunk": [128, 256]})
     assert len([one for one in every(spec) if one == Candidate(0, 1, one.flags)]) == 2
-    assert {one.flags.local_prefill_chunk for one in neighbours(Candidate(0, 1, DEFAULTS), spec)} == {256}
-    assert len(list(neighbours(Candidate(1, 1, DEFAULTS), spec))) == 2
+    assert {one.flags.local_prefill_chunk for one in neighbours(Candidate(0, 1, base_flags(spec)), spec)} == {256}
+    assert len(list(neighbours(Candidate(1, 1, base_flags(spec)), spec))) == 2
 
 
 def test_a_scenario_has_the_candidates_workers_flags_and_load() -> None:

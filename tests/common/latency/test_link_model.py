@@ -1,5 +1,6 @@
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,3 +70,11 @@ def test_no_transfer_makes_a_model_that_cannot_be_sent(found):
     model = fit.model
     assert 0.0 <= model.latency_s <= 1e6 and 0.0 <= model.byte_s <= 1e6 and 0.0 <= model.error <= 1.0
     assert model.num_transfers == len(found)
+
+
+def test_a_model_can_be_sent_whatever_transfers_take() -> None:
+    """Routers drop a heartbeat with a coefficient out of bounds, so the worker would count as dead."""
+    found = LinkFit()
+    for seconds in (1e-9, 1e9, 3e8, 1e12):
+        found.observe(1, seconds, 1)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(found.model), type=LinkModel) == found.model

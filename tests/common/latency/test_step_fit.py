@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from common.latency.step_fit import MAX_KINDS, StepFit
@@ -164,3 +165,26 @@ def test_a_worker_that_slows_down_is_judged_anew_long_before_the_next_fit_is_due
     for _ in range(60):
         fit.observe(shape, 0.06)
     assert fit.model.seconds(shape) == pytest.approx(0.06, rel=0.1)
+
+
+def test_times_that_only_vary_do_not_move_kinds_that_do_not_come() -> None:
+    """On a busy machine steps of one kind differ by factors for hours; prompts did not become slower."""
+    found, source = StepFit(), random.Random(1)
+    for num_tokens in (16, 100, 500):
+        for _ in range(8):
+            found.observe(StepShape.of_prompt(0, num_tokens), 0.002 + num_tokens * 1e-5)
+    before_s = found.model.seconds(StepShape.of_prompt(0, 500))
+    for _ in range(10_000):
+        num_rows = source.choice((1, 2, 4, 8))
+        found.observe(StepShape.of_rows(num_rows, 50 * num_rows), 1e-3 * source.lognormvariate(0.0, 1.0))
+    assert before_s / 8 < found.model.seconds(StepShape.of_prompt(0, 500)) < 8 * before_s
+
+
+@pytest.mark.parametrize("factor", [1e9, 1e-9])
+def test_a_model_can_be_sent_whatever_steps_take(factor: float) -> None:
+    """Routers drop a heartbeat with a coefficient out of bounds, so the worker would count as dead."""
+    found, source = StepFit(), random.Random(2)
+    for number in range(500):
+        shape = StepShape.of_prompt(0, source.randint(1, 900)) if number % 3 else StepShape.of_rows(2, 200)
+        found.observe(shape, factor * source.lognormvariate(0.0, 3.0))
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(found.model), type=StepModel) == found.model

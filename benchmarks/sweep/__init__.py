@@ -1,0 +1,1 @@
+"""Plans beside sweeps of real clusters."""
