@@ -34,6 +34,7 @@ from benchmarks.plan.evidence import Evidence
 from benchmarks.plan.outlook import Outlook
 from benchmarks.plan.search import Search
 from benchmarks.plan.spec import PlanSpec, spec_of
+from benchmarks.plan.stretch import Stretch
 from benchmarks.plan.trials import Trials
 from benchmarks.report import open_console, print_table
 from benchmarks.script import run, script_parser, settings_of, write_result
@@ -41,6 +42,7 @@ from benchmarks.simulator.load import requests_of
 from benchmarks.summary import OK, Distribution, RequestRecord
 from benchmarks.trace import TraceRow
 from benchmarks.workload import LengthRange, Workload
+from common.errors import ConfigError
 
 PROGRAM: Final = "python -m benchmarks.sweep"
 MARK: Final = 0.05
@@ -66,7 +68,8 @@ class Swept:
     load_average: float
 
     @classmethod
-    def of(cls, candidate: Candidate, spec: PlanSpec, records: Sequence[RequestRecord]) -> Swept:
+    def of(cls, candidate: Candidate, spec: PlanSpec, records: Sequence[RequestRecord], seconds: float) -> Swept:
+        """The requests of `seconds` of arrivals."""
         num, goals = len(records), spec.goals
         num_good = sum(record.meets(goals.ttft_ms, goals.tpot_ms) for record in records)
         refused = sum(record.outcome == "http 429" for record in records)
@@ -75,7 +78,7 @@ class Swept:
             candidate,
             candidate.cost(spec),
             num_good / num,
-            num_good / spec.arrivals_s,
+            num_good / seconds,
             refused / num,
             (num - refused - len(served)) / num,
             Distribution.of_seconds(record.ttft_s for record in served),
@@ -86,10 +89,14 @@ class Swept:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The pick as it fared on real processes, beside the best of the sweep. None: no candidate met the goals."""
+    """The pick as it fared on real processes, beside the best of the sweep. None: no candidate met the goals.
+
+    A pick that misses them on real processes is wrong, however little it costs.
+    """
 
     pick: Swept | None
     best: Swept | None
+    quantile: float
 
     @property
     def cost_ratio(self) -> float:
@@ -106,23 +113,36 @@ class Verdict:
 
     @property
     def is_within_mark(self) -> bool:
-        return self.cost_ratio <= 1 + MARK and self.goodput_ratio >= 1 - MARK
+        meets = self.pick is None or self.pick.attainment >= self.quantile
+        return meets and self.cost_ratio <= 1 + MARK and self.goodput_ratio >= 1 - MARK
 
 
 def judge(swept: Sequence[Swept], pick: Candidate | None, quantile: float) -> Verdict:
     """Find the pick and the best in a sweep."""
     met = [one for one in swept if one.attainment >= quantile]
     best = min(met, key=lambda one: (one.cost, -one.goodput), default=None)
-    return Verdict(next((one for one in swept if one.candidate == pick), None), best)
+    return Verdict(next((one for one in swept if one.candidate == pick), None), best, quantile)
 
 
 def planned(spec: PlanSpec, jobs: int) -> tuple[Evidence | None, dict[Candidate, Evidence]]:
-    """The pick of the search, and all candidates in virtual time, which the search itself does not look at."""
+    """The pick of the search; then all candidates in virtual time, of which it simulated some."""
     with Trials(spec, jobs=jobs) as trials:
-        pick = Search(trials, Outlook(spec)).best()
-    with Trials(spec, jobs=jobs) as trials:
-        Search(trials, Outlook(spec)).exhaustive()
+        search = Search(trials, Outlook(spec))
+        pick = search.best()
+        search.exhaustive()
         return pick, {one.candidate: one for one in trials.all_evidence()}
+
+
+def spec_at(path: Path) -> PlanSpec:
+    """The plan of a file. Raises ConfigError, also for what clusters of a sweep do not have, and TraceError."""
+    spec = Stretch.of(spec_of(read_table(path, "plan"))).spec
+    if spec.routers != 1:
+        raise ConfigError("routers", spec.routers, "1 in a sweep")
+    if spec.load.copies != 1:
+        raise ConfigError("load.copies", spec.load.copies, "1 in a sweep")
+    if spec.settings:
+        raise ConfigError("settings", ", ".join(spec.settings), "empty in a sweep")
+    return spec
 
 
 def stack_of(spec: PlanSpec, candidate: Candidate, pace: Path, log_dir: Path | None) -> PacedStack:
@@ -144,47 +164,53 @@ def stack_of(spec: PlanSpec, candidate: Candidate, pace: Path, log_dir: Path | N
             *("--max-num-seqs", str(flags.max_num_seqs), "--local-prefill-chunk", str(flags.local_prefill_chunk)),
         ),
         router_flags=(*slo, "--local-prefill-threshold", str(flags.local_prefill_threshold)),
-        log_dir=log_dir / candidate.shape.replace(" ", "-") if log_dir else None,
+        log_dir=log_dir,
     )
 
 
 def measure(spec: PlanSpec, candidate: Candidate, pace: Path, log_dir: Path | None) -> Swept:
     """Start the candidate, let its workers learn how long their steps take, and send the plan's load."""
-    rows = rows_of(spec, candidate)
+    rows, id_tokens = rows_of(spec, candidate)
     num_workers = candidate.num_prefill + candidate.num_decode
     num_first = min(len(rows), WARM_UP_EACH * num_workers)
     stack = stack_of(spec, candidate, pace, log_dir)
     with stack, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         target = Target.of(stack.url)
-        warm_up = Load(target.client, _workload(target, rows, spec.seed + 1000), num_requests=num_first)
+        warm_up = Load(target.client, _workload(target, rows, id_tokens, spec.seed + 1000), num_requests=num_first)
         runner.run(warm_up.closed_loop(WARM_UP_AT_ONCE * num_workers))
-        load = Load(target.client, _workload(target, rows, spec.seed), num_requests=len(rows))
+        load = Load(target.client, _workload(target, rows, id_tokens, spec.seed), num_requests=len(rows))
         runner.run(load.open_loop([row.arrival_s for row in rows]))
         runner.run(target.client.close())
-    return Swept.of(candidate, spec, load.records)
+    return Swept.of(candidate, spec, load.records, spec.arrivals_s or max(1.0, rows[-1].arrival_s))
 
 
-def _workload(target: Target, rows: Sequence[TraceRow], seed: int) -> Workload:
-    return Workload(target.vocabulary, ONE, ONE, seed=seed, rows=rows)
+def _workload(target: Target, rows: Sequence[TraceRow], id_tokens: int, seed: int) -> Workload:
+    return Workload(target.vocabulary, ONE, ONE, seed=seed, rows=rows, block_tokens=id_tokens)
 
 
-def rows_of(spec: PlanSpec, candidate: Candidate) -> list[TraceRow]:
-    """The requests that simulations of the plan's first seed get."""
-    made = scenario(spec, candidate, spec.seed, load_factor=1.0, goals=spec.goals)
-    return [TraceRow(one.arrival_s, one.content.num_prompt_tokens, one.output_len) for one in requests_of(made)]
+def rows_of(spec: PlanSpec, candidate: Candidate) -> tuple[list[TraceRow], int]:
+    """The requests that simulations of the plan's first seed get, and the tokens of one of their block ids."""
+    requests = requests_of(scenario(spec, candidate, spec.seed, load_factor=1.0, goals=spec.goals))
+    found = [(one.arrival_s, one.content.num_prompt_tokens, one.output_len, one.content.ids) for one in requests]
+    return [TraceRow(*one) for one in found], requests[0].content.id_tokens
 
 
 def sweep(path: Path, options: Namespace, console: Console) -> dict[str, Any]:
     """Plan, run every candidate, print both side by side. Raises ConfigError, StackError."""
-    spec = spec_of(read_table(path, "plan"))
+    spec = spec_at(path)
     pick, simulated = planned(spec, options.jobs)
     found: list[Swept] = []
     with tempfile.TemporaryDirectory(prefix="diptych-sweep-") as folder:
         pace = Path(folder) / "pace.json"
         kinds = (spec.prefill.coefficients, spec.decode.coefficients)
         pace.write_bytes(msgspec.json.encode(Coefficients(*kinds, kv_bytes=spec.model.kv_bytes_per_token)))
-        for candidate in every(spec):
-            found.append(measure(spec, candidate, pace, options.log_dir))
+        for number, candidate in enumerate(every(spec)):
+            logs = (
+                options.log_dir / path.stem / f"{number}-{candidate.shape.replace(' ', '-')}"
+                if options.log_dir
+                else None
+            )
+            found.append(measure(spec, candidate, pace, logs))
             console.print(f"{path.stem}: {candidate.shape}, {found[-1].attainment:.1%} met the goals", highlight=False)
     verdict = judge(found, pick.candidate if pick else None, spec.goals.quantile)
     show(console, path.stem, found, simulated, verdict)

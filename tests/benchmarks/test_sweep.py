@@ -12,6 +12,7 @@ from benchmarks.plan.candidate import Candidate, Flags
 from benchmarks.summary import Distribution
 from benchmarks.sweep import __main__ as sweep
 from benchmarks.sweep.__main__ import Swept, judge
+from common.errors import ConfigError
 
 FLAGS = Flags(64, 512, 64, 128)
 DATA = Path(sweep.__file__).parent.parent / "data"
@@ -47,6 +48,33 @@ def test_a_pick_that_costs_more_is_beyond_the_mark(
 def test_a_plan_that_finds_nothing_is_right_where_nothing_meets_the_goals() -> None:
     assert judge([swept(1, 1, 0.9, 3.0)], None, 0.95).is_within_mark
     assert not judge([swept(1, 1, 0.9, 3.0)], Candidate(1, 1, FLAGS), 0.95).is_within_mark
+
+
+def test_a_pick_that_misses_the_goals_is_wrong_however_little_it_costs() -> None:
+    found = [swept(1, 1, 0.94, 3.0), swept(1, 2, 0.96, 3.1)]
+    verdict = judge(found, Candidate(1, 1, FLAGS), 0.95)
+    assert verdict.cost_ratio < 1.0 and not verdict.is_within_mark
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [("routers = 2", "routers"), ("settings = { max_wait_s = 5.0 }", "settings"), ("", "")],
+    ids=["routers", "settings", "none"],
+)
+def test_what_a_sweep_does_not_have_is_refused(tmp_path: Path, line: str, field: str) -> None:
+    (tmp_path / "plan.toml").write_text(f"{line}\n{(DATA / 'sweep-answers.toml').read_text()}")
+    if not field:
+        assert sweep.spec_at(tmp_path / "plan.toml").bounds.max_workers == 4
+        return
+    with pytest.raises(ConfigError, match=field):
+        sweep.spec_at(tmp_path / "plan.toml")
+
+
+def test_requests_of_a_sweep_share_the_prefixes_of_the_plan(tmp_path: Path) -> None:
+    text = (DATA / "sweep-answers.toml").read_text().replace("[load]", "[load]\nshared_prefix_len = 48")
+    (tmp_path / "plan.toml").write_text(text)
+    rows, id_tokens = sweep.rows_of(sweep.spec_at(tmp_path / "plan.toml"), Candidate(1, 1, FLAGS))
+    assert id_tokens == 48 and len({row.block_ids for row in rows}) == 1 and rows[0].block_ids
 
 
 @pytest.mark.slow
