@@ -9,10 +9,12 @@ An announcement may overtake its request; it is kept for a while.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from common.errors import WireError
 from common.latency.link_model import LinkFits
+from common.requests.awaited_grammars import Fail
 from common.transfer.incoming import IncomingTransfer
 from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from decode_worker.counters import DecodeCounters
@@ -23,7 +25,7 @@ from decode_worker.sequence import DecodeSequence, RequestStatus
 
 
 class RemotePrefills:
-    """`fail(sequence, phase, why)` ends a request whose KV does not come; another attempt may get it."""
+    """`fail` ends a request whose KV does not come; another may get it, unless its prefill worker denies that."""
 
     def __init__(
         self,
@@ -31,13 +33,13 @@ class RemotePrefills:
         scheduler: DecodeScheduler,
         rules: DecodeRules,
         counters: DecodeCounters,
-        fail: Callable[[DecodeSequence, str, str], None],
+        fail: Fail[DecodeSequence],
         *,
         grant_timeout_s: float,
         transfer_timeout_s: float,
     ) -> None:
         self._transfers, self._scheduler, self._rules, self._counters = transfers, scheduler, rules, counters
-        self._fail = fail
+        self._refuse, self._fail = partial(fail, retryable=False), partial(fail, retryable=True)
         self.link_fits = LinkFits()
         self._grant_timeout_s, self._transfer_timeout_s = grant_timeout_s, transfer_timeout_s
 
@@ -74,7 +76,10 @@ class RemotePrefills:
             sequence.peer = b""
             if event.by_peer:  # keep nothing: what failed there may have spoilt blocks that it sent
                 self._transfers.release(sequence, "")
-            self._fail(sequence, "transfer", f"transfer failed: {event.reason}")
+            if event.phase:  # as the prefill worker tells the router, which may hear of it later
+                self._refuse(sequence, event.phase, event.reason)
+            else:
+                self._fail(sequence, "transfer", f"transfer failed: {event.reason}")
 
     def on_completed(self, event: TransferCompleted) -> DecodeSequence | None:
         """Let a sequence whose KV has arrived join the running batch; None if its attempt has ended meanwhile."""
@@ -96,6 +101,7 @@ class RemotePrefills:
             self._fail(sequence, "transfer", str(error))
             return None
         sequence.transfer_s = max(transfer.last_block_at, transfer.done_at) - transfer.granted_at
+        sequence.transfer_bytes = transfer.num_bytes
         # By this worker's clock, but for the latency of an idle wire.
         computed_at = done.computed_at + sequence.clock_offset_s
         sequence.exposed_transfer_s = max(0.0, max(transfer.last_block_at, transfer.done_at) - computed_at)

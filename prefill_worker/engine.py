@@ -153,7 +153,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
                 self._sender.progress(sequence.request_id, sequence.attempt, num_ready)
             return
         if sampled.token_id >= self._sampler.vocab_size:
-            self._fail(sequence, *unsampled(sequence.constraint, "prefill"), retryable=False)
+            self._fail(sequence, *unsampled(sequence.params, sequence.constraint, "prefill"), retryable=False)
             return
         reason = self._rules.finish_reason(sequence, sampled.token_id, num_more=1)
         self._report_first_token(sequence, sampled, reason)
@@ -213,9 +213,15 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             position=sequence.num_tokens,
             output_token_ids=sequence.output_token_ids,
             prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
-            banned=self._rules.banned(sequence),
+            limits=self._rules.limits(sequence),
             constraint=sequence.constraint,
         )
+
+    def _fail(self, sequence: PrefillSequence, phase: str, why: str, *, retryable: bool) -> None:
+        if sequence.lent and not retryable:  # the decode worker must not ask for another try
+            self._sender.cancel(sequence.request_id, sequence.attempt, why, phase)
+            sequence.lent = False
+        super()._fail(sequence, phase, why, retryable=retryable)
 
     def _drop(self, sequence: PrefillSequence, reason: str) -> None:
         if sequence.lent:

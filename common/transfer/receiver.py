@@ -59,13 +59,17 @@ class TransferCompleted:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The transfer is over. `by_peer`: `peer` says that it gave up. The transfer may be another peer's."""
+    """The transfer is over. `by_peer`: `peer` says that it gave up. The transfer may be another peer's.
+
+    `phase` is that in which the peer's request failed for good, or "".
+    """
 
     request_id: str
     attempt: int
     reason: str
     by_peer: bool
     peer: bytes = b""
+    phase: str = ""
 
 
 class KVReceiver:
@@ -216,8 +220,8 @@ class KVReceiver:
                 self._on_event(TransferOpened(peer, message, received_at, self._memories.of(message)))
             case KVDone():
                 self._finish(message)
-            case KVFailed(request_id=request_id, attempt=attempt, reason=reason):
-                self._on_event(TransferFailed(request_id, attempt, reason, by_peer=True, peer=peer))
+            case KVFailed(request_id=request_id, attempt=attempt, reason=reason, phase=phase):
+                self._on_event(TransferFailed(request_id, attempt, reason, by_peer=True, peer=peer, phase=phase))
             case _:
                 self._drop(f"{type(message).__name__} is not for a decode worker's KV socket")
 

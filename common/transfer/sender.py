@@ -49,6 +49,7 @@ class _Progress:
 class _Cancel:
     transfer: OutgoingTransfer
     reason: str
+    phase: str
 
 
 class KVSender:
@@ -135,13 +136,13 @@ class KVSender:
         """More blocks are computed; `done` comes with the last. `blocks` are all those of a sequence that has grown."""
         self._commands.put(_Progress((request_id, attempt), num_ready, done, None if blocks is None else tuple(blocks)))
 
-    def cancel(self, request_id: str, attempt: int, reason: str) -> None:
+    def cancel(self, request_id: str, attempt: int, reason: str, phase: str = "") -> None:
         """Take the blocks back and tell the decode worker. Once this has returned, the sender reads none of them."""
         transfer = self._lent.pop((request_id, attempt), None)
         if transfer is not None:
             with self._lock:
                 transfer.revoked = True
-            self._commands.put(_Cancel(transfer, reason))
+            self._commands.put(_Cancel(transfer, reason, phase))
 
     def _main(self) -> None:
         try:
@@ -193,9 +194,9 @@ class KVSender:
                         transfer.blocks = blocks or transfer.blocks
                         if done is not None:
                             transfer.done, transfer.done_at = done, now
-                case _Cancel(transfer, reason):
+                case _Cancel(transfer, reason, phase):
                     if self._transfers.get(transfer.key) is transfer:
-                        self._tell_failed(transfer, reason)
+                        self._tell_failed(transfer, reason, phase)
                         self._forget(transfer)
         return True
 
@@ -362,8 +363,8 @@ class KVSender:
         for address in idle:
             self._connections.pop(address).close()
 
-    def _tell_failed(self, transfer: OutgoingTransfer, reason: str) -> None:
-        message = KVFailed(request_id=transfer.request_id, attempt=transfer.attempt, reason=reason[:1000])
+    def _tell_failed(self, transfer: OutgoingTransfer, reason: str, phase: str = "") -> None:
+        message = KVFailed(request_id=transfer.request_id, attempt=transfer.attempt, reason=reason[:1000], phase=phase)
         if transfer.key not in self._unopened:
             try_send(self._streams(transfer)[0], message)  # if the queue is full, the receiver's deadline ends it
 

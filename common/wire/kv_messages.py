@@ -129,11 +129,15 @@ class KVAck(Message, frozen=True, tag=45):
 
 
 class KVFailed(Message, frozen=True, tag=46):
-    """Either side gave the transfer up: the sender of this owns nothing of it, and the receiver releases its blocks."""
+    """Either side gave the transfer up: the sender of this owns nothing of it, and the receiver releases its blocks.
+
+    `phase` is that in which the request failed for good, as its router is told; "": another worker may succeed.
+    """
 
     request_id: Name
     attempt: Count
     reason: Text
+    phase: Text = ""
 
 
 ToDecode = KVOpen | KVBlocks | KVDone | KVFailed

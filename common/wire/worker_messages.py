@@ -119,7 +119,10 @@ class BlockSnapshot(Message, frozen=True, tag=26):
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True):
-    """Durations of one request on one worker, in seconds; a phase that did not happen is 0."""
+    """Durations of one request on one worker, in seconds; a phase that did not happen is 0.
+
+    Its KV came in `transfer_bytes` bytes, as they crossed.
+    """
 
     queue_s: Finite = 0.0
     prefill_s: Finite = 0.0
@@ -128,6 +131,7 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True):
     exposed_transfer_s: Finite = 0.0
     decode_s: Finite = 0.0
     num_preemptions: Count = 0
+    transfer_bytes: Count = 0
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

@@ -207,8 +207,8 @@ def test_unknown_blocks_are_read_off_the_socket(rig: Rig, peer: Peer) -> None:
 
 def test_a_peer_that_gives_up_is_reported(rig: Rig, peer: Peer) -> None:
     transfer = rig.expect(peer)
-    peer.send(KVFailed(request_id="a", attempt=0, reason="lease expired"))
-    assert rig.event() == TransferFailed("a", 0, "lease expired", by_peer=True, peer=transfer.peer)
+    peer.send(KVFailed(request_id="a", attempt=0, reason="lease expired", phase="grammar"))
+    assert rig.event() == TransferFailed("a", 0, "lease expired", by_peer=True, peer=transfer.peer, phase="grammar")
 
 
 def test_answers_to_a_peer_that_is_gone_do_no_harm(rig: Rig, peer: Peer) -> None:
