@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -100,7 +99,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             scheduler,
             rules,
             self._counters,
-            functools.partial(self._fail, retryable=True),
+            self._fail,
             grant_timeout_s=limits.grant_timeout_s,
             transfer_timeout_s=limits.transfer_timeout_s,
         )
@@ -343,7 +342,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                 if place:  # report the tokens before it first, as without draft tokens
                     self._reports.add(sequence)
                     self._reports.flush()
-                self._fail(sequence, *unsampled(sequence.constraint, "decode"), retryable=False)
+                self._fail(sequence, *unsampled(sequence.params, sequence.constraint, "decode"), retryable=False)
                 return place
             if place:
                 self.scheduler.accept(sequence)

@@ -40,5 +40,6 @@ class DecodeReports(Reports):
             exposed_transfer_s=sequence.exposed_transfer_s,
             decode_s=now - sequence.first_token_at,
             num_preemptions=sequence.num_preemptions,
+            transfer_bytes=sequence.transfer_bytes,
         )
         self.add(sequence, reason, timeline)

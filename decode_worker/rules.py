@@ -50,7 +50,7 @@ class DecodeRules(RequestRules):
             params,
             position=sequence.num_planned + len(drafted),
             output_token_ids=[*sequence.output_token_ids, *drafted] if params.grammar else (),
-            banned=self.banned(sequence, sequence.num_pending + len(drafted)),
+            limits=self.limits(sequence, drafted, sequence.num_pending),
             constraint=sequence.constraint.copy() if sequence.constraint and drafted else sequence.constraint,
             counts=sequence.counts,
             draft=drafted,

@@ -73,6 +73,7 @@ class DecodeSequence(WorkerSequence):
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     exposed_transfer_s: float = 0.0
+    transfer_bytes: int = 0
     clock_offset_s: float = 0.0
     counts: TokenCounts | None = None
     lookup: Lookup | None = None

@@ -17,8 +17,9 @@ from common.model.decoder import Decoder
 from common.model.rope import inverse_frequencies
 from common.model.weights import LayerWeights
 from common.model_files.config import ModelConfig
-from common.sampling.finish import banned_tokens, finish_reason
+from common.sampling.finish import finish_reason
 from common.sampling.sampler import Sampler, SamplingRow
+from common.sampling.token_limits import token_limits
 from common.wire.sampling_params import SamplingParams
 from kernels.interface.kv_region import packed, unpacked
 
@@ -38,8 +39,8 @@ def generate(
     cache = oracle.empty_cache()
     logits = oracle.forward(prompt, cache)
     while True:
-        banned = banned_tokens(params, eos_token_ids, len(output))
-        row = SamplingRow(params, len(prompt) + len(output), output, prompt, banned, constraint)
+        limits = token_limits(params, eos_token_ids, len(output), output)
+        row = SamplingRow(params, len(prompt) + len(output), output, prompt, limits, constraint)
         token_id = sampler.sample(logits[-1:], [row])[0].token_id
         output.append(token_id)
         reason = finish_reason(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from common.grammar.vocabulary import brief
+from common.wire.sampling_params import SamplingParams
 
 WORD = 32
 """Tokens in one integer of a mask."""
@@ -85,8 +86,10 @@ class Constraint:
                 matcher.consume_token(token_id)
 
 
-def unsampled(constraint: Constraint | None, phase: str) -> tuple[str, str]:
+def unsampled(params: SamplingParams, constraint: Constraint | None, phase: str) -> tuple[str, str]:
     """The phase and the reason with which a request fails for which the sampler found no token."""
     if constraint is not None and constraint.problem:
         return "grammar", constraint.problem
+    if params.allowed_token_ids and constraint is not None:
+        return "grammar", "none of allowed_token_ids can follow in the form that the answer must have"
     return phase, "its logits are not finite numbers: nothing can be sampled"

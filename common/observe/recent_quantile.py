@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import accumulate
 from threading import Lock
 
@@ -22,19 +24,22 @@ class RecentQuantile:
         self._window = SlidingWindow(window_s, NUM_SLOTS, lambda: [0] * NUM_BUCKETS)
         self._lock = Lock()
 
-    def observe(self, value: float, now: float) -> None:
-        """A value in seconds, above 0."""
+    def observe(self, value: float, now: float, num: int = 1) -> None:
+        """A value in seconds, above 0, that was seen `num` times."""
         bucket = min(NUM_BUCKETS - 1, max(0, math.ceil(math.log(max(value, LOWEST) / LOWEST) / _LOG_GROWTH)))
         with self._lock:
-            self._window.current(now)[bucket] += 1
+            self._window.current(now)[bucket] += num
 
     def quantile(self, share: float, now: float) -> float:
         """The value that `share` of the observations do not exceed, at most 5 % too large; 0.0 without any."""
+        return self.quantiles((share,), now)[1][0]
+
+    def quantiles(self, shares: Sequence[float], now: float) -> tuple[int, list[float]]:
+        """The number of observations, and the quantile of each share, 0.0 without any."""
         with self._lock:
             counts = [sum(bucket) for bucket in zip(*self._window.recent(now), strict=True)]
-        total = sum(counts)
-        if not total:
-            return 0.0
-        rank = math.ceil(share * total)
-        bucket = next(bucket for bucket, seen in enumerate(accumulate(counts)) if seen >= rank)
-        return float(LOWEST * GROWTH**bucket)
+        seen = list(accumulate(counts))
+        if not seen or not seen[-1]:
+            return 0, [0.0] * len(shares)
+        buckets = (bisect_left(seen, max(1, math.ceil(share * seen[-1]))) for share in shares)
+        return seen[-1], [float(LOWEST * GROWTH**bucket) for bucket in buckets]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -11,6 +11,8 @@ from common.requests.sequence import WorkerSequence
 from common.sampling.logprobs import chunk_logprobs
 from common.wire.messages import Message, PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
 
+MAX_ALTERNATIVES = 500_000
+"""Of all tokens in one message, unless it has one request: about 8 MB, half of what the wire takes."""
 MAX_WHY_CHARS = 4000
 """The wire takes texts of 4096 characters."""
 
@@ -28,9 +30,10 @@ class Reports:
         self._deltas[router].append(delta)
 
     def flush(self) -> None:
-        """Queue one `TokenOutput` for each router that has deltas."""
+        """Queue one `TokenOutput` for each router that has deltas, or several where alternatives are very many."""
         for router, deltas in self._deltas.items():
-            self._emit(router, TokenOutput(worker_id=self._worker_id, epoch=self._epoch, outputs=tuple(deltas)))
+            for part in _within_messages(deltas):
+                self._emit(router, TokenOutput(worker_id=self._worker_id, epoch=self._epoch, outputs=tuple(part)))
         self._deltas.clear()
 
     def report_prompt_logprobs(self, sequence: WorkerSequence, start: int, logits: Tensor) -> None:
@@ -60,3 +63,20 @@ class Reports:
             retryable=retryable,
         )
         self._emit(router, failed)
+
+
+def _within_messages(deltas: Sequence[TokenDelta]) -> Iterator[Sequence[TokenDelta]]:
+    """The deltas in parts, each small enough for a message."""
+    if not any(delta.logprobs for delta in deltas):
+        yield deltas
+        return
+    part: list[TokenDelta] = []
+    num_alternatives = 0
+    for delta in deltas:
+        more = sum(len(token.top) for token in delta.logprobs)
+        if part and num_alternatives + more > MAX_ALTERNATIVES:
+            yield part
+            part, num_alternatives = [], 0
+        part.append(delta)
+        num_alternatives += more
+    yield part

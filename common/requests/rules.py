@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from common.errors import WireError
 from common.requests.sequence import WorkerSequence
-from common.sampling.finish import banned_tokens, finish_reason
+from common.sampling.finish import finish_reason
+from common.sampling.token_limits import TokenLimits, num_output_needed, token_limits
 from common.wire.message_fields import unpack_tokens
 from common.wire.messages import DecodeRequest, PrefillRequest
 
@@ -37,13 +38,23 @@ class RequestRules:
             raise WireError(f"token id {max(token_ids)} is outside of the vocabulary of {self.vocab_size}")
         if request.num_output_tokens >= len(token_ids):
             raise WireError(f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output")
+        if request.params.thinking is not None and max(request.params.thinking.end) >= self.vocab_size:
+            raise WireError(f"a thought cannot end with token {max(request.params.thinking.end)}")
         if request.params.grammar and not self._knows_grammars:
             raise WireError("this worker knows no grammars")
         return token_ids
 
-    def banned(self, sequence: WorkerSequence, num_more: int = 0) -> tuple[int, ...]:
-        """Tokens that must not come next, behind `num_more` tokens that are not in the sequence yet."""
-        return banned_tokens(sequence.params, self._eos, sequence.num_output_tokens + num_more)
+    def limits(self, sequence: WorkerSequence, drafted: Sequence[int] = (), num_pending: int = 0) -> TokenLimits:
+        """What must not come next, behind the sequence, `num_pending` tokens in flight and those `drafted`.
+
+        Limits `by_output` are only right while nothing is in flight.
+        """
+        params = sequence.params
+        end: tuple[int, ...] = ()
+        if params.bad_words or params.thinking is not None:
+            first = max(sequence.num_prompt_tokens, sequence.num_tokens - num_output_needed(params))
+            end = (*sequence.token_ids[first:], *drafted)
+        return token_limits(params, self._eos, sequence.num_output_tokens + num_pending + len(drafted), end)
 
     def finish_reason(self, sequence: WorkerSequence, token_id: int, num_more: int = 0) -> str:
         """ "stop", "length" or "" (go on) once `token_id` is the sequence's last token.

@@ -22,15 +22,42 @@ def max_prompt_logprobs(vocab_size: int) -> int:
     return min(max(LOGPROB_TOKENS.start, LOGPROB_BYTES // (4 * vocab_size)), LOGPROB_TOKENS.stop - 1)
 
 
-def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Tensor, token_ids: Sequence[int], count: int, *, others: Sequence[int] = ()
+) -> list[TokenLogprobs]:
     """Row by row of `logits`, float32 [n, vocab_size]: log-softmax at `token_ids[row]`, and the `count` best tokens.
 
-    Ties go by lowest id. NaN counts as LOGPROB_FLOOR. A row's result depends on that row alone.
+    With `others` the alternatives are these tokens, best first, instead. Ties go by lowest id. NaN counts as
+    LOGPROB_FLOOR. A row's result depends on that row alone.
     """
     logprobs = torch.log_softmax(logits, dim=-1).nan_to_num_(nan=LOGPROB_FLOOR).clamp_(min=LOGPROB_FLOOR)
-    own = logprobs.gather(1, torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None])[:, 0].tolist()
-    if count == 0:
-        return [TokenLogprobs(value) for value in own]
+    which = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
+    values = logprobs.gather(1, which)
+    own, ranks = values[:, 0].tolist(), _ranks(logprobs, which, values)
+    if others:
+        top = _of_tokens(logprobs, others)
+    elif count == 0:
+        top = [()] * len(own)
+    else:
+        top = _best(logprobs, count)
+    return [TokenLogprobs(*found) for found in zip(own, top, ranks, strict=True)]
+
+
+def _ranks(logprobs: Tensor, which: Tensor, own: Tensor) -> list[int]:
+    """The place of token `which` [n, 1], with log-probability `own` [n, 1], among all of its row; the best is 1."""
+    ids = torch.arange(logprobs.shape[1], device=logprobs.device)
+    ahead: list[int] = ((logprobs > own) | ((logprobs == own) & (ids < which))).sum(-1).tolist()
+    return [1 + count for count in ahead]
+
+
+def _of_tokens(logprobs: Tensor, token_ids: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+    known = sorted({token_id for token_id in token_ids if 0 <= token_id < logprobs.shape[1]})
+    rows = logprobs[:, torch.tensor(known, dtype=torch.int64, device=logprobs.device)].tolist()
+    return [tuple(sorted(zip(known, row, strict=True), key=lambda item: (-item[1], item[0]))) for row in rows]
+
+
+def _best(logprobs: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """The `count` best tokens of each row with their log-probabilities."""
     count = min(count, logprobs.shape[1])
     values, indices = torch.topk(logprobs, min(count + 1, logprobs.shape[1]), dim=-1)
     best = [list(zip(*row, strict=True)) for row in zip(indices.tolist(), values.tolist(), strict=True)]
@@ -38,8 +65,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list
         if row[-1][1] == row[count - 1][1]:  # several tie for the last place: the lowest ids win
             index = torch.nonzero(logprobs[i] >= row[-1][1]).flatten()
             best[i] = list(zip(index.tolist(), logprobs[i][index].tolist(), strict=True))
-    top = [tuple(sorted(row, key=lambda item: (-item[1], item[0]))[:count]) for row in best]
-    return [TokenLogprobs(*pair) for pair in zip(own, top, strict=True)]
+    return [tuple(sorted(row, key=lambda item: (-item[1], item[0]))[:count]) for row in best]
 
 
 def separate(logits: Tensor, chunks: Sequence[SequenceChunk]) -> tuple[Tensor, list[Tensor | None]]:

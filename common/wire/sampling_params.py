@@ -10,9 +10,29 @@ from msgspec import Meta
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
+"""Alternatives that every request may ask for."""
+MAX_VOCABULARY = 2**20
+"""More ids than any model has: as many alternatives may be asked for where the router's operator allows it."""
+MAX_ALLOWED_TOKENS = 65_536
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 1024
+MAX_THINKING_MARK = 32
+"""Tokens of the text that begins or ends a thought."""
 MAX_GRAMMAR_CHARS = 128 * 1024
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Logprob = Annotated[float, Meta(ge=-1e15, le=1e15)]
+BadWord = Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
+Mark = Annotated[tuple[int, ...], Meta(max_length=MAX_THINKING_MARK)]
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """An answer that begins with `start` gets `end` once it has `num_tokens` tokens, if `end` has not come before.
+
+    `start` is empty where the prompt's own end begins the thought.
+    """
+
+    num_tokens: Annotated[int, Meta(ge=0)]
+    end: Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_THINKING_MARK)]
+    start: Mark = ()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -20,10 +40,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
     `seed` is always set (the router draws one when the client gives none). Noise is a function of (seed, position)
     only, so a request that moves to another worker continues with the same noise.
-    `logprobs` is -1 for none, else the number of alternatives (0 to 20) to report beside the sampled token.
+    `logprobs` is -1 for none, else the number of alternatives to report beside the sampled token; with
+    `logprob_token_ids` these are the alternatives.
     `stop_token_ids` excludes the model's own end tokens, which apply unless `ignore_eos`.
     `grammar` is what the answer must match, in the form that `common.grammar.grammar` takes, or "".
     `prompt_logprobs` is like `logprobs`, for the prompt's own tokens: the worker that computes the prompt reports them.
+    Only `allowed_token_ids` may be sampled, unless it is empty, and no token that would complete one of `bad_words`.
     """
 
     max_tokens: Annotated[int, Meta(ge=1)]
@@ -37,11 +59,15 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
     logit_bias: Annotated[tuple[tuple[int, Bias], ...], Meta(max_length=MAX_LOGIT_BIAS)] = ()
-    logprobs: Annotated[int, Meta(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
+    logprobs: Annotated[int, Meta(ge=-1, le=MAX_VOCABULARY)] = -1
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
-    prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_VOCABULARY)] = -1
+    allowed_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_ALLOWED_TOKENS)] = ()
+    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)] = ()
+    logprob_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_LOGIT_BIAS)] = ()
+    thinking: ThinkingBudget | None = None
 
     @property
     def greedy(self) -> bool:
@@ -49,10 +75,14 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of one position: its token's own, and (token id, logprob) alternatives, best first."""
+    """Log-probabilities of one position: its token's own, and (token id, logprob) alternatives, best first.
+
+    `rank` counts the tokens before it, and itself, in the order of the alternatives; 0: not counted.
+    """
 
     logprob: Logprob
-    top: Annotated[tuple[tuple[int, Logprob], ...], Meta(max_length=MAX_TOP_LOGPROBS)] = ()
+    top: Annotated[tuple[tuple[int, Logprob], ...], Meta(max_length=MAX_VOCABULARY)] = ()
+    rank: Annotated[int, Meta(ge=0, le=MAX_VOCABULARY)] = 0
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from common.sampling.penalties import TokenCounts
+from common.transfer.receiver import TransferFailed
 from common.wire.messages import AbortRequest, PrefillRequest, ResetPrefixCache, RouterHeartbeat
 from common.wire.sampling_params import SamplingParams
 from common.worker.engine import MAX_FAILED_STEPS, RouterLost
@@ -324,3 +325,12 @@ def test_the_loop_runs_in_its_own_thread_until_stopped(engine: Rig) -> None:
     engine.wait(engine.reason)
     assert engine.engine.stop() and not engine.engine.alive
     assert engine.engine.failure is None
+
+
+@pytest.mark.parametrize(("phase", "reported"), [("", ("transfer", True)), ("grammar", ("grammar", False))])
+def test_a_transfer_that_fails_for_good_is_reported_so(engine: Rig, phase: str, reported: tuple[str, bool]) -> None:
+    engine.ask(prompt(40), remote=True)
+    engine.turn()
+    engine.engine.notify(TransferFailed("a", 0, "no token fits", by_peer=False, phase=phase))
+    engine.until(lambda: engine.is_clean)
+    assert [(failed.phase, failed.retryable) for failed in engine.failures()] == [reported]

@@ -16,6 +16,7 @@ from common.model_files.resolve import resolve_model
 from common.model_files.tiny import EOS, IM_END, VOCAB_SIZE
 from common.model_files.tokenizer import Tokenizer
 from common.sampling.sampler import Sampler, SamplingRow
+from common.sampling.token_limits import TokenLimits
 from common.wire.sampling_params import SamplingParams
 from kernels import bits_allowed
 
@@ -80,8 +81,15 @@ def test_tokens_outside_of_the_grammar_are_its_problem(grammars: Grammars) -> No
     assert allowed(constraint, "ax") == set()
     assert "grammar" in constraint.problem and "\n" not in constraint.problem
     assert allowed(constraint, "ax") == set()
-    assert unsampled(constraint, "decode") == ("grammar", constraint.problem)
-    assert unsampled(None, "decode")[0] == unsampled(grammars.constraint('start: "a"'), "decode")[0] == "decode"
+    free, held = SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, allowed_token_ids=(5,))
+    assert unsampled(free, constraint, "decode") == ("grammar", constraint.problem)
+    assert (
+        unsampled(free, None, "decode")[0]
+        == unsampled(free, grammars.constraint('start: "a"'), "decode")[0]
+        == "decode"
+    )
+    phase, why = unsampled(held, grammars.constraint('start: "a"'), "decode")
+    assert phase == "grammar" and "allowed_token_ids" in why
 
 
 @pytest.mark.parametrize("wrong", ["start: nothing", "%%%", "start: /(/"])
@@ -119,7 +127,7 @@ def test_what_is_forced_is_found_once_and_followed(grammars: Grammars) -> None:
 
 def row(constraint: Constraint, output: str = "", *, banned: tuple[int, ...] = (), **fields: object) -> SamplingRow:
     params = SamplingParams(**{"max_tokens": 9, **fields})  # type: ignore[arg-type]
-    return SamplingRow(params, len(output), list(output.encode()), (), banned, constraint)
+    return SamplingRow(params, len(output), list(output.encode()), (), TokenLimits(banned), constraint)
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 1.5}, {"temperature": 1.0, "top_k": 1}])

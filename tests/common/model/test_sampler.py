@@ -10,6 +10,7 @@ import torch
 
 from common.sampling.logprobs import LOGPROB_FLOOR
 from common.sampling.sampler import Sampler, SamplingRow
+from common.sampling.token_limits import TokenLimits
 from common.wire.sampling_params import SamplingParams
 from kernels.sampling import uniform as noise_of
 
@@ -25,8 +26,8 @@ NOISE = [0.6524484863740322, 0.7012121095215252, 0.36818951565166946, 0.15403342
 
 
 def row(position: int = 0, *, output: tuple[int, ...] = (), prompt: tuple[int, ...] = (), **fields: Any) -> SamplingRow:
-    banned = fields.pop("banned", ())
-    return SamplingRow(SamplingParams(max_tokens=1, **fields), position, output, prompt, banned)
+    limits = TokenLimits(fields.pop("banned", ()), fields.pop("forced", None))
+    return SamplingRow(SamplingParams(max_tokens=1, **fields), position, output, prompt, limits)
 
 
 def draw(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
