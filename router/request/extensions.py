@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from common.wire.sampling_params import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from common.wire.sampling_params import MAX_ALLOWED_TOKENS, MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from router.request.refused import Only, Refused
 
 MAX_STOP_CHARS = 1024
@@ -15,12 +15,16 @@ MAX_CLASS_CHARS = 256
 MIN_REPETITION_PENALTY = 0.01
 """Logits are divided by it: a smaller one would make them infinite."""
 MAX_STRUCTURED_CHOICES = 4096
+MAX_WORDS = 256
+"""Bad words of a request; each may have several spellings in tokens."""
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 JsonSchema = dict[str, Any] | bool
 GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+AllowedTokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)]
+BadWords = Annotated[list[StopText], Field(max_length=MAX_WORDS, fail_fast=True)]
 Choices = Annotated[list[GrammarText], Field(min_length=1, max_length=MAX_STRUCTURED_CHOICES, fail_fast=True)]
 
 
@@ -63,6 +67,17 @@ class Extensions(Fields):
     logit_bias: LogitBias | None = Field(None, description="token id (as text) -> bias")
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: AllowedTokens | None = Field(None, description="no other token is generated")
+    bad_words: BadWords | None = Field(None, description="texts that the answer never contains as whole tokens")
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+        None, description="keep so many tokens of the prompt at most; -1: as many as fit"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="where truncate_prompt_tokens cuts; default left"
+    )
+    thinking_token_budget: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+        None, description="tokens that a thought may have at most; -1: as many as it needs"
+    )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -81,16 +96,12 @@ class Extensions(Fields):
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
 
-    # vLLM or SGLang have these, this server has not.
+    # vLLM or SGLang have these, this server has not, or not in this API.
     best_of: Annotated[Any, Only((1,))] = None
     use_beam_search: Refused = None
     length_penalty: Annotated[Any, Only((1, 1.0))] = None
-    truncate_prompt_tokens: Refused = None
-    bad_words: Refused = None
-    allowed_token_ids: Refused = None
     logits_processors: Refused = None
     custom_logit_processor: Refused = None
-    thinking_token_budget: Refused = None
     guided_whitespace_pattern: Refused = None
     structural_tag: Refused = None
     documents: Refused = None

@@ -7,25 +7,37 @@ changes nothing: to ignore it would give a wrong answer. tests/router/api/known 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
 
 from common.errors import InvalidRequest
-from common.wire.sampling_params import MAX_GRAMMAR_CHARS
+from common.wire.sampling_params import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS
 from router.request.extensions import Extensions, Fields, JsonSchema, StopText, TokenId
 from router.request.refused import Only, Refused
 
-MAX_STOPS = 4
+MAX_STOPS = 64
 MAX_CHOICES = 128
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
+BEAMS_LACK: Mapping[str, object] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), 0),
+    **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "response_format", "tools")),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_logprobs")),
+    **{"repetition_penalty": 1, "thinking_token_budget": -1, "logprob_token_ids": None},
+}
+"""Fields that a beam search does not take, with the values that change nothing."""
+MAX_SUFFIX_CHARS = 1024 * 1024
 MAX_TOOLS = 1024
 MAX_PARTS = 10_000
 """Parts of the contents of all messages together, tool calls included."""
+MAX_ROLE_CHARS = 64
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 
-NumAlternatives = Annotated[int, Field(ge=0, le=20)]
+NumAlternatives = Annotated[int, Field(ge=-1, lt=2**31)]
+"""At most --max-logprobs; -1: the whole vocabulary."""
+LogprobTokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGIT_BIAS, fail_fast=True)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -62,6 +74,13 @@ class SamplingFields(Extensions):
     return_token_ids: bool | None = Field(None, description="add prompt_token_ids and token_ids to the answer")
     return_tokens_as_token_ids: bool | None = Field(None, description='log-probabilities name tokens "token_id:ID"')
     prompt_logprobs: NumAlternatives | None = Field(None, description="of the prompt's tokens; not with stream: true")
+    logprob_token_ids: LogprobTokens | None = Field(
+        None, description="show the log-probabilities of these tokens in place of the best ones"
+    )
+    use_beam_search: bool | None = Field(None, description="find the n likeliest answers, by n beams or best_of")
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = Field(
+        None, description="of a beam search: above 0 longer answers win; default 1"
+    )
     user: Annotated[str, Field(max_length=4096)] | None = None
     response_format: ResponseFormat | None = None
 
@@ -71,6 +90,39 @@ class SamplingFields(Extensions):
             raise InvalidRequest("stream_options: only allowed with stream: true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs: not allowed with stream: true", param="prompt_logprobs")
+        if self.logprob_token_ids is not None and self.num_alternatives is None:
+            raise InvalidRequest("logprob_token_ids: only allowed with logprobs", param="logprob_token_ids")
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise InvalidRequest("truncation_side: only allowed with truncate_prompt_tokens", param="truncation_side")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens: must be -1 or at least 1 (got 0)", param="truncate_prompt_tokens"
+            )
+        if self.use_beam_search:
+            self._check_beams()
+        elif self.length_penalty not in (None, 1.0):
+            raise InvalidRequest("length_penalty: only allowed with use_beam_search", param="length_penalty")
+
+    @property
+    @abstractmethod
+    def num_alternatives(self) -> int | None:
+        """Alternatives to each generated token, -1 for the whole vocabulary; None without log-probabilities."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Sequences that are generated for each prompt."""
+        return self.n or 1
+
+    @property
+    def num_beams(self) -> int:
+        """Beams of a beam search; 0 without one."""
+        return (self.n or 1) if self.use_beam_search else 0
+
+    def _check_beams(self) -> None:
+        """Raises InvalidRequest for what a beam search cannot do: beams begin anew with each token."""
+        for name, same in BEAMS_LACK.items():
+            if getattr(self, name, None) not in (None, same):
+                raise InvalidRequest(f"{name}: not allowed with use_beam_search", param=name)
 
     @abstractmethod
     def longest_text(self) -> str | list[int]:
@@ -107,12 +159,15 @@ class ToolCall(Fields):
 
 
 class Message(Fields):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, StringConstraints(min_length=1, max_length=MAX_ROLE_CHARS)] = Field(
+        description="system, developer, user, assistant, tool, or another that the chat template shows"
+    )
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, description="another name of reasoning_content")
     refusal: str | None = Field(default=None, description="in place of content, or behind it")
     function_call: Refused = None
     audio: Refused = None
@@ -129,7 +184,8 @@ class Message(Fields):
             message["content"] = [*(parts or ()), {"type": "refusal", "refusal": self.refusal}]
         if self.tool_calls is not None:
             message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
-        message |= {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        message |= {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": thought}
         return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
@@ -182,6 +238,7 @@ class ChatRequest(SamplingFields):
     )
     logprobs: bool | None = None
     top_logprobs: NumAlternatives | None = None
+    echo: bool | None = Field(None, description="begin with the last message's text, if it is the assistant's")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -201,13 +258,31 @@ class ChatRequest(SamplingFields):
     verbosity: Annotated[Any, Only(("medium",))] = None
     web_search_options: Annotated[Any, Only((False,))] = None
     chat_template: Refused = None
-    echo: Refused = None
     add_special_tokens: Refused = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
 
     def longest_text(self) -> str | list[int]:
         """The last message's text: templates may leave out other messages."""
         content = self.messages[-1].content
-        return content if isinstance(content, str) else ""
+        return content if isinstance(content, str) and self.truncate_prompt_tokens is None else ""
+
+    @property
+    def num_alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def echo_text(self) -> str:
+        """The text that precedes the answer: of the last message, if the answer goes on with the same role."""
+        last = self.messages[-1]
+        if not self.echo or last.role != "assistant":
+            return ""
+        if isinstance(last.content, list):
+            return "\n".join([part.text or "" for part in last.content])
+        return last.content or ""
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -247,11 +322,16 @@ class CompletionRequest(SamplingFields):
     )
     echo: bool | None = None
     logprobs: NumAlternatives | None = None
-    suffix: Refused = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        None, description="generate so many answers to each prompt, and give the n likeliest; not with stream: true"
+    )
+    suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = Field(
+        None, description="text behind the answer, for models that fill in the middle"
+    )
     add_special_tokens: bool | None = None
 
     def longest_text(self) -> str | list[int]:
-        prompt = self.prompt
+        prompt = self.prompt if self.truncate_prompt_tokens is None else ""
         if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
             return cast(str | list[int], prompt)
         return max(cast(list[str], prompt), key=len)  # or lists of ids: the longest either way
@@ -260,6 +340,22 @@ class CompletionRequest(SamplingFields):
         super().check()
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequest("max_tokens: 0 is only allowed with echo or prompt_logprobs", param="max_tokens")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise InvalidRequest(f"best_of: must be at least n ({self.n or 1}) (got {self.best_of})", param="best_of")
+        if self.stream and self.num_sampled > (self.n or 1):
+            raise InvalidRequest("best_of: more than n is not allowed with stream: true", param="best_of")
+
+    @property
+    def num_alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_sampled(self) -> int:
+        return (self.n or 1) if self.use_beam_search else max(self.n or 1, self.best_of or 1)
+
+    @property
+    def num_beams(self) -> int:
+        return max(self.n or 1, self.best_of or 1) if self.use_beam_search else 0
 
     @property
     def echo_logprobs(self) -> int | None:

@@ -54,7 +54,8 @@ def parse_large(data: bytes, model: type[M], max_model_len: int, max_ids: int) -
         raise InvalidRequest("the body must be a JSON object") from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    known = ((name, memoryview(raw)) for name, raw in fields.items() if name in model.model_fields)
+    names = getattr(model, "known_fields", model.model_fields)
+    known = ((name, memoryview(raw)) for name, raw in fields.items() if name in names)
     return validated({name: _value(name, raw, max_model_len, max_ids) for name, raw in known}, model)
 
 

@@ -8,6 +8,7 @@ CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETION_PATH: Final = "/v1/completions"
 RESPONSES_PATH: Final = "/v1/responses"
 MESSAGES_PATH: Final = "/v1/messages"
+INVOCATIONS_PATH: Final = "/invocations"
 MODELS_PATH: Final = "/v1/models"
-GENERATING: Final = frozenset((CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH))
+GENERATING: Final = frozenset((CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH, INVOCATIONS_PATH))
 """A POST to one of these asks the model for an answer."""

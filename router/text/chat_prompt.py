@@ -7,9 +7,12 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from common.model_files.template import ChatTemplate
+from router.text.calls.dialect import Dialect, dialect_of
+from router.text.calls.function import Function
 from router.text.conversation import template_messages
-from router.text.tools import Function, describes_tools, tools_as_text, uses_tools
+from router.text.tools import tools_as_text, uses_tools
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 OPEN_END = "\ue0f1OPEN-END\ue0f1"  # no template contains private use characters
 
 
@@ -18,17 +21,25 @@ def chat_prompt(
     messages: Sequence[Mapping[str, Any]],
     *,
     functions: Sequence[Function] = (),
+    dialect: Dialect | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt, to be encoded without special tokens. Raises InvalidRequest when it cannot be rendered."""
+    """The prompt, to be encoded without special tokens. Raises InvalidRequest when it cannot be rendered.
+
+    `dialect` is that of the template, which is found out if it is not given.
+    """
     if not messages:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
     plain = template_messages(messages, has_developer="developer" in (template.source or ""))
     tools = [function.as_tool() for function in functions] or None
-    if not describes_tools(template.source) and (functions or any(map(uses_tools, plain))):
-        plain, tools = tools_as_text(plain, functions), None
+    dialect = dialect or dialect_of(template)
+    if dialect.native:
+        plain = dialect.messages(plain)
+    elif functions or any(map(uses_tools, plain)):
+        plain, tools = tools_as_text(plain, functions, dialect.form), None
+    _check_roles(template, plain, tools, extra)
     if not continue_final_message:
         return template.render(plain, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra)
     if add_generation_prompt:
@@ -37,6 +48,25 @@ def chat_prompt(
             param="continue_final_message",
         )
     return _open_ended(template, plain, tools, extra)
+
+
+def _check_roles(
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    extra: Mapping[str, Any] | None,
+) -> None:
+    """Raises InvalidRequest for a role that is not OpenAI's, and whose messages the template leaves out."""
+    marks = {i: f"{OPEN_END}{i}{OPEN_END}" for i, message in enumerate(messages) if message["role"] not in ROLES}
+    if not marks:
+        return
+    marked = [{**message, "content": marks.get(i, message["content"])} for i, message in enumerate(messages)]
+    text = template.render(marked, tools=tools, add_generation_prompt=False, extra=extra)
+    hidden = next((i for i, mark in marks.items() if mark not in text), None)
+    if hidden is not None:
+        where = f"messages[{hidden}].role"
+        role = messages[hidden]["role"]
+        raise InvalidRequest(f"{where}: this model's chat template has no role {role!r}", param=where)
 
 
 def _open_ended(

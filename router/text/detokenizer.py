@@ -27,18 +27,24 @@ class Detokenizer:
     """The text of one sequence, each character once it is complete; the time per token is constant.
 
     All pieces from `push` and `flush` together equal `tokenizer.decode` of all ids. Control tokens are left out unless
-    `skip_special_tokens` is False. Ids without a token add nothing.
+    `skip_special_tokens` is False or they are among `kept`. Ids without a token add nothing.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
+    ) -> None:
         table = token_table(tokenizer)
         self._table = table
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = tokenizer.special_ids - kept if skip_special_tokens else frozenset[int]()
         self._joiner = _joiner(tokenizer, table)
         self._given = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens make final."""
+        if len(token_ids) == 1:
+            token_id = token_ids[0]
+            shown = token_id not in self._skipped and self._table.raw(token_id)
+            return self._count(self._joiner.push(token_id) if shown else "")
         pieces = [
             self._joiner.push(token_id)
             for token_id in token_ids

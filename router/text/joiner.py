@@ -20,13 +20,21 @@ class ByteJoiner:
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
-        self._decoder = new_utf8_decoder("replace")
+        self._held = b""  # the begin of a character
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._table.raw(token_id))
+        if not self._held and (whole := self._table.whole(token_id)) is not None:
+            return whole
+        return self._decode(self._table.raw(token_id))
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", True)
+        return self._decode(b"", end=True)
+
+    def _decode(self, data: bytes, *, end: bool = False) -> str:
+        data = self._held + data
+        text, num_bytes = codecs.utf_8_decode(data, "replace", end)
+        self._held = data[num_bytes:]
+        return text
 
 
 class RunJoiner:

@@ -13,16 +13,22 @@ from common.grammar.checks import GrammarChecks
 from common.model_files.files import ModelFiles
 from common.model_files.template import ChatTemplate
 from common.model_files.tokenizer import Tokenizer
+from router.text.answer.grammar import literal
+from router.text.answer.marks import MarkTokens
+from router.text.calls.dialect import Dialect
+from router.text.calls.form import CallForm
+from router.text.calls.function import Function
 from router.text.chat_prompt import chat_prompt
 from router.text.token_floor import TokenFloor, token_floor
 from router.text.token_table import TokenText, token_table
-from router.text.tools import Function
 
 Result = TypeVar("Result")
 
 RETRY_AFTER_S = 1.0
-SHORT_CHARS, SHORT_TOKENS = 8192, 8192
-"""Texts up to this size take a few milliseconds and never wait behind megabytes."""
+SHORT = 8192
+"""Texts of so many characters or tokens take a few milliseconds and never wait behind megabytes."""
+TINY = 1024
+"""These take less time than a thread's turn costs: they have none."""
 CHARS_PER_TOKEN = 8
 """More than nearly every text has."""
 
@@ -53,12 +59,13 @@ class TextPipeline:
         self.tokenizer, self.model_id = tokenizer, model_id
         self.max_model_len, self.vocab_size = max_model_len, vocab_size or tokenizer.vocab_size
         self.eos_token, self.eos_token_ids = eos_token, eos_token_ids
-        self._template = template or ChatTemplate(None, model_id=model_id)
+        self.template = template or ChatTemplate(None, model_id=model_id)
         self._floor, self.grammars = floor or TokenFloor(), grammars
         self._table = token_table(tokenizer)
         self._long = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="text-long")
         self._short = ThreadPoolExecutor(1, thread_name_prefix="text-short") if threads > 1 else self._long
         self._max_pending, self._pending, self._lock = max_pending, 0, threading.Lock()
+        self._closed = False
 
     @classmethod
     def from_files(cls, files: ModelFiles, *, threads: int = 2, max_pending: int = 1024) -> TextPipeline:
@@ -81,7 +88,7 @@ class TextPipeline:
     @property
     def chat_template(self) -> str | None:
         """The template's source; None for a base model, for which every chat is refused."""
-        return self._template.source
+        return self.template.source
 
     @property
     def num_pending(self) -> int:
@@ -97,15 +104,14 @@ class TextPipeline:
         limit), is refused before it is tokenised; the number of tokens is not checked. Raises ContextLengthExceeded,
         InvalidRequest for too many bytes or text that is not Unicode, Unavailable.
         """
-        return await self._run(
-            lambda: self._encode(text, add_special_tokens, limit, max_bytes, "prompt"), short=len(text) <= SHORT_CHARS
-        )
+        return await self._run(lambda: self._encode(text, add_special_tokens, limit, max_bytes, "prompt"), len(text))
 
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         functions: Sequence[Function] = (),
+        dialect: Dialect | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
@@ -116,21 +122,23 @@ class TextPipeline:
 
         `continue_final_message` leaves the last message open for the model to continue; it excludes
         `add_generation_prompt`. `extra` holds further template variables. The prompt describes `functions`, by the
-        template or in words. Raises as `encode` does.
+        template or in words; `dialect` is that of the template, found out if it is not given. Raises as `encode` does.
         """
 
         def job() -> list[int]:
             text = chat_prompt(
-                self._template,
+                self.template,
                 messages,
                 functions=functions,
+                dialect=dialect,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 extra=extra,
             )
             return self._encode(text, False, limit, max_bytes, "messages")
 
-        return await self._run(job, short=_num_chars(messages) <= SHORT_CHARS)
+        plain = not functions and not extra  # what these add to the text is not counted
+        return await self._run(job, max(_num_chars(messages), 0 if plain else TINY + 1))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Raises InvalidRequest for an id outside the vocabulary, Unavailable."""
@@ -139,7 +147,17 @@ class TextPipeline:
             self.check_ids(token_ids)
             return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-        return await self._run(job, short=len(token_ids) <= SHORT_TOKENS)
+        return await self._run(job, len(token_ids))
+
+    async def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word as it is, and as it follows a space; each once. Raises as `encode` does."""
+
+        def job() -> tuple[tuple[int, ...], ...]:
+            texts = [text for word in words for text in (word, word.lstrip(), " " + word.lstrip()) if text]
+            found = [tuple(self._encode(text, False, 0, 0, "bad_words")) for text in texts]
+            return tuple(dict.fromkeys(filter(None, found)))
+
+        return await self._run(job, len(words) * max(map(len, words), default=0))
 
     async def grammar_problem(self, grammar: str) -> str:
         """Why workers could not use a grammar, or "". Raises Unavailable when it cannot be checked."""
@@ -151,7 +169,7 @@ class TextPipeline:
 
     async def apart(self, job: Callable[[], Result]) -> Result:
         """The result of other long work, run in the threads for long texts. Raises Unavailable."""
-        return await self._run(job, short=False)
+        return await self._run(job, SHORT + 1)
 
     def exceeds(self, prompt: str | Sequence[int], num_tokens: int) -> bool:
         """Whether a prompt surely has more than `num_tokens`, found quickly from the beginning of a text.
@@ -162,10 +180,10 @@ class TextPipeline:
             return len(prompt) > num_tokens
         if len(prompt) <= num_tokens:
             return False
-        if self._floor.of(prompt[:SHORT_CHARS]) > num_tokens:
+        if self._floor.of(prompt[:SHORT]) > num_tokens:
             return True
         num_chars = CHARS_PER_TOKEN * (num_tokens + 1)
-        if num_chars > SHORT_CHARS:
+        if num_chars > SHORT:
             return False
         whole_words, _, _ = prompt[:num_chars].rpartition(" ")
         return len(self.tokenizer.encode(whole_words.rstrip(), add_special_tokens=False)) > num_tokens
@@ -173,6 +191,23 @@ class TextPipeline:
     def token_text(self, token_id: int) -> TokenText:
         """The text and the raw bytes of one token, for log-probabilities."""
         return self._table.text(token_id)
+
+    def spell(self, mark: str) -> str:
+        """A mark in a grammar: as its token if that is a special one, which is never part of text, else as text."""
+        token_id = self._special_id(mark)
+        return literal(mark) if token_id is None else f"<[{token_id}]>"
+
+    def mark_tokens(self, form: CallForm) -> MarkTokens:
+        """The special tokens among a form's marks."""
+        kept, hides, shows = (
+            frozenset(token_id for mark in marks if (token_id := self._special_id(mark)) is not None)
+            for marks in (form.marks, form.hides, form.shows)
+        )
+        return MarkTokens(kept, hides, shows)
+
+    def _special_id(self, mark: str) -> int | None:
+        token_id = self.tokenizer.token_to_id(mark)
+        return token_id if token_id in self.tokenizer.special_ids else None
 
     def check_ids(self, token_ids: Sequence[int], *, param: str = "tokens") -> None:
         """Raises InvalidRequest when an id is not in the model's vocabulary."""
@@ -185,6 +220,7 @@ class TextPipeline:
 
     def close(self) -> None:
         """Drop waiting jobs; the threads end after their current ones."""
+        self._closed = True
         for pool in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.grammars is not None:
@@ -202,14 +238,17 @@ class TextPipeline:
             self.check_ids(ids, param=param)
         return ids
 
-    async def _run(self, job: Callable[[], Result], *, short: bool) -> Result:
+    async def _run(self, job: Callable[[], Result], size: int) -> Result:
+        """The result of a job on so many characters or tokens, at once or in a thread. Raises Unavailable."""
         if self._pending >= self._max_pending:
             raise Unavailable(
                 f"{self._pending:,} texts wait to be tokenised, the bound is {self._max_pending:,}",
                 retry_after_s=RETRY_AFTER_S,
             )
+        if size <= TINY and not self._closed:
+            return job()
         try:
-            future = (self._short if short else self._long).submit(job)
+            future = (self._short if size <= SHORT else self._long).submit(job)
         except RuntimeError as error:  # closed
             raise Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S) from error
         with self._lock:
@@ -225,4 +264,4 @@ class TextPipeline:
 def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
     """Roughly how long the conversation is; content in parts counts as long."""
     contents = (message.get("content") for message in messages)
-    return sum(len(content) if isinstance(content, str) else SHORT_CHARS * bool(content) for content in contents)
+    return sum(len(content) if isinstance(content, str) else SHORT * bool(content) for content in contents)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from router.text.call_form import overlap
+from router.text.answer.marks import overlap
 
 OPEN, CLOSE = "<think>", "</think>"
 

@@ -42,6 +42,7 @@ class TokenTable:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._raw: list[bytes | None] = [None] * tokenizer.vocab_size
+        self._whole: dict[int, str | None] = {}
         self.joining = _joining(tokenizer)
         self.strips_leading_space = self.joining is Joining.RUNS and _decodes(tokenizer, ["▁"], "")
 
@@ -53,6 +54,20 @@ class TokenTable:
         if found is None:
             found = self._raw[token_id] = self._tokenizer.token_bytes(token_id)
         return found
+
+    def whole(self, token_id: int) -> str | None:
+        """The text of a token whose bytes are whole characters; None for one that has part of a character."""
+        try:
+            return self._whole[token_id]
+        except KeyError:
+            pass
+        try:
+            text: str | None = self.raw(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        if 0 <= token_id < len(self._raw):
+            self._whole[token_id] = text
+        return text
 
     def is_byte(self, token_id: int) -> bool:
         """Whether this is one of the 256 byte tokens ("<0x0A>") of a vocabulary with byte fallback."""

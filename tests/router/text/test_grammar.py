@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
-from router.text.answer_grammar import (
+from router.text.answer.grammar import (
     choice_grammar,
     free_grammar,
     json_grammar,

@@ -9,7 +9,7 @@ import pytest
 from router.api import pages
 
 
-@pytest.fixture(params=[pages.CHAT, pages.LIVE])
+@pytest.fixture(params=[pages.CHAT, pages.DASHBOARD])
 def page(request: pytest.FixtureRequest) -> str:
     return pages.page(request.param)
 
@@ -21,7 +21,7 @@ def test_every_part_is_put_in(page: str) -> None:
 
 def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
     assert "default-src 'none'" in page and "connect-src 'self'" in page
-    assert not re.search(r"""(src|href)=["'](?!data:|\$\{url\}|/"|/live")""", page)
+    assert not re.search(r"""(src|href)=["'](?!data:|\$\{url\}|/"|/dashboard")""", page)
     assert not re.search(r"@import|url\(", page)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.model_files.template import ChatTemplate
-from router.text.answer_part import CallPart, Part, TextPart, joined
-from router.text.call_scanner import CallScanner
+from router.text.answer.part import CallPart, Part, TextPart, joined
+from router.text.calls.dialect import dialect_of
+from router.text.calls.form import Wanted, spelled_as_text
+from router.text.calls.function import Function
+from router.text.calls.hermes import HermesForm
+from router.text.calls.scanner import CallScanner
 from router.text.chat_prompt import chat_prompt
-from router.text.tools import Function, call_grammar, describes_tools
 
 from ...examples import examples
 from ..answers import checked, is_answer
@@ -32,6 +36,14 @@ NOW = Function("now")
 BOTH = (WEATHER, NOW)
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+def call_grammar(functions: Sequence[Function], **wanted: Any) -> str:
+    return HermesForm().grammar(Wanted(functions, **wanted), spelled_as_text)
+
+
+def hermes_scanner(*, only_calls: bool = False) -> CallScanner:
+    return HermesForm().scanner(start=0, only_calls=only_calls, names=())
 
 
 def accepts(grammar: str, text: str) -> bool:
@@ -86,7 +98,7 @@ def test_arguments_are_an_object_whatever_a_client_calls_them(parameters: dict[s
 
 def parts_of(pieces: list[str], *, cut: bool = False, **options: Any) -> list[Part]:
     """All parts, joined, of a text in these pieces."""
-    scanner = CallScanner(**options)
+    scanner = hermes_scanner(**options)
     parts = [part for piece in pieces for part in scanner.push(piece)] + scanner.flush(cut=cut)
     begun = 0
     for part in parts:
@@ -131,7 +143,7 @@ def test_an_answer_taken_apart(text: str, expected: list[Any], size: int) -> Non
 
 
 def test_text_behind_a_call_comes_behind_the_rest_of_the_call() -> None:
-    scanner = CallScanner()
+    scanner = hermes_scanner()
     scanner.push(CALL[: CALL.index(' "Paris"')])
     parts = scanner.push(' "Paris"}}\n</tool_call>\nDone.')
     assert [type(part) for part in parts] == [CallPart, TextPart]
@@ -158,7 +170,7 @@ def test_json_that_may_be_there_in_place_of_calls_has_none(text: str, expected: 
 def test_an_answer_that_is_cut_off(end: int) -> None:
     """Each part is given out at once and only once, but a mark or a name only when it is complete."""
     said, *calls = taken_apart(f"Hm {CALL[:end]}", 1, cut=True)
-    assert said == "Hm " and [name for name, _ in calls] == ["get_weather"] * (end >= CALL.index('{"city'))
+    assert said == "Hm " and [name for name, _ in calls] == ["get_weather"] * (end > CALL.index('{"city'))
     assert not calls or '{"city": "Paris"}'.startswith(calls[0][1])
 
 
@@ -170,13 +182,13 @@ def test_what_looks_like_a_call_is_text_unless_the_answer_was_cut_off(end: int, 
 
 
 def test_arguments_come_as_they_are_made() -> None:
-    scanner = CallScanner()
+    scanner = hermes_scanner()
     scanner.push(CALL[: CALL.index('"Par')])
     assert scanner.push('"Par') == [CallPart(0, arguments='"Par')]
 
 
 def test_a_call_in_one_piece_is_one_part() -> None:
-    assert CallScanner().push(CALL + OTHER) == [CallPart(0, *WEATHER_CALL), CallPart(1, *NOW_CALL)]
+    assert hermes_scanner().push(CALL + OTHER) == [CallPart(0, *WEATHER_CALL), CallPart(1, *NOW_CALL)]
 
 
 said = st.text('a<>tol_c/{}" \né🙂', max_size=14).filter(lambda text: "<tool_call>" not in text)
@@ -272,7 +284,9 @@ def test_two_users_who_speak_one_after_the_other_stay_two() -> None:
 
 
 def test_a_template_with_tools_gets_them() -> None:
-    assert describes_tools(NATIVE) and not describes_tools(PLAIN) and not describes_tools(None)
+    found = [dialect_of(ChatTemplate(source)) for source in (NATIVE, PLAIN, None)]
+    assert [dialect.native for dialect in found] == [True, False, False]
+    assert {dialect.form.name for dialect in found} == {"hermes"}
     shown = chat_prompt(ChatTemplate(NATIVE), [USER, CALLS, *RESULTS], functions=BOTH)
     assert json.loads(shown.partition("[user]")[0]) == [function.as_tool() for function in BOTH]
     assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>' in shown

@@ -64,7 +64,7 @@ def _names_all(schema: Schema) -> bool:
 def _shared(document: Schema) -> set[int]:
     """Identities of the schemas in a document that describe a value together with other schemas.
 
-    Raises LookupError for a `$ref` that `_target` cannot follow.
+    Raises LookupError for a `$ref` that `target_of` cannot follow.
     """
     found: set[int] = set()
     left: list[Any] = [document]
@@ -96,7 +96,7 @@ def _share(schema: Schema, document: Schema, found: set[int]) -> None:
         left.extend(_dict(schema, "dependentSchemas").values())
         left.extend(schema[key] for key in ("then", "else") if key in schema)
         if "$ref" in schema:
-            left.append(_target(schema["$ref"], document))
+            left.append(target_of(schema["$ref"], document))
 
 
 def _children(schema: Schema) -> Iterable[Any]:
@@ -107,7 +107,7 @@ def _children(schema: Schema) -> Iterable[Any]:
     yield from (schema[key] for key in SINGLE if key in schema)
 
 
-def _target(reference: object, document: Schema) -> Any:
+def target_of(reference: object, document: Schema) -> Any:
     """The schema at a reference of the form `#/$defs/name`. Raises LookupError if it has another form or names none."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise LookupError(reference)

@@ -14,7 +14,7 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
-from router.text.closed_schema import closed
+from router.text.answer.closed_schema import closed
 
 WHITESPACE = r"\n[ \t]{0,32}| "
 """White space allowed between the parts of a JSON text; with more, small models fill their answers with blanks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,19 @@ Part = ThoughtPart | TextPart | CallPart
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The parts in their order, with neighbours of one kind, or of one call, joined."""
-    return [_one(list(neighbours)) for _, neighbours in groupby(parts, key=_kind)]
+    """The parts in their order, with neighbours of one kind, or of one call, joined; texts if nothing parts them."""
+    groups: list[list[Part]] = []
+    end = 0  # of the last text
+    for part in parts:
+        continues = bool(groups) and _kind(groups[-1][0]) == _kind(part)
+        if isinstance(part, TextPart):
+            continues = continues and part.start == end
+            end = part.start + len(part.text)
+        if continues:
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return [_one(neighbours) for neighbours in groups]
 
 
 def _kind(part: Part) -> tuple[type[Part], int]:

@@ -1,0 +1,63 @@
+"""The two forms of DeepSeek's models; the second is that of V3.1:
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
+```json
+{"city": "Paris"}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from router.text.answer.grammar import literal, rule
+from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, bodies, free, opening, row
+from router.text.calls.function import Function
+from router.text.calls.pattern import Pattern, function_name, peek, space
+from router.text.calls.scanner import Layout, MarkedScanner
+
+OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+FENCE, FENCE_END = "\n```json\n", "\n```"
+FENCED = (BEGIN, "function", SEPARATOR, function_name, space, "```json", space, peek("{"))
+PLAIN = (BEGIN, function_name, SEPARATOR, space, peek("{"))
+LAYOUTS = [
+    Layout(Pattern(*first, *call), Pattern(*tail), Pattern(space, *call), Pattern(space, CLOSE))
+    for first in ((OPEN, space), ())
+    for call, tail in ((FENCED, (space, "```", space, END)), (PLAIN, (space, END)))
+]
+
+
+class DeepSeekForm(CallForm):
+    """Calls between marks, with arguments in JSON; `fenced` ones in a block of code, as V3 writes them."""
+
+    name = "deepseek"
+    marks = (OPEN, CLOSE, BEGIN, SEPARATOR, END)
+
+    def __init__(self, *, fenced: bool = False) -> None:
+        self.fenced = fenced
+
+    def scanner(self, *, start: int, only_calls: bool, names: Collection[str], thoughts: bool = True) -> MarkedScanner:
+        return MarkedScanner((OPEN, BEGIN), LAYOUTS, start=start, only_calls=only_calls)
+
+    def grammar(self, wanted: Wanted, spell: Spell) -> str:
+        before, rules = opening(spell(OPEN))
+        between = f"{literal(chr(10))}?" if self.fenced else ""
+        calls = f"{row('body', between, several=wanted.several)} {spell(CLOSE)}"
+        rules = (rules if free(wanted) else "") + rule("listed", calls)
+        rules += bodies(wanted.functions, lambda function, arguments: self._body(function, arguments, spell))
+        return answer_rules(wanted, f"{spell(OPEN)} listed", f"{before} listed") + rules
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        if self.fenced:
+            texts = [f"{BEGIN}function{SEPARATOR}{name}{FENCE}{given}{FENCE_END}{END}" for name, given in calls]
+            return f"{OPEN}{chr(10).join(texts)}{CLOSE}"
+        return f"{OPEN}{''.join([f'{BEGIN}{name}{SEPARATOR}{given}{END}' for name, given in calls])}{CLOSE}"
+
+    def _body(self, function: Function, arguments: str, spell: Spell) -> str:
+        if self.fenced:
+            head = f"{literal('function')} {spell(SEPARATOR)} {literal(function.name + FENCE)}"
+            return f"{spell(BEGIN)} {head} {arguments} {literal(FENCE_END)} {spell(END)}"
+        return f"{spell(BEGIN)} {literal(function.name)} {spell(SEPARATOR)} {arguments} {spell(END)}"

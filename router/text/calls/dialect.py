@@ -1,0 +1,122 @@
+"""Which form of calls a model speaks, and how its chat template takes calls: found out by rendering one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import InvalidRequest
+from common.model_files.template import ChatTemplate
+from router.text.calls.deepseek import DeepSeekForm
+from router.text.calls.form import CallForm, Message
+from router.text.calls.function import Function
+from router.text.calls.harmony import HarmonyForm
+from router.text.calls.hermes import HermesForm
+from router.text.calls.llama3 import Llama3Form
+from router.text.calls.mistral import MistralForm
+from router.text.calls.pythonic import PythonicForm
+
+AUTO, NONE = "auto", "none"
+NAME, ARGUMENT = "probe_function", "probe_argument"
+PROBE = Function(NAME, "a probe", {"type": "object", "properties": {ARGUMENT: {"type": "string"}}})
+CALL_ID, VALUE = "probe0001", "probe value"
+USABLE = re.compile(rf'"{ARGUMENT}":\s*"{VALUE}"|{ARGUMENT}=["\']{VALUE}["\']')
+"""Arguments as JSON or keywords, and not as a text inside JSON."""
+FORMS: Mapping[str, Callable[[], CallForm]] = {
+    "hermes": HermesForm,
+    "llama3": Llama3Form,
+    "mistral": MistralForm,
+    "pythonic": PythonicForm,
+    "deepseek": DeepSeekForm,
+    "harmony": HarmonyForm,
+}
+RENDERED: Sequence[tuple[re.Pattern[str], Callable[[], CallForm]]] = [
+    (re.compile(rf"to=functions\.{NAME}\b.{{0,40}}<\|message\|>"), HarmonyForm),
+    (re.compile(rf"<｜tool▁sep｜>{NAME}\s*```"), lambda: DeepSeekForm(fenced=True)),
+    (re.compile(rf"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>"), DeepSeekForm),
+    (re.compile(rf"\[TOOL_CALLS\]\s*{NAME}"), lambda: MistralForm(compact=True)),
+    (re.compile(rf"\[TOOL_CALLS\]\s*\[.{{0,80}}{NAME}", re.DOTALL), MistralForm),
+    (re.compile(rf"<tool_call>.{{0,80}}{NAME}", re.DOTALL), HermesForm),
+    (re.compile(rf"<function_calls>\s*{NAME}\("), lambda: PythonicForm(tagged=True)),
+    (re.compile(rf"\[{NAME}\("), PythonicForm),
+    (re.compile(rf'\{{\s*"name":\s*"{NAME}",\s*"parameters":'), Llama3Form),
+]
+"""How each form is recognised in a rendered call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a served model is told of functions, and how it calls them.
+
+    `native`: its template describes functions and writes calls, with `text_arguments` from arguments in JSON text;
+    another model is told in words. Without `parses` answers are not searched for calls.
+    """
+
+    form: CallForm
+    native: bool = False
+    text_arguments: bool = False
+    parses: bool = True
+
+    def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages, whose calls have arguments as objects, as a native template wants them."""
+        adapted = self.form.messages(messages)
+        return [_with_text_arguments(message) for message in adapted] if self.text_arguments else adapted
+
+
+def dialect_of(template: ChatTemplate, parser: str = AUTO) -> Dialect:
+    """The dialect of a template's model. `parser` names the form, or is auto or none."""
+    form, text_arguments = None, False
+    if template.source is not None:
+        for as_text in (False, True):
+            form = _form_in(_rendered_call(template, as_text))
+            if form is not None:
+                text_arguments = as_text
+                break
+    described = template.source is not None and NAME in _rendered(template, [{"role": "user", "content": "hi"}])
+    if parser in (AUTO, NONE):
+        native = form is not None and described
+        chosen = form if form is not None and (native or form.has_channels) else HermesForm()
+        return Dialect(chosen, native, text_arguments, parses=parser == AUTO)
+    chosen = form if form is not None and form.name == parser else FORMS[parser]()
+    return Dialect(chosen, described, text_arguments)
+
+
+def _form_in(rendered: str) -> CallForm | None:
+    return next((form() for mark, form in RENDERED if mark.search(rendered)), None)
+
+
+def _rendered_call(template: ChatTemplate, as_text: bool) -> str:
+    """A conversation with a call; "" where the template refuses it or shows the arguments in no usable form."""
+    arguments: Any = {ARGUMENT: VALUE}
+    function = {"name": NAME, "arguments": json.dumps(arguments) if as_text else arguments}
+    call = {"id": CALL_ID, "type": "function", "function": function}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "done", "tool_call_id": CALL_ID, "name": NAME},
+    ]
+    shown = _rendered(template, messages)
+    return shown if USABLE.search(shown) else ""
+
+
+def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
+    try:
+        return template.render(messages, tools=[PROBE.as_tool()], add_generation_prompt=False)
+    except InvalidRequest:
+        return ""
+
+
+def _with_text_arguments(message: Message) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    return {**message, "tool_calls": [{**call, "function": _as_text(call["function"])} for call in calls]}
+
+
+def _as_text(function: Message) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    return {**function, "arguments": written}

@@ -1,0 +1,118 @@
+"""What a form of calls must tell: its marks, and how to read, to write and to enforce it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from router.text.answer.grammar import json_expression, literal, rule
+from router.text.calls.function import Function
+from router.text.calls.scanner import CallScanner
+
+Message = Mapping[str, Any]
+Spell = Callable[[str], str]
+"""How a grammar names a mark: as a token of the vocabulary where it is a special one, else as text."""
+
+TEXT = r"/(.|\n)*/"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What an answer may be: calls of `functions`, of which `several` may follow each other.
+
+    Unless a call is `required`, the model may instead write JSON of the schema `answer`; without such a schema it may
+    write any text, before and behind calls too.
+    """
+
+    functions: Sequence[Function]
+    required: bool = False
+    several: bool = True
+    answer: Mapping[str, Any] | None = None
+
+
+class CallForm(ABC):
+    """One form in which models write calls.
+
+    `marks` may be special tokens, which the text of an answer shows only to the scanner. Of these, `hides` begin text
+    that is not the answer's, such as the head of a message, and `shows` end it: stop strings are not looked for there.
+    `has_channels`: every answer is in this form, with or without tools, and the scanner tells thoughts apart too.
+    """
+
+    name: ClassVar[str]
+    marks: ClassVar[tuple[str, ...]] = ()
+    hides: ClassVar[tuple[str, ...]] = ()
+    shows: ClassVar[tuple[str, ...]] = ()
+    has_channels: ClassVar[bool] = False
+
+    @abstractmethod
+    def scanner(self, *, start: int, only_calls: bool, names: Collection[str], thoughts: bool = True) -> CallScanner:
+        """Reads an answer. `only_calls`: it either begins with a call or has none; `names` are those of functions.
+
+        Without `thoughts` a form with channels gives out thoughts as text.
+        """
+
+    @abstractmethod
+    def grammar(self, wanted: Wanted, spell: Spell) -> str:
+        """The grammar of such answers."""
+
+    @abstractmethod
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls, each a name and arguments in JSON, as text, for a model whose template has no place for them."""
+
+    def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages with calls as the templates of this form's models want them."""
+        return [dict(message) for message in messages]
+
+
+def answer_rules(wanted: Wanted, calls: str, begun: str) -> str:
+    """The rules `start`, `answer` and `TEXT`; `calls` is an answer of nothing but calls, `begun` text up to their end.
+
+    `begun` is the right side of a rule and begins with text.
+    """
+    if wanted.required:
+        return rule("start", calls)
+    if wanted.answer is not None:
+        return rule("start", f"{calls} | answer") + rule("answer", json_expression(wanted.answer))
+    return (
+        rule("start", "begun* TEXT" if wanted.several else "begun | TEXT") + rule("begun", begun) + rule("TEXT", TEXT)
+    )
+
+
+def free(wanted: Wanted) -> bool:
+    """Whether the answer may have any text."""
+    return not wanted.required and wanted.answer is None
+
+
+def opening(mark: str, name: str = "opening") -> tuple[str, str]:
+    """Text up to a mark, as the right side of a rule, and the rule that this needs. `mark` is as `Spell` has it."""
+    if mark.startswith("<["):  # a special token is never part of text
+        return f"TEXT {mark}", ""
+    return name, rule(f"{name}[lazy]", f"TEXT {mark}")
+
+
+def row(calls: str, between: str, *, several: bool) -> str:
+    """The right side of a rule for a row of calls."""
+    return f"{calls} ({between} {calls})*" if several else calls
+
+
+def bodies(functions: Sequence[Function], body: Callable[[Function, str], str]) -> str:
+    """The rule `body`, a call of any of the functions. `body` writes one, given the name of the rule of arguments."""
+    rules = rule("body", " | ".join(f"body_{i}" for i in range(len(functions))))
+    for i, function in enumerate(functions):
+        rules += rule(f"body_{i}", body(function, f"arguments_{i}"))
+    return rules + arguments_rules(functions)
+
+
+def arguments_rules(functions: Sequence[Function]) -> str:
+    """A rule for the arguments of each function, in JSON."""
+    return "".join(
+        rule(f"arguments_{i}", json_expression(function.arguments, lenient=True))
+        for i, function in enumerate(functions)
+    )
+
+
+def spelled_as_text(mark: str) -> str:
+    """The `Spell` of a vocabulary without special marks."""
+    return literal(mark)

@@ -1,0 +1,43 @@
+"""The form of the Hermes and Qwen families:
+
+<tool_call>
+{"name": "get_weather", "arguments": {"city": "Paris"}}
+</tool_call>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from router.text.answer.grammar import literal, rule
+from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, bodies, free, opening, row
+from router.text.calls.pattern import OBJECT_HEAD, Pattern, rest_of_object, space
+from router.text.calls.scanner import Layout, MarkedScanner
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+NAME, ARGUMENTS, END = '\n{"name": "', '", "arguments": ', "}\n"
+LAYOUT = Layout(Pattern(OPEN, space, *OBJECT_HEAD), Pattern(rest_of_object, space, CLOSE))
+
+
+class HermesForm(CallForm):
+    """JSON between tags, a pair of tags for each call."""
+
+    name = "hermes"
+    marks = (OPEN, CLOSE)
+
+    def scanner(self, *, start: int, only_calls: bool, names: Collection[str], thoughts: bool = True) -> MarkedScanner:
+        return MarkedScanner((OPEN,), (LAYOUT,), start=start, only_calls=only_calls)
+
+    def grammar(self, wanted: Wanted, spell: Spell) -> str:
+        before, rules = opening(spell(OPEN))
+        calls = row("call", f"{literal(chr(10))}?", several=wanted.several)
+        rules = (rules if free(wanted) else rule("call", f"{spell(OPEN)} body")) + bodies(
+            wanted.functions,
+            lambda function, arguments: (
+                f"{literal(NAME + function.name + ARGUMENTS)} {arguments} {literal(END)} {spell(CLOSE)}"
+            ),
+        )
+        return answer_rules(wanted, calls, f"{before} body") + rules
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        return "\n".join([f"{OPEN}{NAME}{name}{ARGUMENTS}{arguments}{END}{CLOSE}" for name, arguments in calls])

@@ -1,0 +1,74 @@
+"""The form of Llama 3, which has no mark of its own but where the model writes `<|python_tag|>` first:
+
+{"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": {}}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+
+from router.text.answer.grammar import literal, rule
+from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, bodies, free, row
+from router.text.calls.function import Function
+from router.text.calls.pattern import OBJECT_HEAD, Pattern, rest_of_object, space
+from router.text.calls.scanner import Layout, MarkedScanner
+
+TAG = "<|python_tag|>"
+NAME, ARGUMENTS, BETWEEN = '{"name": "', '", "parameters": ', "; "
+TYPED_HEAD = ("{", space, '"type"', space, ":", space, '"function"', space, ",", space, *OBJECT_HEAD[1:])
+LAYOUTS = [
+    Layout(Pattern(*tag, *head), Pattern(rest_of_object), Pattern(space, ";", space, *head))
+    for tag in ((TAG, space), ())
+    for head in (OBJECT_HEAD, TYPED_HEAD)
+]
+BLANKS = r"[ \t\r\n]{0,8}"
+
+
+class Llama3Form(CallForm):
+    """A JSON object whose `name` is that of a function; semicolons part several."""
+
+    name = "llama3"
+    marks = (TAG,)
+
+    def scanner(self, *, start: int, only_calls: bool, names: Collection[str], thoughts: bool = True) -> MarkedScanner:
+        return MarkedScanner((TAG, "{"), LAYOUTS, start=start, only_calls=only_calls, names=names)
+
+    def grammar(self, wanted: Wanted, spell: Spell) -> str:
+        tag = spell(TAG)
+        tagged = f"{tag}? " if tag.startswith("<[") else ""
+        calls = row("call", literal(BETWEEN), several=wanted.several)
+        more = f" ({literal(BETWEEN)} call)*" if wanted.several else ""
+        if not free(wanted):
+            rules = rule("call", "body")
+            return answer_rules(wanted, f"{tagged}{calls}", "") + rules + _bodies(wanted.functions)
+        openings = " | ".join(
+            f"open_{i} {literal(' ')}? arguments_{i} {literal('}')}{more}" for i in range(len(wanted.functions))
+        )
+        begun = f"TEXT {tag} call{more} | {openings}" if tagged else openings
+        rules = rule("call", "body") if tagged or more else ""
+        for i, function in enumerate(wanted.functions):
+            rules += rule(f"open_{i}[lazy]", f"TEXT {_head(function)}")
+        return answer_rules(wanted, "", begun) + rules + _bodies(wanted.functions)
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        return BETWEEN.join([f"{NAME}{name}{ARGUMENTS}{arguments}}}" for name, arguments in calls])
+
+
+def _bodies(functions: Sequence[Function]) -> str:
+    """Each word alone: a longer text would keep JSON of an answer's schema from being read as such."""
+    gap = f"{literal(' ')}?"
+
+    def body(function: Function, arguments: str) -> str:
+        called = f"{literal(json.dumps('name'))} {literal(':')} {gap} {literal(json.dumps(function.name))}"
+        given = f"{literal(json.dumps('parameters'))} {literal(':')} {gap} {arguments}"
+        return f"{literal('{')} {called} {literal(',')} {gap} {given} {literal('}')}"
+
+    return bodies(functions, body)
+
+
+def _head(function: Function) -> str:
+    """The beginning of a call in text, with the white space that the scanner allows."""
+    words = ("{", '"name"', ":", f'"{function.name}"', ",", '"parameters"', ":")
+    return f"/{BLANKS.join(map(re.escape, words))}/"

@@ -1,0 +1,91 @@
+"""The two forms of Mistral's models, of which the second is the newer one:
+
+[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]
+[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[ARGS]{}
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from router.text.answer.grammar import literal, rule
+from router.text.calls.form import CallForm, Message, Spell, Wanted, answer_rules, bodies, free, opening, row
+from router.text.calls.pattern import OBJECT_HEAD, Pattern, function_name, peek, rest_of_object, space
+from router.text.calls.scanner import Layout, MarkedScanner
+
+OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+NAME, ARGUMENTS = '{"name": "', '", "arguments": '
+ID_CHARS = 9
+"""The templates refuse ids of calls that are not 9 letters and digits."""
+NOTHING = Pattern()
+LAYOUTS = (
+    Layout(
+        Pattern(OPEN, space, "[", space, *OBJECT_HEAD),
+        Pattern(rest_of_object),
+        Pattern(space, ",", space, *OBJECT_HEAD),
+        Pattern(space, "]"),
+    ),
+    Layout(Pattern(OPEN, space, *OBJECT_HEAD), Pattern(rest_of_object)),
+    Layout(Pattern(OPEN, space, function_name, ARGS, space, peek("{")), NOTHING),
+    Layout(Pattern(OPEN, space, function_name, CALL_ID, function_name, ARGS, space, peek("{")), NOTHING),
+    Layout(Pattern(OPEN, space, function_name, space, peek("{")), NOTHING),
+)
+
+
+class MistralForm(CallForm):
+    """A list in JSON behind a mark, or with `compact` a mark, a name and arguments for each call."""
+
+    name = "mistral"
+    marks = (OPEN, ARGS, CALL_ID)
+
+    def __init__(self, *, compact: bool = False) -> None:
+        self.compact = compact
+
+    def scanner(self, *, start: int, only_calls: bool, names: Collection[str], thoughts: bool = True) -> MarkedScanner:
+        return MarkedScanner((OPEN,), LAYOUTS, start=start, only_calls=only_calls)
+
+    def grammar(self, wanted: Wanted, spell: Spell) -> str:
+        before, rules = opening(spell(OPEN))
+        if self.compact:
+            calls = row(f"{spell(OPEN)} body", "", several=wanted.several)
+            rules = (rules if free(wanted) else "") + bodies(
+                wanted.functions, lambda function, arguments: f"{literal(function.name)} {spell(ARGS)} {arguments}"
+            )
+            return answer_rules(wanted, calls, f"{before} body") + rules
+        rules = (rules if free(wanted) else "") + rule("listed", _listed(wanted))
+        rules += bodies(
+            wanted.functions,
+            lambda function, arguments: f"{literal(NAME + function.name + ARGUMENTS)} {arguments} {literal('}')}",
+        )
+        # One row: a second one behind its text would be as good, but no model was taught that.
+        return answer_rules(wanted, f"{spell(OPEN)} listed", f"{before} listed") + rules
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        if self.compact:
+            return "".join([f"{OPEN}{name}{ARGS}{arguments}" for name, arguments in calls])
+        return f"{OPEN} [{', '.join([f'{NAME}{name}{ARGUMENTS}{arguments}}}' for name, arguments in calls])}]"
+
+    def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """With ids as these templates want them, the same for the same id."""
+        return [_with_short_ids(message) for message in messages]
+
+
+def _listed(wanted: Wanted) -> str:
+    return f"{literal(' ')}? {literal('[')} {row('body', literal(', '), several=wanted.several)} {literal(']')}"
+
+
+def _with_short_ids(message: Message) -> dict[str, Any]:
+    changed = dict(message)
+    if isinstance(message.get("tool_call_id"), str):
+        changed["tool_call_id"] = _short(message["tool_call_id"])
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [{**call, "id": _short(str(call.get("id") or ""))} for call in message["tool_calls"]]
+    return changed
+
+
+def _short(call_id: str) -> str:
+    if len(call_id) == ID_CHARS and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:ID_CHARS]

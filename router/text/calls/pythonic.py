@@ -1,0 +1,149 @@
+"""The form of Llama 4 and of Olmo, in Python's syntax; the second is Olmo's:
+
+[get_weather(city="Paris", days=3), now()]
+
+<function_calls>
+get_weather(city="Paris", days=3)
+now()
+</function_calls>
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+
+from router.text.answer.grammar import literal, rule
+from router.text.answer.part import CallPart, Part
+from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, free, opening, row
+from router.text.calls.pattern import Found, Pattern, function_name, space
+from router.text.calls.python_grammar import PythonRules, python_text
+from router.text.calls.python_literal import NotLiteralError, PythonExtent, read_arguments
+from router.text.calls.scanner import Layout, MarkedScanner
+
+TAG, END_TAG = "<function_calls>", "</function_calls>"
+START, END = "<|python_start|>", "<|python_end|>"
+CALL = (function_name, "(")
+NOTHING = Pattern()
+MORE, CLOSE = Pattern(space, ",", space, *CALL), Pattern(space, "]")
+LAYOUTS = (
+    Layout(Pattern("[", space, *CALL), NOTHING, MORE, CLOSE),
+    Layout(Pattern(START, space, "[", space, *CALL), NOTHING, MORE, CLOSE),
+    Layout(Pattern(TAG, space, *CALL), NOTHING, Pattern(space, *CALL), Pattern(space, END_TAG)),
+)
+BLANKS = r"[ \t\r\n]{0,8}"
+
+
+class PythonicScanner(MarkedScanner):
+    """Finds calls in Python's syntax. A call is given out once it is complete: before, it may be no call at all."""
+
+    _is_cut = False
+    _name, _begun, _extent_of_call = "", 0, PythonExtent(0)
+    """The function of the call that is being read, and where its arguments begin and end in the held text."""
+
+    @property
+    def calls_are_whole(self) -> bool:
+        return not self._is_cut
+
+    def flush(self, *, cut: bool) -> list[Part]:
+        if self._step != self._arguments:
+            return super().flush(cut=cut)
+        parts: list[Part] = []
+        if cut:
+            self._cut_off(parts)
+        else:
+            self._say(len(self._held), parts)
+        self._held = ""
+        return parts
+
+    def _cut_off(self, parts: list[Part]) -> None:
+        """Give out a call with the arguments that came."""
+        try:
+            arguments, _ = read_arguments(self._held[self._begun :])
+        except NotLiteralError:
+            self._say(len(self._held), parts)
+            return
+        self._is_cut = True
+        parts.append(CallPart(self.num_calls, self._name, _json(arguments)[:-1] if arguments else ""))
+        self.num_calls += 1
+
+    def _call(self, found: Found, parts: list[Part]) -> bool:
+        self._name, self._begun, self._extent_of_call = found.name, found.end, PythonExtent(found.end)
+        return self._move_to(self._arguments)
+
+    def _arguments(self, parts: list[Part]) -> bool:
+        length = self._extent_of_call.measure(self._held)
+        if not self._extent_of_call.complete:
+            return False
+        try:
+            arguments, _ = read_arguments(self._held[self._begun : length])
+        except NotLiteralError:
+            self._say(1, parts)
+            return self._move_to(self._text)
+        parts.append(CallPart(self.num_calls, self._name, _json(arguments)))
+        self.num_calls += 1
+        return self._move_to(self._between, length)
+
+    def _gap(self, parts: list[Part]) -> bool:
+        held = self._held.lstrip()
+        if held and END.startswith(held) and held != END:
+            return False
+        self._held = held.removeprefix(END)
+        return super()._gap(parts)
+
+
+class PythonicForm(CallForm):
+    """Calls as Python writes them: a list of them, or `tagged` ones in lines between tags."""
+
+    name = "pythonic"
+    marks = (START, END, TAG, END_TAG)
+
+    def __init__(self, *, tagged: bool = False) -> None:
+        self.tagged = tagged
+
+    def scanner(
+        self, *, start: int, only_calls: bool, names: Collection[str], thoughts: bool = True
+    ) -> PythonicScanner:
+        return PythonicScanner(("[", START, TAG), LAYOUTS, start=start, only_calls=only_calls, names=names)
+
+    def grammar(self, wanted: Wanted, spell: Spell) -> str:
+        rules = PythonRules()
+        names = [(f"arguments_{i}", function.name) for i, function in enumerate(wanted.functions)]
+        for (arguments, _), function in zip(names, wanted.functions, strict=True):
+            rules.arguments(arguments, function.arguments)
+        rest = rules.text
+        called = " | ".join(f"{literal(name + '(')} {arguments} {literal(')')}" for arguments, name in names)
+        rest += rule("call", called)
+        if self.tagged:
+            before, more = opening(spell(TAG))
+            listed = f"{literal(chr(10))} {row('call', literal(chr(10)), several=wanted.several)} {literal(chr(10))}"
+            listed += f" {spell(END_TAG)}"
+            rest += more if free(wanted) else ""
+            return answer_rules(wanted, f"{spell(TAG)} {listed}", f"{before} {listed}") + rest
+        calls = f"{literal('[')} {row('call', '/, ?/', several=wanted.several)} {literal(']')}"
+        if not free(wanted):
+            return answer_rules(wanted, calls, "") + rest
+        more = " (/, ?/ call)*" if wanted.several else ""
+        begun = [f"open_{i} {arguments} {literal(')')}{more} {literal(']')}" for i, (arguments, _) in enumerate(names)]
+        for i, (_, name) in enumerate(names):
+            rest += rule(f"open_{i}[lazy]", rf"TEXT /\[{BLANKS}{name.replace('.', chr(92) + '.')}\(/")
+        return answer_rules(wanted, "", " | ".join(begun)) + rest
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        texts = [f"{name}({_keywords(arguments)})" for name, arguments in calls]
+        return f"{TAG}\n{chr(10).join(texts)}\n{END_TAG}" if self.tagged else f"[{', '.join(texts)}]"
+
+
+def _json(arguments: dict[str, object]) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _keywords(arguments: str) -> str:
+    """Arguments in JSON as keywords of a call; what is no object stays as it is."""
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    if not isinstance(given, dict):
+        return arguments
+    return ", ".join([f"{name}={python_text(value)}" for name, value in given.items()])

@@ -1,0 +1,64 @@
+"""Chat templates as those of model families that call functions, as short as they can be."""
+
+from __future__ import annotations
+
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+ANSWER = "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def template(call: str, *, first: str = "", last: str = "", between: str = "") -> str:
+    """`call` writes `name` and `arguments`; `first` and `last` stand around the calls of a message."""
+    calls = (
+        "{% if m.tool_calls %}" + first + "{% for c in m.tool_calls %}{% set f = c.function %}" + call
+        + "{% if not loop.last %}" + between + "{% endif %}{% endfor %}" + last + "{% endif %}"
+    )  # fmt: skip
+    return TOOLS + "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + calls + "\n{% endfor %}" + ANSWER
+
+
+JSON = "{{ f.arguments | tojson }}"
+SHORT_ID = "{% if c.id is not string or c.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
+KEYWORDS = (
+    "{% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}"
+)
+
+HERMES = template('<tool_call>\n{"name": "{{ f.name }}", "arguments": ' + JSON + "}\n</tool_call>")
+LLAMA3 = template('{"name": "{{ f.name }}", "parameters": ' + JSON + "}", between="; ")
+MISTRAL = template(
+    SHORT_ID + '{"name": "{{ f.name }}", "arguments": ' + JSON + ', "id": "{{ c.id }}"}',
+    first="[TOOL_CALLS] [", last="]", between=", ",
+)  # fmt: skip
+MISTRAL_COMPACT = template("[TOOL_CALLS]{{ f.name }}[ARGS]" + JSON)
+PYTHONIC = template("{{ f.name }}(" + KEYWORDS + ")", first="[", last="]", between=", ")
+TAGGED = template(
+    "{{ f.name }}(" + KEYWORDS + ")", first="<function_calls>\n", last="\n</function_calls>", between="\n"
+)
+DEEPSEEK = template(
+    "{{ '<｜tool▁call▁begin｜>' + f.name + '<｜tool▁sep｜>' + f.arguments + '<｜tool▁call▁end｜>' }}",
+    first="<｜tool▁calls▁begin｜>", last="<｜tool▁calls▁end｜>",
+)  # fmt: skip
+FENCED = template(
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ f.name }}\n```json\n" + JSON + "\n```<｜tool▁call▁end｜>",
+    first="<｜tool▁calls▁begin｜>", last="<｜tool▁calls▁end｜>",
+)  # fmt: skip
+HARMONY = (
+    TOOLS + "{% for m in messages %}{% if m.tool_calls %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}"
+    "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "{% set f = m.tool_calls[0].function %}<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json"
+    "<|message|>" + JSON + "<|call|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}" + ANSWER
+STRICT = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}hi"
+
+TEMPLATES = {
+    "hermes": HERMES,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "mistral, compact": MISTRAL_COMPACT,
+    "pythonic": PYTHONIC,
+    "pythonic, tagged": TAGGED,
+    "deepseek": DEEPSEEK,
+    "deepseek, fenced": FENCED,
+    "harmony": HARMONY,
+}

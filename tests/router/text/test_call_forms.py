@@ -1,0 +1,245 @@
+"""Answers in each form of calls, taken apart: whole, in two pieces, and character by character, always the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart, joined
+from router.text.calls.deepseek import DeepSeekForm
+from router.text.calls.form import CallForm
+from router.text.calls.harmony import HarmonyForm
+from router.text.calls.hermes import HermesForm
+from router.text.calls.llama3 import Llama3Form
+from router.text.calls.mistral import MistralForm
+from router.text.calls.pythonic import PythonicForm
+
+from ...examples import examples
+
+NAMES = ("now", "get_weather")
+WEATHER, NOW = ("get_weather", '{"city": "Paris", "days": [1, 2]}'), ("now", "{}")
+ROWS: dict[str, CallForm] = {
+    "hermes": HermesForm(),
+    "llama3": Llama3Form(),
+    "mistral": MistralForm(),
+    "mistral, compact": MistralForm(compact=True),
+    "pythonic": PythonicForm(),
+    "pythonic, tagged": PythonicForm(tagged=True),
+    "deepseek": DeepSeekForm(),
+    "deepseek, fenced": DeepSeekForm(fenced=True),
+}
+"""Forms without channels."""
+
+Item = str | tuple[str, str] | ThoughtPart
+
+
+def parts_of(form: CallForm, pieces: Sequence[str], *, cut: bool = False, **options: Any) -> list[Part]:
+    scanner = form.scanner(**{"start": 0, "only_calls": False, "names": NAMES} | options)
+    parts = [part for piece in pieces for part in scanner.push(piece)] + scanner.flush(cut=cut)
+    assert scanner.num_calls == sum(isinstance(part, CallPart) and bool(part.name) for part in parts)
+    text = "".join(pieces)
+    assert all(text[part.start :].startswith(part.text) for part in parts if isinstance(part, TextPart))
+    return joined(parts)
+
+
+def taken_apart(form: CallForm, text: str, **options: Any) -> list[Item]:
+    """The items of an answer, after looking whether it is the same in two pieces and in characters."""
+    parts = parts_of(form, [text], **options)
+    assert parts_of(form, list(text), **options) == parts
+    for place in range(1, len(text)):
+        assert parts_of(form, [text[:place], text[place:]], **options) == parts, text[:place]
+    return [
+        (part.name, part.arguments) if isinstance(part, CallPart) else part.text if isinstance(part, TextPart) else part
+        for part in parts
+    ]
+
+
+@pytest.fixture(params=ROWS)
+def form(request: pytest.FixtureRequest) -> CallForm:
+    return ROWS[request.param]
+
+
+def test_calls(form: CallForm) -> None:
+    assert taken_apart(form, form.written([WEATHER])) == [WEATHER]
+    assert taken_apart(form, form.written([WEATHER, NOW, WEATHER])) == [WEATHER, NOW, WEATHER]
+    assert taken_apart(form, form.written([NOW]), only_calls=True) == [NOW]
+
+
+def test_text_around_calls(form: CallForm) -> None:
+    one, two = form.written([WEATHER]), form.written([NOW])
+    assert taken_apart(form, f"I look. {one}") == ["I look. ", WEATHER]
+    assert taken_apart(form, f"a {one}\n b {two} c") == ["a ", WEATHER, "b ", NOW, "c"]
+    assert taken_apart(form, f"{one}\n\nDone.\n") == [WEATHER, "Done.\n"]
+
+
+def test_text_without_calls(form: CallForm) -> None:
+    for text in ("", "Hi!", "a [b] {c} <d>", '{"name": "Bob"}', "[f(x)] [1, 2]", "<|x|>", "[TOOL", "<tool_", "1 <"):
+        assert taken_apart(form, text) == [*filter(None, [text])]
+
+
+def test_json_in_place_of_calls_is_text(form: CallForm) -> None:
+    quoted = json.dumps({"a": form.written([NOW])})
+    assert taken_apart(form, quoted, only_calls=True) == [quoted]
+
+
+def test_a_call_that_breaks_off_before_its_arguments_is_text_unless_the_answer_was_cut_off(form: CallForm) -> None:
+    whole = form.written([WEATHER])
+    begun = whole.index("city") - (2 if '{"' in whole else 0)
+    for end in range(1, begun):
+        assert taken_apart(form, whole[:end]) == [whole[:end]]
+        assert taken_apart(form, "Hm " + whole[:end], cut=True) in (["Hm "], ["Hm ", ("get_weather", "")])
+
+
+def test_a_call_that_is_cut_off_has_the_arguments_that_came(form: CallForm) -> None:
+    whole = form.written([WEATHER])
+    scanner = form.scanner(start=0, only_calls=False, names=NAMES)
+    (call,) = joined(scanner.push(whole[: whole.index("days")]) + scanner.flush(cut=True))
+    assert isinstance(call, CallPart) and call.name == "get_weather"
+    assert call.arguments.startswith('{"city": "Paris"') and not scanner.calls_are_whole
+
+
+def test_a_complete_call_is_whole_wherever_the_rest_is_cut_off(form: CallForm) -> None:
+    both = form.written([NOW, WEATHER])
+    for end in range(len(both)):
+        items = taken_apart(form, both[:end], cut=True)
+        assert items == [] or items[0] in (NOW, ("now", ""), ("now", "{"))
+        assert all(not isinstance(item, str) for item in items)
+
+
+MALFORMED = {
+    "hermes": ["<tool_call>\nget_weather\n</tool_call>", '<tool_call>{"name": "now", "arguments": "x"}</tool_call>'],
+    "llama3": [
+        '{"name": "then", "parameters": {}}',
+        '{"name": "now", "parameters": 1}',
+        "<|python_tag|>print(1)",
+        '{"parameters": {}, "name": "now"}',
+    ],
+    "mistral": ["[TOOL_CALLS] []", "[TOOL_CALLS] now", '[TOOL_CALLS] [{"now": {}}]', "[TOOL_CALLS]now[ARGS]1"],
+    "pythonic": [
+        "[then()]",
+        "[now(5)]",
+        "[now(a=b)]",
+        "[now(a=__import__('os'))]",
+        "[now(a=1 b=2)]",
+        "[now(a=1, a=2)]",
+        "[now(a=[1)]",
+        "[get_weather(city='x'",
+        "<function_calls>\nthen()\n</function_calls>",
+        r"[now(a='\ud800')]",
+        "[now(a=1e999)]",
+    ],
+    "deepseek": [
+        "<｜tool▁calls▁begin｜>now<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>now<｜tool▁sep｜>x<｜tool▁call▁end｜>",
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in MALFORMED.items() for text in texts])
+def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
+    for answer in (text, f"Hm {text} so."):
+        assert taken_apart(ROWS[name], answer) == [answer]
+
+
+VARIANTS: list[tuple[str, str, list[Item]]] = [
+    ("hermes", '<tool_call>{"name":"now","arguments":{}}</tool_call>', [NOW]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": "}"}</tool_call> ok', [NOW, "ok"]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}} what?', [NOW, "} what?"]),
+    ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}', [NOW]),
+    ("llama3", '{"type": "function", "name": "now", "parameters": {}}', [NOW]),
+    ("llama3", '\n{ "name" : "now", "arguments": {} };\n{"name": "now", "parameters": {}}', ["\n", NOW, NOW]),
+    ("llama3", '{"name": "now", "parameters": {}}; {"name": "Bob"}', [NOW, '; {"name": "Bob"}']),
+    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "abcdefghi"}]', [NOW]),
+    ("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", [NOW]),
+    ("mistral", "[TOOL_CALLS]now{}[TOOL_CALLS]now {}", [NOW, NOW]),
+    ("mistral", '[TOOL_CALLS]{"name": "now", "arguments": {}}', [NOW]),
+    ("pythonic", "<|python_start|>[now()]<|python_end|>", [NOW]),
+    ("pythonic", "[now( ) ,\n get_weather( city = 'a\\'b' , )]", [NOW, ("get_weather", '{"city": "a\'b"}')]),
+    (
+        "pythonic",
+        "[now(a=True, b=None, c=-1.5, d=(1, 'x'), e={'k': [null, false]}, f=\"é\\u00e9\\n\", g='''a'b''')]",
+        [("now", '{"a": true, "b": null, "c": -1.5, "d": [1, "x"], "e": {"k": [null, false]}, '
+                 '"f": "éé\\n", "g": "a\'b"}')],
+    ),
+    ("deepseek", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>", [NOW]),
+    (
+        "deepseek",
+        "<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>\n"
+        "<｜tool▁calls▁end｜>",
+        [NOW],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), VARIANTS)
+def test_other_ways_to_write_calls(name: str, text: str, expected: list[Item]) -> None:
+    assert taken_apart(ROWS[name], text) == expected
+
+
+def test_arguments_come_as_they_are_made() -> None:
+    """In Python's form a call comes once it is complete."""
+    for name, form in ROWS.items():
+        whole = form.written([WEATHER])
+        scanner = form.scanner(start=0, only_calls=False, names=NAMES)
+        place = whole.index("Par")
+        scanner.push(whole[:place])
+        came = scanner.push("Par")
+        assert came == ([] if name.startswith("pythonic") else [CallPart(0, arguments="Par")])
+
+
+# ---------------------------------------------------------------- however it is divided
+
+said = st.text('a{}[]()<|>:;",= \né🙂', max_size=12)
+values = st.recursive(
+    st.text("a\"\\'{}[]()<>|é🙂\n", max_size=5) | st.integers(-9, 9) | st.booleans() | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('k"{', max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+called = st.tuples(
+    st.sampled_from(NAMES),
+    st.dictionaries(st.text("kl_", min_size=1, max_size=2), values, max_size=3).map(
+        lambda arguments: json.dumps(arguments, ensure_ascii=False)
+    ),
+)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(
+    name=st.sampled_from(sorted(ROWS)),
+    rows=st.lists(st.tuples(said, st.lists(called, min_size=1, max_size=3)), max_size=3),
+    last=said,
+    data=st.data(),
+)
+def test_how_an_answer_is_divided_changes_nothing(
+    name: str, rows: list[tuple[str, list[tuple[str, str]]]], last: str, data: st.DataObject
+) -> None:
+    form = ROWS[name]
+    text = "".join([before + form.written(calls) for before, calls in rows]) + last
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[start:end] for start, end in itertools.pairwise([0, *places, len(text)])]
+    for cut in (False, True):
+        parts = parts_of(form, pieces, cut=cut)
+        assert parts == parts_of(form, [text], cut=cut) == parts_of(form, list(text), cut=cut)
+    items = [(part.name, part.arguments) for part in parts_of(form, pieces) if isinstance(part, CallPart)]
+    assert items == [call for _, calls in rows for call in calls]
+    texts = "".join([part.text for part in parts_of(form, pieces) if isinstance(part, TextPart)])
+    expected = "".join([before for before, _ in rows]) + last
+    assert texts.split() == expected.split() or "".join(texts.split()) == "".join(expected.split())
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(name=st.sampled_from([*ROWS, "harmony"]), text=st.data())
+def test_no_text_is_lost_or_told_twice(name: str, text: st.DataObject) -> None:
+    """Of text without a complete call, whatever marks are in it."""
+    form = ROWS.get(name) or HarmonyForm()
+    pieces = text.draw(st.lists(st.sampled_from([*form.marks, "now", "{", "(", '"', " ", "x", "["]), max_size=8))
+    parts = parts_of(form, pieces)
+    assert parts == parts_of(form, ["".join(pieces)]) == parts_of(form, list("".join(pieces)))
+    if name != "harmony" and not any(isinstance(part, CallPart) for part in parts):
+        assert "".join([part.text for part in parts if isinstance(part, TextPart)]) == "".join(pieces)

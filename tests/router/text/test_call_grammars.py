@@ -1,0 +1,200 @@
+"""What each form's grammar accepts, with marks as text and as special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import llguidance
+import pytest
+import tokenizers
+
+from common.grammar.vocabulary import _Words, limits
+from common.model_files.resolve import resolve_model
+from common.model_files.tiny import EOS
+from common.model_files.tokenizer import Tokenizer
+from router.text.calls.deepseek import DeepSeekForm
+from router.text.calls.form import CallForm, Wanted
+from router.text.calls.function import Function
+from router.text.calls.harmony import HarmonyForm
+from router.text.calls.hermes import HermesForm
+from router.text.calls.llama3 import Llama3Form
+from router.text.calls.mistral import MistralForm
+from router.text.calls.pythonic import PythonicForm
+from router.text.text_pipeline import TextPipeline
+
+WEATHER = Function(
+    "get_weather",
+    "Weather of a city",
+    {
+        "$defs": {"unit": {"enum": ["C", "F"]}},
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "array", "items": {"type": "integer"}},
+            "unit": {"$ref": "#/$defs/unit"},
+        },
+        "required": ["city"],
+    },
+)
+BOTH = (Function("now"), WEATHER)
+FORMS: dict[str, CallForm] = {
+    "hermes": HermesForm(),
+    "llama3": Llama3Form(),
+    "mistral": MistralForm(),
+    "mistral, compact": MistralForm(compact=True),
+    "pythonic": PythonicForm(),
+    "pythonic, tagged": PythonicForm(tagged=True),
+    "deepseek": DeepSeekForm(),
+    "deepseek, fenced": DeepSeekForm(fenced=True),
+}
+GOOD = [
+    [("now", "{}")],
+    [("get_weather", '{"city": "Paris"}')],
+    [("get_weather", '{"city": "O\'Hare \\"\\n", "days": [1, 2], "unit": "F"}')],
+]
+BAD = [
+    [("then", "{}")],
+    [("now", '{"a": 1}')],
+    [("get_weather", "{}")],
+    [("get_weather", '{"city": 1}')],
+    [("get_weather", '{"city": "Paris", "days": ["a"]}')],
+    [("get_weather", '{"city": "Paris", "unit": "K"}')],
+]
+
+
+class Vocabulary:
+    """The tiny model's bytes, and with `special` all marks as special tokens."""
+
+    def __init__(self, *, special: bool) -> None:
+        inner = tokenizers.Tokenizer.from_file(str(resolve_model("tiny-random").tokenizer))
+        marks = {mark for form in (*FORMS.values(), HarmonyForm()) for mark in form.marks}
+        if special:
+            inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in sorted(marks)])
+        self.text = TextPipeline(Tokenizer(inner), None, max_model_len=100, threads=1)
+        self.spell = self.text.spell
+        words: Any = _Words(self.text.tokenizer, EOS)
+        self._library = llguidance.LLTokenizer(words, n_vocab=self.text.tokenizer.vocab_size, eos_token=[EOS])
+
+    def accepts(self, grammar: str, text: str) -> bool:
+        """Whether the text is an answer, whole and nothing but it."""
+        matcher = llguidance.LLMatcher(self._library, grammar, log_level=0, limits=limits())
+        assert not matcher.is_error(), matcher.get_error()
+        ids = self.text.tokenizer.encode(text, add_special_tokens=False)
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["text", "special"])
+def vocabulary(request: pytest.FixtureRequest) -> Iterator[Vocabulary]:
+    found = Vocabulary(special=request.param)
+    yield found
+    found.text.close()
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> CallForm:
+    return FORMS[request.param]
+
+
+Check = Callable[[str], bool]
+
+
+def check_of(vocabulary: Vocabulary, form: CallForm, **wanted: Any) -> Check:
+    grammar = form.grammar(Wanted(BOTH, **wanted), vocabulary.spell)
+    return lambda text: vocabulary.accepts(grammar, text)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{"required": True}, {"required": True, "several": False}, {}, {"several": False}, {"answer": {"type": "object"}}],
+    ids=str,
+)
+def test_calls_match_their_functions(vocabulary: Vocabulary, form: CallForm, wanted: dict[str, Any]) -> None:
+    accepts = check_of(vocabulary, form, **wanted)
+    for calls in GOOD:
+        assert accepts(form.written(calls)), calls
+    unmarked, is_free = form.name in ("llama3", "pythonic"), not wanted.get("required") and "answer" not in wanted
+    for calls in BAD[1:] if form.name != "llama3" or "answer" not in wanted else []:  # there it is such an answer
+        assert not accepts(form.written(calls)), calls
+    if form is not FORMS["pythonic, tagged"]:
+        like_an_answer = "answer" in wanted and form.name == "llama3"
+        assert accepts(form.written(BAD[0])) is (unmarked and (is_free or like_an_answer))
+    assert accepts(form.written(GOOD[0] + GOOD[1])) is wanted.get("several", True)
+    for text in ("", "Hi!", '{"name": "Bob"}', '{"x": [{}]}', "a [b] <c>"):
+        assert accepts(text) is (is_free or ("answer" in wanted and text[:1] == "{")), text
+    assert accepts(f"I look. {form.written(GOOD[1])}") is is_free
+
+
+def test_with_auto_what_begins_as_a_call_becomes_one(vocabulary: Vocabulary, form: CallForm) -> None:
+    accepts = check_of(vocabulary, form)
+    whole = form.written(GOOD[1])
+    assert not any(accepts(f"Hm {whole[:end]}") for end in range(whole.index("Paris"), len(whole)))
+    assert accepts(f"{whole} Done.") and accepts(f"a {whole}\nb {form.written(GOOD[0])} c")
+
+
+def test_an_answer_of_one_call_has_no_text_behind_it(vocabulary: Vocabulary, form: CallForm) -> None:
+    accepts = check_of(vocabulary, form, several=False)
+    assert not accepts(f"{form.written(GOOD[0])} Done.")
+
+
+def test_llama_may_begin_with_its_tag() -> None:
+    vocabulary = Vocabulary(special=True)
+    tagged = f"<|python_tag|>{Llama3Form().written(GOOD[1])}"
+    for wanted in ({}, {"required": True}, {"answer": {"type": "object"}}):
+        assert check_of(vocabulary, Llama3Form(), **wanted)(tagged)
+    vocabulary.text.close()
+
+
+def test_python_types() -> None:
+    """Arguments in Python's syntax, member by member."""
+    vocabulary = Vocabulary(special=False)
+    schema = {
+        "properties": {
+            "a": {"type": ["integer", "null"]},
+            "b": {"type": "object", "properties": {"x": {"type": "boolean"}, "y": {"type": "number"}}},
+            "c": {"anyOf": [{"const": 1}, {"const": "it's"}]},
+            "d": {"$ref": "#/$defs/tree"},
+            "e": {},
+        },
+        "required": ["b"],
+        "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+    }
+    form = PythonicForm()
+    grammar = form.grammar(Wanted([Function("f", None, schema)], required=True), vocabulary.spell)
+    for good in ("b={}", "a=None, b={'x': True}", 'a=-3,b={"x": False, "y": 1.5e3}, c=1', 'b={"y": 2}, c="it\'s"',
+                 "b={}, d=[[], [[]]]", "b={}, e={'k': [1, None, 'x']}, f"[:-3]):  # fmt: skip
+        assert vocabulary.accepts(grammar, f"[f({good})]"), good
+    for bad in ("", "a=1", "a='x', b={}", "b={}, a=1", "b={'z': 1}", "b={}, c=2", "b={}, d=[1]", "b={}, b={}", "b={},"):
+        assert not vocabulary.accepts(grammar, f"[f({bad})]"), bad
+    vocabulary.text.close()
+
+
+# ---------------------------------------------------------------- channels
+
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+def test_channels(vocabulary: Vocabulary) -> None:
+    form = HarmonyForm()
+    free, required = check_of(vocabulary, form), check_of(vocabulary, form, required=True)
+    schema = check_of(vocabulary, form, answer={"type": "object"})
+    for accepts in (free, required, schema):
+        for calls in GOOD:
+            for before in ("", THOUGHT, THOUGHT + THOUGHT, THOUGHT.replace("analysis", "commentary")):
+                assert accepts(before + form.written(calls))
+        for calls in BAD:
+            assert not accepts(form.written(calls))
+        assert accepts(" to=functions.now<|channel|>commentary json<|message|>{}")
+        assert accepts("<|channel|>commentary to=functions.now<|message|>{}")
+        assert not accepts(THOUGHT) and not accepts("Hi")
+    answers = [(f"{before}{FINAL}{text}", text) for before in ("", THOUGHT) for text in ("", "Hi", '{"a": 1}')]
+    for answer, text in answers:
+        assert free(answer) and not required(answer)
+        assert schema(answer) is (text == '{"a": 1}')
+
+
+def test_what_schemas_have_that_is_not_known_is_left_out(vocabulary: Vocabulary, form: CallForm) -> None:
+    odd = Function("odd", None, {"properties": {"a": {"not": {}}, "b-c": {"minLength": 1}}, "if": {}, "type": "string"})
+    empty = Function("empty.one", None, {})
+    grammar = form.grammar(Wanted([odd, empty]), vocabulary.spell)
+    assert vocabulary.accepts(grammar, form.written([("empty.one", "{}")]))

@@ -1,0 +1,98 @@
+"""Which form of calls a chat template speaks, found out by what it renders."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from common.model_files.template import ChatTemplate
+from router.text.calls.dialect import FORMS, dialect_of
+from router.text.calls.function import Function
+from router.text.chat_prompt import chat_prompt
+
+from ..templates import DEEPSEEK, HARMONY, LLAMA3, MISTRAL, PLAIN, STRICT, TEMPLATES
+
+WEATHER = Function("get_weather", "Weather of a city", {"properties": {"city": {"type": "string"}}})
+USER = {"role": "user", "content": "Weather?"}
+ARGUMENTS = '{"city": "Paris"}'
+
+
+def call(call_id: str, name: str = "get_weather") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ARGUMENTS}}
+
+
+def turn(*calls: dict[str, Any], **members: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": list(calls), **members}
+
+
+def result(call_id: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": f"18 °C by {call_id}"}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_form_is_that_of_the_template(name: str) -> None:
+    dialect = dialect_of(ChatTemplate(TEMPLATES[name]))
+    kind, _, variant = name.partition(", ")
+    assert dialect.native and dialect.parses and dialect.form.name == kind
+    assert getattr(dialect.form, variant or "none", not variant)
+    others = {getattr(dialect.form, other, False) for other in ("compact", "tagged", "fenced") if other != variant}
+    assert others == {False}
+    if kind == "harmony":
+        return
+    shown = chat_prompt(ChatTemplate(TEMPLATES[name]), [USER, turn(call("a")), result("a")], functions=[WEATHER])
+    scanner = dialect.form.scanner(start=0, only_calls=False, names=("get_weather",))
+    assert scanner.push(shown) and scanner.num_calls == 1, "its own calls can be read"
+
+
+@pytest.mark.parametrize("source", [PLAIN, STRICT, None])
+def test_a_template_without_calls_gets_them_in_words(source: str | None) -> None:
+    dialect = dialect_of(ChatTemplate(source))
+    assert not dialect.native and dialect.form.name == "hermes"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_parser_may_be_named(name: str) -> None:
+    dialect = dialect_of(ChatTemplate(PLAIN), name)
+    assert not dialect.native and dialect.form.name == name
+    shown = chat_prompt(ChatTemplate(PLAIN), [USER, turn(call("a"))], functions=[WEATHER], dialect=dialect)
+    assert dialect.form.written([("get_weather", ARGUMENTS)]) in shown
+    if name != "hermes":
+        assert dialect.form.written([("first_function", '{"argument": "value"}'), ("second_function", "{}")]) in shown
+    native = dialect_of(ChatTemplate(LLAMA3), name)
+    assert native.native and native.form.name == name
+
+
+def test_a_named_parser_keeps_the_templates_variant() -> None:
+    named = dialect_of(ChatTemplate(TEMPLATES["mistral, compact"]), "mistral")
+    assert getattr(named.form, "compact", False)
+
+
+def test_none_reads_nothing_and_tells_the_model_all_the_same() -> None:
+    dialect = dialect_of(ChatTemplate(MISTRAL), "none")
+    assert not dialect.parses and dialect.native and dialect.form.name == "mistral"
+
+
+def test_mistrals_templates_get_ids_of_nine_characters() -> None:
+    messages = [USER, turn(call("call_1"), call("call_2")), result("call_1"), result("call_2"), USER]
+    shown = chat_prompt(ChatTemplate(MISTRAL), messages)
+    listed, _ = json.JSONDecoder().raw_decode(shown[shown.index("] [{") + 2 :])
+    ids = [given["id"] for given in listed]
+    assert len(set(ids)) == 2 and all(len(one) == 9 and one.isalnum() for one in ids)
+    kept = chat_prompt(ChatTemplate(MISTRAL), [USER, turn(call("abcdef123"))])
+    assert '"id": "abcdef123"' in kept
+
+
+def test_deepseeks_templates_get_arguments_as_text() -> None:
+    assert dialect_of(ChatTemplate(DEEPSEEK)).text_arguments
+    shown = chat_prompt(ChatTemplate(DEEPSEEK), [USER, turn(call("a"), call("b", "now"))])
+    assert f"get_weather<｜tool▁sep｜>{ARGUMENTS}<" in shown and f"now<｜tool▁sep｜>{ARGUMENTS}<" in shown
+
+
+def test_harmonys_template_gets_one_call_a_message_and_thoughts_by_its_name() -> None:
+    answer = turn(call("a"), call("b", "now"), reasoning_content="Hm.", content="Wait.")
+    messages = [USER, answer, result("b"), result("a")]
+    shown = chat_prompt(ChatTemplate(HARMONY), messages, functions=[WEATHER])
+    places = [shown.index(text) for text in ("Hm.\nWait.", "functions.get_weather", "by a", "functions.now", "by b")]
+    assert places == sorted(places)
