@@ -20,7 +20,7 @@ CHART_SETS = frozenset(
         *("prefill", "decode", "prefill_services", "decode_services", "discovery", "discovery_namespace"),
         *("kubernetes_api", "kubernetes_credentials", "pod_deletion_cost", "slo_ttft_ms", "slo_tpot_ms"),
         *("curve_key", "curve_authorized", "api_key", "api_key_file", "tls_cert", "tls_key"),
-        *("discovery_file", "prefill_deployment", "decode_deployment", "planner_lease"),
+        *("discovery_file", "prefill_deployment", "decode_deployment", "planner_lease", "response_store"),
     )
 )
 LABEL = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
@@ -119,6 +119,9 @@ def router() -> Schema:
             "drainSeconds": whole(0, 86400),
             "preStopSeconds": whole(0, 3600),
             "startupSeconds": whole(1, 86400),
+            "responseStore": closed(
+                {"type": text("none", "memory", "emptyDir", "claim"), "claimName": TEXT, "size": TEXT}
+            ),
             "service": closed(
                 {
                     "type": text("ClusterIP", "NodePort", "LoadBalancer"),

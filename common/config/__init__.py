@@ -4,7 +4,7 @@
     CommonConfig <- RouterConfig
                  <- WorkerConfig     <- PrefillWorkerConfig, DecodeWorkerConfig
 
-`cluster`, `access` and `roles` hold groups of settings that these classes inherit.
+`cluster`, `access`, `roles` and `stored` hold groups of settings that these classes inherit.
 """
 
 from __future__ import annotations

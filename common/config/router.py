@@ -14,10 +14,11 @@ from common.config.field import DURATION, HOST, PORT, TIMEOUT, setting
 from common.config.request_class import EXPECTS, RequestClass, request_classes
 from common.config.roles import RoleSettings
 from common.config.scaling import PlannerSettings
+from common.config.stored import StoreSettings
 
 
 @dataclass(frozen=True)
-class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSettings, AccessSettings):
+class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSettings, AccessSettings, StoreSettings):
     """The router: HTTP in front, workers behind. It holds the tokeniser, never the weights."""
 
     section: ClassVar[str] = "router"
@@ -59,6 +60,21 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSetting
         "has these marks; none: it is text like any other",
         group="Model",
         choices=("auto", "none"),
+    )
+    max_logprobs: int = setting(
+        20,
+        "alternatives to each token that a request may ask for; -1: as many as the vocabulary has, as a request with "
+        "`logprobs: -1` wants them",
+        group="Model",
+        ge=-1,
+        le=1_048_576,
+    )
+    tool_parser: str = setting(
+        "auto",
+        "form in which the model calls functions; auto: that of its chat template, or with a template without calls "
+        "that of hermes, described in the prompt; none: calls stay text, and tool_choice cannot demand any",
+        group="Model",
+        choices=("auto", "hermes", "llama3", "mistral", "pythonic", "deepseek", "harmony", "none"),
     )
     tokenizer_threads: int = setting(
         2, "threads that tokenise prompts, beside the event loop", group="Model", ge=1, le=64

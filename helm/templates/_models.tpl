@@ -68,6 +68,7 @@
 {{- if has .name $names }}{{ fail (printf "two models are called %s" .name) }}{{ end }}
 {{- $names = append $names .name }}
 {{- include "diptych.checkStrategy" (dict "spec" (include "diptych.router" (dict "root" $ "model" .) | fromYaml) "for" (printf "router of model %s" .name)) }}
+{{- include "diptych.checkStore" (dict "router" (include "diptych.router" (dict "root" $ "model" .) | fromYaml) "name" .name) }}
 {{- if not (include "diptych.pools" (dict "root" $ "role" "decode" "model" .name) | fromYaml).pools }}
 {{- fail (printf "model %s has no decode pool: add one to decode.pools" .name) }}
 {{- end }}
@@ -88,5 +89,18 @@
 {{- end }}
 {{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) }}
 {{- fail "tls.certManager.enabled needs tls.certManager.issuerRef.name" }}
+{{- end }}
+{{- end }}
+
+{{/* One router's store is unknown to others, whose clients would find nothing: (router, name). */}}
+{{- define "diptych.checkStore" -}}
+{{- $store := .router.responseStore }}
+{{- if ne $store.type "none" }}
+{{- if or .router.autoscaling.enabled (gt (int .router.replicas) 1) }}
+{{- fail (printf "router of model %s: responseStore.type %s needs one replica and no autoscaling, because routers do not share what they store" .name $store.type) }}
+{{- end }}
+{{- if and (eq $store.type "claim") (not $store.claimName) }}
+{{- fail (printf "router of model %s: responseStore.type claim needs responseStore.claimName" .name) }}
+{{- end }}
 {{- end }}
 {{- end }}

@@ -85,6 +85,8 @@ allow_remote: true
 {{- $_ := set $settings "port" 8000 }}
 {{- $_ := set $settings "served_model_name" ($model.servedName | default $model.name) }}
 {{- $_ := set $settings "drain_timeout_s" (int .router.drainSeconds) }}
+{{- $store := get (dict "none" "off" "memory" "memory") .router.responseStore.type | default "/var/lib/diptych/responses.sqlite3" }}
+{{- $_ := set $settings "response_store" $store }}
 {{- $_ := set $settings "discovery" .root.Values.discovery.type }}
 {{- if eq .root.Values.discovery.type "kubernetes" }}
 {{- $_ := set $settings "discovery_namespace" .root.Release.Namespace }}

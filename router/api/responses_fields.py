@@ -17,6 +17,7 @@ from router.request.refused import Only, Refused
 from router.request.translation import function_tool, joined_text, named_tool
 
 TEXT_PARTS = frozenset(("input_text", "output_text", "text"))
+MAX_ID_CHARS = 256
 WITH_LOGPROBS = "message.output_text.logprobs"
 SAME = ("model", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls", "user", "stop")
 """Fields that mean the same in a chat request, beside the extensions."""
@@ -50,6 +51,8 @@ class Item(Fields):
     name: Annotated[str, Field(max_length=64)] | None = None
     arguments: str | None = Field(None, description="JSON")
     output: Content | None = Field(None, description='with type "function_call_output"')
+    id: Any = Field(None, description="kept with the item, if it is a plain text")
+    summary: Any = Field(None, description='with type "reasoning": kept with the item')
     namespace: Refused = None
     is_async: Refused = Field(None, alias="async")
     caller: Annotated[Any, Only(({"type": "direct"},))] = None
@@ -85,7 +88,7 @@ class TextOptions(Fields):
 
 
 class Reasoning(Fields):
-    """How the model reasons. The response contains neither its reasoning nor a summary of it."""
+    """How the model reasons. The response contains its reasoning, and no summary of it."""
 
     effort: Effort | None = Field(None, description="for chat templates that know of it")
     summary: Annotated[Any, Only(("auto",))] = None
@@ -95,10 +98,10 @@ class Reasoning(Fields):
 
 
 class ResponsesRequest(Extensions):
-    """`POST /v1/responses`. Nothing is stored, so each request contains the whole conversation."""
+    """`POST /v1/responses`. `previous_response_id` names the stored response that the conversation goes on from."""
 
     names: ClassVar = NAMES
-    id_prefix: ClassVar = "resp"
+    id_prefix: ClassVar = "resp_"
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
     input: Annotated[
@@ -116,7 +119,9 @@ class ResponsesRequest(Extensions):
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    store: bool | None = Field(None, description="ignored: nothing is stored")
+    store: bool | None = Field(None, description="default true: the response is kept for later requests")
+    previous_response_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
+    background: bool | None = Field(None, description="answer at once, and let the client ask for the response later")
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = None
     user: Annotated[str, Field(max_length=4096)] | None = None
     reasoning: Reasoning | None = None
@@ -124,10 +129,8 @@ class ResponsesRequest(Extensions):
     chat_template_kwargs: dict[str, Any] | None = None
 
     # Fields of OpenAI's API that this server does not have.
-    previous_response_id: Refused = None
     conversation: Refused = None
     prompt: Refused = None
-    background: Refused = None
     context_management: Refused = None
     moderation: Refused = None
     truncation: Annotated[Any, Only(("disabled",))] = None
@@ -147,6 +150,13 @@ class ResponsesRequest(Extensions):
         return content if isinstance(content, str) else ""
 
     @property
+    def items(self) -> list[Item]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [Item.model_validate({"role": "user", "content": self.input})]
+        return self.input
+
+    @property
     def num_items(self) -> int:
         return 1 if isinstance(self.input, str) else len(self.input)
 
@@ -154,11 +164,11 @@ class ResponsesRequest(Extensions):
     def wants_logprobs(self) -> bool:
         return self.top_logprobs is not None or WITH_LOGPROBS in (self.include or ())
 
-    def as_chat(self) -> ChatRequest:
-        """The chat request that means the same. Raises InvalidRequest."""
+    def as_chat(self, past: Sequence[Item] = ()) -> ChatRequest:
+        """The chat request that means the same, behind the items of the conversation so far. Raises InvalidRequest."""
         members: dict[str, Any] = {name: getattr(self, name) for name in (*SAME, *EXTENSIONS)}
         members |= {
-            "messages": list(self._messages()),
+            "messages": list(self._messages(past)),
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -169,15 +179,12 @@ class ResponsesRequest(Extensions):
         }
         return ChatRequest(**members)
 
-    def _messages(self) -> Iterator[ours.Message]:
+    def _messages(self, past: Sequence[Item]) -> Iterator[ours.Message]:
         if self.instructions:
             yield ours.Message(role="system", content=self.instructions)
-        if isinstance(self.input, str):
-            yield ours.Message(role="user", content=self.input)
-            return
         said: str | None = None  # the assistant's text; calls that follow it belong to the same message
         calls: list[ours.ToolCall] = []
-        for i, item in enumerate(self.input):
+        for i, item in enumerate((*past, *self.items), start=-len(past)):
             where = f"input[{i}]"
             if item.type == "function_call":
                 calls.append(_call(item, where))

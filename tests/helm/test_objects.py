@@ -334,3 +334,28 @@ def test_services_take_the_families_that_are_asked_for(helm4: Path) -> None:
     policies = {item["metadata"]["name"]: item["spec"].get("ipFamilyPolicy") for item in dual.of("Service")}
     assert policies.pop("demo-diptych-router-smollm2-135m") == "PreferDualStack"
     assert set(policies.values()) == {None}
+
+
+@pytest.mark.parametrize("kind", ["none", "memory", "emptyDir", "claim"])
+def test_a_router_keeps_responses_where_it_is_told_to(helm4: Path, kind: str) -> None:
+    store = {"type": kind, "claimName": "kept", "size": "5Gi"}
+    rendered = render(helm4, over={"router": {"responseStore": store}})
+    (deployment,) = [
+        item
+        for item in rendered.of("Deployment")
+        if item["metadata"]["labels"]["app.kubernetes.io/component"] == "router"
+    ]
+    pod = deployment["spec"]["template"]["spec"]
+    path = settings_of(rendered, deployment)["response_store"]
+    volumes = [volume for volume in pod["volumes"] if volume["name"] == "responses"]
+    mounts = [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "responses"]
+    if kind in ("none", "memory"):
+        assert (path, volumes, mounts) == ({"none": "off"}.get(kind, kind), [], [])
+    else:
+        source = {
+            "emptyDir": {"emptyDir": {"sizeLimit": "5Gi"}},
+            "claim": {"persistentVolumeClaim": {"claimName": "kept"}},
+        }
+        assert volumes == [{"name": "responses"} | source[kind]]
+        assert [str(Path(path).parent)] == mounts
+    assert deployment["spec"]["strategy"]["type"] == ("Recreate" if kind == "claim" else "RollingUpdate")

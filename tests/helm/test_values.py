@@ -71,6 +71,8 @@ def test_a_misspelt_key_is_caught_at_every_depth() -> None:
         ({"workers": {"resources": {"claims": [{"name": "gpu"}]}}}, "claims"),
         ({"test": {"apiKeySecret": {"name": "keys"}}}, "apiKeySecret"),
         ({"httpRoute": {"requestTimeout": "10"}}, "requestTimeout"),
+        ({"router": {"responseStore": {"type": "disk"}}}, "responseStore"),
+        ({"router": {"settings": {"response_store": "/x"}}}, "response_store"),
         ({"networkPolicy": {"dnsPorts": []}}, "dnsPorts"),
     ),
 )
@@ -117,6 +119,15 @@ ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}]}
         ({"router": {"strategy": {"maxSurge": 0}}}, "router of model smollm2-135m: strategy.maxSurge and"),
         ({"prefill": {"defaults": {"autoscaling": {**KEDA, "target": 0}}}}, "the smallest is 0.001"),
         ({"router": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "minReplicas 9 is above maxReplicas 6"),
+        (
+            {"router": {"replicas": 2, "responseStore": {"type": "emptyDir"}}},
+            "router of model smollm2-135m: responseStore.type emptyDir needs one replica and no autoscaling",
+        ),
+        (
+            {"router": {"autoscaling": {"enabled": True}, "responseStore": {"type": "memory"}}},
+            "responseStore.type memory needs one replica",
+        ),
+        ({"router": {"responseStore": {"type": "claim"}}}, "responseStore.type claim needs responseStore.claimName"),
         ({"ingress": {"enabled": True}}, "ingress.enabled needs ingress.hosts"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.enabled needs httpRoute.parentRefs"),
         ({"httpRoute": {**ROUTE, "toInferencePool": True}}, "toInferencePool needs inferencePool.enabled"),

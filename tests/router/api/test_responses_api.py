@@ -72,7 +72,7 @@ async def test_an_end_by_itself(start: Any, tools: Any) -> None:
     (message,) = response["output"]
     assert (message["type"], message["role"], message["status"]) == ("message", "assistant", "completed")
     assert message["content"] == [{"type": "output_text", "text": "The q", "annotations": [], "logprobs": []}]
-    assert response["usage"]["input_tokens_details"] == {"cached_tokens": 2}
+    assert response["usage"]["input_tokens_details"] == {"cached_tokens": 2, "cache_write_tokens": 0}
 
 
 async def test_a_stream_by_the_official_client(start: Any, tools: Any) -> None:
@@ -162,7 +162,7 @@ async def test_fields_reach_the_workers_and_come_back(running: Any) -> None:
     assert (params.temperature, params.top_p, params.max_tokens) == (0.5, 0.9, 20)
     same = ("temperature", "top_p", "max_output_tokens", "instructions", "user", "tool_choice", "parallel_tool_calls")
     assert {name: response[name] for name in same} == {name: fields[name] for name in same}
-    assert response["store"] is False and [tool["name"] for tool in response["tools"]] == ["get_weather", "now"]
+    assert response["store"] is True and [tool["name"] for tool in response["tools"]] == ["get_weather", "now"]
 
 
 async def test_its_prompt_is_that_of_the_same_conversation(running: Any) -> None:
@@ -242,10 +242,10 @@ async def test_the_form_comes_back(running: Any) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\].type: 'item_reference'"),
         ({"input": [{"type": "function_call", "name": "now"}]}, "a call has a call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "has a call_id and an output"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"previous_response_id": 1}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "store"),
         ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10**6}, "1000000"),

@@ -1,0 +1,183 @@
+"""The endpoints under `/v1/responses`: they make responses, and show, list, cancel and delete stored ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from common.errors import InvalidRequest, Unavailable
+from router.api import openai_answers
+from router.api.generate import serve
+from router.api.openapi import documented
+from router.api.responses import ResponsesFrames
+from router.api.responses_background import BackgroundAnswer
+from router.api.responses_fields import ResponsesRequest
+from router.api.responses_items import DEFAULT_LIMIT, MAX_LIMIT, page_of
+from router.api.responses_kept import RETRY_AFTER_S, KeptResponses
+from router.api.translated import plan_translated
+from router.auth.visit import Visit
+from router.generation.exchange import STREAM_HEADERS, Exchange
+from router.generation.origin import Origin
+from router.generation.plan import AnswerPlan
+from router.generation.request_log import RequestLog
+from router.generation.service import Service
+from router.generation.shape import Object
+from router.request.paths import RESPONSES_PATH
+from router.store.errors import StoreFailed
+
+response_routes = APIRouter()
+"""`/v1/responses` and the responses below it."""
+
+TAGS: list[str | Enum] = ["responses"]
+ONE = f"{RESPONSES_PATH}/{{response_id}}"
+MAX_SHOWN_CHARS = 40
+
+
+def _parameters(**names: dict[str, Any]) -> dict[str, Any]:
+    """Query parameters for the schema: endpoints read them themselves, so that errors have OpenAI's shape."""
+    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in names.items()]}
+
+
+SHOWN: dict[str, Any] = documented(None, openai_answers.ResponseBody, streams=True) | {
+    "openapi_extra": _parameters(stream={"type": "boolean"}, starting_after={"type": "integer", "minimum": 0})
+}
+LISTED: dict[str, Any] = documented(None, openai_answers.InputItems) | {
+    "openapi_extra": _parameters(
+        limit={"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+        order={"enum": ["asc", "desc"], "default": "desc"},
+        after={"type": "string"},
+    )
+}
+
+
+def kept_of(request: Request) -> KeptResponses:
+    """What the application that got the request remembers."""
+    kept: KeptResponses = request.app.state.responses
+    return kept
+
+
+@response_routes.post(
+    RESPONSES_PATH, tags=["generate"], **documented(ResponsesRequest, openai_answers.ResponseBody, streams=True)
+)
+async def respond(request: Request) -> Response:
+    """Answer a conversation, in the shape of OpenAI's Responses API."""
+    kept = kept_of(request)
+
+    async def plan(service: Service, fields: ResponsesRequest, origin: Origin) -> AnswerPlan:
+        kept.check(fields, origin.key.name)
+        past = await kept.past(fields, origin.key.name)
+        if fields.background:  # its events are what is made of it, read or not
+            fields = fields.model_copy(update={"stream": True})
+        return await plan_translated(service, fields, origin, past)
+
+    async def answer(service: Service, fields: ResponsesRequest, plan: AnswerPlan, log: RequestLog) -> Response:
+        if fields.background:
+            return await _in_background(kept, service, fields, plan, log)
+        stores, owner = kept.stores(fields), log.visit.key.name
+
+        def keep(response: Object) -> None:
+            if stores:
+                kept.keep(fields, owner, response)
+
+        return Exchange(service, plan, ResponsesFrames(service, fields, plan, log, keep, stored=stores), log)
+
+    return await serve(request, ResponsesRequest, plan, answer)
+
+
+@response_routes.get(ONE, tags=TAGS, **SHOWN)
+async def show(response_id: str, request: Request) -> Response:
+    """A stored response, or one that is made in the background; with `stream` the events of the latter."""
+    kept, owner = kept_of(request), _owner(request)
+    asked = request.query_params
+    if not _flag(asked, "stream"):
+        return _json(await kept.find(response_id, owner))
+    start = _number(asked, "starting_after", default=-1, least=0, most=2**31) + 1
+    answer = kept.background.find(response_id, owner)
+    if answer is None:
+        await kept.find(response_id, owner)  # raises for an unknown one
+    if answer is None or answer.events is None:
+        raise InvalidRequest(
+            "stream: only a response that was made with background: true and stream: true has events to read again, on "
+            "the router that made it, until minutes after its end; ask without stream",
+            param="stream",
+        )
+    return _stream(request.app.state.service, answer, start)
+
+
+@response_routes.delete(ONE, tags=TAGS, **documented(None, openai_answers.DeletedResponse))
+async def delete(response_id: str, request: Request) -> Response:
+    """Forget a response."""
+    await kept_of(request).delete(response_id, _owner(request))
+    return _json({"id": response_id, "object": "response", "deleted": True})
+
+
+@response_routes.post(f"{ONE}/cancel", tags=TAGS, **documented(None, openai_answers.ResponseBody))
+async def cancel(response_id: str, request: Request) -> Response:
+    """End a response that is made in the background."""
+    return _json(await kept_of(request).cancel(response_id, _owner(request)))
+
+
+@response_routes.get(f"{ONE}/input_items", tags=TAGS, **LISTED)
+async def list_input_items(response_id: str, request: Request) -> Response:
+    """The items that a response was made from, those of the conversation before it included."""
+    asked = request.query_params
+    limit = _number(asked, "limit", default=DEFAULT_LIMIT, least=1, most=MAX_LIMIT)
+    order = asked.get("order") or "desc"
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order: must be asc or desc (got {order[:MAX_SHOWN_CHARS]!r})", param="order")
+    items = await kept_of(request).input_items(response_id, _owner(request))
+    return _json(page_of(items, order=order, limit=limit, after=asked.get("after")))
+
+
+async def _in_background(
+    kept: KeptResponses, service: Service, fields: ResponsesRequest, plan: AnswerPlan, log: RequestLog
+) -> Response:
+    """Begin to make a response, and say so."""
+    answer = BackgroundAnswer(fields, log.visit, log)
+
+    def keep(response: Object) -> None:
+        kept.background.keep(answer, response)
+
+    frames = ResponsesFrames(service, fields, plan, log, keep, stored=True)
+    try:
+        await kept.background.start(answer, Exchange(service, plan, frames, log), frames)
+    except StoreFailed as failed:
+        raise Unavailable(f"background: {failed}", param="background", retry_after_s=RETRY_AFTER_S) from failed
+    return _stream(service, answer, 0) if fields.stream else _json(answer.response)
+
+
+def _stream(service: Service, answer: BackgroundAnswer, start: int) -> Response:
+    events = answer.follow(start, service.config.keepalive_s)
+    return StreamingResponse(events, headers={name.decode(): value.decode() for name, value in STREAM_HEADERS})
+
+
+def _owner(request: Request) -> str:
+    visit: Visit = request.state.visit
+    return visit.key.name
+
+
+def _flag(asked: Mapping[str, str], name: str) -> bool:
+    value = asked.get(name, "false").lower()
+    if value not in ("true", "false", "1", "0"):
+        raise InvalidRequest(f"{name}: must be true or false (got {value[:MAX_SHOWN_CHARS]!r})", param=name)
+    return value in ("true", "1")
+
+
+def _number(asked: Mapping[str, str], name: str, *, default: int, least: int, most: int) -> int:
+    text = asked.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
+        shown = text[:MAX_SHOWN_CHARS]
+        raise InvalidRequest(f"{name}: must be a whole number from {least:,} to {most:,} (got {shown!r})", param=name)
+    return int(text)
+
+
+def _json(body: object) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")

@@ -1,0 +1,1 @@
+"""What outlives a request: responses and their conversations, in SQLite. Nothing here knows of HTTP."""

@@ -1,0 +1,77 @@
+"""Where the store of responses lies, by the settings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+from common.config import RouterConfig
+from common.config.stored import AUTO, MEMORY, OFF
+from common.errors import ConfigError
+from router.store.database import IN_MEMORY
+from router.store.responses import ResponseStore
+
+log = logging.getLogger(__name__)
+
+MIB = 1024 * 1024
+DEFAULT_FILE_MIB, DEFAULT_MEMORY_MIB = 1024, 128
+
+
+def store_of(config: RouterConfig, on_failure: Callable[[str], None]) -> ResponseStore | None:
+    """The store that the settings ask for; None with `off`. Raises ConfigError for a file that cannot be used."""
+    chosen = config.response_store
+    if chosen == OFF:
+        return None
+    if chosen == MEMORY:
+        return _open(config, IN_MEMORY, on_failure)
+    if chosen != AUTO:
+        return _checked(config, chosen, on_failure)
+    path = default_path()
+    if path is None:
+        log.warning("responses are kept in memory only: there is no folder to write to")
+        return _open(config, IN_MEMORY, on_failure)
+    try:
+        return _open(config, str(path), on_failure)
+    except (sqlite3.OperationalError, OSError) as error:
+        log.warning("responses are kept in memory only: %s", error, extra={"path": str(path)})
+        return _open(config, IN_MEMORY, on_failure)
+    except sqlite3.DatabaseError as error:
+        raise _refusal(str(path), error) from error
+
+
+def default_path() -> Path | None:
+    """`responses.sqlite3` in the user's folder for state, which is made; None where that cannot be written."""
+    chosen = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        folder = (Path(chosen) if chosen.startswith("/") else Path.home() / ".local" / "state") / "diptych"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # the latter: there is no home
+        return None
+    return folder / "responses.sqlite3" if os.access(folder, os.W_OK) else None
+
+
+def _checked(config: RouterConfig, path: str, on_failure: Callable[[str], None]) -> ResponseStore:
+    try:
+        return _open(config, path, on_failure)
+    except (sqlite3.Error, OSError) as error:
+        raise _refusal(path, error) from error
+
+
+def _refusal(path: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        "response_store", path, f"a SQLite file that can be written ({error}); move it away, or name another"
+    )
+
+
+def _open(config: RouterConfig, path: str, on_failure: Callable[[str], None]) -> ResponseStore:
+    default = DEFAULT_MEMORY_MIB if path == IN_MEMORY else DEFAULT_FILE_MIB
+    return ResponseStore(
+        path,
+        on_failure,
+        max_bytes=MIB * (config.response_store_mib or default),
+        max_entries=config.response_store_entries,
+        max_age_s=config.response_store_hours * 3600,
+    )

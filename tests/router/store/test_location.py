@@ -1,0 +1,93 @@
+"""Where the store of responses lies, by the settings, and which files are refused."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import RouterConfig
+from common.errors import ConfigError
+from router.store import database, location
+from router.store.responses import ResponseStore
+
+
+def config_of(path: object, **settings: Any) -> RouterConfig:
+    return RouterConfig(response_store=str(path), **settings)
+
+
+def opened(config: RouterConfig) -> str | None:
+    """The path of the store that the settings give."""
+    store = location.store_of(config, lambda reason: None)
+    if store is None:
+        return None
+    store.close()
+    return store.path
+
+
+def damaged(path: Path) -> None:
+    path.write_bytes(b"this is no database" * 100)
+
+
+def damaged_inside(path: Path) -> None:
+    ResponseStore(str(path), max_bytes=1, max_entries=1, max_age_s=1).close()
+    data = bytearray(path.read_bytes())
+    data[4096 : 5 * 4096] = b"\x07" * (4 * 4096)
+    path.write_bytes(data)
+
+
+def of_something_else(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE t (x)")
+    connection.close()
+
+
+def newer(path: Path) -> None:
+    ResponseStore(str(path), max_bytes=1, max_entries=1, max_age_s=1).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+
+
+@pytest.mark.parametrize("spoil", [damaged, damaged_inside, of_something_else, newer])
+def test_a_file_that_cannot_be_used_refuses_the_start(
+    tmp_path: Path, spoil: Callable[[Path], None], monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    path = location.default_path()
+    assert path is not None
+    spoil(path)
+    before = path.read_bytes()
+    for chosen in (path, "auto"):
+        with pytest.raises(ConfigError, match=r"response_store=.*move it away") as caught:
+            opened(config_of(chosen))
+        assert str(path) in str(caught.value)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["missing/r.sqlite3", "."])
+def test_a_place_that_cannot_be_written_refuses_the_start(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="response_store="):
+        opened(config_of(tmp_path / name))
+
+
+def test_the_default_is_a_file_of_the_users_or_memory(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    path = tmp_path / "state" / "diptych" / "responses.sqlite3"
+    assert opened(config_of("auto")) == str(path) and path.parent.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert opened(config_of("auto")) == database.IN_MEMORY
+    assert opened(config_of("memory")) == database.IN_MEMORY
+    assert opened(config_of("off")) is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_the_right_to_write_is_memory(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    tmp_path.chmod(0o500)
+    assert opened(config_of("auto")) == database.IN_MEMORY
