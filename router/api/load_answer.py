@@ -1,17 +1,28 @@
-"""The answer of `/load`: where requests are, how classes and workers fare, what is planned, what happened."""
+"""The answer of `/load`: where requests are, what was served lately, how classes and workers fare, what is planned."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from router.dispatch.load import DispatchLoad
+from router.observe.recent_traffic import Traffic
 from router.planner.loop import Outlook
 from router.planner.pool import Goals
 
 
-def load_body(load: DispatchLoad, outlook: Outlook | None, goals: Goals) -> dict[str, object]:
+def load_body(
+    load: DispatchLoad,
+    outlook: Outlook | None,
+    goals: Goals,
+    models: Sequence[Mapping[str, object]],
+    traffic: Traffic,
+) -> dict[str, object]:
     """For `orjson`, which writes dataclasses by itself, and infinity as null."""
     return {
         "server_load": sum(load.stages.values()),
+        "models": models,
         "stages": load.stages,
+        "traffic": traffic,
         "classes": load.classes,
         "workers": load.workers,
         "plan": None if outlook is None else _plan(outlook, goals),

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 STATIC = Path(__file__).parent.parent / "static"
-CHAT, LIVE = "index.html", "live.html"
+CHAT, DASHBOARD = "index.html", "dashboard.html"
 PART = re.compile(r"^/\* @([a-z_]+\.(?:css|js)) \*/\n", re.MULTILINE)
 
 

@@ -105,11 +105,53 @@ class PlanStatus(BaseModel):
     held: str
 
 
+class ModelLimits(BaseModel):
+    id: str
+    max_model_len: int
+
+
+class TimesStatus(BaseModel):
+    """Percentiles of `num` observations, in milliseconds; 0 without any."""
+
+    num: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+
+
+class RatesStatus(BaseModel):
+    """A second, over the last `rate_s` seconds."""
+
+    requests_per_s: float
+    failed_per_s: float
+    prompt_tokens_per_s: float
+    cached_tokens_per_s: float
+    output_tokens_per_s: float
+    transfers_per_s: float
+    transfer_bytes_per_s: float
+
+
+class TrafficStatus(BaseModel):
+    """What this router served: rates of the last `rate_s` seconds, times of the last `window_s`."""
+
+    rate_s: float
+    window_s: float
+    rates: RatesStatus
+    ttft: TimesStatus
+    tpot: TimesStatus
+    itl: TimesStatus
+    queue: TimesStatus
+    transfer: TimesStatus
+    exposed_transfer: TimesStatus
+
+
 class Load(BaseModel):
     """`plan` is null where none is made (`--planner off`); `events` are the latest, newest first."""
 
     server_load: int
+    models: list[ModelLimits]
     stages: dict[str, int]
+    traffic: TrafficStatus
     classes: list[ClassStatus]
     workers: list[WorkerStatus]
     plan: PlanStatus | None

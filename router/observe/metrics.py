@@ -5,16 +5,20 @@ Times begin when the request's head has arrived, so they include reading and tok
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from common.machine.process_metrics import register_process
 from common.worker.metrics import SECONDS, SHORT_SECONDS
 from router.dispatch.client import RequestTimeline
 from router.dispatch.load import DispatchLoad
 from router.observe.load_metrics import LoadCollector
+from router.observe.loop_histogram import LoopHistogram
+from router.observe.recent_traffic import RecentTraffic
 from router.observe.request_record import ChoiceRecord, RequestRecord
+from router.store.record import StoreSize
 
 ENGINE = "router"
 PER_TOKEN_SECONDS = (0.0005, *SECONDS)
@@ -22,9 +26,12 @@ RATIOS = (0.25, 0.5, 0.67, 0.75, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.33, 1.5
 
 
 class RouterMetrics:
-    """Counters and histograms that the HTTP front writes; `render` is what `/metrics` shows."""
+    """Counters and histograms that the HTTP front writes; `render` is for `/metrics`, `traffic` for `/load`."""
 
-    def __init__(self, model_name: str, load: Callable[[], DispatchLoad]) -> None:
+    def __init__(
+        self, model_name: str, load: Callable[[], DispatchLoad], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.traffic, self._clock = RecentTraffic(), clock
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
         self.registry.register(LoadCollector(load, self._labels))
@@ -68,10 +75,9 @@ class RouterMetrics:
             "Connections and requests that were turned away before the API saw them, by reason",
             "reason",
         )
-        self.connections = Gauge(
-            "diptych_http_connections", "Open HTTP connections", list(self._labels), registry=self.registry
-        ).labels(*self._labels.values())
+        self.connections = self._gauge("diptych_http_connections", "Open HTTP connections")
         self._add_access()
+        self._add_store()
 
     def _add_access(self) -> None:
         """The counters of `router.auth`: keys and their limits, the audit log, files that are read again."""
@@ -97,6 +103,25 @@ class RouterMetrics:
             "setting",
             "result",
         )
+
+    def _add_store(self) -> None:
+        """What is kept of the Responses API."""
+        self._store_failures = self._labelled(
+            "diptych_response_store_failures", "Times that the store of responses failed, by reason", "reason"
+        )
+        self._stored = self._gauge("diptych_stored_responses", "Responses in the store")
+        self._stored_bytes = self._gauge("diptych_stored_response_bytes", "Bytes of the responses in the store")
+        self._background = self._gauge("diptych_background_responses", "Responses that are made in the background now")
+
+    def watch_store(self, look: Callable[[], tuple[StoreSize, int]]) -> None:
+        """Ask `look` for the size of the store, and for the number of answers in the background."""
+        self._stored.set_function(lambda: look()[0].num_entries)
+        self._stored_bytes.set_function(lambda: look()[0].num_bytes)
+        self._background.set_function(lambda: look()[1])
+
+    def count_store_failure(self, reason: str) -> None:
+        """The store of responses failed. Its thread may call this."""
+        self._add(self._store_failures, reason)
 
     def render(self) -> bytes:
         """Prometheus text of everything."""
@@ -130,14 +155,20 @@ class RouterMetrics:
         """The file of a setting was read again, and taken or refused."""
         self._add(self._reloads, setting, "ok" if ok else "refused")
 
+    def observe_first(self, ttft_s: float, num_tokens: int) -> None:
+        """The first tokens of an answer came `ttft_s` after its request's head."""
+        self.ttft.observe(ttft_s)
+        self.traffic.first_tokens(ttft_s, num_tokens, self._clock())
+
     def observe_gap(self, gap_s: float, num_tokens: int) -> None:
         """`num_tokens` came `gap_s` after the tokens before them."""
-        for _ in range(num_tokens):
-            self.inter_token.observe(gap_s / num_tokens)
+        self.inter_token.observe(gap_s / num_tokens, num_tokens)
+        self.traffic.tokens(gap_s, num_tokens, self._clock())
 
     def observe_request(self, record: RequestRecord) -> None:
         """A generation request has ended."""
         self.count_request(record.path, record.status)
+        self.traffic.ended(record, self._clock())
         if record.error is not None:
             self.count_error(record.error.status, record.error.type)
         elif record.client_left:
@@ -187,11 +218,14 @@ class RouterMetrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
 
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
+
     def _labelled(self, name: str, text: str, *labels: str) -> Counter:
         """A counter with more labels than the common ones."""
         return Counter(name, text, [*self._labels, *labels], registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        return Histogram(name, text, list(self._labels), buckets=buckets, registry=self.registry).labels(
-            *self._labels.values()
-        )
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> LoopHistogram:
+        histogram = LoopHistogram(name, text, self._labels, buckets)
+        self.registry.register(histogram)
+        return histogram

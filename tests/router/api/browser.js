@@ -1,8 +1,8 @@
-// Runs the script of a page over a document that has just enough of a browser's: node browser.js URL STEPS
+// Runs the script of a page over a document that has just enough of a browser's: node browser.js URL PATH STEPS
 // STEPS is JSON: [["until", expression], ["do", statement], ["show", expression], ...]; prints a JSON line for each "show".
 "use strict";
 const vm = require("vm");
-const [, , url, steps] = process.argv;
+const [, , url, path, steps] = process.argv;
 const DEADLINE_MS = 20000;
 
 class Element {
@@ -23,13 +23,13 @@ const ids = new Map();
 const document = new Element("document");
 document.documentElement = new Element("html");
 document.createElement = (tag) => new Element(tag);
+document.createElementNS = (space, tag) => new Element(tag);
 document.getElementById = (id) => { if (!ids.has(id)) throw new Error(`no element has the id ${id}`); return ids.get(id); };
 
 async function main() {
-  const html = await (await fetch(new URL("/live", url))).text();
+  const html = await (await fetch(new URL(path, url))).text();
   for (const [whole, tag, id] of html.matchAll(/<(\w+)[^>]*\bid="([\w-]+)"[^>]*>/g)) {
     const element = Object.assign(new Element(tag), { hidden: / hidden>/.test(whole) });
-    if (tag === "svg") element.append(new Element("path"), new Element("path"));
     ids.set(id, element);
   }
   const stores = () => { const kept = new Map(); return { getItem: (name) => kept.get(name) ?? null, setItem: (name, value) => kept.set(name, value) }; };

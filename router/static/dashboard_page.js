@@ -2,7 +2,7 @@
 // reader has selected stays selected.
 const $ = (id) => document.getElementById(id);
 const ANSWER_MS = 10000, LATE_MS = 4000, CLOCK_MS = 500;
-const WIDTH = 600, HEIGHT = 120;
+const WIDTH = 300, HEIGHT = 48, SVG = "http://www.w3.org/2000/svg";
 
 let load = null, seenAt = 0, points = [];
 let paused = false, locked = false, asking = false, numFailures = 0, timer = 0;
@@ -87,63 +87,94 @@ function write(element, text) { if (element.textContent !== text) element.textCo
 function each(parent, tag, items, fill) {
   while (parent.children.length > items.length) parent.lastElementChild.remove();
   while (parent.children.length < items.length) parent.append(document.createElement(tag));
-  items.forEach((item, index) => fill(parent.children[index], item));
+  items.forEach((item, index) => fill(parent.children[index], item, index));
 }
 
-function cell(element, value) {
+function cell(element, value, index, columns) {
   const { text, title = "", level = "", part } = typeof value === "string" ? { text: value } : value;
   write(element, text);
   if (element.title !== title) element.title = title;
   element.className = part === undefined ? level : `${level} meter`.trim();
   if (part !== undefined) element.style.setProperty("--part", part.toFixed(3));
+  if (columns) element.dataset.label = columns[index]; // narrow screens show it beside the value
 }
 
-function table(body, rows) {
-  each(body, "tr", rows, (row, { cells }) => {
+function table(name, columns, rows) {
+  each($(`${name}-head`), "th", columns, (head, text) => {
+    head.scope = "col";
+    head.setAttribute("role", "columnheader");
+    write(head, text);
+  });
+  each($(name), "tr", rows, (row, { cells }) => {
     if (!row.children.length) {
-      const name = document.createElement("th");
-      name.scope = "row";
-      row.append(name);
+      const first = document.createElement("th");
+      first.scope = "row";
+      first.setAttribute("role", "rowheader");
+      row.setAttribute("role", "row");
+      row.append(first);
     }
-    each(row, "td", cells, cell);
+    each(row, "td", cells, (element, value, index) => {
+      if (index) element.setAttribute("role", "cell");
+      cell(element, value, index, columns);
+    });
   });
 }
 
-function chart(name, lines, top, label) {
-  const paths = $(`chart-${name}`).children, now = performance.now();
-  lines.forEach((pick, index) => paths[index].setAttribute("d", Figures.line(points, pick, top, now, WIDTH, HEIGHT)));
-  $(`chart-${name}`).setAttribute("aria-label", label);
-  write($(`since-${name}`), Figures.spanText(Figures.spanMs(points, now)));
+function made(tag, className, ...children) {
+  const element = document.createElement(tag);
+  element.className = className;
+  element.append(...children);
+  return element;
+}
+
+function card(element, one) {
+  if (!element.children.length) {
+    const chart = document.createElementNS(SVG, "svg");
+    chart.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
+    chart.setAttribute("preserveAspectRatio", "none");
+    chart.setAttribute("role", "img");
+    for (const name of ["first", "second"]) {
+      const path = document.createElementNS(SVG, "path");
+      path.setAttribute("class", name);
+      chart.append(path);
+    }
+    element.append(made("h3", ""), made("p", "big"), made("ul", ""), made("p", "top"), chart);
+    element.className = "card";
+  }
+  const [name, big, details, topLine, chart] = element.children, top = Cards.topOf(one, points), now = performance.now();
+  write(name, one.name);
+  write(big, one.value);
+  big.className = ["big", one.none ? "none" : "", one.level ?? ""].filter(Boolean).join(" ");
+  each(details, "li", one.details, (item, { text, line = "", level = "" }) => {
+    write(item, text);
+    item.className = `${line} ${level}`.trim();
+  });
+  write(topLine, `top ${one.scale(top)}`);
+  one.lines.forEach((pick, index) => chart.children[index].setAttribute("d", Figures.line(points, (point) => point[pick] ?? null, top, now, WIDTH, HEIGHT)));
+  chart.setAttribute("aria-label", Cards.labelOf(one, top));
 }
 
 function draw() {
-  each($("stages"), "div", [{ name: "In flight", number: Figures.whole(load.server_load) }, ...Figures.stages(load)], (tile, one) => {
+  write($("models"), Figures.modelsLine(load));
+  document.title = `Diptych: ${load.models.map((one) => one.id).join(", ")}`;
+  each($("cards"), "article", Cards.all(load), card);
+  each($("stages"), "div", Figures.stages(load), (tile, one) => {
     if (!tile.children.length) tile.append(document.createElement("dt"), document.createElement("dd"));
     write(tile.children[0], one.name);
     write(tile.children[1], one.number);
   });
-  drawPast(points.at(-1));
-  table($("classes"), Figures.classRows(load));
-  each($("plan"), "li", Figures.planLines(load), cell);
+  table("times", Figures.TIME_COLUMNS, Figures.timeRows(load));
+  table("pools", Figures.POOL_COLUMNS, Figures.poolRows(load));
+  table("classes", Figures.CLASS_COLUMNS, Figures.classRows(load));
+  each($("plan"), "li", Figures.planLines(load), (item, line) => cell(item, line));
   drawWorkers();
-  each($("events"), "li", Figures.eventLines(load), cell);
+  each($("events"), "li", Figures.eventLines(load), (item, line) => cell(item, line));
   showAge();
-}
-
-function drawPast(last) {
-  const most = Math.max(...points.map((one) => one.inFlight), 1), share = (value) => (value === null ? "no goal" : Figures.percent(value));
-  write($("now-in-flight"), Figures.whole(last.inFlight));
-  write($("now-waiting"), Figures.whole(last.waiting));
-  write($("now-ttft"), share(last.ttft));
-  write($("now-tpot"), share(last.tpot));
-  write($("top-requests"), `top: ${Figures.whole(most)}`);
-  chart("requests", [(one) => one.inFlight, (one) => one.waiting], most, `${last.inFlight} requests in flight, ${last.waiting} of them wait; at most ${most} in flight lately`);
-  chart("goals", [(one) => one.ttft, (one) => one.tpot], 1, `Share of requests that met their goals: TTFT ${share(last.ttft)}, TPOT ${share(last.tpot)}`);
 }
 
 function drawWorkers() {
   const { rows, told } = Figures.workerRows(load, $("filter").value);
-  table($("workers"), rows);
+  table("workers", Figures.WORKER_COLUMNS, rows);
   write($("workers-shown"), told);
 }
 

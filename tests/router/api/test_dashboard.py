@@ -1,9 +1,10 @@
-"""The page at /live: its figures, and its script over a real router's /load. Needs node."""
+"""The page at /dashboard: its figures, and its script over a real router's /load. Needs node."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -23,10 +24,11 @@ SEES = ["until", "!get('picture').hidden"]
 
 
 def figures(*expressions: str) -> list[Any]:
-    """Values of expressions over the page's pure part, `F`."""
+    """Values of expressions over the page's pure parts, `F` and `C`."""
     assert NODE is not None
-    file = json.dumps(str(pages.STATIC / "live_figures.js"))
-    code = f"const F = require({file}); console.log(JSON.stringify([{', '.join(expressions)}]))"
+    files = [json.dumps(str(pages.STATIC / f"dashboard_{part}.js")) for part in ("figures", "cards")]
+    code = f"const [F, C] = [{files[0]}, {files[1]}].map(require);"
+    code += f"console.log(JSON.stringify([{', '.join(expressions)}]))"
     done = subprocess.run([NODE, "-"], input=code, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
     return list(json.loads(done.stdout))
@@ -36,7 +38,13 @@ async def browse(url: str, *steps: Sequence[str]) -> list[Any]:
     """What the page shows at each step `show`."""
     assert NODE is not None
     process = await asyncio.create_subprocess_exec(
-        NODE, BROWSER, url, json.dumps(steps), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        NODE,
+        BROWSER,
+        url,
+        "/dashboard",
+        json.dumps(steps),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -109,27 +117,112 @@ def test_the_time_line_forgets_and_shows_gaps() -> None:
     assert spans == ["60 s ago", "60 s ago", "2 min ago", "5 min ago"]
 
 
+TIMES = {"num": 4, "p50_ms": 120, "p90_ms": 480, "p99_ms": 1500}
+NO_TIMES = dict.fromkeys(TIMES, 0)
+RATES = {
+    "requests_per_s": 2.5, "failed_per_s": 0, "prompt_tokens_per_s": 1200, "cached_tokens_per_s": 300,
+    "output_tokens_per_s": 41, "transfers_per_s": 0.4, "transfer_bytes_per_s": 3.2e6,
+}  # fmt: skip
+TRAFFIC = {"rates": RATES, "ttft": TIMES, "tpot": NO_TIMES, "itl": NO_TIMES, "queue": NO_TIMES}
+TRAFFIC |= {"transfer": TIMES, "exposed_transfer": NO_TIMES}
+LOAD: dict[str, Any] = {"server_load": 3, "stages": {"queue": 1}, "workers": [], "classes": [], "plan": None}
+LOAD |= {"traffic": TRAFFIC, "models": [{"id": "tiny", "max_model_len": 4096}]}
+
+
+def cards(**fields: Any) -> dict[str, Any]:
+    """The cards of a load, by key."""
+    return {card["key"]: card for card in figures(f"C.all({json.dumps(LOAD | fields)})")[0]}
+
+
+def test_numbers_and_bytes_have_three_digits() -> None:
+    assert figures("F.number(0)", "F.number(0.421)", "F.number(7.46)", "F.number(41)", "F.number(4210)") == [
+        "0", "0.42", "7.5", "41", "4,210",
+    ]  # fmt: skip
+    assert figures("F.number(41234)", "F.number(3.14e6)") == ["41.2 k", "3.1 M"]
+    sizes = ("F.bytes(0)", "F.bytes(999)", "F.bytes(1000)", "F.bytes(3.2e6)", "F.bytes(5e17)")
+    assert figures(*sizes) == ["0 B", "999 B", "1.0 kB", "3.2 MB", "500000 TB"]
+
+
 def test_the_worst_class_counts_and_none_where_there_is_no_goal() -> None:
     classes = [{"attainment": {"ttft": 0.9}}, {"attainment": {"ttft": 0.5, "tpot": 1}}, {"attainment": {}}]
-    found = figures(*(
-        f"F.sample({json.dumps({'server_load': 3, 'stages': {'queue': 1}, 'classes': some})})"
-        for some in (classes, classes[2:])
-    ))  # fmt: skip
-    assert found[0] == {"inFlight": 3, "waiting": 1, "ttft": 0.5, "tpot": 1}
-    assert found[1] == {"inFlight": 3, "waiting": 1, "ttft": None, "tpot": None}
+    found = figures(*(f"F.sample({json.dumps(LOAD | {'classes': some})})" for some in (classes, classes[2:])))
+    assert [(one["inFlight"], one["waiting"], one["ttftMet"], one["tpotMet"]) for one in found] == [
+        (3, 1, 0.5, 1), (3, 1, None, None),
+    ]  # fmt: skip
+    assert (found[0]["ttft50"], found[0]["tpot50"]) == (120, None), "no answer, no time"
+
+
+def test_the_cards_say_what_matters() -> None:
+    default = {"name": "default", "ttft_ms": 400, "tpot_ms": 0, "attainment": {"ttft": 0.5}}
+    worker = {"role": "decode", "state": "ready", "num_blocks": 100, "num_available_blocks": 2}
+    found = cards(classes=[default], workers=[worker, worker | {"state": "dead", "num_available_blocks": 100}])
+    values = {key: card["value"] for key, card in found.items()}
+    assert values == {
+        "requests": "2.5/s", "flight": "3", "output": "41/s", "goals": "50 %", "ttft": "120 ms",
+        "tpot": "no answer lately", "kv": "98 %", "transfers": "3.2 MB/s",
+    }  # fmt: skip
+    assert (found["goals"]["level"], found["kv"]["level"]) == ("bad", "warm")
+    texts = [detail["text"] for detail in found["ttft"]["details"]]
+    assert texts == ["p50", "p99 1.5 s", "p90 480 ms", "goal 400 ms"]
+    assert found["ttft"]["details"][2]["level"] == "warm", "the goal is exceeded"
+    assert "25 % cached" in [detail["text"] for detail in found["output"]["details"]]
+
+
+def test_a_service_without_goals_and_workers_says_so() -> None:
+    found = cards()
+    assert (found["goals"]["value"], found["kv"]["value"]) == ("no goals are set", "no ready worker")
+    assert found["goals"]["none"] and found["kv"]["none"] and not found["ttft"]["none"]
+
+
+def test_a_chart_is_as_high_as_its_lines_and_says_so_aloud() -> None:
+    card, points = f"C.all({json.dumps(LOAD)})[4]", json.dumps([{"ttft50": 120, "ttft99": 1500}, {"ttft50": None}])
+    high, least, label = figures(f"C.topOf({card}, {points})", f"C.topOf({card}, [])", f"C.labelOf({card}, 1500)")
+    assert (high, least) == (1500, 1)
+    assert label == "First token (TTFT): 120 ms, p50, p99 1.5 s, p90 480 ms; the chart's top is 1.5 s"
+
+
+def test_pools_sum_their_ready_workers() -> None:
+    worker = {"role": "decode", "state": "ready", "num_requests": 4, "num_queued_tokens": 10}
+    worker |= {"num_blocks": 100, "num_available_blocks": 25}
+    (rows,) = figures(f"F.poolRows({json.dumps(LOAD | {'workers': [worker, worker | {'state': 'suspect'}]})})")
+    prefill, decode = ([cell.get("text") if isinstance(cell, dict) else cell for cell in row["cells"]] for row in rows)
+    assert prefill == ["Prefill", "0 of 0", "0", "0", "–"]
+    assert decode == ["Decode", "1 of 2", "4", "10", "75 %"]
+    assert rows[1]["cells"][1]["level"] == "warm"
 
 
 async def test_the_page_shows_what_the_router_says(start: Any) -> None:
     running = await start()
     shown = await browse(
         running.url, SEES, ["show", "text('workers')"], ["show", "text('classes')"], ["show", "text('stages')"],
-        ["show", "text('plan')"], ["show", "text('age')"],
+        ["show", "text('plan')"], ["show", "text('age')"], ["show", "text('models')"], ["show", "text('pools')"],
+        ["show", "text('workers-head')"], ["show", "get('workers').children[0].children[2].dataset.label"],
     )  # fmt: skip
-    workers, classes, stages, plan, age = shown
+    workers, classes, stages, plan, age, models, pools, head, label = shown
+    assert models.startswith("tiny-random · ") and "Decode | 1 of 1" in pools
+    assert head.startswith("Worker | Role | State") and label == "State"
     assert "decode-0" in workers and "ready" in workers
     assert classes.startswith("batch") and "3 (2 for busy workers)" in classes
-    assert stages == "In flight | 2 | Waiting in the router | 0 | Answer | 2"
+    assert stages == "Waiting in the router | 0 | Answer | 2"
     assert "--planner off" in plan and age == "up to date"
+
+
+async def test_what_was_answered_shows_in_cards_and_times(start: Any) -> None:
+    running = await start()
+    assert (await running.completion(max_tokens=5)).status_code == 200
+    shown = await browse(
+        running.url, SEES, ["until", "text('cards').includes('First token (TTFT) | ')"],
+        ["show", "text('times')"], ["show", "get('cards').children.map((card) => card.children[0].textContent)"],
+        ["show", "get('cards').children[4].children[4].attributes['aria-label']"],
+        ["until", "get('cards').children[4].children[4].children[0].attributes.d.startsWith('M')"],
+    )  # fmt: skip
+    times, names, label = shown
+    assert (
+        re.search(r"First token \| [\d.]+ (µs|ms|s) \|", times)
+        and "KV transfer | 3.0 ms | 3.0 ms | 3.0 ms | 1 |" in times
+    )
+    assert names[:3] == ["Requests", "In flight", "Output tokens"]
+    assert label.startswith("First token (TTFT): ")
 
 
 async def test_a_router_with_keys_shows_the_page_and_keeps_the_figures(start: Any) -> None:

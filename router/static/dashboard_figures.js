@@ -1,5 +1,5 @@
 "use strict";
-// What the live page shows, as plain data from an answer of /load. No document here: tests run this part alone.
+// What the dashboard shows, as plain data from an answer of /load. No document here: tests run this part alone.
 const Figures = (() => {
   const SPAN_MS = 5 * 60 * 1000, GAP_MS = 10000, MOST_WORKERS = 100, MOST_PAUSE_MS = 30000;
   const NONE = "–", NAMES = { queue: "Waiting in the router", prefill: "Prompt", transfer: "KV transfer", decode: "Answer" };
@@ -32,8 +32,61 @@ const Figures = (() => {
     return Math.min(MOST_PAUSE_MS, Math.max(1000 * retryAfterS, usual * 2 ** Math.min(numFailures, 10)));
   }
 
+  // Three digits, with a unit of thousands: 0.42, 7.5, 312, 4,210, 41.2 k, 3.1 M.
+  function number(value) {
+    if (value >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
+    if (value >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
+    if (value >= 100 || Number.isInteger(value)) return whole(value);
+    return value >= 10 ? value.toFixed(0) : value >= 1 ? value.toFixed(1) : value.toFixed(2);
+  }
+
+  function bytes(value) {
+    const units = ["B", "kB", "MB", "GB", "TB"];
+    const power = value < 1 ? 0 : Math.min(units.length - 1, Math.floor(Math.log10(value) / 3));
+    const scaled = value / 1000 ** power;
+    return `${scaled >= 100 || power === 0 ? scaled.toFixed(0) : scaled.toFixed(1)} ${units[power]}`;
+  }
+
+  const modelsLine = (load) => load.models.map((one) => `${one.id} · ${whole(one.max_model_len)} tokens at most`).join(", ");
+
+  const TIME_COLUMNS = ["", "p50", "p90", "p99", "Number"];
+  const TIMES = {
+    ttft: ["First token", "TTFT, from the request's head"], tpot: ["Later token", "TPOT, the mean of an answer's tokens after the first"],
+    itl: ["Between tokens", "from one token to the next"], queue: ["Wait", "in the router and on workers"],
+    transfer: ["KV transfer", "from the grant to the last block"], exposed_transfer: ["KV not hidden", "the part of the KV transfer that delayed the second token"],
+  };
+  function timeRows(load) {
+    return Object.entries(TIMES).map(([kind, [text, title]]) => {
+      const one = load.traffic[kind];
+      return { key: kind, cells: [{ text, title }, ...["p50_ms", "p90_ms", "p99_ms"].map((share) => (one.num ? ms(one[share]) : NONE)), number(one.num)] };
+    });
+  }
+
+  // Blocks of the workers of a role that are ready: the share in use, null without any.
+  function blocksUsed(load, role) {
+    const some = load.workers.filter((one) => one.role === role && one.state === "ready" && one.num_blocks);
+    const all = some.reduce((sum, one) => sum + one.num_blocks, 0);
+    return all ? 1 - some.reduce((sum, one) => sum + one.num_available_blocks, 0) / all : null;
+  }
+
+  const POOL_COLUMNS = ["", "Ready", "Requests", "Queued tokens", "KV blocks in use"];
+  function poolRows(load) {
+    return ["prefill", "decode"].map((role) => {
+      const all = load.workers.filter((one) => one.role === role), ready = all.filter((one) => one.state === "ready");
+      const sum = (name) => ready.reduce((total, one) => total + one[name], 0), used = blocksUsed(load, role);
+      const wanted = load.plan?.pools[role]?.wanted;
+      return { key: role, cells: [
+        role[0].toUpperCase() + role.slice(1),
+        { text: `${whole(ready.length)} of ${whole(all.length)}`, level: ready.length < all.length || ready.length < wanted ? "warm" : "", title: wanted === undefined ? "" : `the plan wants ${whole(wanted)}` },
+        whole(sum("num_requests")), number(sum("num_queued_tokens")),
+        used === null ? NONE : { text: percent(used), part: used },
+      ] };
+    });
+  }
+
   const stages = (load) => Object.entries(load.stages).map(([name, number]) => ({ name: NAMES[name] ?? name, number: whole(number) }));
 
+  const CLASS_COLUMNS = ["Class", "Priority", "Share", "In flight", "Waiting", "Oldest waits", "Refused", "TTFT goal", "TTFT met", "TPOT goal", "TPOT met"];
   function classRows(load) {
     const goal = load.plan?.quantile ?? 0.95;
     const met = (one, name) => {
@@ -56,6 +109,7 @@ const Figures = (() => {
     return `${parts.join(", ")} (± ${percent(model.error)})`;
   }
 
+  const WORKER_COLUMNS = ["Worker", "Role", "State", "Requests", "Queued tokens", "Wait", "KV blocks in use", "Tokens/s of steps", "Most at once", "Its steps take"];
   function workerRow(one) {
     const used = one.num_blocks ? 1 - one.num_available_blocks / one.num_blocks : 0;
     const knobs = [one.batch_cap && `${whole(one.batch_cap)} sequences`, one.step_tokens && `${whole(one.step_tokens)} prompt tokens`];
@@ -110,13 +164,22 @@ const Figures = (() => {
     }));
   }
 
-  // One point of the time line; the worst class counts, null where no class has such a goal.
+  // The goals that the worst class meets; null where no class has such a goal.
+  function worst(load, name) {
+    const shares = load.classes.map((one) => one.attainment[name]).filter((share) => share !== undefined);
+    return shares.length ? Math.min(...shares) : null;
+  }
+
+  // One point of the time lines; null where there is nothing to say.
   function sample(load) {
-    const worst = (name) => {
-      const shares = load.classes.map((one) => one.attainment[name]).filter((share) => share !== undefined);
-      return shares.length ? Math.min(...shares) : null;
+    const { rates, ttft, tpot, transfer } = load.traffic, of = (times, share) => (times.num ? times[share] : null);
+    return {
+      inFlight: load.server_load, waiting: load.stages.queue ?? 0, requests: rates.requests_per_s, failed: rates.failed_per_s,
+      output: rates.output_tokens_per_s, prompt: rates.prompt_tokens_per_s,
+      ttft50: of(ttft, "p50_ms"), ttft99: of(ttft, "p99_ms"), tpot50: of(tpot, "p50_ms"), tpot99: of(tpot, "p99_ms"),
+      ttftMet: worst(load, "ttft"), tpotMet: worst(load, "tpot"), prefillKv: blocksUsed(load, "prefill"), decodeKv: blocksUsed(load, "decode"),
+      transferBytes: rates.transfer_bytes_per_s, transfer50: of(transfer, "p50_ms"),
     };
-    return { inFlight: load.server_load, waiting: load.stages.queue ?? 0, ttft: worst("ttft"), tpot: worst("tpot") };
   }
 
   // The points of the last minutes, oldest first.
@@ -141,6 +204,9 @@ const Figures = (() => {
     return parts.join("");
   }
 
-  return { ago, ms, percent, whole, pauseMs, stages, classRows, workerRows, planLines, eventLines, sample, remember, spanMs, spanText, line };
+  return {
+    NONE, TIME_COLUMNS, POOL_COLUMNS, CLASS_COLUMNS, WORKER_COLUMNS, ago, ms, number, bytes, percent, whole, pauseMs, modelsLine, stages, timeRows,
+    poolRows, classRows, workerRows, planLines, eventLines, worst, sample, remember, spanMs, spanText, line,
+  };
 })();
 if (typeof module !== "undefined") module.exports = Figures;

@@ -1,0 +1,159 @@
+"""What this router served lately, for people: rates, and times by percentile. Pure: `now` comes in.
+
+    first token ─> TTFT, tokens      later tokens ─> gaps, tokens      end ─> TPOT, wait, KV transfer, requests
+
+Rates are of the last ten seconds, so that a change shows at once; percentiles are of the last five minutes, so that
+a tail has requests to be made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.observe.recent_quantile import RecentQuantile
+from common.observe.sliding_window import SlidingWindow
+from router.observe.request_record import ChoiceRecord, RequestRecord
+
+RATE_S = 10
+WINDOW_S = 300.0
+SHARES = (0.5, 0.9, 0.99)
+
+
+@dataclass(slots=True)
+class _Second:
+    num_requests: int = 0
+    num_failed: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_transfers: int = 0
+    transfer_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of `num` observations, in milliseconds, at most 5 % too large; 0 without any."""
+
+    num: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A second, over the last `RATE_S` seconds. `requests_per_s` ended well, `failed_per_s` were told an error."""
+
+    requests_per_s: float
+    failed_per_s: float
+    prompt_tokens_per_s: float
+    cached_tokens_per_s: float
+    output_tokens_per_s: float
+    transfers_per_s: float
+    transfer_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """`itl` is the time between one token and the next, `tpot` the mean of it in an answer, `queue` the wait of one.
+
+    `transfer` is the time from the grant of a KV transfer to its last block, `exposed_transfer` the part of it that
+    delayed the second token.
+    """
+
+    rate_s: float
+    window_s: float
+    rates: Rates
+    ttft: Percentiles
+    tpot: Percentiles
+    itl: Percentiles
+    queue: Percentiles
+    transfer: Percentiles
+    exposed_transfer: Percentiles
+
+
+class RecentTraffic:
+    """Owned by the router's event loop; its memory does not grow."""
+
+    def __init__(self) -> None:
+        self._seconds = SlidingWindow(RATE_S + 1, RATE_S + 1, _Second)
+        self._first_at: float | None = None
+        self._ttft, self._tpot, self._itl = _quantiles(3)
+        self._queue, self._transfer, self._exposed = _quantiles(3)
+
+    # ------------------------------------------------------------ what happens
+
+    def first_tokens(self, ttft_s: float, num_tokens: int, now: float) -> None:
+        """The first tokens of an answer came `ttft_s` after its request."""
+        self._ttft.observe(ttft_s, now)
+        self._now(now).num_output_tokens += num_tokens
+
+    def tokens(self, gap_s: float, num_tokens: int, now: float) -> None:
+        """Later tokens came, `gap_s` after those before them."""
+        self._itl.observe(gap_s / num_tokens, now, num_tokens)
+        self._now(now).num_output_tokens += num_tokens
+
+    def ended(self, record: RequestRecord, now: float) -> None:
+        """A request has ended. One whose client left counts neither as served nor as failed."""
+        second = self._now(now)
+        if record.error is not None:
+            second.num_failed += 1
+        elif not record.client_left:
+            second.num_requests += 1
+        if record.num_output_tokens:
+            second.num_prompt_tokens += record.num_prompt_tokens
+            second.num_cached_tokens += record.num_cached_tokens
+        for choice in record.choices:
+            if choice.finish_reason:
+                self._choice_ended(choice, second, now)
+
+    def _choice_ended(self, choice: ChoiceRecord, second: _Second, now: float) -> None:
+        if choice.num_tokens > 1:
+            self._tpot.observe((choice.last_at - choice.first_at) / (choice.num_tokens - 1), now)
+        if (line := choice.timeline) is None:
+            return
+        self._queue.observe(line.queue_s, now)
+        if line.transfer_s > 0:
+            self._transfer.observe(line.transfer_s, now)
+            self._exposed.observe(line.exposed_transfer_s, now)
+            second.num_transfers += 1
+            second.transfer_bytes += line.transfer_bytes
+
+    # ------------------------------------------------------------ what it comes to
+
+    def summary(self, now: float) -> Traffic:
+        """The last minutes."""
+        kinds = (self._ttft, self._tpot, self._itl, self._queue, self._transfer, self._exposed)
+        return Traffic(float(RATE_S), WINDOW_S, self._rates(now), *(_percentiles(kind, now) for kind in kinds))
+
+    def _rates(self, now: float) -> Rates:
+        """Of whole seconds: the present one is not over, and would make every rate look low."""
+        seen_s = 0 if self._first_at is None else min(RATE_S, int(now) - int(self._first_at))
+        seconds = [one for one in self._seconds.series(now)[:-1] if one is not None] if seen_s else []
+
+        def rate(counts: Sequence[int]) -> float:
+            return sum(counts) / seen_s if seen_s else 0.0
+
+        return Rates(
+            requests_per_s=rate([one.num_requests for one in seconds]),
+            failed_per_s=rate([one.num_failed for one in seconds]),
+            prompt_tokens_per_s=rate([one.num_prompt_tokens for one in seconds]),
+            cached_tokens_per_s=rate([one.num_cached_tokens for one in seconds]),
+            output_tokens_per_s=rate([one.num_output_tokens for one in seconds]),
+            transfers_per_s=rate([one.num_transfers for one in seconds]),
+            transfer_bytes_per_s=rate([one.transfer_bytes for one in seconds]),
+        )
+
+    def _now(self, now: float) -> _Second:
+        self._first_at = now if self._first_at is None else self._first_at
+        return self._seconds.current(now)
+
+
+def _quantiles(num: int) -> list[RecentQuantile]:
+    return [RecentQuantile(WINDOW_S) for _ in range(num)]
+
+
+def _percentiles(kind: RecentQuantile, now: float) -> Percentiles:
+    num, (p50_s, p90_s, p99_s) = kind.quantiles(SHARES, now)
+    return Percentiles(num, p50_s * 1e3, p90_s * 1e3, p99_s * 1e3)

@@ -1,0 +1,1 @@
+"""`diptych top`: what a router says of its load, in a terminal."""
