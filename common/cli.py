@@ -17,6 +17,8 @@ COMMANDS = {
     "router": ("router", "only the HTTP front door"),
     "prefill-worker": ("prefill_worker", "only a worker that computes prompts"),
     "decode-worker": ("decode_worker", "only a worker that generates tokens"),
+    "top": ("router.top.command", "show a router's load in the terminal"),
+    "batch": ("router.batch.command", "send every request of a file, and write the answers to another"),
     "bench": ("benchmarks.bench", "load any OpenAI-compatible server and measure it"),
     "plan": ("benchmarks.plan", "find the cheapest pools and flags that meet goals for a load, by simulation"),
     "simulate": ("benchmarks.simulator", "simulate a service in virtual time: a load, goals, policies, failures"),

@@ -1,0 +1,1 @@
+"""`diptych batch`: many requests from a file, their answers into another."""

@@ -1,0 +1,174 @@
+"""`diptych batch` against the real application: answers, retries, and runs that are stopped and go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import InternalError, Overloaded
+from router.batch.command import main
+from router.batch.lines import BadBatch, check_requests, take_up
+from router.dispatch.client import GenerationRequest, TokenEvent
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+def line(name: str, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": path, "body": body or {"prompt": name, "max_tokens": 3}}
+
+
+def written(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((text if isinstance(text, str) else json.dumps(text)) + "\n" for text in lines))
+    return path
+
+
+def results(path: Path) -> dict[str, Any]:
+    found = [json.loads(text) for text in path.read_text().splitlines()]
+    assert len({one["custom_id"] for one in found}) == len(found)
+    return {one["custom_id"]: one for one in found}
+
+
+async def run(source: Path, target: Path, url: str, *flags: str) -> int:
+    return await asyncio.to_thread(in_process, [str(source), str(target), "--url", url, *flags])
+
+
+def in_process(argv: list[str]) -> int:
+    command = [sys.executable, "-P", "-m", "router.batch.command", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode
+
+
+async def test_every_request_is_answered_once(running: Any, tmp_path: Path) -> None:
+    many = [line(f"r{i}") for i in range(40)]
+    source = written(tmp_path / "in.jsonl", *many, "", line("chat", "/v1/chat/completions", **CHAT))
+    target = tmp_path / "out.jsonl"
+    assert await run(source, target, running.url) == 0
+    found = results(target)
+    assert len(found) == 41
+    assert found["r7"]["response"]["body"]["choices"][0]["text"] == "The"
+    assert found["chat"]["response"]["body"]["choices"][0]["message"]["content"] == "The"
+    assert found["chat"]["response"]["request_id"] and found["chat"]["error"] is None
+    assert await run(source, target, running.url) == 0
+    assert len(running.engine.requests) == 41  # nothing is sent again
+
+
+async def test_a_request_that_is_wrong_has_its_error(running: Any, tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", line("bad", prompt="x", max_tokens=-1), line("good"))
+    assert await run(source, tmp_path / "out.jsonl", running.url) == 1
+    found = results(tmp_path / "out.jsonl")
+    assert found["bad"]["response"]["status_code"] == 400
+    assert found["bad"]["response"]["body"]["error"]["param"] == "max_tokens"
+    assert found["good"]["response"]["status_code"] == 200
+
+
+async def test_a_busy_server_is_asked_again(start: Any, tools: Any, tmp_path: Path) -> None:
+    class Busy(tools.Engine):  # type: ignore[misc, name-defined]
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
+            self.requests.append(request)
+            if len(self.requests) <= 6:
+                raise Overloaded("busy", retry_after_s=0.01)
+            async for event in self._events(request):
+                yield event
+
+    running = await start(Busy())
+    source = written(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(3)))
+    assert await run(source, tmp_path / "out.jsonl", running.url) == 0
+    assert len(results(tmp_path / "out.jsonl")) == 3 and len(running.engine.requests) == 9
+
+
+async def test_what_always_fails_is_its_own_fault(start: Any, tools: Any, tmp_path: Path) -> None:
+    running = await start(tools.Engine(error=InternalError("it broke")))
+    source = written(tmp_path / "in.jsonl", line("r"))
+    assert await run(source, tmp_path / "out.jsonl", running.url) == 1
+    assert results(tmp_path / "out.jsonl")["r"]["response"]["status_code"] == 500
+    assert len(running.engine.requests) == 5
+
+
+async def test_patience_ends_and_a_later_run_tries_again(running: Any, tmp_path: Path) -> None:
+    source, target = written(tmp_path / "in.jsonl", line("r")), tmp_path / "out.jsonl"
+    assert await run(source, target, "http://127.0.0.1:1", "--patience-s", "1") == 1
+    assert results(target)["r"]["response"] is None and "gave up" in results(target)["r"]["error"]["message"]
+    assert await run(source, target, running.url) == 0
+    assert results(target)["r"]["response"]["status_code"] == 200
+
+
+async def test_a_wrong_key_stops_all(start: Any, tmp_path: Path) -> None:
+    running = await start(api_key="right")
+    source, target = written(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(9))), tmp_path / "out.jsonl"
+    assert await run(source, target, running.url) == 2 and target.read_text() == ""
+    assert await run(source, target, running.url, "--api-key", "right") == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+async def test_a_stopped_run_goes_on(start: Any, tools: Any, tmp_path: Path, number: signal.Signals) -> None:
+    class Slow(tools.Engine):  # type: ignore[misc, name-defined]
+        async def _events(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
+            await asyncio.sleep(0.05)
+            async for event in super()._events(request):
+                yield event
+
+    running = await start(Slow())
+    source = written(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(40)))
+    target = tmp_path / "out.jsonl"
+    argv = [str(source), str(target), "--url", running.url, "--concurrency", "2"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "router.batch.command", *argv, stderr=subprocess.PIPE
+    )
+    async with asyncio.timeout(30):
+        while not target.exists() or target.read_bytes().count(b"\n") < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert await run(source, target, running.url) == 2  # another run writes it
+        process.send_signal(number)
+        _, said = await process.communicate()
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert number == signal.SIGKILL or b"the same command goes on" in said
+    before = target.read_bytes().count(b"\n")
+    assert before < 40
+    with target.open("ab") as torn:
+        torn.write(b'{"custom_id": "r39", "resp')
+    assert await run(source, target, running.url) == 0
+    assert len(results(target)) == 40 and not any(name.startswith(".") for name in os.listdir(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "line 1: is not valid JSON"),
+        ("[]", "line 1: must be a JSON object"),
+        ({"url": "/v1/completions", "body": {}}, "line 1: custom_id"),
+        (line("r", "/v1/models"), "line 1: url is '/v1/models'"),
+        ({**line("r"), "method": "GET"}, "line 1: method"),
+        ({**line("r"), "body": 5}, "line 1: body"),
+        (line("r", prompt="x", stream=True), "line 1: a request of a batch has its answer whole"),
+    ],
+)
+def test_a_wrong_line_is_named_before_anything_is_sent(tmp_path: Path, text: Any, why: str) -> None:
+    source = written(tmp_path / "in.jsonl", text)
+    with pytest.raises(BadBatch) as error:
+        check_requests(source)
+    assert why in str(error.value)
+    assert main([str(source), str(tmp_path / "out.jsonl"), "--url", "http://127.0.0.1:1"]) == 2
+
+
+def test_names_are_unique(tmp_path: Path) -> None:
+    with pytest.raises(BadBatch, match="two requests"):
+        check_requests(written(tmp_path / "in.jsonl", line("r"), line("r")))
+
+
+def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path) -> None:
+    precious = written(tmp_path / "notes.jsonl", {"a": 1})
+    before = precious.read_bytes()
+    with pytest.raises(BadBatch, match="name another output file"):
+        take_up(precious)
+    assert precious.read_bytes() == before and os.listdir(tmp_path) == ["notes.jsonl"]
+    assert main([str(written(tmp_path / "in.jsonl", line("r"))), str(tmp_path / "no" / "out")]) == 2
