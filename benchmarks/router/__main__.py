@@ -1,0 +1,223 @@
+"""How much the front door costs: the production router between stand-ins for workers and a lean load.
+
+Stand-ins in one process speak the real wire and make tokens at will, without a model; clients in processes of their own
+count what arrives by its bytes. So the router is what is measured, and its own CPU seconds (all its threads) are the
+measure, which other work on the machine disturbs least. Beside it runs a plain Starlette application under uvicorn that
+streams the same chunks. Each round measures every server anew, in turning order; medians are shown.
+
+  streaming  tokens as fast as clients read them, from 1,000 streams: each token is an event of its own
+  latency    from the stand-in's stamp to the client's receipt, at half of that rate
+  short      whole answers of 4 tokens to chats of a hundred, 32 at once: prefill and decode worker take part
+  large      prompts of 220 KB, 4 at once
+  long       a prompt of 100,000 tokens beside 200 streams: its time, and how late tokens of the others become
+  idle       10,000 streams that wait for a token: memory of each
+
+A run fails unless every token that was made arrived. --tree FOLDER measures another version of the router as well.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import tempfile
+from argparse import Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from benchmarks.conditions import version_of
+from benchmarks.report import open_console, print_table
+from benchmarks.router.arm import Arm, PlainArm, RouterArm
+from benchmarks.router.figures import QUICK, WORDS, Bench, Figures, Lost, Size
+from benchmarks.router.load import TOKEN
+from benchmarks.script import in_turns, run, script_parser, write_result
+from common.model_files.resolve import resolve_model
+from common.model_files.tokenizer import Tokenizer
+
+PROGRAM: Final = "python -m benchmarks.router"
+PARTS: Final = ("streaming", "latency", "short", "large", "long", "idle")
+PACKAGES: Final = ("uvicorn", "starlette", "httptools", "fastapi", "orjson", "msgspec")
+OTHER_FILES: Final = 1000
+"""Descriptors of the router and of a client for everything but streams."""
+ROWS: Final = (
+    ("tokens_per_cpu_s", "streamed tokens/s, a core of the server", 0, "30,000"),
+    ("tokens_per_s", "streamed tokens/s, as the machine allowed", 0, ""),
+    ("events_per_token", "events a token", 3, "1"),
+    ("at_tokens_per_s", "latency: at tokens/s", 0, ""),
+    ("cpu_share", "latency: cores that the server used", 2, ""),
+    ("added_p50_ms", "added latency p50, ms", 2, ""),
+    ("added_p99_ms", "added latency p99, ms", 2, "1"),
+    ("requests_per_cpu_s", "short requests/s, a core of the server", 0, "1,000"),
+    ("requests_per_s", "short requests/s, as the machine allowed", 0, ""),
+    ("request_p50_ms", "short request p50, ms", 1, ""),
+    ("large_per_cpu_s", "220 KB prompts/s, a core of the server", 1, "130"),
+    ("large_per_s", "220 KB prompts/s, as the machine allowed", 1, ""),
+    ("long_tokens", "long prompt: tokens", 0, ""),
+    ("long_s", "long prompt: seconds", 2, ""),
+    ("others_p99_before_ms", "streams before it: added latency p99, ms", 2, ""),
+    ("others_p99_ms", "streams beside it: added latency p99, ms", 2, ""),
+    ("others_worst_ms", "streams beside it: worst, ms", 2, ""),
+    ("idle_streams", "idle streams", 0, ""),
+    ("idle_kib", "memory of an idle stream, KiB", 1, ""),
+    ("idle_share", "cores that idle streams use", 3, ""),
+)
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = script_parser(PROGRAM, __doc__)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.add_argument("--quick", action="store_true", help="a small load for a second or two: a check, no result")
+    parser.add_argument("--rounds", type=int, default=3, help="of all servers, in turning order (default: 3)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="these parts alone")
+    parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer and template (default: smollm2-135m)")
+    parser.add_argument("--prefill", type=int, default=1, help="stand-ins for prefill workers (default: 1)")
+    parser.add_argument("--decode", type=int, default=4, help="stand-ins for decode workers (default: 4)")
+    parser.add_argument("--clients", type=int, default=1, help="load processes (default: 1)")
+    parser.add_argument("--seconds", type=float, help="of each rate (default: 8)")
+    parser.add_argument("--streams", type=int, help="of streaming and latency (default: 1,000)")
+    parser.add_argument("--idle", type=int, help="idle streams (default: 10,000)")
+    parser.add_argument("--rate", type=float, default=0.0, help="tokens/s of latency (default: half of streaming's)")
+    parser.add_argument("--tree", type=Path, help="measure the router of this checkout as well, in turns")
+    parser.add_argument("--router-flags", default="", help="flags for the router, in one argument")
+    parser.add_argument("--no-plain", action="store_true", help="without the plain application")
+    parser.add_argument("--log-dir", type=Path, help="keep the router's logs here")
+    return parser.parse_args(argv)
+
+
+def size_of(options: Namespace, console: Console) -> Size:
+    """The size of the load, as far as open files allow."""
+    size = QUICK if options.quick else Size()
+    given = {name: value for name in ("seconds", "streams", "idle") if (value := getattr(options, name)) is not None}
+    size = replace(size, **given)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(size.idle, size.streams) + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = max(1, soft - OTHER_FILES)
+        console.print(f"the hard limit of {hard:,} open files allows {most:,} streams, not {size.idle:,}")
+        size = replace(size, idle=min(most, size.idle), streams=min(most, size.streams))
+    return size
+
+
+def arms_of(options: Namespace, log_dir: Path, size: Size, token_id: int) -> list[Callable[[], Arm]]:
+    """What makes each server."""
+    workers, flags = (options.prefill, options.decode), options.router_flags.split()
+
+    def router(name: str, tree: Path | None) -> Callable[[], Arm]:
+        return lambda: RouterArm(
+            name, options.clients, options.model, workers, token_id, tree=tree, flags=flags, log_dir=log_dir
+        )
+
+    arms = [router("router", None)]
+    if options.tree is not None:
+        arms.append(router(f"router of {options.tree.name}", options.tree.resolve()))
+    if not options.no_plain:
+        arms.append(lambda: PlainArm(options.clients, max(size.idle, size.streams)))
+    return arms
+
+
+def measure(arm: Arm, size: Size, parts: Sequence[str], rate: float, chars_per_token: float) -> Figures:
+    """The figures of one server; `rate` is that of latency, 0 for half of the highest one."""
+    bench, figures = Bench(arm, size, chars_per_token), Figures()
+    if "short" in parts:
+        figures |= bench.short()
+    if "streaming" in parts:
+        figures |= bench.streaming()
+    if "latency" in parts:
+        figures |= bench.latency(rate or figures["tokens_per_s"] / 2)
+    if isinstance(arm, RouterArm):
+        if "large" in parts:
+            figures |= bench.large()
+        if "long" in parts:
+            figures |= bench.long()
+    if "idle" in parts:
+        figures |= bench.idle()
+    return figures
+
+
+def rounds_of(
+    options: Namespace, size: Size, token_id: int, chars_per_token: float, console: Console
+) -> dict[str, list[Figures]]:
+    """The figures of every server, round by round. Latency of all is measured at the rate of the first one."""
+    found: dict[str, list[Figures]] = {}
+    rate = options.rate
+    with tempfile.TemporaryDirectory(prefix="diptych-front-") as temporary:
+        log_dir = options.log_dir or Path(temporary)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        makers = arms_of(options, log_dir, size, token_id)
+        for number in range(options.rounds):
+            for make in in_turns(makers, number):
+                with make() as arm:
+                    figures = measure(arm, size, options.only, rate, chars_per_token)
+                rate = rate or figures.get("tokens_per_s", 0.0) / 2
+                found.setdefault(arm.name, []).append(figures)
+                shown = ", ".join(f"{name} {value:,.3g}" for name, value in figures.items())
+                console.print(f"round {number + 1}, {arm.name}: {shown}", highlight=False)
+    return found
+
+
+def medians(found: dict[str, list[Figures]]) -> dict[str, Figures]:
+    return {
+        arm: {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+        for arm, rounds in found.items()
+    }
+
+
+def ratios(found: dict[str, list[Figures]]) -> dict[str, Figures]:
+    """The median over the rounds of the first server's figure over that of each other one."""
+    (_, first), *others = found.items()
+    return {
+        arm: {
+            name: statistics.median(mine[name] / theirs[name] for mine, theirs in zip(first, rounds, strict=True))
+            for name in rounds[0]
+            if name in first[0] and all(one[name] for one in rounds)
+        }
+        for arm, rounds in others
+    }
+
+
+def show(console: Console, middle: dict[str, Figures], beside: dict[str, Figures], title: str) -> None:
+    columns = ("figure", "mark", *middle, *(f"over {arm}" for arm in beside))
+    rows = []
+    for name, label, digits, mark in ROWS:
+        if not any(name in figures for figures in middle.values()):
+            continue
+        cells = [f"{figures[name]:,.{digits}f}" if name in figures else "-" for figures in middle.values()]
+        over = [f"{figures[name]:.2f}" if name in figures else "-" for figures in beside.values()]
+        rows.append((label, mark, *cells, *over))
+    print_table(console, title, columns, rows)
+
+
+def main(argv: Sequence[str]) -> int:
+    options, console = parse(argv), open_console()
+    if options.quick:
+        options.rounds = 1
+    if "latency" in options.only and "streaming" not in options.only and not options.rate:
+        console.print("latency without streaming needs --rate", style="red")
+        return 2
+    size = size_of(options, console)
+    tokenizer = Tokenizer.from_file(resolve_model(options.model, weights=False).tokenizer)
+    (token_id,) = tokenizer.encode(TOKEN.decode(), add_special_tokens=False)
+    chars_per_token = 100 * len(WORDS) / len(tokenizer.encode(100 * WORDS, add_special_tokens=False))
+    try:
+        found = rounds_of(options, size, token_id, chars_per_token, console)
+    except Lost as error:
+        console.print(f"failed: {error}", style="red")
+        return 1
+    middle, beside = medians(found), ratios(found)
+    title = f"the front door: {options.prefill}P{options.decode}D stand-ins, {options.clients} load process, medians"
+    show(console, middle, beside, f"{title} of {options.rounds}")
+    content: dict[str, Any] = {"medians": middle, "ratios_of_the_first": beside, "rounds": found}
+    packages = {name: version_of(name) for name in PACKAGES}
+    more = {"size": asdict(size), "workers": f"{options.prefill}P{options.decode}D", "packages": packages}
+    write_result(options, PROGRAM, argv, content, **more, rounds=options.rounds, model=options.model)
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

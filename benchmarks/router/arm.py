@@ -1,0 +1,180 @@
+"""What is measured: a real router between stand-ins, or the plain application; each with its processes and commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from benchmarks.router import load, plain, stand_in
+from benchmarks.router.tally import SPAWN, Tally
+from benchmarks.stack import StackError, free_port
+from common.machine.child_process import ChildProcess
+
+READY_S = 60.0
+REPLY_S = 120.0
+END_S = 10.0
+POLL_S = 0.02
+ROOM = (
+    *("--max-inflight", "1000000", "--max-connections", "1000000"),
+    *("--max-wait-s", "600", "--overload-wait-s", "600", "--queue-timeout-s", "600", "--token-timeout-s", "600"),
+    *("--worker-timeout-s", "10", "--max-body-bytes", str(64 * 2**20)),
+)
+"""Bounds so large that the load meets none of them."""
+USER_TICKS, SYSTEM_TICKS = 11, 12
+"""Places in /proc/PID/stat behind the name."""
+
+
+class Remote:
+    """A process of the benchmark that answers commands."""
+
+    def __init__(self, target: Callable[..., None], *values: Any) -> None:
+        self._pipe, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=target, args=(theirs, *values), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.greeting = self.reply()
+
+    def ask(self, *command: Any) -> Any:
+        """Its answer to a command. Raises StackError when there is none in time."""
+        self.post(*command)
+        return self.reply()
+
+    def post(self, *command: Any) -> None:
+        """Begin a command; `reply` has its answer."""
+        self._pipe.send(command)
+
+    def reply(self) -> Any:
+        pipe: Connection = self._pipe
+        if not pipe.poll(REPLY_S):
+            raise StackError(f"no answer from process {self.process.pid} within {REPLY_S:g} s")
+        try:
+            answer = pipe.recv()
+        except EOFError:
+            raise StackError(f"process {self.process.pid} of the benchmark has ended") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.ask("end")
+        self.process.join(END_S)
+        if self.process.is_alive():
+            self.process.kill()
+
+
+class Arm:
+    """A server under load: `source` makes its tokens, `clients` read them, `tally` counts what they read."""
+
+    def __init__(self, name: str, num_clients: int) -> None:
+        self.name, self.tally, self.port, self.pid = name, Tally(num_clients), 0, 0
+        self.model = "plain"
+        self._num_clients = num_clients
+        self.clients: list[Remote] = []
+        self.source: Remote
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            for number in range(self._num_clients):
+                self.clients.append(Remote(load.serve, self.tally, number))
+                self._stack.callback(self.clients[-1].end)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of the server so far, all threads and children included, to a hundredth."""
+        ticks = 0
+        for pid in _family(self.pid):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def rss_kib(self) -> float:
+        """Resident memory of the server."""
+        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in _family(self.pid))
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1024
+
+
+class RouterArm(Arm):
+    """The production command in front of stand-ins; `tree` is the folder of another version of the router."""
+
+    def __init__(
+        self, name: str, num_clients: int, model: str, workers: tuple[int, int], token_id: int, *,
+        tree: Path | None = None, flags: Sequence[str] = (), log_dir: Path,
+    ) -> None:  # fmt: skip
+        super().__init__(name, num_clients)
+        self.model = model
+        self._workers, self._token_id, self._tree, self._flags = workers, token_id, tree, flags
+        self._process = ChildProcess(f"router {name}", log_dir / f"router-{name}.log".replace(" ", "-"))
+
+    def start(self) -> None:
+        self.source = Remote(stand_in.serve, self.tally, *self._workers, self._token_id)
+        self._stack.callback(self.source.end)
+        self.port = free_port()
+        command = [sys.executable, "-P", "-m", "router", "--model", self.model, "--port", str(self.port), *ROOM]
+        for role, addresses in self.source.greeting.items():
+            command += [f"--{role}", ",".join(addresses)] if addresses else []
+        self._process.launch([*command, *self._flags], self._env(), cwd=self._tree)
+        self._stack.callback(self._end)
+        self.pid = self._process.pid
+        self._wait_ready()
+
+    def _env(self) -> Mapping[str, str] | None:
+        return None if self._tree is None else {**os.environ, "PYTHONPATH": str(self._tree)}
+
+    def _wait_ready(self) -> None:
+        """Raises StackError when the router ends or is not ready in time."""
+        deadline = time.monotonic() + READY_S
+        with httpx.Client(timeout=5.0, trust_env=False) as client:
+            while True:
+                try:
+                    if client.get(f"http://127.0.0.1:{self.port}/ready").status_code == httpx.codes.OK:
+                        return
+                except httpx.TransportError:  # not listening yet
+                    pass
+                if not self._process.alive or time.monotonic() > deadline:
+                    raise StackError(f"the router was not ready in time\n{self._process.log_tail()}")
+                time.sleep(POLL_S)
+
+    def _end(self) -> None:
+        self._process.terminate()
+        self._process.wait(time.monotonic() + END_S)
+
+
+class PlainArm(Arm):
+    """The floor."""
+
+    def __init__(self, num_clients: int, backlog: int) -> None:
+        super().__init__("plain uvicorn", num_clients)
+        self._backlog = backlog
+
+    def start(self) -> None:
+        self.source = Remote(plain.serve, self.tally, load.TOKEN.decode(), self._backlog)
+        self._stack.callback(self.source.end)
+        self.port, self.pid = self.source.greeting, self.source.process.pid or 0
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that it started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(one for child in children for one in _family(int(child)))]
