@@ -95,11 +95,10 @@ class Admission:
         self._least_turn_s = None
         waiting, decoding = [], []
         for state in states:
-            stage, worker = state.stage, state.waits_for
-            if worker is not None and stage is Stage.PREFILL:
+            if (decode := state.decoded_on) is not None:
+                decoding.append((decode.address, now - decode.delivered_at))
+            elif (worker := state.waits_for) is not None and state.stage is Stage.PREFILL:
                 waiting.append((state.request.priority, worker.address, now - state.progress_at))
-            elif worker is not None and stage is Stage.DECODE:
-                decoding.append((worker.address, now - worker.delivered_at))
         waits_from = {
             priority: observed_waits_s((address, waited_s) for level, address, waited_s in waiting if level >= priority)
             for priority in self._priorities[1:]

@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from common.config.request_class import COMMON_SHARE, DEFAULT, NO_LANE, RequestClass
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from router.dispatch.prompt import Prompt
@@ -80,7 +82,8 @@ class RequestTimeline:
                                  └ grant_wait_s, transfer_s; only exposed_transfer_s of it delayed the second token
 
     `num_attempts` is 1 when nothing failed. A local prefill has an empty `prefill_worker`; a request that never
-    needed a decode worker an empty `decode_worker`. `forecast` is that of its latest place.
+    needed a decode worker an empty `decode_worker`. `forecast` is that of its latest place. The KV that came
+    to the decode worker crossed in `transfer_bytes` bytes.
     """
 
     prefill_worker: str = ""
@@ -94,10 +97,10 @@ class RequestTimeline:
     exposed_transfer_s: float = 0.0
     decode_s: float = 0.0
     forecast: Forecast = Forecast()
+    transfer_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """The next tokens of a sequence, in order, each exactly once whatever happened to the workers.
 
     `logprobs` is empty, or as long as `token_ids` when `params.logprobs >= 0`. `finish_reason` is "" until the last
@@ -115,8 +118,8 @@ class TokenEvent:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class GenerationClient(Protocol):
-    """Serves token streams from the pools. One event loop owns it and calls all methods."""
+class TokenSource(Protocol):
+    """Serves token streams. One event loop owns it and calls all methods."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """The token stream of one request; ends after the event that carries a finish reason.
@@ -126,6 +129,10 @@ class GenerationClient(Protocol):
         admitted, DeadlineExceeded when its time is over, InvalidRequest when a worker refuses it for good.
         """
         ...
+
+
+class GenerationClient(TokenSource, Protocol):
+    """Serves token streams from the pools, and says whether there is room for one."""
 
     def check_room(self, is_longer: Callable[[int], bool], caller: Caller = ANYONE) -> None:
         """Refuse, before it is read, a request that `generate` would refuse now whatever it asks for.

@@ -21,7 +21,7 @@ from router.dispatch.admission import Admission
 from router.dispatch.balancer import Balancer
 from router.dispatch.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest
 from router.dispatch.demand import Demand, DemandMeter
-from router.dispatch.growth import follow_growth
+from router.dispatch.growth import Growth
 from router.dispatch.handover import HandOvers
 from router.dispatch.holding import Holding
 from router.dispatch.load import DispatchCounters
@@ -29,7 +29,7 @@ from router.dispatch.placement import Abort, Placement, Send
 from router.dispatch.recovery import Recovery, refusal
 from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.role_changes import RoleChanges
-from router.dispatch.silence import why_left
+from router.dispatch.silence import least_quiet_s, why_left
 from router.dispatch.stream import StreamConflict, TokensDiffer
 from router.dispatch.turns import Cancel, Later, Turns
 from router.dispatch.waiting import OUTPUT_WEIGHT, WaitingRequests
@@ -84,6 +84,8 @@ class DispatchCore:
         self.has_prefill = bool(config.prefill or config.prefill_services or config.discovery_file)
         self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self.waiting, self.counters)
+        self._growth = Growth(registry, self._placement.lengths)
+        self._least_quiet_s = least_quiet_s(config)
         holding = Holding(registry, self.waiting)
         self._admission = Admission(registry, policy, config, self.counters, holding, self._placement.shortlist)
         self._holding = holding
@@ -215,12 +217,12 @@ class DispatchCore:
         self._turns.serve(now)
 
     def on_tick(self, now: float) -> None:
-        follow_growth(self.states.values(), self._registry, self._placement.lengths)
+        self._growth.tick(self.states.values())
         self._handovers.leave(self.states.values(), now)
         if self._config.balance_decode:
             self._balancer.tick(self.states, now)
         self._turns.serve(now)
-        for state in list(self.states.values()):
+        for state in [one for one in self.states.values() if now - one.progress_at > self._least_quiet_s]:
             self._check_progress(state, now)
         self._admission.observe(self.states.values(), now)
         self._turns.take_back(self.states.values(), now)

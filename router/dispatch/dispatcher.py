@@ -17,7 +17,6 @@ from router.dispatch.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequ
 from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.demand import Demand
 from router.dispatch.load import DispatchLoad
-from router.dispatch.request_state import RequestState
 from router.dispatch.turns import Cancel
 from router.fleet.fleet import CONTROL_HWM, WorkerFleet
 from router.policy.routing import RoutingPolicy
@@ -37,7 +36,7 @@ class Dispatcher:
     ) -> None:
         """Without a `policy`, the usual one routes. `splits` predicts for changes of roles."""
         self._clock = time.monotonic
-        self._wakes: dict[str, asyncio.Event] = {}
+        self._wakes: dict[str, asyncio.Future[None]] = {}
         self._last_max_model_len = 0
         self._open = False
         self._classes = config.classes
@@ -62,15 +61,17 @@ class Dispatcher:
         """See `GenerationClient.generate`."""
         self._check_open()
         state = self.core.submit(request, self._clock())
-        wake = self._wakes[request.request_id] = asyncio.Event()
+        loop, request_id = asyncio.get_running_loop(), request.request_id
         try:
             while True:
-                event = await _next_event(state, wake)
+                while (event := state.take_event()) is None:  # raises the request's error behind the last event
+                    wake = self._wakes[request_id] = loop.create_future()
+                    await wake
                 yield event
                 if event.finish_reason:
                     return
         finally:
-            del self._wakes[request.request_id]
+            self._wakes.pop(request_id, None)
             self.core.end(state)
 
     def check_room(self, is_longer: Callable[[int], bool], caller: Caller = ANYONE) -> None:
@@ -144,17 +145,10 @@ class Dispatcher:
         return loop.call_later(delay_s, lambda: then(self._clock())).cancel
 
     def _wake(self, request_id: str) -> None:
-        if (wake := self._wakes.get(request_id)) is not None:
-            wake.set()
+        wake = self._wakes.get(request_id)
+        if wake is not None and not wake.done():
+            wake.set_result(None)
 
     def _check_open(self) -> None:
         if not self._open:
             raise Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S)
-
-
-async def _next_event(state: RequestState, wake: asyncio.Event) -> TokenEvent:
-    """All tokens that came since the last call, or the next to come. Raises the request's error behind the last."""
-    while (event := state.take_event()) is None:
-        wake.clear()
-        await wake.wait()
-    return event

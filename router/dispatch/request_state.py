@@ -21,6 +21,7 @@ MIN_PROGRESS = 4
 """Output tokens that count as progress after a move: a prefill worker alone makes one each time."""
 LATE_S = 0.001
 """What a worker hears is left until a first token that is late: 0 would say that it has no goal."""
+NO_TIMELINE = Timeline()
 
 
 class Stage(StrEnum):
@@ -71,6 +72,7 @@ class RequestState:
         self.request = request
         self._prompt = request.prompt or Prompt(request.prompt_token_ids, request.cache_salt)
         self._packed = self._prompt.packed
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         params = request.params
         self.stream = TokenStream(
             params.max_tokens,
@@ -103,6 +105,8 @@ class RequestState:
         self._queue_s = 0.0
         self._past = Timeline()
         self._names = {"prefill": "", "decode": ""}
+        self._timeline = RequestTimeline()  # made of `_timeline_parts`
+        self._timeline_parts: tuple[object, ...] = ()
 
     # ------------------------------------------------------------ questions
 
@@ -131,7 +135,7 @@ class RequestState:
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the output so far."""
-        return len(self.request.prompt_token_ids) + len(self.stream.token_ids)
+        return self.num_prompt_tokens + len(self.stream.token_ids)
 
     @property
     def num_remaining(self) -> int:
@@ -170,8 +174,8 @@ class RequestState:
 
     def assignment(self, address: str, attempt: int) -> Assignment | None:
         """The present assignment of the worker at `address`, if it covers this attempt."""
-        for one in self.assignments:
-            if one.address == address and one.first_attempt <= attempt <= one.attempt:
+        for one in (self.successor, self.prefill, self.decode):  # no call: once for each token
+            if one is not None and one.address == address and one.first_attempt <= attempt <= one.attempt:
                 return one
         return None
 
@@ -206,6 +210,14 @@ class RequestState:
         if prefill is None or prefill.delivered or self.stage is not Stage.PREFILL or self.is_through_with(prefill):
             return self.decode
         return prefill
+
+    @property
+    def decoded_on(self) -> Assignment | None:
+        """The worker whose tokens come, in the decode stage; None in every other. Quicker than asking for the stage."""
+        decode = self.decode
+        if decode is None or not decode.delivered or self.done or len(self.stream.token_ids) <= self.num_base_tokens:
+            return None
+        return decode
 
     def remaining_s(self, now: float) -> float:
         """Seconds until the request's deadline."""
@@ -334,13 +346,20 @@ class RequestState:
 
     def timeline(self) -> RequestTimeline:
         """The router's own wait and the reports of the last workers; decoding time is summed over all of them."""
-        none = Timeline()
-        prefill = self.prefill.timeline if self.prefill else none
-        decode = self.decode.timeline if self.decode else none
-        first = prefill if self.prefill else decode
-        return RequestTimeline(
-            prefill_worker=self._names["prefill"],
-            decode_worker=self._names["decode"],
+        prefill = self.prefill.timeline if self.prefill else NO_TIMELINE
+        decode = self.decode.timeline if self.decode else NO_TIMELINE
+        names, first = self._names, prefill if self.prefill else decode
+        # Most tokens change nothing of it.
+        parts = (
+            *(prefill, decode, first, names["prefill"], names["decode"]),
+            *(self.num_failures, self._past, self._queue_s, self.forecast),
+        )
+        if parts == self._timeline_parts:
+            return self._timeline
+        self._timeline_parts = parts
+        self._timeline = RequestTimeline(
+            prefill_worker=names["prefill"],
+            decode_worker=names["decode"],
             num_attempts=self.num_failures + 1,
             num_preemptions=self._past.num_preemptions + prefill.num_preemptions + decode.num_preemptions,
             queue_s=self._queue_s + first.queue_s,
@@ -350,4 +369,6 @@ class RequestState:
             exposed_transfer_s=max(prefill.exposed_transfer_s, decode.exposed_transfer_s),
             decode_s=self._past.decode_s + decode.decode_s,
             forecast=self.forecast,
+            transfer_bytes=decode.transfer_bytes,
         )
+        return self._timeline

@@ -9,6 +9,11 @@ from common.config import RouterConfig
 from router.dispatch.request_state import Assignment, RequestState, Stage
 
 
+def least_quiet_s(config: RouterConfig) -> float:
+    """How long a request may be without a token before `why_left` need be asked."""
+    return min(config.prefill_timeout_s, config.token_timeout_s, config.worker_timeout_s)
+
+
 def why_left(
     state: RequestState, assignment: Assignment, config: RouterConfig, idle_since: float | None, now: float
 ) -> str:

@@ -32,6 +32,7 @@ class TokenStream:
         self._num_prompt_logprobs = num_prompt_logprobs
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs_taken = False
+        self._is_plain = not (with_logprobs or num_prompt_logprobs)
 
     @property
     def has_gap(self) -> bool:
@@ -45,6 +46,8 @@ class TokenStream:
 
     def add(self, delta: TokenDelta) -> bool:
         """Merge a delta; True when the stream grew or ended. Raises StreamConflict."""
+        if self._is_plain and self._takes_next(delta):
+            return True
         self._check(delta)
         if self.finish_reason:
             return False
@@ -85,9 +88,28 @@ class TokenStream:
     def take(self) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
         """All merged tokens not taken before, and their log-probabilities (empty unless the request wants some)."""
         start, self._num_taken = self._num_taken, len(self.token_ids)
+        token_ids = tuple(self.token_ids[start:])
+        if not self._logprobs:
+            return token_ids, ()
         logprobs = tuple(self._logprobs)
         self._logprobs.clear()
-        return tuple(self.token_ids[start:]), logprobs
+        return token_ids, logprobs
+
+    def _takes_next(self, delta: TokenDelta) -> bool:
+        """Append one token in the middle of the sequence, as nearly every delta brings; False: it is none."""
+        token_ids, fresh = self.token_ids, delta.token_ids
+        if (
+            len(fresh) != 1
+            or delta.index != len(token_ids)
+            or delta.finish_reason
+            or self.finish_reason
+            or self._ahead
+            or delta.index >= self._max_tokens
+            or not 0 <= fresh[0] < 2**32
+        ):
+            return False
+        token_ids.append(fresh[0])
+        return True
 
     def _check(self, delta: TokenDelta) -> None:
         end = delta.index + len(delta.token_ids)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from router.fleet.worker import Worker
 
 NUM_KEPT = 50
-"""Events, for the page at /live."""
+"""Events, for the page at /dashboard."""
 
 
 @dataclass(frozen=True, slots=True)

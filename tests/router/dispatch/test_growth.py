@@ -4,10 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.latency.step_model import StepModel, StepShape
-from router.dispatch.growth import num_more_blocks
+from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import GenerationRequest
+from router.dispatch.growth import Growth, num_more_blocks
+from router.dispatch.request_state import Assignment, RequestState
 from router.fleet.booking import Booking, peak_growth
 from router.fleet.registry import WorkerRegistry
 from router.policy.forecast import RequestShape, on_decode
+from router.policy.output_lengths import OutputLengths
 from router.policy.routing import RoutingPolicy
 
 from ...fake_worker import heartbeat_of, hello_of
@@ -132,3 +136,25 @@ def test_an_answer_that_finds_no_room_stalls_itself_and_delays_the_others():
     full, other = (on_decode(registry.workers[address], shape) for address in (D, E))
     assert full.stall_s > 0 and full.token_s > other.token_s and full.delay_s > other.delay_s
     assert other.stall_s == 0
+
+
+def test_all_answers_have_their_turn_however_many_they_are(monkeypatch):
+    monkeypatch.setattr("router.dispatch.growth.MOST_A_TICK", 3)
+    registry = registry_of(D, num_blocks=10_000)
+    states = []
+    for number in range(10):
+        request = GenerationRequest(f"r{number}", [1] * 16, SamplingParams(max_tokens=400), deadline_s=60.0)
+        state = RequestState(request, 0.0)
+        state.assign(Assignment("decode", D, D, 1, 1, book(registry, num_tokens=16), 1, 0), 0.0)
+        state.stream.token_ids.extend([2] * 160)
+        states.append(state)
+    growth, worker = Growth(registry, OutputLengths()), registry.workers[D]
+    grown = []
+    for _ in range(4):
+        growth.tick(states)
+        grown.append(sum(booking.num_grown == 10 for booking in worker.bookings.values()))
+    assert grown == [3, 6, 9, 10]
+    for state in states[:5]:
+        state.done = True
+    growth.tick(states[5:])
+    assert sum(booking.num_grown for booking in worker.bookings.values()) == 100
