@@ -92,8 +92,8 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
         await dispatcher.start()
         if plans:
             planning.start()
-        host, port = listener.getsockname()[:2]
-        log.info("listening", extra={"host": host, "port": port, "model": files.model_id})
+        where = dict(zip(("host", "port"), listener.getsockname(), strict=False))
+        log.info("listening", extra={**where, "model": files.model_id, "responses": app.state.responses.place})
         await serve(app, listener, dispatcher.close, stop)
     finally:
         await planning.close()

@@ -92,6 +92,14 @@ def no_settings_from_outside(request: pytest.FixtureRequest, monkeypatch: pytest
             monkeypatch.delenv(name)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Routers store responses in the user's folder for state: not in that of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def what_a_file_leaves_open_is_its_own() -> Iterator[None]:
     """A socket that a test forgot is found in its own file, not in a later one in which garbage is collected.

@@ -64,8 +64,8 @@ ROOMS = {
         "grammar", "model", "sampling", "runner", "worker", "requests",
     ),
     "router": (
-        "discovery", "fleet", "policy", "dispatch", "planner", "text", "observe", "auth", "request", "generation",
-        "api", "server", "local",
+        "discovery", "fleet", "policy", "dispatch", "planner", "text", "store", "observe", "auth", "request",
+        "generation", "api", "server", "local", "top", "batch",
     ),
 }  # fmt: skip
 HEAVY = ("torch", "triton", "transformers", "safetensors")

@@ -175,7 +175,7 @@ class Conversation(Fields):
 class MessagesRequest(Conversation, Extensions):
     """`POST /v1/messages`."""
 
-    id_prefix: ClassVar = "msg"
+    id_prefix: ClassVar = "msg_"
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     stream: bool | None = None

@@ -20,7 +20,7 @@ from router.generation.shape import Object
 from router.generation.structure import tool_calling
 from router.request.errors import anthropic_error
 from router.request.translation import named_as
-from router.text.answer_part import CallPart, Part, TextPart, ThoughtPart
+from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 

@@ -8,30 +8,35 @@ from common.errors import InvalidRequest
 from router.api.choice_shape import ChoiceShape, merged
 from router.generation.choice import AnswerChoice, Piece
 from router.generation.origin import Origin
-from router.generation.parts import AnswerParts
-from router.generation.plan import AnswerPlan, PlannedPrompt, check_num_sequences, fit, make_plan
+from router.generation.parts import AnswerParts, is_scanned
+from router.generation.plan import AnswerPlan, PlannedPrompt, check_num_sequences, fit, make_plan, num_prompt_logprobs
 from router.generation.service import Service
 from router.generation.shape import Object
 from router.generation.structure import answer_grammar, tool_calling
+from router.generation.token_rules import bad_words, truncated
 from router.request.fields import ChatRequest, TokenizeRequest
-from router.text.answer_part import CallPart, Part, TextPart, ThoughtPart
-from router.text.tools import Function
+from router.text.answer.marks import NO_MARKS
+from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart
+from router.text.calls.function import Function
 
 
-async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, prefix: str = "chatcmpl") -> AnswerPlan:
+async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, prefix: str = "chatcmpl-") -> AnswerPlan:
     """Render and tokenise the conversation. Raises RequestError."""
     service.check_model(fields.model)
     fields.check()
-    if fields.top_logprobs is not None and not fields.logprobs:
-        raise InvalidRequest("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
-    check_num_sequences(service, 1, fields.n or 1)
+    check_num_sequences(service, 1, max(fields.num_sampled, fields.num_beams))
     limit = service.max_model_len
     calling = tool_calling(fields)
     grammar = await answer_grammar(service, fields, calling)
-    token_ids = await conversation_tokens(service, fields, calling.functions if calling else (), limit=limit)
+    wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    functions = calling.functions if calling else ()
+    if fields.truncate_prompt_tokens is None:
+        token_ids = await conversation_tokens(service, fields, functions, limit=limit)
+    else:
+        whole = await conversation_tokens(service, fields, functions, max_bytes=service.max_tokenize_bytes)
+        token_ids = truncated(whole, fields, limit, wanted or 1)
     if not token_ids:
         raise InvalidRequest("messages: the conversation makes an empty prompt", param="messages")
-    wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     prompt = PlannedPrompt(token_ids, fit(len(token_ids), wanted, limit, param="messages"))
     return make_plan(
         service,
@@ -39,9 +44,10 @@ async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, pr
         origin,
         [prompt],
         prefix=prefix,
-        num_logprobs=(fields.top_logprobs or 0) if fields.logprobs else -1,
-        num_prompt_logprobs=-1 if fields.prompt_logprobs is None else fields.prompt_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs(service, fields),
         grammar=grammar,
+        bad_words=await bad_words(service, fields),
+        marks=service.marks if is_scanned(service, calling) else NO_MARKS,
     )
 
 
@@ -60,6 +66,7 @@ async def conversation_tokens(
         return await service.text.encode_chat(
             [message.as_dict() for message in fields.messages or ()],
             functions=functions,
+            dialect=service.dialect,
             add_generation_prompt=generation_prompt,
             continue_final_message=continued,
             extra=fields.template_variables if isinstance(fields, ChatRequest) else fields.chat_template_kwargs,
@@ -77,14 +84,18 @@ class ChatShape(ChoiceShape):
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, service: Service, fields: ChatRequest) -> None:
-        super().__init__(service, fields, (fields.top_logprobs or 0) if fields.logprobs else None)
+        super().__init__(service, fields)
+        self._echo = fields.echo_text
         self._parts = AnswerParts(service, fields)
+        self.only_text = self._parts.only_text and self._logprobs is None and not self._token_ids
 
     def opening(self, choice: AnswerChoice, prompt_token_ids: list[int] | None) -> Object | None:
-        return _chunk(choice, {"role": "assistant", "content": ""})
+        return _chunk(choice, {"role": "assistant", "content": self._echo})
 
     def chunks(self, choice: AnswerChoice, piece: Piece, *, at_least_one: bool) -> list[Object]:
         """One for each part, in the order of the text; log-probabilities and token ids are in the first of them."""
+        if self.only_text and piece.text and not piece.finish_reason:  # nearly every piece
+            return [_chunk(choice, {"content": piece.text})]
         deltas = [self._delta(choice, part) for part in self._parts.taken_apart(choice, piece)]
         with_logprobs = piece.with_logprobs if self._logprobs is not None else []
         if not deltas:
@@ -104,10 +115,10 @@ class ChatShape(ChoiceShape):
     def whole(self, choice: AnswerChoice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
         answer = merged(choice, pieces)
         parts = self._parts.whole(choice, pieces)
-        content = "".join([part.text for part in parts if isinstance(part, TextPart)])
+        content = self._echo + "".join([part.text for part in parts if isinstance(part, TextPart)])
         message: Object = {"role": "assistant", "content": content, "refusal": None}
         if thought := "".join([part.text for part in parts if isinstance(part, ThoughtPart)]):
-            message["reasoning_content"] = thought
+            message |= _thought(thought)
         if calls := [self._call(choice, part) for part in parts if isinstance(part, CallPart)]:
             message |= {"content": content or None, "tool_calls": calls}
         whole: Object = {
@@ -116,13 +127,12 @@ class ChatShape(ChoiceShape):
             "logprobs": self._logprobs.chat(answer.with_logprobs) if self._logprobs is not None else None,
             "finish_reason": self._parts.finish_reason(choice, choice.finish_reason),
         }
-        if self._token_ids:
-            whole["token_ids"] = answer.token_ids
+        whole |= {"token_ids": answer.token_ids if self._token_ids else None, "stop_reason": choice.stop_reason}
         return whole
 
     def _delta(self, choice: AnswerChoice, part: Part) -> Object:
         if isinstance(part, ThoughtPart):
-            return {"reasoning_content": part.text}
+            return _thought(part.text)
         if isinstance(part, TextPart):
             return {"content": part.text}
         call = self._call(choice, part) if part.name else {"function": {"arguments": part.arguments}}
@@ -133,8 +143,14 @@ class ChatShape(ChoiceShape):
         return {"id": self._parts.id_of(choice, part.index), "type": "function", "function": function}
 
     def envelope(self, first: AnswerChoice, prompt_token_ids: list[int] | None) -> Object:
-        members: Object = {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
-        return members | self._of_prompt(first)
+        if self._streams:
+            return {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
+        return {"prompt_token_ids": prompt_token_ids, **self._of_prompt(first)}
+
+
+def _thought(text: str) -> Object:
+    """A thought under both names that clients look for."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _chunk(choice: AnswerChoice, delta: Object) -> Object:

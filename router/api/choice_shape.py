@@ -12,20 +12,22 @@ from router.request.fields import SamplingFields
 
 
 class ChoiceShape:
-    """The settings of a request that both shapes follow; `num_alternatives` is None without log-probabilities."""
+    """The settings of a request that both shapes follow."""
 
-    def __init__(self, service: Service, fields: SamplingFields, num_alternatives: int | None) -> None:
-        as_ids, of_prompt = bool(fields.return_tokens_as_token_ids), fields.prompt_logprobs
-        self._logprobs = (
-            None if num_alternatives is None else LogprobShapes(service.text, num_alternatives, as_ids=as_ids)
-        )
-        self._prompt_logprobs = None if of_prompt is None else LogprobShapes(service.text, of_prompt)
-        self._token_ids = bool(fields.return_token_ids)
+    def __init__(self, service: Service, fields: SamplingFields) -> None:
+        as_ids, wanted, of_prompt = fields.return_tokens_as_token_ids, fields.num_alternatives, fields.prompt_logprobs
+        self._logprobs = self._prompt_logprobs = None
+        if wanted is not None:
+            number = len(fields.logprob_token_ids or ()) or service.num_alternatives(wanted, "logprobs")
+            self._logprobs = LogprobShapes(service.text, number, as_ids=bool(as_ids))
+        if of_prompt is not None:
+            self._prompt_logprobs = LogprobShapes(service.text, service.num_alternatives(of_prompt, "prompt_logprobs"))
+        self._token_ids, self._streams = bool(fields.return_token_ids), bool(fields.stream)
 
     def _of_prompt(self, choice: AnswerChoice) -> Object:
-        """The member `prompt_logprobs`, for requests that want it."""
+        """The member `prompt_logprobs`; null for requests that do not want it."""
         if self._prompt_logprobs is None:
-            return {}
+            return {"prompt_logprobs": None}
         token_ids = choice.request.prompt_token_ids
         return {"prompt_logprobs": self._prompt_logprobs.prompt(token_ids, choice.prompt_logprobs)}
 

@@ -8,11 +8,13 @@ from common.errors import InvalidRequest
 from router.api.choice_shape import ChoiceShape, merged
 from router.generation.choice import AnswerChoice, Piece, TokenWithLogprobs
 from router.generation.origin import Origin
-from router.generation.plan import AnswerPlan, PlannedPrompt, check_num_sequences, fit, make_plan
+from router.generation.plan import AnswerPlan, PlannedPrompt, check_num_sequences, fit, make_plan, num_prompt_logprobs
 from router.generation.service import Service
 from router.generation.shape import Object
 from router.generation.structure import answer_grammar
+from router.generation.token_rules import bad_words, truncated
 from router.request.fields import CompletionRequest
+from router.text.fill_in_middle import middle_form
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -22,7 +24,7 @@ async def plan_completion(service: Service, fields: CompletionRequest, origin: O
     service.check_model(fields.model)
     fields.check()
     sources = _sources(fields.prompt)
-    check_num_sequences(service, len(sources), fields.n or 1)
+    check_num_sequences(service, len(sources), max(fields.num_sampled, fields.num_beams))
     grammar = await answer_grammar(service, fields)
     prompts = [await _prompt(service, fields, source, param) for source, param in sources]
     return make_plan(
@@ -30,11 +32,11 @@ async def plan_completion(service: Service, fields: CompletionRequest, origin: O
         fields,
         origin,
         prompts,
-        prefix="cmpl",
-        num_logprobs=-1 if fields.logprobs is None else fields.logprobs,
-        num_prompt_logprobs=max(-1 if k is None else k for k in (fields.prompt_logprobs, fields.echo_logprobs)),
+        prefix="cmpl-",
+        num_prompt_logprobs=num_prompt_logprobs(service, fields, fields.echo_logprobs),
         echo=bool(fields.echo),
         grammar=grammar,
+        bad_words=await bad_words(service, fields),
     )
 
 
@@ -53,18 +55,42 @@ async def _prompt(service: Service, fields: CompletionRequest, source: str | lis
     limit, text = service.max_model_len, service.text
     echo = ""
     if isinstance(source, str):
-        special = fields.add_special_tokens is not False
-        token_ids = await text.encode(source, add_special_tokens=special, limit=limit)
+        token_ids = await _encoded(service, fields, source)
         echo = source
     else:
         token_ids = source
-    token_ids = token_ids or _begin_of_text(service, param)
+    if fields.suffix:
+        token_ids = await _around_middle(service, fields, token_ids)
+    wanted = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    token_ids = truncated(token_ids, fields, limit, max(1, wanted)) or _begin_of_text(service, param)
     max_tokens = fit(len(token_ids), fields.max_tokens, limit, default=DEFAULT_MAX_TOKENS, param=param)
     if not isinstance(source, str):
         text.check_ids(token_ids, param=param)  # only after `fit` has bounded their number
         if fields.echo:
             echo = await text.decode(token_ids, skip_special_tokens=fields.skip_special_tokens is not False)
     return PlannedPrompt(token_ids, max_tokens, echo)
+
+
+async def _encoded(service: Service, fields: CompletionRequest, source: str) -> list[int]:
+    """The tokens of a text prompt, which may be too long where it will be truncated."""
+    special = fields.add_special_tokens is not False
+    if fields.truncate_prompt_tokens is None:
+        return await service.text.encode(source, add_special_tokens=special, limit=service.max_model_len)
+    return await service.text.encode(source, add_special_tokens=special, max_bytes=service.max_tokenize_bytes)
+
+
+async def _around_middle(service: Service, fields: CompletionRequest, before: list[int]) -> list[int]:
+    """The prompt for the text between `before` and the suffix. Raises InvalidRequest for a model that cannot."""
+    form = middle_form(service.text.tokenizer)
+    if form is None:
+        raise InvalidRequest("suffix: this model has no tokens for a text behind its answer", param="suffix")
+    if fields.echo_logprobs is not None:
+        raise InvalidRequest("suffix: not allowed with echo and logprobs", param="suffix")
+    limit = service.max_model_len
+    after = await service.text.encode(fields.suffix or "", add_special_tokens=False, limit=limit)
+    opening = await service.text.encode("", add_special_tokens=True)  # where a text prompt has such tokens
+    begins = before[: len(opening)] == opening
+    return [*opening, *form.prompt(before[len(opening) :], after)] if begins else form.prompt(before, after)
 
 
 def _begin_of_text(service: Service, param: str) -> list[int]:
@@ -81,9 +107,10 @@ class CompletionShape(ChoiceShape):
     object = chunk_object = "text_completion"
 
     def __init__(self, service: Service, fields: CompletionRequest) -> None:
-        super().__init__(service, fields, fields.logprobs)
+        super().__init__(service, fields)
         self._echo_has_logprobs = fields.echo_logprobs is not None
         self._skip_special = fields.skip_special_tokens is not False
+        self.only_text = self._logprobs is None and not self._token_ids
 
     def opening(self, choice: AnswerChoice, prompt_token_ids: list[int] | None) -> Object | None:
         """The echo, unless it needs log-probabilities, and the prompt's token ids if the client wants them."""
@@ -117,10 +144,11 @@ class CompletionShape(ChoiceShape):
             "text": choice.echo + answer.text,
             "logprobs": self._logprobs_of(choice, answer.with_logprobs, echoes=self._echo_has_logprobs),
             "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "token_ids": answer.token_ids if self._token_ids else None,
+            "prompt_token_ids": prompt_token_ids,
             **self._of_prompt(choice),
         }
-        if self._token_ids:
-            whole |= {"token_ids": answer.token_ids, "prompt_token_ids": prompt_token_ids}
         return whole
 
     def envelope(self, first: AnswerChoice, prompt_token_ids: list[int] | None) -> Object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
@@ -17,7 +17,6 @@ from router.api.anthropic_messages import MessagesFrames
 from router.api.chat import ChatShape, plan_chat
 from router.api.completions import CompletionShape, plan_completion
 from router.api.openapi import documented
-from router.api.responses import ResponsesFrames
 from router.api.responses_fields import ResponsesRequest
 from router.api.translated import plan_translated
 from router.auth.class_choice import HEADER, class_of
@@ -32,30 +31,38 @@ from router.generation.service import Service, service_of
 from router.generation.shape import Shape
 from router.request.errors import CLIENT_CLOSED, error_response
 from router.request.fields import ChatRequest, CompletionRequest
-from router.request.paths import CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH, RESPONSES_PATH
+from router.request.invocation import Invocation
+from router.request.paths import CHAT_PATH, COMPLETION_PATH, INVOCATIONS_PATH, MESSAGES_PATH
 
-F = TypeVar("F", ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+F = TypeVar("F", ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, Invocation)
+Answer = Callable[[Service, F, AnswerPlan, RequestLog], Awaitable[Response]]
+"""Makes the answer to a request that is planned."""
 
 generate_routes = APIRouter(tags=["generate"])
-"""`/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`."""
+"""`/v1/chat/completions`, `/v1/completions`, `/v1/messages` and `/invocations`."""
 
 
 @generate_routes.post(CHAT_PATH, **documented(ChatRequest, openai_answers.ChatCompletion, streams=True))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    return await _serve(request, ChatRequest, plan_chat, _openai(ChatShape))
+    return await serve(request, ChatRequest, plan_chat, _exchange(_openai(ChatShape)))
 
 
 @generate_routes.post(COMPLETION_PATH, **documented(CompletionRequest, openai_answers.Completion, streams=True))
 async def completions(request: Request) -> Response:
     """Continue a text."""
-    return await _serve(request, CompletionRequest, plan_completion, _openai(CompletionShape))
+    return await serve(request, CompletionRequest, plan_completion, _exchange(_openai(CompletionShape)))
 
 
-@generate_routes.post(RESPONSES_PATH, **documented(ResponsesRequest, openai_answers.ResponseBody, streams=True))
-async def respond(request: Request) -> Response:
-    """Answer a conversation, in the shape of OpenAI's Responses API."""
-    return await _serve(request, ResponsesRequest, plan_translated, ResponsesFrames)
+@generate_routes.post(
+    INVOCATIONS_PATH,
+    **documented(
+        ChatRequest | CompletionRequest, openai_answers.ChatCompletion | openai_answers.Completion, streams=True
+    ),
+)
+async def invocations(request: Request) -> Response:
+    """Answer a conversation, or continue a text: as the body has `messages` or a `prompt`."""
+    return await serve(request, Invocation, _plan_invocation, _exchange(_invocation_frames))
 
 
 @generate_routes.post(
@@ -69,7 +76,18 @@ async def respond(request: Request) -> Response:
 )
 async def messages(request: Request) -> Response:
     """Answer a conversation, in the shape of Anthropic's API."""
-    return await _serve(request, MessagesRequest, plan_translated, MessagesFrames)
+    return await serve(request, MessagesRequest, plan_translated, _exchange(MessagesFrames))
+
+
+async def _plan_invocation(service: Service, fields: Invocation, origin: Origin) -> AnswerPlan:
+    if isinstance(fields, ChatRequest):
+        return await plan_chat(service, fields, origin)
+    return await plan_completion(service, cast(CompletionRequest, fields), origin)
+
+
+def _invocation_frames(service: Service, fields: Invocation, plan: AnswerPlan, log: RequestLog) -> Frames:
+    shape = ChatShape if isinstance(fields, ChatRequest) else CompletionShape
+    return OpenAIFrames(service, plan, shape(service, cast(Any, fields)), log)
 
 
 def _openai(shape: Callable[[Service, F], Shape]) -> Callable[[Service, F, AnswerPlan, RequestLog], Frames]:
@@ -77,12 +95,22 @@ def _openai(shape: Callable[[Service, F], Shape]) -> Callable[[Service, F, Answe
     return lambda service, fields, plan, log: OpenAIFrames(service, plan, shape(service, fields), log)
 
 
-async def _serve(
+def _exchange(frames: Callable[[Service, F, AnswerPlan, RequestLog], Frames]) -> Answer[F]:
+    """Answers that are sent as they are made."""
+
+    async def answer(service: Service, fields: F, plan: AnswerPlan, log: RequestLog) -> Response:
+        return Exchange(service, plan, frames(service, fields, plan, log), log)
+
+    return answer
+
+
+async def serve(
     request: Request,
     model: type[F],
     plan: Callable[[Service, F, Origin], Awaitable[AnswerPlan]],
-    frames: Callable[[Service, F, AnswerPlan, RequestLog], Frames],
+    answer: Answer[F],
 ) -> Response:
+    """Read, check and plan a request, and answer it, if only with an error."""
     service = service_of(request)
     visit: Visit = request.state.visit
     log, traceparent = service.begin(visit, request.headers)
@@ -96,7 +124,7 @@ async def _serve(
             service.client.check_room(partial(service.text.exceeds, fields.longest_text()), caller)
             planned = await plan(service, fields, Origin(visit.key, request_class, traceparent))
         service.gate.take_prompt(visit, planned.num_prompt_tokens)
-        return Exchange(service, planned, frames(service, fields, planned, log), log)
+        return await answer(service, fields, planned, log)
     except RequestError as error:
         service.hint(error)
         log.fail(error)

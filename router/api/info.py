@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -10,7 +11,7 @@ import orjson
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from common import __version__
 from common.errors import InvalidRequest, Unavailable
@@ -20,7 +21,7 @@ from router.api.anthropic_messages import count_tokens
 from router.api.chat import conversation_tokens
 from router.api.load_answer import load_body
 from router.api.openapi import documented
-from router.api.pages import CHAT, LIVE, page
+from router.api.pages import CHAT, DASHBOARD, page
 from router.generation.service import Service, service_of
 from router.generation.structure import functions_of
 from router.planner.loop import goals_of
@@ -28,7 +29,7 @@ from router.request.errors import error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
 from router.request.large_body import check_number_of_ids
 from router.request.paths import MESSAGES_PATH, MODELS_PATH
-from router.text.text_pipeline import SHORT_TOKENS
+from router.text.text_pipeline import SHORT
 
 NOT_READY_RETRY_S = 1.0
 EITHER_ERROR = (openai_answers.ErrorBody, anthropic_answers.AnthropicErrorBody)
@@ -43,10 +44,16 @@ async def index() -> Response:
     return HTMLResponse(page(CHAT))
 
 
-@probe_routes.get("/live", response_class=HTMLResponse)
+@probe_routes.get("/dashboard", response_class=HTMLResponse)
+async def dashboard() -> Response:
+    """A page that shows what `/load` says, each second: traffic, times, workers, classes, plan."""
+    return HTMLResponse(page(DASHBOARD))
+
+
+@probe_routes.get("/live", response_class=RedirectResponse)
 async def live() -> Response:
-    """A page that shows the workers, classes and plan of `/load`, each second."""
-    return HTMLResponse(page(LIVE))
+    """The dashboard, under its old name."""
+    return RedirectResponse("/dashboard", status_code=308)
 
 
 @probe_routes.get("/health", **documented(None, service_answers.Status))
@@ -88,9 +95,11 @@ async def version() -> Response:
 
 @probe_routes.get("/load", **documented(None, service_answers.Load))
 async def load(request: Request) -> Response:
-    """Requests in flight by stage and by class, each worker's load, the plan, and the latest events."""
+    """Requests by stage and class, the traffic of late, each worker's load, the plan, and the latest events."""
     service = service_of(request)
-    return _json(load_body(service.client.load(), service.outlook(), goals_of(service.config)))
+    models = [{"id": service.model_name, "max_model_len": service.max_model_len}]
+    traffic = service.metrics.traffic.summary(time.monotonic())
+    return _json(load_body(service.client.load(), service.outlook(), goals_of(service.config), models, traffic))
 
 
 @probe_routes.post("/reset_prefix_cache", **documented(None, service_answers.Status))
@@ -172,7 +181,7 @@ async def tokenize(request: Request) -> Response:
         names = [service.text.tokenizer.id_to_token(token_id) for token_id in named]
         return _json(body | {"token_strs": names if fields.return_token_strs else None})
 
-    return await service.text.apart(answer) if len(token_ids) > SHORT_TOKENS else answer()
+    return await service.text.apart(answer) if len(token_ids) > SHORT else answer()
 
 
 @token_routes.post("/detokenize", **documented(DetokenizeRequest, service_answers.Text))
@@ -184,7 +193,7 @@ async def detokenize(request: Request) -> Response:
         service.check_model(fields.model)
         check_number_of_ids(len(fields.tokens), service.max_detokenize_ids)
         shown = await service.text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
-    many = len(fields.tokens) > SHORT_TOKENS
+    many = len(fields.tokens) > SHORT
     return await service.text.apart(partial(_json, {"prompt": shown})) if many else _json({"prompt": shown})
 
 

@@ -63,6 +63,7 @@ class ChatMessage(BaseModel):
     content: str | None
     refusal: None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -71,6 +72,7 @@ class ChatChoice(BaseModel):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
 
@@ -109,6 +111,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -131,21 +134,30 @@ class OutputText(BaseModel):
     logprobs: list[ContentToken]
 
 
-class OutputItem(BaseModel):
-    """A message has `role` and `content`; a call `call_id`, `name` and `arguments`."""
+class ReasoningText(BaseModel):
+    type: Literal["reasoning_text"]
+    text: str
 
-    type: Literal["message", "function_call"]
+
+class OutputItem(BaseModel):
+    """A message has `role` and `content`; a thought `content`; a call `call_id`, `name` and `arguments`."""
+
+    type: Literal["message", "reasoning", "function_call"]
     id: str
     status: Literal["completed", "incomplete", "in_progress"]
     role: Literal["assistant"] | None = None
-    content: list[OutputText] | None = None
+    content: list[OutputText] | list[ReasoningText] | None = None
+    summary: list[dict[str, Any]] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
 
 
 class InputTokensDetails(BaseModel):
+    """`cache_write_tokens` is what other servers charge for: always 0."""
+
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class OutputTokensDetails(BaseModel):
@@ -164,21 +176,29 @@ class IncompleteDetails(BaseModel):
     reason: Literal["max_output_tokens"]
 
 
+class ResponseFailure(BaseModel):
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    message: str
+
+
 class ResponseBody(BaseModel):
     """The answer of `/v1/responses`, with the settings of its request."""
 
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "incomplete"]
-    error: None
+    completed_at: int | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
     store: bool
     temperature: float
     text: dict[str, Any]
@@ -186,9 +206,25 @@ class ResponseBody(BaseModel):
     tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["disabled"]
-    usage: ResponseUsage
+    usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class InputItems(BaseModel):
+    """A page of the items that a response was made from."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class Model(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import UnionType
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -18,7 +18,7 @@ STATUSES = {
     400: "the request is wrong",
     401: "missing or wrong key",
     403: "only for keys with admin = true",
-    404: "no such model or path",
+    404: "no such model, response or path",
     405: "not this method; see Allow",
     408: "the request did not arrive in time",
     413: "the body is too large",
@@ -32,13 +32,13 @@ STATUSES = {
 
 
 def documented(
-    request: type[BaseModel] | None,
+    request: type[BaseModel] | UnionType | None,
     response: type[BaseModel] | UnionType,
     *,
     streams: bool = False,
     errors: Sequence[type[BaseModel]] = (ErrorBody,),
 ) -> dict[str, Any]:
-    """Arguments of a route that takes `request` as its body and answers with `response`, or one of `errors`.
+    """Arguments of a route that takes one of `request` as its body and answers with `response`, or one of `errors`.
 
     Errors are referred to by name: FastAPI would build a serializer for each status of each route.
     """
@@ -53,7 +53,9 @@ def documented(
         answers[200] = {"content": events, "description": "the answer; with stream: true as server-sent events"}
     extra: dict[str, Any] = {}
     if request is not None:
-        schema = {"$ref": REF.format(model=request.__name__)}
+        models = get_args(request) or (request,)
+        bodies = [{"$ref": REF.format(model=model.__name__)} for model in models]
+        schema = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"response_model": response, "responses": answers, "openapi_extra": extra}
 

@@ -30,7 +30,7 @@ from router.observe.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset(("/", "/live", "/health", "/ready", "/metrics", "/ping"))
+OPEN_PATHS = frozenset(("/", "/dashboard", "/live", "/health", "/ready", "/metrics", "/ping"))
 ADMIN_PATHS = frozenset(("/load", "/reset_prefix_cache"))
 LOOK_EVERY_S = 0.5
 PER = {"requests": "requests per minute", "tokens": "tokens per minute", "concurrency": "requests at once"}

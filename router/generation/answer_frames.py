@@ -16,6 +16,8 @@ from router.generation.shape import Object, Shape
 from router.request.errors import error_object
 
 DONE = b"data: [DONE]\n\n"
+ANY_TEXT = "\0text\0"
+"""Stands for the text of a chunk."""
 
 
 class Frames(Protocol):
@@ -61,13 +63,23 @@ class OpenAIFrames:
             "model": plan.model,
             "system_fingerprint": service.fingerprint,
         }
+        self._repeats = shape.only_text and not self._usage_always
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # by the index of a choice
+        # A chunk with one choice and nothing of its own beside it: the choice between the same bytes.
+        self._before = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
+        self._behind = b'],"usage":null}\n\n' if self._usage_at_end else b"]}\n\n"
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         choices = [  # one by one: the objects of all log-probabilities of a thousand choices would take gigabytes
             orjson.Fragment(
-                orjson.dumps(self._shape.whole(choice, pieces[choice.index], self._prompt_token_ids[choice.prompt]))
+                orjson.dumps(
+                    {
+                        **self._shape.whole(choice, pieces[choice.index], self._prompt_token_ids[choice.prompt]),
+                        "index": index,
+                    }
+                )
             )
-            for choice in self._plan.choices
+            for index, choice in enumerate(self._plan.shown_choices)
         ]
         return self._head | {"choices": choices, "usage": self._usage()} | self._envelope()
 
@@ -83,8 +95,20 @@ class OpenAIFrames:
         return b"".join(events)
 
     def chunk(self, choice: AnswerChoice, piece: Piece) -> bytes:
+        if piece.text and self._repeats and not (piece.finish_reason or piece.first):  # nearly every piece
+            before, behind = self._around.get(choice.index) or self._around_text(choice)
+            return b"%b%b%b" % (before, orjson.dumps(piece.text), behind)
         chunks = self._shape.chunks(choice, piece, at_least_one=self._usage_always)
-        return b"".join([self._data([chunk]) for chunk in chunks])
+        if self._usage_always:
+            return b"".join([self._data([chunk]) for chunk in chunks])
+        return b"".join([b"%b%b%b" % (self._before, orjson.dumps(chunk), self._behind) for chunk in chunks])
+
+    def _around_text(self, choice: AnswerChoice) -> tuple[bytes, bytes]:
+        """The bytes before and behind the text of a choice's chunks: only the text is encoded for each."""
+        (chunk,) = self._shape.chunks(choice, Piece(ANY_TEXT), at_least_one=False)
+        first, _, last = orjson.dumps(chunk).partition(orjson.dumps(ANY_TEXT))
+        around = self._around[choice.index] = (self._before + first, last + self._behind)
+        return around
 
     def ending(self) -> bytes:
         return (self._data([], {"usage": self._usage()}) if self._usage_at_end else b"") + DONE

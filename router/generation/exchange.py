@@ -19,9 +19,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import DeadlineExceeded, RequestError, Unavailable
+from router.dispatch.client import TokenEvent
 from router.generation.answer_frames import Frames
+from router.generation.beam_client import BeamClient
 from router.generation.choice import AnswerChoice, Piece
 from router.generation.generations import Arrival, ClientGone, Generations
+from router.generation.pieces import Pieces, pieces_of
 from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog
 from router.generation.service import Service
@@ -48,6 +51,9 @@ class Exchange(Response):
         super().__init__()
         self._service, self._plan, self._frames, self._log = service, plan, frames, log
         self._stream = bool(plan.fields.stream)
+        self._generations: Generations | None = None
+        self._pieces: Pieces | None = None
+        self._next_comment = 0.0
         log.id, log.model, log.choices = plan.id, plan.model, plan.choices
         log.num_prompt_tokens = plan.num_prompt_tokens
 
@@ -63,7 +69,9 @@ class Exchange(Response):
             await self._serve(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generations = Generations(self._service.client, self._service.unread)
+        client, beams = self._service.client, self._plan.beams
+        source = client if beams is None else BeamClient(client, beams)
+        generations = Generations(source, self._service.unread)
         watcher = asyncio.create_task(_watch(receive, generations), name=f"{self._plan.id}-watch")
         try:
             async with asyncio.timeout(self._service.config.request_timeout_s + SEND_GRACE_S):
@@ -109,8 +117,9 @@ class Exchange(Response):
             await self._refuse(refused, scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        opened, next_comment = False, time.monotonic()
-        while not self._finished:
+        opened, self._next_comment = False, time.perf_counter()
+        self._generations, self._pieces = generations, pieces_of(scope)
+        while True:
             chunks: list[bytes] = []
             if arrivals and not opened:
                 chunks, opened = [frames.opening()], True
@@ -129,10 +138,32 @@ class Exchange(Response):
                 await send(_body(b"".join((*chunks, frames.ending())), more=False))
                 return
             data = b"".join(chunks)
-            if data or time.monotonic() >= next_comment:
+            if data or time.perf_counter() >= self._next_comment:
                 await send(_body(data or KEEP_ALIVE, more=True))
-                next_comment = time.monotonic() + keepalive_s
-            arrivals = await generations.next(next_comment - time.monotonic())
+                self._next_comment = time.perf_counter() + keepalive_s
+            if opened and self._pieces is not None:
+                generations.sink = self._pass_on
+            arrivals = await generations.next(self._next_comment - time.perf_counter())
+
+    def _pass_on(self, index: int, at: float, event: TokenEvent) -> bool:
+        """Write an event in the middle of a stream at once; False leaves it to `_answer_stream`."""
+        choice, pieces, generations = self._plan.choices[index], self._pieces, self._generations
+        if pieces is None or generations is None or not pieces.ready or not choice.num_pieces:
+            return False
+        num_tokens = len(event.token_ids)
+        if event.finish_reason or self._is_many(num_tokens, first=False):
+            return False
+        if choice.finish_reason:  # ended by a stop string
+            return True
+        piece = choice.push(event)
+        self._measure(choice, at, len(piece.token_ids))
+        if data := self._frames.chunk(choice, piece):
+            pieces.write(data)
+            self._next_comment = at + self._service.config.keepalive_s
+        if choice.finish_reason:
+            generations.stop(index)
+            generations.wake()
+        return True
 
     # ------------------------------------------------------------ both
 
@@ -141,11 +172,14 @@ class Exchange(Response):
 
         The `first` bytes of an answer also have the log-probabilities of its prompts.
         """
+        many = self._is_many(num_tokens, first=first)
+        return await self._service.text.apart(write) if many else write()
+
+    def _is_many(self, num_tokens: int, *, first: bool) -> bool:
         plan = self._plan
         num_logprobs = plan.num_prompt_logprobs_held if first else 0
         num_logprobs += num_tokens * (1 + plan.num_logprobs)  # none for -1
-        many = num_logprobs > MANY_LOGPROBS or num_tokens > MANY_TOKENS
-        return await self._service.text.apart(write) if many else write()
+        return num_logprobs > MANY_LOGPROBS or num_tokens > MANY_TOKENS
 
     async def _refuse(self, error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with an error."""
@@ -177,7 +211,7 @@ class Exchange(Response):
         self._service.gate.spend(self._log.visit, num_tokens)
         if not choice.first_at:
             choice.first_at = at
-            metrics.ttft.observe(at - self._log.visit.began)
+            metrics.observe_first(at - self._log.visit.began, num_tokens)
         else:
             metrics.observe_gap(at - choice.last_at, num_tokens)
         choice.last_at = at

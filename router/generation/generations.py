@@ -6,12 +6,14 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from common.errors import InternalError, RequestError
-from router.dispatch.client import GenerationClient, GenerationRequest, TokenEvent
+from router.dispatch.client import GenerationRequest, TokenEvent, TokenSource
 from router.generation.packed_logprobs import PackedLogprobs
 from router.generation.unread import UnreadBudget
 from router.request.errors import as_request_error
@@ -39,13 +41,18 @@ class Arrival:
     error: RequestError | None = None
 
 
+Sink = Callable[[int, float, TokenEvent], bool]
+"""Takes an event of a choice, with its time, or says False."""
+
+
 class Generations:
     """Runs the streams, one task each. `close` and `leave` abort unfinished ones on the workers.
 
-    `unread` counts the bytes that wait for the client, and may give the answer up.
+    `unread` counts the bytes that wait for the client, and may give the answer up. While `next` waits, events go to the
+    `sink` first, in the task of their stream: `next` returns those that it refuses, and what comes behind them.
     """
 
-    def __init__(self, client: GenerationClient, unread: UnreadBudget) -> None:
+    def __init__(self, client: TokenSource, unread: UnreadBudget) -> None:
         self._client, self._unread = client, unread
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._arrivals: deque[Arrival] = deque()
@@ -55,6 +62,7 @@ class Generations:
         self._waiter: asyncio.Future[None] | None = None
         self._gone = self._failed = False
         self._aborting: asyncio.Task[None] | None = None
+        self.sink: Sink | None = None
 
     async def start(self, requests: Sequence[GenerationRequest]) -> None:
         """Begin the stream of each choice, until the client leaves or one of them fails.
@@ -68,11 +76,11 @@ class Generations:
             await asyncio.sleep(0)
 
     async def next(self, timeout_s: float) -> list[Arrival]:
-        """All arrivals since the last call, or the next one; [] after `timeout_s`. Raises ClientGone."""
+        """All arrivals since the last call, or the next one; [] after `timeout_s` or `wake`. Raises ClientGone."""
         if not self._arrivals and not self._gone:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = loop.call_later(timeout_s, self._wake)
+            timer = loop.call_later(timeout_s, self.wake)
             try:
                 await self._waiter
             finally:
@@ -93,7 +101,7 @@ class Generations:
         self._gone = True
         self._forget()
         self._aborting = asyncio.create_task(self._abort())
-        self._wake()
+        self.wake()
 
     async def close(self) -> None:
         """Abort running streams and wait until all are closed."""
@@ -135,7 +143,10 @@ class Generations:
         """Keep an event for the client with its log-probabilities packed, separately or joined to the last one."""
         if self._aborting is not None:
             return
-        at, last, packed = time.perf_counter(), self._last.get(index), PackedLogprobs(event.logprobs)
+        at, waiter = time.perf_counter(), self._waiter
+        if self.sink is not None and waiter is not None and not waiter.done() and self.sink(index, at, event):
+            return
+        last, packed = self._last.get(index), PackedLogprobs(event.logprobs)
         self._num_bytes += packed.num_bytes + TOKEN_BYTES * len(event.token_ids)
         if last is None or last.event is None or self._num_waiting[index] < MAX_WAITING:
             arrival = Arrival(index, at, replace(event, logprobs=packed) if packed else event)
@@ -157,9 +168,10 @@ class Generations:
 
     def _put(self, arrival: Arrival) -> None:
         self._arrivals.append(arrival)
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have `next` return what is there."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

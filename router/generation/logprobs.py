@@ -61,12 +61,12 @@ class LogprobShapes:
         }
 
     def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[dict[str, object] | None]:
-        """`prompt_logprobs` of either endpoint, by token id; only the best tokens have a rank."""
+        """`prompt_logprobs` of either endpoint, by token id, each with its rank."""
         shown: list[dict[str, object] | None] = [None]
         for token_id, found in zip(token_ids[1:], logprobs, strict=True):
             top = found.top[: self._num_alternatives]
             ranks: dict[int, tuple[float, int | None]] = {i: (p, rank) for rank, (i, p) in enumerate(top, start=1)}
-            ranks.setdefault(token_id, (found.logprob, None))
+            ranks.setdefault(token_id, (found.logprob, found.rank or None))
             shown.append(
                 {
                     str(i): {"logprob": floored(p), "rank": rank, "decoded_token": self._text.token_text(i).token}
@@ -75,9 +75,8 @@ class LogprobShapes:
             )
         return shown
 
-    def _alternatives(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, float] | None:
-        if not self._num_alternatives:
-            return None
+    def _alternatives(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, float]:
+        """The alternatives of a token, and itself."""
         top = {self._name(i): floored(p) for i, p in logprobs.top[: self._num_alternatives]}
         top.setdefault(self._name(token_id), floored(logprobs.logprob))
         return top

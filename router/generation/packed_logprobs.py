@@ -8,22 +8,23 @@ from typing import overload
 
 from common.wire.sampling_params import TokenLogprobs
 
-TOKEN_BYTES, ALTERNATIVE_BYTES = 16, 12
+TOKEN_BYTES, ALTERNATIVE_BYTES = 20, 12
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):
     """A sequence that grows at its end and makes each item when it is read."""
 
-    __slots__ = ("_ends", "_ids", "_own", "_values")
+    __slots__ = ("_ends", "_ids", "_own", "_ranks", "_values")
 
     def __init__(self, logprobs: Iterable[TokenLogprobs] = ()) -> None:
-        self._own, self._ends = array("d"), array("Q")
+        self._own, self._ends, self._ranks = array("d"), array("Q"), array("I")
         self._ids, self._values = array("I"), array("d")
         self.extend(logprobs)
 
     def extend(self, logprobs: Iterable[TokenLogprobs]) -> None:
         for one in logprobs:
             self._own.append(one.logprob)
+            self._ranks.append(one.rank)
             self._ids.extend([token_id for token_id, _ in one.top])
             self._values.extend([value for _, value in one.top])
             self._ends.append(len(self._ids))
@@ -47,7 +48,7 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
         place = range(len(self))[place]
         alternatives = slice(self._ends[place - 1] if place else 0, self._ends[place])
         top = tuple(zip(self._ids[alternatives], self._values[alternatives], strict=True))
-        return TokenLogprobs(self._own[place], top)
+        return TokenLogprobs(self._own[place], top, self._ranks[place])
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
         return map(self.__getitem__, range(len(self)))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from router.generation.choice import AnswerChoice, Piece
 from router.generation.service import Service
-from router.generation.structure import is_held, tool_calling
+from router.generation.structure import ToolCalling, is_held, tool_calling
 from router.request.fields import ChatRequest, SamplingFields
-from router.text.answer_part import Part, TextPart, ThoughtPart, joined
-from router.text.call_scanner import CallScanner
+from router.text.answer.part import Part, TextPart, ThoughtPart, joined
+from router.text.calls.scanner import CallScanner
 from router.text.thinking import ThinkingScanner, begins_inside
 
 TAIL_TOKENS = 8
@@ -27,6 +27,11 @@ class _Scanners:
     num_chars: int = 0
 
 
+def is_scanned(service: Service, calling: ToolCalling | None) -> bool:
+    """Whether a scanner of the model's form reads the answers: for calls, or for channels, which each answer has."""
+    return service.dialect.parses and (calling is not None or service.dialect.form.has_channels)
+
+
 class AnswerParts:
     """Splits the answers to one request: calls if tools may be called, a thought if the model thinks.
 
@@ -38,11 +43,18 @@ class AnswerParts:
         assert isinstance(fields, ChatRequest)
         calling = tool_calling(fields)
         self._text, self._shows_thought = service.text, fields.include_reasoning is not False
-        self._calls_possible = calling is not None
+        self._is_scanned, self._form = is_scanned(service, calling), service.dialect.form
+        self._names = frozenset(function.name for function in calling.functions) if calling is not None else frozenset()
+        self._has_thoughts = service.shows_thoughts
         self._only_calls = is_held(fields, calling)  # or only JSON of a schema
-        self._thinks = service.thinks and not self._only_calls
+        self._thinks = service.thinks and not self._only_calls and not self._form.has_channels
         self._scanners: dict[int, _Scanners] = {}
         self._id = uuid.uuid4().hex
+
+    @property
+    def only_text(self) -> bool:
+        """Whether an answer is nothing but text, so that it need not be taken apart."""
+        return not (self._is_scanned or self._thinks)
 
     def taken_apart(self, choice: AnswerChoice, piece: Piece) -> list[Part]:
         """The parts that a piece adds, in the order of the text; neighbours differ in kind, or in their call."""
@@ -51,14 +63,17 @@ class AnswerParts:
         thought, text = _without_thought(scanners.thinking, piece)
         parts: list[Part] = [ThoughtPart(thought)] if thought and self._shows_thought else []
         start = scanners.num_chars - len(text)  # the text ends where the answer ends so far
-        if not self._calls_possible:
+        if not self._is_scanned:
             return [*parts, TextPart(text, start)] if text else parts
         if scanners.calls is None and text:
-            scanners.calls = CallScanner(start=start, only_calls=self._only_calls)
+            scanners.calls = self._form.scanner(
+                start=start, only_calls=self._only_calls, names=self._names, thoughts=self._has_thoughts
+            )
         if scanners.calls is not None:
-            parts += scanners.calls.push(text)
+            found = scanners.calls.push(text)
             if piece.finish_reason:
-                parts += scanners.calls.flush(cut=piece.finish_reason == "length")
+                found += scanners.calls.flush(cut=piece.finish_reason == "length")
+            parts += [part for part in found if self._shows_thought or not isinstance(part, ThoughtPart)]
         return joined(parts)
 
     def whole(self, choice: AnswerChoice, pieces: Iterable[Piece]) -> list[Part]:

@@ -9,16 +9,21 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from common.errors import ContextLengthExceeded, InvalidRequest
-from common.wire.sampling_params import SamplingParams
+from common.wire.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, ThinkingBudget
 from router.dispatch.client import GenerationRequest
 from router.dispatch.prompt import Prompt
+from router.generation.beam_client import BeamSettings
 from router.generation.choice import AnswerChoice
 from router.generation.logprob_budget import MAX_PROMPT_LOGPROBS
 from router.generation.origin import Origin
 from router.generation.service import Service
+from router.generation.token_rules import thinking_budget
 from router.request.errors import InvalidField
 from router.request.fields import SamplingFields
+from router.text.answer.marks import NO_MARKS, MarkTokens
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopScanner
 
@@ -45,7 +50,7 @@ class AnswerPlan:
     """One answer to make: prompts, and for each prompt in turn its `n` choices.
 
     It will hold `num_prompt_logprobs_held` log-probabilities of prompts, alternatives included. Each generated token
-    has `num_logprobs` alternatives, or with -1 no log-probabilities.
+    has `num_logprobs` alternatives, or with -1 no log-probabilities. `beams`: a search finds all choices of a prompt.
     """
 
     id: str
@@ -56,10 +61,23 @@ class AnswerPlan:
     choices: list[AnswerChoice]
     num_prompt_logprobs_held: int = 0
     num_logprobs: int = -1
+    beams: BeamSettings | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def shown_choices(self) -> list[AnswerChoice]:
+        """Of finished choices those that the client gets: of each prompt's the `n` likeliest, token by token."""
+        n, num_sampled = self.fields.n or 1, self.fields.num_sampled
+        if n == num_sampled:
+            return self.choices
+        shown: list[AnswerChoice] = []
+        for first in range(0, len(self.choices), num_sampled):
+            of_prompt = self.choices[first : first + num_sampled]
+            shown += sorted(of_prompt, key=lambda choice: -choice.mean_logprob)[:n]
+        return shown
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -107,35 +125,40 @@ def make_plan(
     prompts: Sequence[PlannedPrompt],
     *,
     prefix: str,
-    num_logprobs: int,
     num_prompt_logprobs: int = -1,
     echo: bool = False,
     grammar: str = "",
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    marks: MarkTokens = NO_MARKS,
 ) -> AnswerPlan:
     """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest.
 
-    `num_logprobs` and `num_prompt_logprobs` are -1 for none. Every answer must match `grammar`, unless it is "". The
-    prefix caches share entries of the origin's key only with its own group of keys.
+    `num_prompt_logprobs` is -1 for none. Every answer must match `grammar`, unless it is "", has none of the
+    `bad_words`, and its text has `marks`. The prefix caches share entries of the origin's key only with its own group.
     """
+    num_logprobs = _num_logprobs(service, fields, prompts)
     num_prompt_logprobs_held = _num_prompt_logprobs(fields, prompts, num_prompt_logprobs)
-    answer_id = f"{prefix}-{uuid.uuid4().hex}"
+    answer_id = f"{prefix}{uuid.uuid4().hex}"
     choices: list[AnswerChoice] = []
     salt = origin.key.salt(fields.cache_salt or "")
     for number, prompt in enumerate(prompts):
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
         shared = Prompt(prompt.token_ids, salt)
-        for k in range(fields.n or 1):
-            params = sampling_params(
-                service,
-                fields,
-                prompt.max_tokens,
-                num_logprobs,
-                derive_seed(seed, k),
-                grammar=grammar,
-                num_prompt_logprobs=num_prompt_logprobs,
-            )
+        params = sampling_params(
+            service,
+            fields,
+            prompt.max_tokens,
+            num_logprobs,
+            seed,
+            grammar=grammar,
+            num_prompt_logprobs=num_prompt_logprobs,
+            bad_words=bad_words,
+            thinking=thinking_budget(service, fields, prompt.token_ids),
+        )
+        for k in range(fields.num_sampled):
             index = len(choices)
-            request = _request(service, origin, f"{answer_id}-{index}", prompt, shared, salt, params)
+            seeded = msgspec.structs.replace(params, seed=derive_seed(seed, k)) if k else params
+            request = _request(service, origin, f"{answer_id}-{index}", prompt, shared, salt, seeded)
             choices.append(
                 _choice(
                     service,
@@ -143,12 +166,20 @@ def make_plan(
                     index,
                     number,
                     request,
+                    marks=marks,
                     echo=prompt.text if echo else "",
                     silent=not prompt.max_tokens,
                 )
             )
     name, created = service.check_model(fields.model), int(time.time())
-    return AnswerPlan(answer_id, created, name, fields, list(prompts), choices, num_prompt_logprobs_held, num_logprobs)
+    beams = _beams(service, fields) if fields.use_beam_search else None
+    held = num_prompt_logprobs_held
+    return AnswerPlan(answer_id, created, name, fields, list(prompts), choices, held, num_logprobs, beams)
+
+
+def _beams(service: Service, fields: SamplingFields) -> BeamSettings:
+    penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
+    return BeamSettings(fields.num_beams, fields.n or 1, penalty, service.text.eos_token_ids)
 
 
 def _request(
@@ -186,6 +217,7 @@ def _choice(
     prompt: int,
     request: GenerationRequest,
     *,
+    marks: MarkTokens,
     echo: str,
     silent: bool,
 ) -> AnswerChoice:
@@ -195,9 +227,10 @@ def _choice(
         index,
         prompt,
         request,
-        Detokenizer(service.text.tokenizer, skip_special_tokens=skip_special),
+        Detokenizer(service.text.tokenizer, skip_special_tokens=skip_special, kept=marks.kept),
         StopScanner(fields.stops, include_stop=include_stop) if fields.stops else None,
         include_stop=include_stop,
+        marks=marks,
         echo=echo,
         silent=silent,
     )
@@ -212,6 +245,8 @@ def sampling_params(
     *,
     grammar: str = "",
     num_prompt_logprobs: int = -1,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    thinking: ThinkingBudget | None = None,
 ) -> SamplingParams:
     """The sampling parameters for the workers. Raises InvalidRequest."""
     min_tokens = fields.min_tokens or 0
@@ -220,7 +255,11 @@ def sampling_params(
             f"min_tokens: must be at most max_tokens ({max_tokens:,}) (got {min_tokens:,})", param="min_tokens"
         )
     stop_token_ids = tuple(dict.fromkeys(fields.stop_token_ids or ()))
+    allowed = tuple(dict.fromkeys(fields.allowed_token_ids or ()))
+    shown = tuple(dict.fromkeys(fields.logprob_token_ids or ()))
     service.text.check_ids(stop_token_ids, param="stop_token_ids")
+    service.text.check_ids(allowed, param="allowed_token_ids")
+    service.text.check_ids(shown, param="logprob_token_ids")
     return SamplingParams(
         max_tokens=max(1, max_tokens),
         min_tokens=min_tokens,
@@ -238,16 +277,45 @@ def sampling_params(
         stop_token_ids=stop_token_ids,
         grammar=grammar,
         prompt_logprobs=num_prompt_logprobs,
+        allowed_token_ids=allowed,
+        bad_words=bad_words,
+        logprob_token_ids=shown,
+        thinking=thinking,
     )
+
+
+def _num_logprobs(service: Service, fields: SamplingFields, prompts: Sequence[PlannedPrompt]) -> int:
+    """Alternatives to each generated token; -1: no log-probabilities. Raises InvalidRequest for too many in all."""
+    if fields.num_alternatives is None:
+        return 0 if fields.num_sampled > (fields.n or 1) else -1  # the likeliest answers are found by them
+    name = "top_logprobs" if "top_logprobs" in type(fields).model_fields else "logprobs"
+    number = service.num_alternatives(fields.num_alternatives, name)
+    num_tokens = sum(prompt.max_tokens for prompt in prompts) * fields.num_sampled
+    if number > MAX_TOP_LOGPROBS and num_tokens * (1 + number) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{name}: {number:,} alternatives to each of {num_tokens:,} tokens (max_tokens, times choices) are more "
+            f"than the {MAX_PROMPT_LOGPROBS:,} log-probabilities that one answer may have",
+            param=name,
+        )
+    return number
+
+
+def num_prompt_logprobs(service: Service, fields: SamplingFields, of_echo: int | None = None) -> int:
+    """Alternatives to each token of the prompts, as asked for and for an echo; -1: no log-probabilities.
+
+    Raises InvalidRequest.
+    """
+    asked = ((fields.prompt_logprobs, "prompt_logprobs"), (of_echo, "logprobs"))
+    return max([service.num_alternatives(number, name) for number, name in asked if number is not None], default=-1)
 
 
 def _num_prompt_logprobs(fields: SamplingFields, prompts: Sequence[PlannedPrompt], num_alternatives: int) -> int:
     """How many log-probabilities of prompts the answer will have; -1 alternatives: none. Raises InvalidRequest."""
-    num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * (fields.n or 1)
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * fields.num_sampled
     num_logprobs = num_tokens * (1 + num_alternatives)
     if num_logprobs > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"log-probabilities of {num_tokens:,} tokens of prompts, with {num_alternatives} alternatives each, are "
+            f"log-probabilities of {num_tokens:,} tokens of prompts, with {num_alternatives:,} alternatives each, are "
             f"more than the {MAX_PROMPT_LOGPROBS:,} that one answer may have",
             param="logprobs" if fields.prompt_logprobs is None else "prompt_logprobs",
         )

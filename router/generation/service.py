@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from common.config import RouterConfig
-from common.errors import ModelNotFound, RequestError, Unavailable
+from common.errors import InvalidRequest, ModelNotFound, RequestError, Unavailable
 from common.model_files.files import ModelFiles
 from router.auth.end_rate import Pace
 from router.auth.gate import Gate
@@ -26,6 +26,8 @@ from router.observe.metrics import RouterMetrics
 from router.planner.loop import Outlook
 from router.request.body import BodyBudget, BodyLease, parse, read_body
 from router.request.large_body import LARGE_BYTES, LargeBodies
+from router.text.answer.marks import MarkTokens
+from router.text.calls.dialect import Dialect, dialect_of
 from router.text.text_pipeline import TextPipeline
 from router.text.thinking import thinks
 
@@ -57,6 +59,7 @@ class Service:
     """One served model. `draining` refuses new work; `num_active` counts HTTP requests that are being answered.
 
     `failure` says why this process must be restarted; "" while it is sound. `outlook`: the planner's latest look.
+    `dialect` is how the model calls functions, and `marks` are the special tokens of its form.
     """
 
     client: ServingClient
@@ -76,9 +79,13 @@ class Service:
     large: LargeBodies = field(init=False)
     prompt_logprob_budget: LogprobBudget = field(default_factory=LogprobBudget)
     unread: UnreadBudget = field(default_factory=UnreadBudget)
+    dialect: Dialect = field(init=False)
+    marks: MarkTokens = field(init=False)
 
     def __post_init__(self) -> None:
         self.bodies = BodyBudget(self.config.max_body_bytes)
+        self.dialect = dialect_of(self.text.template, self.config.tool_parser)
+        self.marks = self.text.mark_tokens(self.dialect.form)
         self.large = LargeBodies(self.text, lambda: self.max_model_len, lambda: self.max_detokenize_ids)
 
     @property
@@ -103,14 +110,32 @@ class Service:
         return max(1, self.max_tokenize_bytes // BYTES_PER_ID)
 
     @property
+    def shows_thoughts(self) -> bool:
+        """Whether thoughts are shown apart from the answer."""
+        return self.config.reasoning == "auto"
+
+    @property
     def thinks(self) -> bool:
-        """Whether answers may begin with a thought that is shown separately."""
-        return self.config.reasoning == "auto" and thinks(self.text.chat_template)
+        """Whether answers may begin with a thought between `<think>` and `</think>` that is shown separately."""
+        return self.shows_thoughts and thinks(self.text.chat_template)
 
     @property
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: it changes when the same seed may give another answer."""
         return f"fp_{self.files.weights_hash}"
+
+    def num_alternatives(self, wanted: int, param: str) -> int:
+        """The alternatives that a request gets which asks for so many; -1: all tokens. Raises InvalidRequest."""
+        most, size = self.config.max_logprobs, self.text.vocab_size
+        number = size if wanted < 0 else wanted
+        if 0 <= most < number:
+            whole = ", the whole vocabulary," if wanted < 0 else ""
+            raise InvalidRequest(
+                f"{param}: {number:,} alternatives{whole} are more than the {most:,} that this server gives "
+                "(--max-logprobs)",
+                param=param,
+            )
+        return min(number, size)
 
     def check_model(self, name: str | None) -> str:
         """The name for the answer. Raises ModelNotFound for another model's name."""

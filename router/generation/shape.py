@@ -15,6 +15,8 @@ class Shape(Protocol):
 
     object: str
     chunk_object: str
+    only_text: bool
+    """Whether pieces in the middle of a stream differ in nothing but the text of their only chunk."""
 
     def opening(self, choice: AnswerChoice, prompt_token_ids: list[int] | None) -> Object | None:
         """The choice in a stream's first chunk; None for an endpoint without such."""

@@ -12,7 +12,7 @@ from router.generation.service import Service
 from router.request.errors import InvalidField
 from router.request.extensions import JsonSchema
 from router.request.fields import ChatRequest, NamedTool, SamplingFields, Tool
-from router.text.answer_grammar import (
+from router.text.answer.grammar import (
     ANY_OBJECT,
     bounded,
     choice_grammar,
@@ -21,7 +21,8 @@ from router.text.answer_grammar import (
     regex_grammar,
     without_place,
 )
-from router.text.tools import Function, call_grammar
+from router.text.calls.form import Wanted
+from router.text.calls.function import Function
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,11 @@ async def answer_grammar(service: Service, fields: SamplingFields, calling: Tool
     It is compiled here once, within the workers' own bounds, so that no worker gets one beyond them.
     """
     forms = _forms(fields)
+    if calling is not None and not service.dialect.parses:
+        if calling.required:
+            what = "this server does not look for calls in answers (--tool-parser none): only auto and none can be had"
+            raise InvalidRequest(f"tool_choice: {what}", param="tool_choice")
+        calling = None
     if len(forms) > 1:
         names = ", ".join(form.param for form in forms)
         raise InvalidRequest(f"{names}: only one of these can be had at a time", param=forms[1].param)
@@ -88,7 +94,7 @@ async def answer_grammar(service: Service, fields: SamplingFields, calling: Tool
     if not service.text.eos_token_ids:
         param = forms[0].param if forms else "tools"
         raise InvalidRequest(f"{param}: this model has no end token, so nothing could end the answer", param=param)
-    wanted = forms[0] if calling is None else _form_of_calls(calling, forms[0] if forms else None)
+    wanted = forms[0] if calling is None else _form_of_calls(service, calling, forms[0] if forms else None)
     grammar = await service.text.apart(lambda: _grammar_of(wanted))
     if problem := await service.text.grammar_problem(grammar):
         raise _unusable(wanted, without_place(problem))
@@ -110,13 +116,13 @@ def _unusable(form: Form, why: str) -> InvalidField:
     return InvalidField(f"{form.param}: cannot be used", f": {why}", param=form.param)
 
 
-def _form_of_calls(calling: ToolCalling, form: Form | None) -> Form:
+def _form_of_calls(service: Service, calling: ToolCalling, form: Form | None) -> Form:
     answer = None if form is None else form.schema
     if form is not None and not calling.required and not isinstance(answer, dict):
         raise InvalidRequest(f"{form.param}: with tools only JSON of a schema can be had", param=form.param)
     schema = answer if isinstance(answer, dict) else None
-    make = partial(call_grammar, calling.functions, required=calling.required, several=calling.several, answer=schema)
-    return Form("tools", make)
+    wanted = Wanted(calling.functions, calling.required, calling.several, schema)
+    return Form("tools", partial(service.dialect.form.grammar, wanted, service.text.spell))
 
 
 def _forms(fields: SamplingFields) -> list[Form]:

@@ -42,7 +42,7 @@ def summary(plan: ServePlan, model_name: str, took_s: float) -> str:
   Diptych serves {model_name}, ready after {took_s:.1f} s: {pools} + router
 
     chat in the browser   {url}/
-    see it work           {url}/live
+    see it work           {url}/dashboard
     OpenAI base URL       {url}/v1
     try it                curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\
                             -d '{json.dumps(request)}'

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 from common import __version__
 from common.config import RouterConfig
@@ -21,17 +23,23 @@ from router.api.info import model_routes, probe_routes, token_routes
 from router.api.openai_answers import ErrorBody
 from router.api.openapi import install_openapi
 from router.api.responses_fields import ResponsesRequest
+from router.api.responses_kept import KeptResponses
+from router.api.responses_routes import response_routes
 from router.auth.gate import Gate
 from router.generation.service import Service, ServingClient
 from router.generation.tracing import Tracing
 from router.observe.metrics import RouterMetrics
 from router.request.errors import CLIENT_CLOSED, MethodNotAllowed, UnknownPath, error_response
 from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.request.paths import GENERATING
+from router.server.entrance import generates
 from router.server.front import Front
+from router.store.location import store_of
 from router.text.text_pipeline import TextPipeline
 
 MAX_SHOWN_PATH = 200
-ROUTES = [route for router in (generate_routes, model_routes, token_routes, probe_routes) for route in router.routes]
+ROUTERS = (generate_routes, response_routes, model_routes, token_routes, probe_routes)
+ROUTES = [route for router in ROUTERS for route in router.routes]
 """All applications of a process share them, because FastAPI takes long to make routes."""
 
 
@@ -46,23 +54,56 @@ def build_app(
 ) -> FastAPI:
     """The application over a client of the pools. `app.state.service` is its `Service`, which `serve` drains.
 
+    `app.state.responses` are its `KeptResponses`, which `serve` closes.
     `failure` says why `/health` must not be 200; "" while the process is healthy. Raises ConfigError when a file that
     the configuration names cannot be used.
     """
     gate = Gate(config, metrics)
     service = Service(client, text, files, config, metrics, gate, failure, tracing)
-    app = FastAPI(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = RouterApp(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
+    kept = app.state.responses = KeptResponses(service, store_of(config, metrics.count_store_failure))
+    metrics.watch_store(lambda: (kept.size, kept.background.num_running))
     app.router.routes.extend(ROUTES)  # `include_router` would make each of them again, for its first request
     refusals = _Refusals(service)
     app.add_exception_handler(RequestError, refusals.of_ours)
     app.add_exception_handler(HTTPException, refusals.of_framework)
     app.add_exception_handler(ClientDisconnect, refusals.of_leaving)
     app.add_middleware(Front, service=service)
+    app.short_cut = Front(_Generating(), service)
     generating = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
     asked = (*generating, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
     install_openapi(app, (*asked, ErrorBody, AnthropicErrorBody))
     return app
+
+
+class RouterApp(FastAPI):
+    """FastAPI, with a short cut for generation requests: no layer of it does anything for their endpoints."""
+
+    short_cut: Front | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.short_cut is not None and scope["type"] == "http" and generates(scope):
+            scope["app"] = self
+            await self.short_cut(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+class _Generating:
+    """The endpoints of generation by their paths. They answer every `RequestError` themselves."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            route.path: route.endpoint
+            for route in (*generate_routes.routes, *response_routes.routes)
+            if isinstance(route, APIRoute) and route.path in GENERATING and "POST" in (route.methods or ())
+        }
+        assert self._endpoints.keys() == GENERATING
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._endpoints[scope["path"]](Request(scope, receive))
+        await response(scope, receive, send)
 
 
 class _Refusals:

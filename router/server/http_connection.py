@@ -15,7 +15,7 @@ from typing import Any
 
 import httptools
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from common.errors import InvalidRequest, RequestError, Unavailable
 from router.request.body import MAX_DISCARDED_BYTES
@@ -47,6 +47,26 @@ class HTTPBounds:
     header_timeout_s: float
     answer_s: float
     on_reject: Callable[[str], None]
+
+
+class CyclePieces:
+    """Writes pieces of a streamed answer past the layers of the application: they do nothing with a body, and each
+    would cost more than the piece. Implements `router.generation.pieces.Pieces`."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        cycle = self._cycle
+        return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete) and bool(
+            cycle.chunked_encoding
+        )
+
+    def write(self, piece: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 class HTTPConnection(HttpToolsProtocol):
@@ -150,6 +170,7 @@ class HTTPConnection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._give_up(InvalidRequest(f"more than {MAX_PIPELINED} requests wait on this connection"), "pipelined")
         super().on_headers_complete()
+        self.cycle.scope["state"]["pieces"] = CyclePieces(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         if self.idle:  # the answer came before the body

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.wire import listening
+from router.api.responses_kept import KeptResponses
 from router.fleet.fleet import MAX_DISCOVERED
 from router.generation.exchange import SEND_GRACE_S
 from router.generation.service import Service
@@ -145,6 +146,7 @@ async def serve(
 ) -> None:
     """Serve on `listener` until `stop` is set. `close` ends the app's client after the drain."""
     service: Service = app.state.service
+    kept: KeptResponses = app.state.responses
     allow_files(service.config)
     if service.gate.reloads:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
@@ -156,12 +158,14 @@ async def serve(
     stopping.cancel()
     try:
         await _drain(service)
+        await kept.background.close()
         await close()
         server.should_exit = True
         await running
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
+        await kept.close()
         await asyncio.to_thread(service.gate.close)
     if watching.done() and not watching.cancelled():
         watching.result()  # it ends only by a bug: raise it

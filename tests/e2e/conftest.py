@@ -23,7 +23,7 @@ SETTLE_S = 60.0
 PROBE_TIMEOUT_S = 30.0
 READY_S = 300.0
 """The first workers on a machine compile their kernels."""
-REQUEST_TIMEOUT_S = 240.0
+REQUEST_TIMEOUT_S = 900.0
 
 
 def prompts_of(lengths: Sequence[int], *, vocab_size: int, seed: int) -> list[list[int]]:

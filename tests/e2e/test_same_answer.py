@@ -167,7 +167,7 @@ def test_real_models(system_of: Any, real_oracle: Any, random_prompts: Any, mode
     copied = [prompt * 4 for prompt in random_prompts((12, 25), vocab_size=VOCAB[model], seed=11)]
     answers = [real_oracle(model).greedy(prompt, 32) for prompt in copied]
     assert system.generate(copied, max_tokens=32, at_once=1) == answers
-    assert system.metric("vllm:spec_decode_num_accepted_tokens", "decode") > 10  # what is said again is drafted
+    assert system.metric("vllm:spec_decode_num_accepted_tokens", "decode") > 0  # what is said again is drafted
 
 
 @pytest.mark.slow

@@ -37,13 +37,14 @@ WORKER = WorkerLoad("tcp://127.0.0.1:1", "decode", "decode-0", "ready", 0, 0, 90
 
 @dataclass
 class Engine:
-    """A `GenerationClient` that repeats the given `text`, `per_event` tokens at a time.
+    """A `GenerationClient` that repeats the given `text`, or tokens of `script`, `per_event` tokens at a time.
 
     `error` is raised after `error_after` tokens; `hold_after` tokens wait for `go`. While `full`, prompts of at most
     `most_when_full` tokens find room.
     """
 
     text: str = "The quick brown fox. "
+    script: list[int] = field(default_factory=list)
     per_event: int = 1
     error: RequestError | Exception | None = None
     error_after: int = 0
@@ -77,7 +78,7 @@ class Engine:
                 self.aborted.append(request.request_id)
 
     async def _events(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
-        script = list(self.text.encode())
+        script = self.script or list(self.text.encode())
         tokens: list[int] = []
         reason, count = "", 0
         while not reason:
@@ -174,12 +175,17 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
     """Starts the application with the settings of a test."""
     started: list[tuple[Server, httpx.AsyncClient, Tracing | None]] = []
 
-    async def run(engine: Engine | None = None, headers: dict[str, str] | None = None, **settings: Any) -> Running:
+    async def run(
+        engine: Engine | None = None,
+        headers: dict[str, str] | None = None,
+        pipeline: TextPipeline | None = None,
+        **settings: Any,
+    ) -> Running:
         engine = engine or Engine()
-        config = RouterConfig(model=MODEL, **settings)
+        config = RouterConfig(model=MODEL, **({"response_store": "memory"} | settings))
         name = config.served_model_name or files.model_id
         tracing = Tracing.of(config)
-        app = build_app(engine, text, files, config, RouterMetrics(name, engine.load), tracing=tracing)
+        app = build_app(engine, pipeline or text, files, config, RouterMetrics(name, engine.load), tracing=tracing)
         listener = listen("127.0.0.1", 0)
         server = await listening(app, listener)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -192,6 +198,7 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
         await client.aclose()
         server.stop_listening()
         await until(lambda server=server: not server.server_state.connections and not server.server_state.tasks)
+        await server.config.app.state.responses.close()
         server.config.app.state.service.gate.close()
         if tracing is not None:
             tracing.close()

@@ -242,7 +242,7 @@ BLOCK = {"type": "text", "text": "x"}
         ({"temperature": 1.5}, "temperature"),
         ({"top_k": -1}, "top_k"),
         ({"stop_sequences": [""]}, r"stop_sequences\[0\]"),
-        ({"stop_sequences": list("abcde")}, "stop_sequences"),
+        ({"stop_sequences": ["a"] * 65}, "stop_sequences"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].type"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name: is required"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "none of the tools"),

@@ -11,7 +11,8 @@ async def test_a_completion(running: Any) -> None:
     body = (await running.completion(max_tokens=9)).json()
     assert body["id"].startswith("cmpl-")
     assert (body["object"], body["model"]) == ("text_completion", "tiny-random")
-    assert body["choices"] == [{"index": 0, "text": "The quick", "logprobs": None, "finish_reason": "length"}]
+    nothing = dict.fromkeys(("logprobs", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"))
+    assert body["choices"] == [{"index": 0, "text": "The quick", "finish_reason": "length", **nothing}]
     details = {"cached_tokens": 0}
     usage = {"prompt_tokens": 2, "completion_tokens": 9, "total_tokens": 11, "prompt_tokens_details": details}
     assert body["usage"] == usage
@@ -100,7 +101,7 @@ async def test_logprobs(running: Any) -> None:
 async def test_logprobs_are_numbers_that_json_has(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(logprob=float("nan")))
     assert (await running.completion(max_tokens=1, logprobs=0)).json()["choices"][0]["logprobs"] == {
-        "tokens": ["T"], "token_logprobs": [-9999.0], "top_logprobs": [None], "text_offset": [0],
+        "tokens": ["T"], "token_logprobs": [-9999.0], "top_logprobs": [{"T": -9999.0}], "text_offset": [0],
     }  # fmt: skip
     running.engine.logprob = float("-inf")
     body = (await running.completion(max_tokens=1, logprobs=1, return_tokens_as_token_ids=True)).json()

@@ -10,10 +10,16 @@ from router.api import pages
 KEY = "s3cret-schlüssel"
 
 
-@pytest.mark.parametrize("path", ["/", "/live", "/health", "/ready", "/metrics", "/ping"])
+@pytest.mark.parametrize("path", ["/", "/dashboard", "/health", "/ready", "/metrics", "/ping"])
 async def test_some_paths_need_no_key(start: Any, path: str) -> None:
     running = await start(api_key=KEY)
     assert (await running.http.get(path)).status_code == 200
+
+
+async def test_the_dashboard_has_an_old_name_that_needs_no_key(start: Any) -> None:
+    running = await start(api_key=KEY)
+    reply = await running.http.get("/live")
+    assert (reply.status_code, reply.headers["location"]) == (308, "/dashboard")
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ async def test_small_questions(running: Any) -> None:
     assert running.engine.num_resets == 1
 
 
-@pytest.mark.parametrize(("path", "other"), [("/", "/live"), ("/live", "/")])
+@pytest.mark.parametrize(("path", "other"), [("/", "/dashboard"), ("/dashboard", "/")])
 async def test_pages(running: Any, path: str, other: str) -> None:
     reply = await running.http.get(path)
     assert reply.headers["content-type"].startswith("text/html")

@@ -23,12 +23,13 @@ from router.api.anthropic_fields import CountTokensRequest, MessagesRequest
 from router.api.responses_fields import ResponsesRequest
 from router.request.extensions import Fields as Request
 from router.request.fields import ChatRequest, CompletionRequest
+from router.store.record import StoredResponse
 
 from .known import extensions
 from .known.chat import CHAT, COMPLETIONS
 from .known.messages import ANTHROPIC, COUNT_TOKENS
 from .known.outcome import Fields, Outcome, Table
-from .known.responses import RESPONSES
+from .known.responses import RESPONSES, STORED
 from .known.sdk import paths
 
 WRONG = [[5.5]]
@@ -88,6 +89,17 @@ APIS = {
         TURN,
     ),
 }
+
+
+@pytest.fixture
+async def running(start: Any) -> Any:
+    """An application with the stored response that a table names, and room for all that run in the background."""
+    running = await start(max_background=1000)
+    record = StoredResponse(STORED, "", "completed", b"[]", b"{}")
+    running.app.state.responses.store.keep(record)
+    return running
+
+
 each_api = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
 
 

@@ -74,7 +74,7 @@ async def test_every_prompt_and_choice_has_its_own(running: Any) -> None:
         [None, -105.0, -33.0]
     ] * 2
     assert choices[3]["logprobs"]["text_offset"] == [0, 1, 2]
-    assert choices[3]["logprobs"]["top_logprobs"] == [None] * 3
+    assert choices[3]["logprobs"]["top_logprobs"] == [None, {"i": -105.0}, {"!": -33.0}]
 
 
 async def test_the_places_of_parts_of_a_character_and_of_control_tokens(running: Any) -> None:
@@ -107,7 +107,8 @@ async def test_prompt_logprobs_of_a_conversation(running: Any) -> None:
         None,
         *([str(token)] for token in prompt[1:]),
     ]
-    assert "prompt_logprobs" not in (await running.chat(max_tokens=2)).json()
+    body = (await running.chat(max_tokens=2)).json()
+    assert body["prompt_logprobs"] is None and body["prompt_token_ids"] is None
 
 
 async def test_both_kinds_at_once_show_as_many_alternatives_as_each_wants(running: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from common.model_files.files import ModelFiles
+from common.wire.sampling_params import ThinkingBudget
 from router.text.text_pipeline import TextPipeline
 
 THOUGHT = "The user greets. I greet."
@@ -55,7 +56,7 @@ async def thinking(start: Any, tools: Any) -> AsyncIterator[Any]:
 async def test_a_thought_is_apart_from_the_answer(thinking: Any) -> None:
     choice = (await thinking.chat(max_tokens=900)).json()["choices"][0]
     assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("Hello!", THOUGHT)
-    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["reasoning"] == THOUGHT and choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("per_event", [1, 7, 1000])
@@ -63,7 +64,8 @@ async def test_streamed(start: Any, tools: Any, per_event: int) -> None:
     running = await answering(start, tools, ANSWER, per_event)
     *events, _ = await running.events("chat", max_tokens=900)
     deltas = [event["choices"][0]["delta"] for event in events]
-    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == THOUGHT
+    for name in ("reasoning_content", "reasoning"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == THOUGHT
     assert "".join(delta.get("content") or "" for delta in deltas) == "Hello!"
     assert "think" not in json.dumps(events)
 
@@ -141,10 +143,11 @@ async def test_an_answer_that_is_held_to_a_form_cannot_begin_with_a_thought(
 
 
 async def test_thoughts_of_earlier_answers_reach_the_template(thinking: Any) -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "c"}]
-    await thinking.chat(messages=[*turns, {"role": "user", "content": "d"}])
-    prompt = bytes(token for token in thinking.engine.requests[0].prompt_token_ids if token < 256).decode()
-    assert "<think>c</think>b" in prompt
+    for names in (("reasoning_content",), ("reasoning",), ("reasoning_content", "reasoning")):
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **dict.fromkeys(names, "c")}]
+        await thinking.chat(messages=[*turns, {"role": "user", "content": "d"}])
+        prompt = bytes(token for token in thinking.engine.requests[-1].prompt_token_ids if token < 256).decode()
+        assert "<think>c</think>b" in prompt
 
 
 async def test_completions_are_raw(thinking: Any) -> None:
@@ -182,12 +185,52 @@ async def test_a_thought_alone_has_an_empty_text_behind_it(thinking: Any) -> Non
         assert message.content[1].text == "" and message.stop_reason == "max_tokens"  # type: ignore[union-attr]
 
 
-async def test_the_responses_api_leaves_thoughts_out(thinking: Any) -> None:
+async def test_a_thought_is_an_item_of_a_response(thinking: Any) -> None:
     async with openai.AsyncOpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0) as sdk:
         response = await sdk.responses.create(model="tiny-random", input="hi")
         async with sdk.responses.stream(model="tiny-random", input="hi") as stream:
+            events = [event async for event in stream]
             streamed = await stream.get_final_response()
-    assert response.output_text == streamed.output_text == "Hello!"
+    for one in (response, streamed):
+        thought, message = one.output
+        assert (thought.type, message.type) == ("reasoning", "message") and one.output_text == "Hello!"
+        assert thought.id.startswith("rs_") and thought.summary == [] and thought.status == "completed"  # type: ignore[union-attr]
+        assert [part.text for part in thought.content or ()] == [THOUGHT]  # type: ignore[union-attr]
+    deltas = [event for event in events if event.type == "response.reasoning_text.delta"]
+    (done,) = [event for event in events if event.type == "response.reasoning_text.done"]
+    assert "".join(event.delta for event in deltas) == done.text == THOUGHT and len(deltas) > 1
+    assert {event.item_id for event in (*deltas, done)} == {streamed.output[0].id}
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+@pytest.mark.parametrize("num_tokens", [20, 900])
+async def test_a_thought_alone_is_a_response(start: Any, tools: Any, num_tokens: int) -> None:
+    """One that is cut off in its thought has no message; one that ends by itself has an empty one."""
+    running = await answering(start, tools, f"<think>{THOUGHT}</think>")
+    asked: Any = {"model": "tiny-random", "input": "hi", "max_output_tokens": num_tokens}
+    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as sdk:
+        whole = await sdk.responses.create(**asked)
+        streamed = [event async for event in await sdk.responses.create(**asked, stream=True)][-1].response  # type: ignore[union-attr]
+    for response in (whole, streamed):
+        statuses = [(item.type, item.status) for item in response.output]  # type: ignore[union-attr]
+        if num_tokens == 20:
+            assert (response.status, statuses) == ("incomplete", [("reasoning", "incomplete")])
+        else:
+            assert (response.status, statuses) == ("completed", [("reasoning", "completed"), ("message", "completed")])
+
+
+@pytest.mark.parametrize("per_event", [1, 7, 1000])
+async def test_tokens_of_a_thought_are_counted_where_its_end_is_one(
+    start: Any, tools: Any, monkeypatch: Any, per_event: int
+) -> None:
+    running = await answering(start, tools, ANSWER, per_event)
+    for mark, counted in (("</think>", 0), (".", ANSWER.index(".") + 1)):  # the tiny tokenizer has no such token
+        monkeypatch.setattr("router.api.responses.CLOSE", mark)
+        usage = (await running.http.post("/v1/responses", json={"input": "hi"})).json()["usage"]
+        assert usage["output_tokens_details"] == {"reasoning_tokens": counted}
+    plain = await answering(start, tools, "Hello.", per_event)
+    usage = (await plain.http.post("/v1/responses", json={"input": "hi"})).json()["usage"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 0}
 
 
 @pytest.mark.parametrize("per_event", [1, 7, 1000])
@@ -216,3 +259,14 @@ async def test_no_part_of_a_mark_is_shown_wherever_an_answer_is_cut_off(
     for name in ("content", "reasoning_content"):
         assert (message.get(name) or "") == "".join(delta.get(name) or "" for delta in deltas)
         assert (message.get(name) or "") in ("", "h", "hm") and "hm" not in (message["content"] or "")
+
+
+async def test_a_budget_of_the_thought_reaches_the_workers(thinking: Any) -> None:
+    mark = (*b"</think>",)
+    assert (await thinking.chat(max_tokens=5, thinking_token_budget=20)).status_code == 200
+    assert thinking.engine.requests[-1].params.thinking == ThinkingBudget(20 + 7, mark, (*b"<think>",))
+    fields = {"chat_template_kwargs": {"opened": True}}
+    assert (await thinking.chat(max_tokens=5, thinking_token_budget=20, **fields)).status_code == 200
+    assert thinking.engine.requests[-1].params.thinking == ThinkingBudget(20, mark)
+    assert (await thinking.chat(max_tokens=5, thinking_token_budget=-1)).status_code == 200
+    assert thinking.engine.requests[-1].params.thinking is None

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from common.errors import Unavailable
 from router.observe.metrics import RouterMetrics
 from router.server.app import build_app
 from router.server.server import listen, serve, stop_on_signals
+from router.store.location import store_of
 
 from ...program import Program
 
@@ -79,6 +81,26 @@ async def test_answers_that_take_too_long_end_with_an_error(served: Served, tool
     await served.task
 
 
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_answers_in_the_background_finish_or_are_cancelled(served: Served, tools: Any, in_time: bool) -> None:
+    service, kept = served.app.state.service, served.app.state.responses
+    service.config = dataclasses.replace(service.config, drain_timeout_s=60.0 if in_time else 0.0)
+    body = {"input": "a", "max_output_tokens": 5, "background": True}
+    name = (await served.http.post("/v1/responses", json=body)).json()["id"]
+    await tools.until(lambda: kept.background.find(name, "").response["status"] == "in_progress")
+    os.kill(os.getpid(), signal.SIGTERM)
+    await tools.until(lambda: service.draining)
+    if in_time:
+        served.engine.go.set()
+    await served.task
+    again = store_of(service.config, lambda reason: None)
+    assert again is not None
+    found, _ = await again.find(name, "") or (None, None)
+    again.close()
+    assert found is not None and found.status == ("incomplete" if in_time else "cancelled")
+    assert (b"the router shut down" in found.head) is not in_time
+
+
 # ---------------------------------------------------------------- the process
 
 FLAGS = ["--model", "tiny-random", "--decode", "tcp://127.0.0.1:1"]
@@ -92,6 +114,16 @@ def test_a_port_that_is_taken_is_one_line() -> None:
         done = subprocess.run([*COMMAND, "--port", port], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr == f"diptych router: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+@pytest.mark.e2e
+def test_a_store_that_is_damaged_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "r.sqlite3"
+    file.write_bytes(b"no database" * 1000)
+    command = [*COMMAND, "--port", "0", "--response-store", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert str(file) in done.stderr and "not a database" in done.stderr and "response_store" in done.stderr
 
 
 @pytest.mark.e2e

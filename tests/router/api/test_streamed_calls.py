@@ -226,7 +226,7 @@ async def test_what_comes_beside_a_chunk_is_complete(chunks_of: Any) -> None:
     for sizes in ((1,), (9,), (1000,)):
         chunks = await chunks_of(text, sizes, logprobs=True, return_token_ids=True)
         tokens = [token for chunk in chunks for token in (chunk["logprobs"] or {"content": []})["content"]]
-        assert "".join(token["token"] for token in tokens) == text
+        assert "".join(token["token"] for token in tokens) == text + "<|im_end|>"
         ids = [token_id for chunk in chunks for token_id in chunk.get("token_ids", [])]
         assert bytes(ids[:-1]).decode() == text and len(ids) == len(text) + 1
     options = {"include_usage": True, "continuous_usage_stats": True}

@@ -85,12 +85,13 @@ async def test_a_stop_string_over_tokens(start: Any, tools: Any, per_event: int,
     assert (choice["text"], choice["finish_reason"]) == ("The quick bro", "stop")
     assert whole["usage"]["completion_tokens"] == len(choice["token_ids"]) == len("The quick brown f")
     if logprobs is not None:
-        assert "".join(choice["logprobs"]["tokens"]) == "The quick bro"
+        assert "".join(choice["logprobs"]["tokens"]) == "The quick brown f"
+        assert choice["logprobs"]["text_offset"] == [*range(13), *[13] * 4]
     events = await running.events(**fields)
     assert (texts(events), reasons(events)) == ("The quick bro", [(0, "stop")])
     shown = [event["choices"][0]["logprobs"] for event in events[:-1]]
     if logprobs is not None:
-        assert "".join(token for part in shown if part for token in part["tokens"]) == "The quick bro"
+        assert "".join(token for part in shown if part for token in part["tokens"]) == "The quick brown f"
 
 
 async def test_a_stop_string_ends_the_generation(running: Any) -> None:

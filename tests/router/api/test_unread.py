@@ -74,7 +74,7 @@ async def test_tokens_that_wait_are_joined_and_none_is_lost(alternatives: int) -
     budget = UnreadBudget()
     generations = await started(Fast(3000, alternatives), budget, count=2)
     held = budget.num_bytes
-    assert held < 2 * 3000 * (40 + 16 + 12 * alternatives) + 2 * MAX_WAITING * 1000 + 1
+    assert held < 2 * 3000 * (40 + 20 + 12 * alternatives) + 2 * MAX_WAITING * 1000 + 1
     arrivals = await generations.next(10)
     assert len(arrivals) == 2 * MAX_WAITING and budget.num_bytes == 0
     for index in (0, 1):

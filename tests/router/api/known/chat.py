@@ -51,7 +51,7 @@ BOTH: Table = {
 
 COMPLETIONS: Table = BOTH | {
     "prompt": served(prompt=["a", "b"]),
-    "best_of": refused(best_of=2),
+    "best_of": served(best_of=2),
     "echo": served(echo=True),
     "logprobs": served(logprobs=2),
     "suffix": refused(suffix="end"),
@@ -99,7 +99,9 @@ MESSAGES: Table = {
     "messages[tool].tool_call_id": served(messages=[HI, {"role": "tool", "tool_call_id": "c1", "content": "noon"}]),
     "messages[tool].content.text": served(messages=[{"role": "tool", "content": [{"type": "text", "text": "a"}]}, HI]),
     "messages[tool].content.prompt_cache_breakpoint": no_effect(messages=[{"role": "tool", "content": [CACHED]}, HI]),
-    "messages[function]": refused(messages=[{"role": "function", "name": "now", "content": "noon"}]),
+    "messages[function]": served(messages=[{"role": "function", "name": "now", "content": "noon"}, HI]),
+    "messages[function].content": served(messages=[{"role": "function", "name": "now", "content": "noon"}, HI]),
+    "messages[function].name": served(messages=[{"role": "function", "name": "now", "content": "noon"}, HI]),
 } | {
     f"messages[{role}].content.{name}": outcome(messages=[{"role": role, "content": [CACHED]}, HI])
     for role in ("developer", "system")

@@ -31,6 +31,11 @@ EVERYWHERE: Table = {
     "guided_regex": served(guided_regex="a+"),
     "guided_choice": served(guided_choice=["a"]),
     "guided_grammar": served(guided_grammar='start: "a"'),
+    "allowed_token_ids": served(allowed_token_ids=[65]),
+    "bad_words": served(bad_words=["x"]),
+    "truncate_prompt_tokens": served(truncate_prompt_tokens=1),
+    "truncation_side": served(truncate_prompt_tokens=1, truncation_side="right"),
+    "thinking_token_budget": served(thinking_token_budget=-1),
     "best_of": refused(best_of=2),
     "length_penalty": refused(length_penalty=0.5),
     "separate_reasoning": refused(separate_reasoning=False),
@@ -39,8 +44,7 @@ EVERYWHERE: Table = {
     ),
     **each(
         (
-            *("truncate_prompt_tokens", "bad_words", "allowed_token_ids", "logits_processors"),
-            *("custom_logit_processor", "thinking_token_budget", "guided_whitespace_pattern", "structural_tag"),
+            *("logits_processors", "custom_logit_processor", "guided_whitespace_pattern", "structural_tag"),
             *("documents", "vllm_xargs", "input_ids", "regex", "ebnf", "json_schema", "stop_regex", "lora_path"),
             *("session_params",),
         ),
@@ -58,9 +62,12 @@ EVERYWHERE: Table = {
 }  # fmt: skip
 
 OPENAI: Table = EVERYWHERE | {
+    "use_beam_search": served(use_beam_search=True),
+    "length_penalty": served(use_beam_search=True, length_penalty=0.5),
     "return_token_ids": served(return_token_ids=True),
     "return_tokens_as_token_ids": served(return_tokens_as_token_ids=True),
     "prompt_logprobs": served(prompt_logprobs=1),
+    "logprob_token_ids": served(logprobs=1, logprob_token_ids=[65]),
     "response_format": served(response_format={"type": "json_object"}),
     "stream_options.continuous_usage_stats": served(stream=True, stream_options={"continuous_usage_stats": True}),
 }
@@ -68,6 +75,7 @@ OPENAI: Table = EVERYWHERE | {
 COMPLETIONS: Table = OPENAI | {
     "service_tier": no_effect(service_tier="flex"),
     "add_special_tokens": served(add_special_tokens=False),
+    "best_of": served(best_of=2),
 }
 
 CHAT: Table = OPENAI | {
@@ -75,11 +83,15 @@ CHAT: Table = OPENAI | {
     "continue_final_message": served(continue_final_message=True),
     "chat_template_kwargs": served(chat_template_kwargs={"enable_thinking": False}),
     "include_reasoning": served(include_reasoning=False),
+    "messages.reasoning": served(
+        messages=[{"role": "assistant", "content": "a", "reasoning": "b"}, {"role": "user", "content": "c"}]
+    ),
     "messages.reasoning_content": served(
         messages=[{"role": "assistant", "content": "a", "reasoning_content": "b"}, {"role": "user", "content": "c"}]
     ),
     "chat_template": refused(chat_template="{{ messages }}"),
-    "echo": refused(echo=True),
+    "echo": served(echo=True),
+    "logprob_token_ids": served(logprobs=True, logprob_token_ids=[65]),
     "add_special_tokens": refused(add_special_tokens=True),
 }
 

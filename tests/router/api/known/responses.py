@@ -7,6 +7,8 @@ from typing import Any
 from .chat import SCHEMA
 from .outcome import Table, each, no_effect, refused, served
 
+STORED = "resp_known"
+"""A response that the tests of these tables store first."""
 HI = {"role": "user", "content": "hi"}
 TEXT = {"type": "input_text", "text": "a"}
 CACHED = TEXT | {"prompt_cache_breakpoint": {"mode": "explicit"}}
@@ -173,7 +175,7 @@ RESPONSES: Table = {
     **TEXTS,
     **REASONING,
     "access_programs": no_effect(access_programs={"cyber": "standard"}),
-    "background": refused(background=True),
+    "background": served(background=True),
     "background_options": no_effect(background_options={"completion_window": "2h"}),
     "context_management": refused(context_management=[{"type": "compaction", "compact_threshold": 1000}]),
     "conversation": refused(conversation="conv_1"),
@@ -198,14 +200,14 @@ RESPONSES: Table = {
     "metadata": no_effect(metadata={"a": "b"}),
     "model": served(model="tiny-random"),
     "moderation": refused(moderation={"model": "omni-moderation-latest"}),
-    "previous_response_id": refused(previous_response_id="resp_1"),
+    "previous_response_id": served(previous_response_id=STORED),
     "prompt": refused(prompt={"id": "p"}),
     "prompt_cache_key": no_effect(prompt_cache_key="a"),
     "prompt_cache_options": no_effect(prompt_cache_options={"mode": "explicit"}),
     "prompt_cache_retention": no_effect(prompt_cache_retention="24h"),
     "safety_identifier": no_effect(safety_identifier="a"),
     "service_tier": no_effect(service_tier="flex"),
-    "store": no_effect(store=True),
+    "store": served(store=False),
     "stream": served(stream=True),
     "stream=true": served(stream=True),
     "stream_options": no_effect(stream=True, stream_options={"include_obfuscation": True}),

@@ -1,0 +1,64 @@
+"""What a request asks of prompts and answers in tokens: truncated prompts, bad words, thoughts of limited length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.errors import InvalidRequest
+from common.wire.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, ThinkingBudget
+from router.generation.service import Service
+from router.request.fields import SamplingFields
+from router.text.thinking import CLOSE, OPEN, begins_inside
+
+TAIL_TOKENS = 16
+"""Of a prompt; enough to see whether it opens a thought."""
+
+
+def truncated(token_ids: list[int], fields: SamplingFields, max_model_len: int, max_tokens: int) -> list[int]:
+    """What `truncate_prompt_tokens` keeps of a prompt, beside `max_tokens` of the answer. Raises InvalidRequest."""
+    keep = fields.truncate_prompt_tokens
+    if keep is None:
+        return token_ids
+    if keep > max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens: {keep:,} are more than the {max_model_len:,} tokens that the model takes",
+            param="truncate_prompt_tokens",
+        )
+    if keep < 0:
+        keep = max(1, max_model_len - max_tokens)
+    return token_ids[:keep] if fields.truncation_side == "right" else token_ids[-keep:]
+
+
+async def bad_words(service: Service, fields: SamplingFields) -> tuple[tuple[int, ...], ...]:
+    """Each way in which the tokenizer writes a bad word. Raises InvalidRequest, Unavailable."""
+    if not fields.bad_words:
+        return ()
+    words = await service.text.spellings(fields.bad_words)
+    longest = max(map(len, words), default=0)
+    if longest > MAX_BAD_WORD_TOKENS or len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(
+            f"bad_words: {len(words):,} spellings of up to {longest:,} tokens, at most {MAX_BAD_WORDS:,} of "
+            f"{MAX_BAD_WORD_TOKENS:,} are possible",
+            param="bad_words",
+        )
+    return words
+
+
+def thinking_budget(service: Service, fields: SamplingFields, prompt: Sequence[int]) -> ThinkingBudget | None:
+    """The end of a thought that is too long, in tokens. Raises InvalidRequest for a model that marks no thoughts."""
+    budget = fields.thinking_token_budget
+    if budget is None or budget < 0:
+        return None
+    encode, table = service.text.tokenizer.encode, service.text.token_text
+    start, end = (encode(mark, add_special_tokens=False) for mark in (OPEN, CLOSE))
+    # A mark of several tokens may be written in other tokens than these, unless each is a single byte.
+    certain = all(len(ids) == 1 or all(len(table(i).raw) == 1 for i in ids) for ids in (start, end))
+    if not service.thinks or not certain:
+        raise InvalidRequest(
+            "thinking_token_budget: this model does not write its thoughts between tokens of their own",
+            param="thinking_token_budget",
+        )
+    tail = service.text.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
+    if begins_inside(tail):
+        return ThinkingBudget(budget, tuple(end))
+    return ThinkingBudget(budget + len(start), tuple(end), tuple(start))

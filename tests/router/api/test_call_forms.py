@@ -1,0 +1,249 @@
+"""Calls in each form through HTTP, with the marks as special tokens of the vocabulary, in all three APIs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from msgspec.structs import replace
+
+from common.model_files.files import ModelFiles
+from common.model_files.template import ChatTemplate
+from router.text.calls.dialect import dialect_of
+from router.text.calls.form import CallForm
+from router.text.text_pipeline import TextPipeline
+
+from ..templates import HARMONY, LLAMA3, MISTRAL, PLAIN, TEMPLATES
+from .test_streamed_calls import APIS, CHAT_TOOLS, Client
+
+ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
+WEATHER, NOW = ("get_weather", ARGUMENTS), ("now", "{}")
+THOUGHT = "<|channel|>analysis<|message|>Hm, final.<|end|><|start|>assistant"
+FORMS = {name: dialect_of(ChatTemplate(source)).form for name, source in TEMPLATES.items()}
+
+Serve = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's tokenizer with the marks of all forms as special tokens."""
+    inner = tokenizers.Tokenizer.from_file(str(files.tokenizer))
+    marks = sorted({mark for form in FORMS.values() for mark in form.marks})
+    inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in marks])
+    path: Path = tmp_path_factory.mktemp("marked") / "tokenizer.json"
+    inner.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pipelines(files: ModelFiles, tokenizer_file: Path) -> Iterator[Callable[[str], TextPipeline]]:
+    made: dict[str, TextPipeline] = {}
+
+    def of(template: str) -> TextPipeline:
+        if template not in made:
+            marked = replace(files, tokenizer=tokenizer_file, vocab_size=400, chat_template=template)
+            made[template] = TextPipeline.from_files(marked, threads=2)
+        return made[template]
+
+    yield of
+    for pipeline in made.values():
+        pipeline.close()
+
+
+@pytest.fixture
+def serve(start: Any, pipelines: Callable[[str], TextPipeline], tools: Any) -> Serve:
+    """Starts a router for a template, whose engine says a text."""
+
+    async def run(template: str, said: str, per_event: int = 1, **settings: Any) -> Any:
+        pipeline = pipelines(template)
+        script = pipeline.tokenizer.encode(said, add_special_tokens=False)
+        engine = tools.Engine(script=script, eos_after=len(script), per_event=per_event)
+        return await start(engine, pipeline=pipeline, **settings)
+
+    return run
+
+
+def answer_of(form: CallForm) -> str:
+    if form.has_channels:
+        remark = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+        return THOUGHT + remark + form.written([WEATHER]).removesuffix("<|call|>")
+    return f"I look. {form.written([WEATHER, NOW])}"
+
+
+async def asked(running: Any, api: str, **options: Any) -> Any:
+    client = Client(running.url)
+    client.with_logprobs = False
+    try:
+        return await client.ask(api, **options)
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize("per_event", [1, 1000])
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_calls(serve: Serve, name: str, per_event: int) -> None:
+    form = FORMS[name]
+    running = await serve(TEMPLATES[name], answer_of(form), per_event)
+    calls = [WEATHER] if form.has_channels else [WEATHER, NOW]
+    for api, stream in itertools.product(APIS, (False, True)):
+        answer = await asked(running, api, stream=stream)
+        assert [str(answer.items[0]).rstrip(), *answer.items[1:]] == ["I look.", *calls], api
+        assert answer.reason == {"responses": "completed", "messages": "tool_use"}.get(api, "tool_calls")
+        assert name == "pythonic" or "<[" in running.engine.requests[-1].params.grammar
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_a_call_can_be_demanded(serve: Serve, name: str) -> None:
+    form = FORMS[name]
+    running = await serve(TEMPLATES[name], form.written([NOW]).removesuffix("<|call|>"))
+    for choice in ("required", {"type": "function", "function": {"name": "now"}}):
+        reply = await running.chat(tools=CHAT_TOOLS, tool_choice=choice)
+        choice = reply.json()["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["function"]["name"], call["function"]["arguments"]) == NOW and call["id"].startswith("call_")
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_wherever_an_answer_is_cut_off(serve: Serve, name: str) -> None:
+    running = await serve(TEMPLATES[name], answer_of(FORMS[name]))
+    for max_tokens in range(1, running.engine.eos_after, 5):
+        whole = await running.chat(tools=CHAT_TOOLS, max_tokens=max_tokens)
+        events = await running.events("chat", tools=CHAT_TOOLS, max_tokens=max_tokens)
+        choice = whole.json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        message = choice["message"]
+        deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+        assert "I look. ".startswith(message["content"] or "")
+        assert (message["content"] or "") == "".join(delta.get("content") or "" for delta in deltas)
+        calls = message.get("tool_calls", [])
+        streamed = [part["function"] for delta in deltas for part in delta.get("tool_calls", [])]
+        assert "".join(part["arguments"] for part in streamed) == "".join(c["function"]["arguments"] for c in calls)
+        assert all((ARGUMENTS if i == 0 else "{}").startswith(c["function"]["arguments"]) for i, c in enumerate(calls))
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "harmony"])
+async def test_without_tools_marks_are_left_out_as_ever(serve: Serve, name: str) -> None:
+    running = await serve(TEMPLATES[name], "Hi[TOOL_CALLS] there<|python_tag|>")
+    message = (await running.chat()).json()["choices"][0]["message"]
+    assert message["content"] == "Hi there"
+
+
+async def test_results_of_calls_go_back_to_the_template(serve: Serve, pipelines: Callable[[str], TextPipeline]) -> None:
+    running = await serve(MISTRAL, "ok")
+    call = {"id": "call_123", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Time?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_123", "content": "noon"},
+    ]
+    assert (await running.chat(messages=messages, tools=CHAT_TOOLS)).status_code == 200
+    shown = pipelines(MISTRAL).tokenizer.decode(running.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    assert '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "' in shown and "[tool]noon" in shown
+
+
+# ---------------------------------------------------------------- channels
+
+
+FINAL = f"{THOUGHT}<|channel|>final<|message|>Hello, final!"
+
+
+@pytest.mark.parametrize("per_event", [1, 4, 1000])
+async def test_channels_are_thought_and_answer(serve: Serve, per_event: int) -> None:
+    running = await serve(HARMONY, FINAL, per_event)
+    for tools in (None, CHAT_TOOLS):
+        message = (await running.chat(tools=tools)).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == ("Hello, final!", "Hm, final.")
+        deltas = [event["choices"][0]["delta"] for event in (await running.events("chat", tools=tools))[:-1]]
+        for name, text in (("content", "Hello, final!"), ("reasoning", "Hm, final.")):
+            assert "".join(delta.get(name) or "" for delta in deltas) == text
+    message = (await running.chat(include_reasoning=False)).json()["choices"][0]["message"]
+    assert message["content"] == "Hello, final!" and "reasoning_content" not in message
+    assert (await asked(running, "responses", stream=False)).items == ["Hello, final!"]
+    fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 900, "thinking": {"type": "adaptive"}}
+    blocks = (await running.http.post("/v1/messages", json=fields)).json()["content"]
+    assert [(block["type"], block.get("thinking", block.get("text"))) for block in blocks] == [
+        ("thinking", "Hm, final."),
+        ("text", "Hello, final!"),
+    ]
+
+
+async def test_with_reasoning_none_thoughts_are_text(serve: Serve) -> None:
+    running = await serve(HARMONY, FINAL, reasoning="none")
+    message = (await running.chat()).json()["choices"][0]["message"]
+    assert message["content"] == "Hm, final.Hello, final!" and "reasoning_content" not in message
+
+
+@pytest.mark.parametrize("per_event", [1, 1000])
+async def test_stop_strings_are_not_looked_for_in_heads(serve: Serve, per_event: int) -> None:
+    running = await serve(HARMONY, FINAL, per_event)
+    for stop, content in (("analysis", "Hello, final!"), ("<|", "Hello, final!"), ("assistant", "Hello, final!"),
+                          ("!", "Hello, final"), (".<|end|>", "Hello, final!")):  # fmt: skip
+        choice = (await running.chat(stop=[stop])).json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (content, "stop"), stop
+        assert choice["message"]["reasoning_content"] == "Hm, final."
+        streamed = (await running.events("chat", stop=[stop]))[:-1]
+        assert "".join(event["choices"][0]["delta"].get("content") or "" for event in streamed) == content
+    thought = (await running.chat(stop=["final"])).json()["choices"][0]["message"]
+    assert (thought["content"], thought["reasoning_content"]) == ("", "Hm, ")
+
+
+async def test_log_probabilities_belong_to_the_text(serve: Serve) -> None:
+    remark = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    running = await serve(HARMONY, THOUGHT + remark + FINAL.removeprefix(THOUGHT), 1000)
+    asked_for = {"input": "hi", "include": ["message.output_text.logprobs"]}
+    body = (await running.http.post("/v1/responses", json=asked_for)).json()
+    messages = [item for item in body["output"] if item["type"] == "message"]
+    shown = [(part["text"], part["logprobs"]) for item in messages for part in item["content"]]
+    for text, logprobs in shown:
+        assert "".join(token["token"] for token in logprobs) == text
+    assert "".join(text for text, _ in shown) == "I look.Hello, final!"
+
+
+# ---------------------------------------------------------------- settings
+
+
+async def test_a_parser_may_be_named(serve: Serve) -> None:
+    running = await serve(PLAIN, "[now()]", tool_parser="pythonic")
+    message = (await running.chat(tools=CHAT_TOOLS)).json()["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
+
+
+async def test_without_a_parser_calls_are_text_and_none_can_be_demanded(serve: Serve) -> None:
+    text = '{"name": "now", "parameters": {}}'
+    running = await serve(LLAMA3, text, tool_parser="none")
+    message = (await running.chat(tools=CHAT_TOOLS)).json()["choices"][0]["message"]
+    assert message["content"] == text and "tool_calls" not in message
+    assert running.engine.requests[-1].params.grammar == ""
+    for choice in ("required", {"type": "function", "function": {"name": "now"}}):
+        reply = await running.chat(tools=CHAT_TOOLS, tool_choice=choice)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "tool_choice"
+        assert "--tool-parser none" in reply.json()["error"]["message"]
+    reply = await running.chat(tools=CHAT_TOOLS, response_format={"type": "json_object"})
+    assert reply.status_code == 200 and running.engine.requests[-1].params.grammar
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}),
+    ],
+)
+async def test_an_empty_list_of_tools_is_none_at_all(running: Any, path: str, fields: dict[str, Any]) -> None:
+    """OpenAI's chat API refused it for long; clients send it whatever the server, so it means what it says."""
+    without = await running.http.post(path, json=fields | {"max_tokens": 9} if "input" not in fields else fields)
+    for choice in ({}, {"tool_choice": {"type": "auto"} if "messages" in path else "auto"}):
+        reply = await running.http.post(path, json=fields | {"tools": []} | choice)
+        assert reply.status_code == 200, reply.text
+        asked = running.engine.requests[-1]
+        assert asked.prompt_token_ids == running.engine.requests[0].prompt_token_ids and not asked.params.grammar
+    assert without.status_code == 200
+    required = {"type": "any"} if "messages" in path else "required"
+    reply = await running.http.post(path, json=fields | {"tools": [], "tool_choice": required})
+    assert reply.status_code == 400 and "tool_choice" in reply.text
