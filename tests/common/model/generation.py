@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,10 +109,12 @@ def transformers_model(folder: Path, gguf: str | None = None) -> Any:
 @torch.inference_mode()
 def transformers_greedy(model: Any, token_ids: Sequence[int], count: int) -> tuple[list[int], Tensor]:
     """`count` tokens, and the logits [count, vocab_size] that they were taken from."""
+    # transformers 5.24 renamed it, and warns of the old name.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     step, past, tokens, logits = torch.tensor([token_ids]), None, list[int](), []
     for _ in range(count):
-        output = model(step, past_key_values=past, use_cache=True)
-        past = output.past_key_values
+        output = model(step, use_cache=True, **{name: past})
+        past = getattr(output, name)
         logits.append(output.logits[0, -1].float())
         tokens.append(int(logits[-1].argmax()))
         step = torch.tensor([tokens[-1:]])
