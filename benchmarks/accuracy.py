@@ -21,7 +21,7 @@ import torch
 from rich.progress import Progress, TaskID
 from torch import Tensor
 
-from benchmarks.report import open_console, print_table
+from benchmarks.load.report import open_console, print_table
 from benchmarks.script import run, script_parser, write_result
 from common.kv.cache import KVCache
 from common.model.batch import SequenceChunk

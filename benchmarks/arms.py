@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.client import CompletionClient, RequestOptions, ask_server, ask_token_ids
+from benchmarks.load.client import CompletionClient, RequestOptions, ask_server, ask_token_ids
+from benchmarks.load.workload import LengthRange, Vocabulary, Workload
 from benchmarks.script import script_parser
 from benchmarks.stack import Stack, StackProcess
-from benchmarks.workload import LengthRange, Vocabulary, Workload
 
 
 @dataclass(frozen=True)

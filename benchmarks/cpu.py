@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from rich.console import Console
 
-from benchmarks.report import open_console, print_table
+from benchmarks.load.report import open_console, print_table
 from benchmarks.script import run, script_parser, seconds_of, write_result
 from common.kv.cache import SMALL_DTYPES, KVCache, block_bytes
 from common.model.batch import SequenceChunk

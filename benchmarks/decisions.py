@@ -27,15 +27,15 @@ from common.kv.block_hash import block_hashes
 from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 from common.wire.sampling_params import SamplingParams
-from router.dispatch.client import GenerationRequest
-from router.dispatch.placement import Placement
-from router.dispatch.request_state import RequestState
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.garbage import collect_seldom
+from router.placement.placement import Placement
 from router.policy.forecast import RequestShape
 from router.policy.routing import RoutingPolicy
+from router.streams.client import GenerationRequest
+from router.streams.request_state import RequestState
 
 T = TypeVar("T")
 BLOCK_SIZE = 16

@@ -30,7 +30,7 @@ fi
 export PYTHONPATH=$PWD:$place/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 look() {
-    echo "nvidia-smi -L; exec $python -P -m benchmarks.gpu_look"
+    echo "nvidia-smi -L; exec $python -P -m benchmarks.gpu.look"
 }
 
 pytest="$python -P -m pytest -q -W default --tb=short"

@@ -31,11 +31,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.arms import Arm, Target, stack_parser
-from benchmarks.load import Load
-from benchmarks.plot import plain_numbers, plot_cdf, save
-from benchmarks.report import open_console, print_table
+from benchmarks.load.load import Load
+from benchmarks.load.plot import plain_numbers, plot_cdf, save
+from benchmarks.load.report import open_console, print_table
+from benchmarks.load.summary import INTERRUPTED, Distribution, RequestRecord
 from benchmarks.script import run, settings_of, write_result
-from benchmarks.summary import INTERRUPTED, Distribution, RequestRecord
 
 PROGRAM = "python -m benchmarks.interference"
 PROMPT_OUTPUT_LEN = 4

@@ -34,9 +34,9 @@ from benchmarks.block_path import (
     serve_quantised_blocks,
     serve_raw,
 )
-from benchmarks.plot import save
+from benchmarks.load.plot import save
+from benchmarks.load.report import open_console, print_table
 from benchmarks.quantised_blocks import HEAD_BYTES, bfloat16_cache, conversion_rates
-from benchmarks.report import open_console, print_table
 from benchmarks.script import in_turns, median_ratio, run, script_parser, seconds_of, write_result
 from common.kv.quantised_staging import quantised_outgoing
 from common.kv.shared_memory import SharedMemory

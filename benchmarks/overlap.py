@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.arms import Arm, Target, scrape, stack_parser
-from benchmarks.report import open_console, print_table
+from benchmarks.load.report import open_console, print_table
+from benchmarks.load.summary import RequestRecord
 from benchmarks.script import in_turns, run, write_result
 from benchmarks.stack import Stack
-from benchmarks.summary import RequestRecord
 
 PROGRAM = "python -m benchmarks.overlap"
 LENGTHS = (128, 512, 1500)

@@ -20,9 +20,9 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.report import open_console, print_table
+from benchmarks.load.report import open_console, print_table
+from benchmarks.load.trace import TraceRow, read_trace
 from benchmarks.script import run, script_parser, settings_of, write_result
-from benchmarks.trace import TraceRow, read_trace
 from common.latency.step_model import StepModel, StepShape
 from common.requests.prompt_order import PromptOrder, prompt_order
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from benchmarks.report import open_console, print_table
+from benchmarks.load.report import open_console, print_table
 from benchmarks.script import run, script_parser, seconds_of, write_result
 from common.grammar.grammars import Grammars
 from common.model_files.resolve import resolve_model

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from benchmarks.conditions import conditions
-from benchmarks.report import write_json
+from benchmarks.load.conditions import conditions
+from benchmarks.load.report import write_json
 from benchmarks.time_limit import time_limit
 
 T = TypeVar("T")

@@ -23,9 +23,9 @@ import httpx
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import workload
 from benchmarks.arms import scrape, stack_parser
-from benchmarks.report import open_console, print_table
+from benchmarks.load import workload
+from benchmarks.load.report import open_console, print_table
 from benchmarks.script import in_turns, median_ratio, run, write_result
 from benchmarks.stack import Stack
 

@@ -24,7 +24,7 @@ from typing import Any, Final
 import httpx
 from rich.console import Console
 
-from benchmarks.report import open_console, print_table
+from benchmarks.load.report import open_console, print_table
 from benchmarks.script import run, script_parser, write_result
 from benchmarks.stack import free_port
 from common.machine.child_process import ChildProcess

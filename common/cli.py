@@ -19,7 +19,7 @@ COMMANDS = {
     "decode-worker": ("decode_worker", "only a worker that generates tokens"),
     "top": ("router.top.command", "show a router's load in the terminal"),
     "batch": ("router.batch.command", "send every request of a file, and write the answers to another"),
-    "bench": ("benchmarks.bench", "load any OpenAI-compatible server and measure it"),
+    "bench": ("benchmarks.load.command", "load any OpenAI-compatible server and measure it"),
     "plan": ("benchmarks.plan", "find the cheapest pools and flags that meet goals for a load, by simulation"),
     "simulate": ("benchmarks.simulator", "simulate a service in virtual time: a load, goals, policies, failures"),
     "api-key": ("router.auth.new_key", "draw an API key and print its entry for the router's key file"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.config import BenchConfig
+from benchmarks.load.config import BenchConfig
 from common.config import CommonConfig, DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig, WorkerConfig
 from common.config.field import Config, Field, fields_of
 from common.config.sources import group_order

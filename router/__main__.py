@@ -49,13 +49,13 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
     from common.model_files.resolve import resolve_model
     from router.dispatch.dispatcher import Dispatcher
     from router.garbage import collect_seldom
-    from router.generation.tracing import Tracing
+    from router.generation.choices.tracing import Tracing
     from router.observe.measured_client import MeasuredClient
     from router.observe.metrics import ENGINE, RouterMetrics
     from router.observe.plan_metrics import PlanCollector
     from router.observe.pool_metrics import PoolCollector
     from router.observe.slo import SLOWindow
-    from router.planner.load_window import LoadWindow
+    from router.planner.load.window import LoadWindow
     from router.planner.loop import PlanLoop, scaler_of
     from router.planner.sizing_forecaster import SizingForecaster
     from router.server.app import build_app

@@ -35,12 +35,12 @@ from typing import Any, NoReturn
 WORKERS = {
     "prefill_worker": ("prefill_worker.__main__", "prefill_worker.duty", "common.worker.process"),
     "decode_worker": ("decode_worker.__main__", "decode_worker.duty", "common.worker.process"),
-    "benchmarks.paced_worker": ("benchmarks.paced_worker", "common.worker.process"),
+    "benchmarks.paced.worker": ("benchmarks.paced.worker", "common.worker.process"),
 }
 ROUTERS = {
     "router": (
         *("router.__main__", "uvloop", "common.model_files.resolve", "router.dispatch.dispatcher"),
-        *("router.generation.tracing", "router.observe.measured_client", "router.observe.metrics"),
+        *("router.generation.choices.tracing", "router.observe.measured_client", "router.observe.metrics"),
         *("router.observe.pool_metrics", "router.observe.slo", "router.server.app", "router.server.server"),
         "router.text.text_pipeline",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.config import BenchConfig
+from benchmarks.load.config import BenchConfig
 from common.cli import COMMANDS
 from common.config import CONFIG_CLASSES
 from common.config.field import Config, fields_of

@@ -12,7 +12,7 @@ PRODUCT = ("kernels/", "common/", "prefill_worker/", "decode_worker/", "router/"
 FOLDERS = (*PRODUCT, "benchmarks", "helm", "docs", "tests")
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 # The shapes of answers have the names of the APIs that they belong to.
-SHAPES = ("router/api/openai_answers.py", "router/api/anthropic_answers.py", "router/api/service_answers.py")
+SHAPES = ("router/api/openai/answers.py", "router/api/anthropic/answers.py", "router/api/service_answers.py")
 # name -> why two classes may have it
 SHARED_NAMES = {
     "Message": "between processes; in OpenAI's requests, whose schema shows the name",

@@ -23,6 +23,10 @@ ALLOWED = {
 ROOM_ALLOWED = {
     # It runs the router's and the schedulers' own code in virtual time.
     "benchmarks/simulator": {"router", "prefill_worker", "decode_worker"},
+    "benchmarks/simulator/workers": {"router", "prefill_worker", "decode_worker"},
+    "benchmarks/simulator/world": {"router"},
+    # It runs the router's own planner in virtual time.
+    "benchmarks/planner": {"router"},
     # It asks the planner's formulas before it simulates.
     "benchmarks/plan": {"router"},
     # It starts the router's own process with another policy.
@@ -38,23 +42,16 @@ EXCEPTIONS: dict[str, set[str]] = {
     # They time the router's own decisions, and what it does with block events.
     "benchmarks/block_events.py": {"router.fleet.block_reports", "router.fleet.prefix_index"},
     "benchmarks/decisions.py": {
-        "router.dispatch.client",
+        "router.streams.client",
         "router.policy.forecast",
-        "router.dispatch.placement",
+        "router.placement.placement",
         "router.policy.routing",
-        "router.dispatch.request_state",
+        "router.streams.request_state",
         "router.fleet.prefix_index",
         "router.fleet.registry",
         "router.fleet.worker",
         "router.garbage",
     },
-    # They run the router's own planner in virtual time.
-    "benchmarks/planner.py": {"router.planner.load", "router.planner.planner", "router.planner.pool"},
-    "benchmarks/planner_rules.py": {
-        *("router.planner.load", "router.planner.load_window", "router.planner.planner", "router.planner.pool"),
-        "router.planner.sizing",
-    },
-    "benchmarks/planner_world.py": {"router.planner.forecast", "router.planner.load", "router.planner.pool"},
 }
 # The rooms of a package, from the lowest to the highest: each imports only those before it.
 ROOMS = {
@@ -64,8 +61,8 @@ ROOMS = {
         "grammar", "model", "sampling", "runner", "worker", "requests",
     ),
     "router": (
-        "discovery", "fleet", "policy", "dispatch", "planner", "text", "store", "observe", "auth", "request",
-        "generation", "api", "server", "local", "top", "batch",
+        "discovery", "fleet", "policy", "streams", "admission", "placement", "dispatch", "planner", "text", "store",
+        "observe", "auth", "request", "generation", "api", "server", "local", "top", "batch",
     ),
 }  # fmt: skip
 HEAVY = ("torch", "triton", "transformers", "safetensors")

@@ -26,8 +26,6 @@ import uvloop
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from benchmarks import load as driver
-from benchmarks.client import PROBE_TEXT, CompletionClient, RequestOptions, ServerError, ask_server
 from benchmarks.compare.diptych import DiptychVariant
 from benchmarks.compare.llama_cpp import LlamaCpp
 from benchmarks.compare.openvino import OpenVino
@@ -37,11 +35,13 @@ from benchmarks.compare.ratios import Cell, Load, parse_loads, rows
 from benchmarks.compare.running import RunningEngine
 from benchmarks.compare.transformers import Transformers
 from benchmarks.compare.vllm import Vllm, Vllm1P1D
-from benchmarks.report import open_console
+from benchmarks.load import load as driver
+from benchmarks.load.client import PROBE_TEXT, CompletionClient, RequestOptions, ServerError, ask_server
+from benchmarks.load.report import open_console
+from benchmarks.load.summary import Summary, summarise
+from benchmarks.load.workload import WORDS, LengthRange, Vocabulary, Workload, poisson_arrivals
 from benchmarks.script import in_turns, run, script_parser, settings_of, write_result
 from benchmarks.stack import free_port
-from benchmarks.summary import Summary, summarise
-from benchmarks.workload import WORDS, LengthRange, Vocabulary, Workload, poisson_arrivals
 from common.errors import ModelError
 from common.model_files.cache_folder import cache_folder
 from common.model_files.files import ModelFiles

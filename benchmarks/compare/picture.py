@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.compare.ratios import METRICS
-from benchmarks.plot import plain_numbers, save
+from benchmarks.load.plot import plain_numbers, save
 
 PANELS = ("output tok/s", "TTFT p50", "ITL p99")
 OWN_COLOURS = ("#2f6fb5", "#12365f", "#6ea3da", "#0b7a75")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.summary import Summary
+from benchmarks.load.summary import Summary
 
 LENGTHS = re.compile(r"(\d+)/(\d+)")
 OPEN_LOOP = re.compile(r"(\d+)/(\d+)@(\d*\.?\d+)")

@@ -23,7 +23,7 @@ from rich.console import Console
 from benchmarks import kv_wire
 from benchmarks.block_path import Shape
 from benchmarks.compare.peer import PeerError
-from benchmarks.report import open_console, print_table
+from benchmarks.load.report import open_console, print_table
 from benchmarks.script import run, script_parser, write_result
 
 PROGRAM = "python -m benchmarks.compare.transfer"

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from benchmarks.http_stream import HttpPool
+from benchmarks.load.http_stream import HttpPool
 
 PATH = "/v1/completions"
 REMOTE_DECODE = {

@@ -11,8 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.client import ServerError
-from benchmarks.conditions import conditions
+from benchmarks.load.client import ServerError
+from benchmarks.load.conditions import conditions
+from benchmarks.load.report import open_console, write_json
+from benchmarks.load.trace import TraceError
 from benchmarks.plan.candidate import every
 from benchmarks.plan.evidence import Trial
 from benchmarks.plan.options import PROG, num_jobs, parse, values_of
@@ -25,9 +27,7 @@ from benchmarks.plan.stretch import Stretch
 from benchmarks.plan.trials import Question, Trials
 from benchmarks.plan.values import render
 from benchmarks.plan.values import values_of as helm_values_of
-from benchmarks.report import open_console, write_json
 from benchmarks.stack import StackError
-from benchmarks.trace import TraceError
 from common.config.sources import exit_refused
 from common.errors import ConfigError, ModelError
 

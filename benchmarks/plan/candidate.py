@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from benchmarks.plan.spec import PlanGoals, PlanSpec, WorkerSpec
-from benchmarks.simulator.scenario import Goals, LoadSpec, PoolSpec, Scenario
+from benchmarks.simulator.world.scenario import Goals, LoadSpec, PoolSpec, Scenario
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig
 from common.config.field import Config, fields_of
 

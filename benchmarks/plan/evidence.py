@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.load.summary import percentile
 from benchmarks.plan.candidate import Candidate
-from benchmarks.summary import percentile
 
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """The 97.5 % points of Student's t for 1, 2, ... degrees of freedom."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.input_file import read_table
+from benchmarks.load.input_file import read_table
 from benchmarks.plan.running import ask_load, kinds_in
 from benchmarks.plan.spec import merged
 from common.errors import ConfigError

@@ -12,17 +12,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from benchmarks.coefficients import StepCoefficients
+from benchmarks.paced.coefficients import StepCoefficients
 from benchmarks.plan.candidate import Candidate, Flags, base_flags, scenario
 from benchmarks.plan.spec import PlanSpec, WorkerSpec
-from benchmarks.simulator.load import SimulatedRequest
 from benchmarks.simulator.simulation import Simulation
+from benchmarks.simulator.world.load import SimulatedRequest
 from common.latency.step_model import StepShape
 from common.wire.message_fields import Role
-from router.planner.forecast import of_decode, of_prompts
-from router.planner.load import OfferedLoad, SampledRequest
-from router.planner.pool import Fleet, Goals, PoolState, WorkerKind
-from router.planner.sizing import parts, predict
+from router.planner.load.load import OfferedLoad, SampledRequest
+from router.planner.sizing.forecast import of_decode, of_prompts
+from router.planner.sizing.pool import Fleet, Goals, PoolState, WorkerKind
+from router.planner.sizing.sizing import parts, predict
 
 SAMPLE = 256
 WINDOW_S = 10.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from benchmarks.load.plot import save
 from benchmarks.plan.report import Plan
-from benchmarks.plot import save
 
 TWO_POOLS, ONE_POOL, PICKED = "#2f6fb5", "#c9652b", "#2b8a5b"
 LOWEST = 0.3

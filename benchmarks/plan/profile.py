@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 
-from benchmarks.client import CompletionClient, RequestOptions, ServerError, ask_server, ask_token_ids
-from benchmarks.load import Load
+from benchmarks.load.client import CompletionClient, RequestOptions, ServerError, ask_server, ask_token_ids
+from benchmarks.load.load import Load
+from benchmarks.load.workload import LengthRange, Vocabulary, Workload
 from benchmarks.plan.running import FEWEST_STEPS, ask_load, kinds_in
 from benchmarks.stack import Stack
-from benchmarks.workload import LengthRange, Vocabulary, Workload
 from common.errors import ConfigError
 
 EVERY_PROMPT = 1_000_000

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from benchmarks.load.report import print_table
 from benchmarks.plan.candidate import Candidate, base_flags, varies
 from benchmarks.plan.evidence import Evidence, Tails
 from benchmarks.plan.outlook import Outlook
 from benchmarks.plan.reach import Reach, Reached
 from benchmarks.plan.search import Search
 from benchmarks.plan.spec import PlanGoals, PlanSpec
-from benchmarks.report import print_table
 
 MOST_ROWS = 12
 MUCH_ERROR = 0.15

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.client import auth_headers
+from benchmarks.load.client import auth_headers
 from common.errors import ConfigError
 
 ASK_TIMEOUT_S = 10.0

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from benchmarks.coefficients import StepCoefficients
-from benchmarks.input_file import converted
-from benchmarks.simulator.scenario import LoadSpec, ModelSpec, Part, Positive, Seconds, Share
+from benchmarks.load.input_file import converted
+from benchmarks.paced.coefficients import StepCoefficients
+from benchmarks.simulator.world.scenario import LoadSpec, ModelSpec, Part, Positive, Seconds, Share
 from common.errors import ConfigError
 
 USUAL_REQUESTS, LEAST_DURATION_S = 600, 60.0

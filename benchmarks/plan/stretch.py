@@ -9,7 +9,7 @@ import msgspec
 
 from benchmarks.plan.candidate import Candidate, base_flags, scenario
 from benchmarks.plan.spec import PlanSpec
-from benchmarks.simulator.load import requests_of
+from benchmarks.simulator.world.load import requests_of
 
 TRACE_REQUESTS = 1200
 """Without a duration a trace is planned for up to so many requests: twice those of a load at a rate, because at its

@@ -14,8 +14,8 @@ from benchmarks.plan.candidate import Candidate, scenario
 from benchmarks.plan.evidence import Evidence, Trial
 from benchmarks.plan.spec import PlanGoals, PlanSpec
 from benchmarks.simulator.report import Findings
-from benchmarks.simulator.scenario import Scenario
 from benchmarks.simulator.simulation import Simulation
+from benchmarks.simulator.world.scenario import Scenario
 
 TRIAL_LIMIT_S = 3600.0
 """A simulation that takes longer, in real time, ends the command."""

@@ -23,14 +23,14 @@ from typing import Any, Final
 import msgspec
 from rich.console import Console
 
+from benchmarks.load.report import open_console, print_table
+from benchmarks.load.trace import TraceRow
 from benchmarks.reality.cluster import Cluster, RealRun
 from benchmarks.reality.loads import CASES, LOADS, Case, LoadKind
 from benchmarks.reality.numbers import Fate, Numbers, deviations, misses, pairs_ranked_alike
 from benchmarks.reality.twin import Twin, alone_rows
-from benchmarks.report import open_console, print_table
 from benchmarks.script import run, script_parser, settings_of, write_result
 from benchmarks.simulator.policies import POLICIES
-from benchmarks.trace import TraceRow
 
 PROGRAM: Final = "python -m benchmarks.reality"
 USUAL: Final = "diptych"

@@ -17,16 +17,16 @@ import msgspec
 import uvloop
 import zmq
 
-from benchmarks.client import CompletionClient, RequestOptions
-from benchmarks.coefficients import StepCoefficients
-from benchmarks.load import Load
-from benchmarks.paced import MODEL, PacedStack
+from benchmarks.load.client import CompletionClient, RequestOptions
+from benchmarks.load.load import Load
+from benchmarks.load.summary import RequestRecord
+from benchmarks.load.trace import TraceRow
+from benchmarks.load.workload import Prompt, RequestPlan
+from benchmarks.paced.coefficients import StepCoefficients
+from benchmarks.paced.stack import MODEL, PacedStack
 from benchmarks.reality.loads import MAX_MODEL_LEN, NUM_BLOCKS, STEP_TOKENS, Case, workload_of
 from benchmarks.reality.numbers import Fate
 from benchmarks.stack import StackProcess
-from benchmarks.summary import RequestRecord
-from benchmarks.trace import TraceRow
-from benchmarks.workload import Prompt, RequestPlan
 from common.wire.codec import decode, encode
 from common.wire.messages import RouterHello, WorkerHello
 

@@ -12,10 +12,10 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.coefficients import StepCoefficients
-from benchmarks.paced_model import Coefficients
-from benchmarks.trace import MOONCAKE_BLOCK_TOKENS, TraceError, TraceRow, read_trace
-from benchmarks.workload import LengthRange, Vocabulary, Workload, fit_rows
+from benchmarks.load.trace import MOONCAKE_BLOCK_TOKENS, TraceError, TraceRow, read_trace
+from benchmarks.load.workload import LengthRange, Vocabulary, Workload, fit_rows
+from benchmarks.paced.coefficients import StepCoefficients
+from benchmarks.paced.model import Coefficients
 from common.latency.step_model import StepShape
 
 PACE: Final = Path(__file__).parent.parent / "data" / "reality.json"

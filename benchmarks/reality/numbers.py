@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Final
 
-from benchmarks.simulator.load import SimulatedRequest
-from benchmarks.summary import OK, Distribution, RequestRecord
+from benchmarks.load.summary import OK, Distribution, RequestRecord
+from benchmarks.simulator.world.load import SimulatedRequest
 from common.errors import Overloaded
 
 MARK, GOODPUT_MARK = 0.10, 0.05

@@ -10,12 +10,12 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.coefficients import StepCoefficients
+from benchmarks.load.trace import TraceRow
+from benchmarks.paced.coefficients import StepCoefficients
 from benchmarks.reality.loads import MAX_MODEL_LEN, NUM_BLOCKS, STEP_TOKENS, Case, write_trace
 from benchmarks.reality.numbers import Fate
-from benchmarks.simulator.scenario import Goals, LoadSpec, ModelSpec, PoolSpec, Scenario
 from benchmarks.simulator.simulation import Simulation
-from benchmarks.trace import TraceRow
+from benchmarks.simulator.world.scenario import Goals, LoadSpec, ModelSpec, PoolSpec, Scenario
 
 ALONE_LENGTHS: Final = (300, 900, 2000)
 """Prompts that calibrate: of one step to four."""

@@ -28,8 +28,8 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from benchmarks.conditions import version_of
-from benchmarks.report import open_console, print_table
+from benchmarks.load.conditions import version_of
+from benchmarks.load.report import open_console, print_table
 from benchmarks.router.arm import Arm, PlainArm, RouterArm
 from benchmarks.router.figures import QUICK, WORDS, Bench, Figures, Lost, Size
 from benchmarks.router.load import TOKEN

@@ -11,13 +11,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.conditions import conditions
-from benchmarks.report import open_console, write_json
+from benchmarks.load.conditions import conditions
+from benchmarks.load.report import open_console, write_json
+from benchmarks.load.trace import TraceError
 from benchmarks.simulator.policies import POLICIES
 from benchmarks.simulator.report import Findings, as_json, print_findings
-from benchmarks.simulator.scenario import Scenario, read_scenario
 from benchmarks.simulator.simulation import Run, Simulation
-from benchmarks.trace import TraceError
+from benchmarks.simulator.world.scenario import Scenario, read_scenario
 from common.config.sources import exit_refused
 from common.errors import ConfigError
 

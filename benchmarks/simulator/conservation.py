@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.simulator.errors import ConservationError
-from benchmarks.simulator.load import SimulatedRequest
-from benchmarks.simulator.process import Process
 from benchmarks.simulator.router import SimulatedRouter
-from benchmarks.simulator.world import World
+from benchmarks.simulator.workers.process import Process
+from benchmarks.simulator.world.errors import ConservationError
+from benchmarks.simulator.world.load import SimulatedRequest
+from benchmarks.simulator.world.world import World
 
 ROUNDING = 1e-9
 """The share by which sums of bytes may differ."""

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from benchmarks.report import print_table
+from benchmarks.load.report import print_table
+from benchmarks.load.summary import Distribution
 from benchmarks.simulator.conservation import Conserved
 from benchmarks.simulator.simulation import Run
-from benchmarks.summary import Distribution
 from common.errors import Overloaded
 
 COLUMNS = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.simulator.load import SimulatedRequest
-from benchmarks.simulator.world import World
+from benchmarks.simulator.world.load import SimulatedRequest
+from benchmarks.simulator.world.world import World
 from common.config import RouterConfig
 from common.errors import RequestError
 from common.wire.messages import (
@@ -19,7 +19,6 @@ from common.wire.messages import (
     WorkerHeartbeat,
 )
 from router.dispatch.core import Actions, DispatchCore
-from router.dispatch.request_state import RequestState
 from router.dispatch.turns import Cancel
 from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
@@ -27,6 +26,7 @@ from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import ROLES
 from router.planner.sizing_forecaster import SizingForecaster
 from router.policy.routing import RoutingPolicy
+from router.streams.request_state import RequestState
 
 CUT_BEATS = 2
 """A worker that could not send a router so many heartbeats in a row takes it for lost, as in life."""

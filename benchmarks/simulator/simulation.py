@@ -11,15 +11,15 @@ from functools import partial
 from typing import Any
 
 from benchmarks.simulator.conservation import Conserved, check_conserved
-from benchmarks.simulator.decode import SimulatedDecodeWorker
-from benchmarks.simulator.load import SimulatedRequest, requests_of
 from benchmarks.simulator.policies import POLICIES
-from benchmarks.simulator.prefill import SimulatedPrefillWorker
-from benchmarks.simulator.process import Process
 from benchmarks.simulator.router import CONNECTION_LOST, SimulatedRouter
-from benchmarks.simulator.scenario import EventSpec, PoolSpec, Scenario
-from benchmarks.simulator.worker import AnyWorker
-from benchmarks.simulator.world import World
+from benchmarks.simulator.workers.decode import SimulatedDecodeWorker
+from benchmarks.simulator.workers.prefill import SimulatedPrefillWorker
+from benchmarks.simulator.workers.process import Process
+from benchmarks.simulator.workers.worker import AnyWorker
+from benchmarks.simulator.world.load import SimulatedRequest, requests_of
+from benchmarks.simulator.world.scenario import EventSpec, PoolSpec, Scenario
+from benchmarks.simulator.world.world import World
 from common.config import RouterConfig
 from common.config.field import fields_of
 from common.errors import ConfigError

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from benchmarks.conditions import conditions
-from benchmarks.report import open_console, print_table, write_json
+from benchmarks.load.conditions import conditions
+from benchmarks.load.report import open_console, print_table, write_json
 from benchmarks.simulator.report import Findings
-from benchmarks.simulator.scenario import Scenario, read_scenario
 from benchmarks.simulator.simulation import Simulation
+from benchmarks.simulator.world.scenario import Scenario, read_scenario
 from common.config.sources import exit_refused
 from common.errors import ConfigError
 

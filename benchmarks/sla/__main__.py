@@ -22,14 +22,14 @@ from typing import Any, Final
 from rich.console import Console
 from rich.status import Status
 
-from benchmarks.conditions import conditions
-from benchmarks.report import open_console, write_json
+from benchmarks.load.conditions import conditions
+from benchmarks.load.report import open_console, write_json
+from benchmarks.load.trace import TraceError
 from benchmarks.script import run
 from benchmarks.sla import knobs, planner, policies, prediction, reality, tuning
 from benchmarks.sla.journal import Journal
 from benchmarks.sla.step import Settings, Skipped, Step
 from benchmarks.stack import StackError
-from benchmarks.trace import TraceError
 
 PROGRAM: Final = "python -m benchmarks.sla"
 STEPS: Final[tuple[Step, ...]] = (policies.STEP, planner.STEP, tuning.STEP, prediction.STEP, reality.STEP, knobs.STEP)

@@ -15,13 +15,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks.arrivals import RateProfile
-from benchmarks.paced import PacedStack
-from benchmarks.plot import save, sparse_numbers
-from benchmarks.report import print_table
+from benchmarks.load.arrivals import RateProfile
+from benchmarks.load.plot import save, sparse_numbers
+from benchmarks.load.report import print_table
+from benchmarks.load.summary import RequestRecord
+from benchmarks.paced.stack import PacedStack
 from benchmarks.sla.real import ANSWER_S, served
 from benchmarks.sla.step import Numbers, Settings, Step
-from benchmarks.summary import RequestRecord
 
 TTFT_MS, TPOT_MS = 500.0, 20.0
 RATES: Final = (4.0, 10.0, 18.0, 6.0)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.coefficients import StepCoefficients
+from benchmarks.load.trace import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
+from benchmarks.paced.coefficients import StepCoefficients
 from benchmarks.sla.step import Settings
-from benchmarks.trace import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
 from common.latency.step_model import StepShape
 
 STEP_TOKENS, MOST_ROWS = 2048, 128

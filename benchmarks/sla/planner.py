@@ -12,10 +12,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks import planner
-from benchmarks.planner_world import CONTROL_S, Request, Result, World
-from benchmarks.plot import save, sparse_numbers
-from benchmarks.report import print_table
+from benchmarks.load.plot import save, sparse_numbers
+from benchmarks.load.report import print_table
+from benchmarks.planner import __main__ as planner
+from benchmarks.planner.loads import BOUNDS, GOALS, Load, loads
+from benchmarks.planner.world import CONTROL_S, Request, Result, World
 from benchmarks.sla.step import Numbers, Settings, Step
 
 OURS, BEST = "planner", "clairvoyant"
@@ -30,19 +31,19 @@ COLUMNS: Final = ("load", "controller", "goals met", "refused", "prefill s", "de
 def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
     rows: list[dict[str, Any]] = []
     lines: dict[str, Any] = {}
-    for load in planner.loads(settings.seconds):
+    for load in loads(settings.seconds):
         found = settings.journal.once(load.name, partial(_of_load, load, settings, tell))
         rows += found["rows"]
         lines = found["lines"] or lines
     goals = {
-        "ttft_ms": planner.GOALS.ttft_s * 1e3,
-        "tpot_ms": planner.GOALS.tpot_s * 1e3,
-        "quantile": planner.GOALS.quantile,
+        "ttft_ms": GOALS.ttft_s * 1e3,
+        "tpot_ms": GOALS.tpot_s * 1e3,
+        "quantile": GOALS.quantile,
     }
     return {"rows": rows, "lines": lines, "goals": goals}
 
 
-def _of_load(load: planner.Load, settings: Settings, tell: Callable[[str], None]) -> dict[str, Any]:
+def _of_load(load: Load, settings: Settings, tell: Callable[[str], None]) -> dict[str, Any]:
     """Every controller under one load, the clairvoyant first."""
     rows: list[dict[str, Any]] = []
     lines: dict[str, Any] = {}
@@ -69,8 +70,8 @@ def lines_of(world: World, result: Result, seconds: float) -> dict[str, Any]:
         "ttft_p95_ms": [_p95([one.ttft_s for one in here]) for here in served],
         "tpot_p95_ms": [_p95([one.tpot_s for one in here if one.tpot_s]) for here in served],
         "look_s": CONTROL_S,
-        "ready": {role: [nums[role] for nums in result.ready] for role in planner.BOUNDS},
-        "wanted": {role: [nums[role] for nums in result.history] for role in planner.BOUNDS},
+        "ready": {role: [nums[role] for nums in result.ready] for role in BOUNDS},
+        "wanted": {role: [nums[role] for nums in result.history] for role in BOUNDS},
     }
 
 

@@ -18,8 +18,9 @@ from typing import Any, Final
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks.plot import save
-from benchmarks.report import print_table
+from benchmarks.load.plot import save
+from benchmarks.load.report import print_table
+from benchmarks.load.trace import TraceRow
 from benchmarks.simulator.report import Findings
 from benchmarks.simulator.simulation import Run, Simulation
 from benchmarks.sla import loads as all_loads
@@ -38,7 +39,6 @@ from benchmarks.sla.systems import (
     scenario,
     systems_on,
 )
-from benchmarks.trace import TraceRow
 
 SHARES: Final = (0.8, 1.0, 1.25)
 """Of the rate that the pools can serve."""

@@ -15,10 +15,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks.arrivals import RateProfile
-from benchmarks.paced import PacedStack
-from benchmarks.plot import save, sparse_numbers
-from benchmarks.report import print_table
+from benchmarks.load.arrivals import RateProfile
+from benchmarks.load.plot import save, sparse_numbers
+from benchmarks.load.report import print_table
+from benchmarks.paced.stack import PacedStack
 from benchmarks.sla.real import requests_logged, served
 from benchmarks.sla.step import Numbers, Settings, Step
 from benchmarks.stack import Stack

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import uvloop
 
-from benchmarks.arrivals import RateProfile
-from benchmarks.client import CompletionClient, RequestOptions, ask_server, ask_token_ids
-from benchmarks.load import Load
+from benchmarks.load.arrivals import RateProfile
+from benchmarks.load.client import CompletionClient, RequestOptions, ask_server, ask_token_ids
+from benchmarks.load.load import Load
+from benchmarks.load.summary import RequestRecord
+from benchmarks.load.workload import LengthRange, Vocabulary, Workload
 from benchmarks.stack import Stack
-from benchmarks.summary import RequestRecord
-from benchmarks.workload import LengthRange, Vocabulary, Workload
 
 REQUEST_S, ANSWER_S, LOG_S = 120.0, 10.0, 10.0
 NUM_WARM, WARM_INDEX = 12, 10**9

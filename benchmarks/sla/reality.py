@@ -18,8 +18,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks.plot import save
-from benchmarks.report import print_table
+from benchmarks.load.plot import save
+from benchmarks.load.report import print_table
 from benchmarks.sla.step import Numbers, Settings, Skipped, Step
 
 MODULE: Final = "benchmarks.reality"

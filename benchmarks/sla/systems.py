@@ -23,9 +23,9 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from benchmarks.simulator.scenario import Scenario, scenario_of
+from benchmarks.load.trace import TraceRow
+from benchmarks.simulator.world.scenario import Scenario, scenario_of
 from benchmarks.sla.loads import CACHE_TOKENS, DECODE, PLANNED_SHARE, PREFILL, SLOW, STEP_TOKENS, Load
-from benchmarks.trace import TraceRow
 
 Kind = Literal["ours", "choice", "whole", "before", "one pool"]
 RULES: Final = ("random", "round-robin", "least-loaded", "prefix-only")

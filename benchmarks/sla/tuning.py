@@ -21,10 +21,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks.plot import save, sparse_numbers
-from benchmarks.report import print_table
-from benchmarks.simulator.load import SimulatedRequest
+from benchmarks.load.plot import save, sparse_numbers
+from benchmarks.load.report import print_table
 from benchmarks.simulator.simulation import Simulation
+from benchmarks.simulator.world.load import SimulatedRequest
 from benchmarks.sla.loads import write_trace
 from benchmarks.sla.step import Numbers, Settings, Skipped, Step
 from benchmarks.sla.tuning_cases import END_S, EVENT_S, QUANTILE, TPOT_MS, TTFT_MS, Case, Setting, cases

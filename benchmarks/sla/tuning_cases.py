@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.coefficients import StepCoefficients
-from benchmarks.simulator.scenario import Scenario, scenario_of
-from benchmarks.trace import TraceRow, read_trace
+from benchmarks.load.trace import TraceRow, read_trace
+from benchmarks.paced.coefficients import StepCoefficients
+from benchmarks.simulator.world.scenario import Scenario, scenario_of
 from common.latency.step_model import StepShape
 
 WORK: Final = StepCoefficients(fixed_s=5e-3, floor_s=19e-3, token_s=8e-5, pair_s=2e-9, row_s=5e-5, context_s=1.6e-7)

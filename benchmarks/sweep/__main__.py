@@ -25,10 +25,14 @@ import uvloop
 from rich.console import Console
 
 from benchmarks.arms import Target
-from benchmarks.input_file import read_table
-from benchmarks.load import Load
-from benchmarks.paced import PacedStack
-from benchmarks.paced_model import Coefficients
+from benchmarks.load.input_file import read_table
+from benchmarks.load.load import Load
+from benchmarks.load.report import open_console, print_table
+from benchmarks.load.summary import OK, Distribution, RequestRecord
+from benchmarks.load.trace import TraceRow
+from benchmarks.load.workload import LengthRange, Workload
+from benchmarks.paced.model import Coefficients
+from benchmarks.paced.stack import PacedStack
 from benchmarks.plan.candidate import Candidate, every, scenario
 from benchmarks.plan.evidence import Evidence
 from benchmarks.plan.outlook import Outlook
@@ -36,12 +40,8 @@ from benchmarks.plan.search import Search
 from benchmarks.plan.spec import PlanSpec, spec_of
 from benchmarks.plan.stretch import Stretch
 from benchmarks.plan.trials import Trials
-from benchmarks.report import open_console, print_table
 from benchmarks.script import run, script_parser, settings_of, write_result
-from benchmarks.simulator.load import requests_of
-from benchmarks.summary import OK, Distribution, RequestRecord
-from benchmarks.trace import TraceRow
-from benchmarks.workload import LengthRange, Workload
+from benchmarks.simulator.world.load import requests_of
 from common.errors import ConfigError
 
 PROGRAM: Final = "python -m benchmarks.sweep"

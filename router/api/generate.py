@@ -11,28 +11,29 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from common.errors import RequestError
-from router.api import anthropic_answers, openai_answers
-from router.api.anthropic_fields import MessagesRequest
-from router.api.anthropic_messages import MessagesFrames
-from router.api.chat import ChatShape, plan_chat
-from router.api.completions import CompletionShape, plan_completion
+from router.api.anthropic import answers as anthropic_answers
+from router.api.anthropic.fields import MessagesRequest
+from router.api.anthropic.messages import MessagesFrames
+from router.api.openai import answers as openai_answers
+from router.api.openai.chat import ChatShape, plan_chat
+from router.api.openai.completions import CompletionShape, plan_completion
+from router.api.openai.translated import plan_translated
 from router.api.openapi import documented
-from router.api.responses_fields import ResponsesRequest
-from router.api.translated import plan_translated
+from router.api.responses.fields import ResponsesRequest
 from router.auth.class_choice import HEADER, class_of
 from router.auth.visit import Visit
-from router.dispatch.client import Caller
 from router.generation.answer_frames import Frames, OpenAIFrames
+from router.generation.choices.origin import Origin
+from router.generation.choices.request_log import RequestLog
+from router.generation.choices.shape import Shape
 from router.generation.exchange import Exchange
-from router.generation.origin import Origin
 from router.generation.plan import AnswerPlan
-from router.generation.request_log import RequestLog
 from router.generation.service import Service, service_of
-from router.generation.shape import Shape
 from router.request.errors import CLIENT_CLOSED, error_response
 from router.request.fields import ChatRequest, CompletionRequest
 from router.request.invocation import Invocation
 from router.request.paths import CHAT_PATH, COMPLETION_PATH, INVOCATIONS_PATH, MESSAGES_PATH
+from router.streams.client import Caller
 
 F = TypeVar("F", ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, Invocation)
 Answer = Callable[[Service, F, AnswerPlan, RequestLog], Awaitable[Response]]
@@ -76,7 +77,11 @@ async def invocations(request: Request) -> Response:
 )
 async def messages(request: Request) -> Response:
     """Answer a conversation, in the shape of Anthropic's API."""
-    return await serve(request, MessagesRequest, plan_translated, _exchange(MessagesFrames))
+    return await serve(request, MessagesRequest, _plan_messages, _exchange(MessagesFrames))
+
+
+async def _plan_messages(service: Service, fields: MessagesRequest, origin: Origin) -> AnswerPlan:
+    return await plan_translated(service, fields, origin, fields.as_chat, fields.num_items)
 
 
 async def _plan_invocation(service: Service, fields: Invocation, origin: Origin) -> AnswerPlan:

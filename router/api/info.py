@@ -15,11 +15,13 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from common import __version__
 from common.errors import InvalidRequest, Unavailable
-from router.api import anthropic_answers, openai_answers, service_answers
-from router.api.anthropic_fields import CountTokensRequest
-from router.api.anthropic_messages import count_tokens
-from router.api.chat import conversation_tokens
+from router.api import service_answers
+from router.api.anthropic import answers as anthropic_answers
+from router.api.anthropic.fields import CountTokensRequest
+from router.api.anthropic.messages import count_tokens
 from router.api.load_answer import load_body
+from router.api.openai import answers as openai_answers
+from router.api.openai.chat import conversation_tokens
 from router.api.openapi import documented
 from router.api.pages import CHAT, DASHBOARD, page
 from router.generation.service import Service, service_of

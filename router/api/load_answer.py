@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from router.dispatch.load import DispatchLoad
+from router.admission.load import DispatchLoad
 from router.observe.recent_traffic import Traffic
 from router.planner.loop import Outlook
-from router.planner.pool import Goals
+from router.planner.sizing.pool import Goals
 
 
 def load_body(

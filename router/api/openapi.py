@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from common import __version__
-from router.api.openai_answers import ErrorBody
+from router.api.openai.answers import ErrorBody
 
 REF = "#/components/schemas/{model}"
 STATUSES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import orjson
@@ -12,22 +13,22 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidRequest, Unavailable
-from router.api import openai_answers
 from router.api.generate import serve
+from router.api.openai import answers as openai_answers
+from router.api.openai.translated import plan_translated
 from router.api.openapi import documented
-from router.api.responses import ResponsesFrames
-from router.api.responses_background import BackgroundAnswer
-from router.api.responses_fields import ResponsesRequest
-from router.api.responses_items import DEFAULT_LIMIT, MAX_LIMIT, page_of
-from router.api.responses_kept import RETRY_AFTER_S, KeptResponses
-from router.api.translated import plan_translated
+from router.api.responses.answers import ResponsesFrames
+from router.api.responses.background import BackgroundAnswer
+from router.api.responses.fields import ResponsesRequest
+from router.api.responses.items import DEFAULT_LIMIT, MAX_LIMIT, page_of
+from router.api.responses.kept import RETRY_AFTER_S, KeptResponses
 from router.auth.visit import Visit
+from router.generation.choices.origin import Origin
+from router.generation.choices.request_log import RequestLog
+from router.generation.choices.shape import Object
 from router.generation.exchange import STREAM_HEADERS, Exchange
-from router.generation.origin import Origin
 from router.generation.plan import AnswerPlan
-from router.generation.request_log import RequestLog
 from router.generation.service import Service
-from router.generation.shape import Object
 from router.request.paths import RESPONSES_PATH
 from router.store.errors import StoreFailed
 
@@ -74,7 +75,9 @@ async def respond(request: Request) -> Response:
         past = await kept.past(fields, origin.key.name)
         if fields.background:  # its events are what is made of it, read or not
             fields = fields.model_copy(update={"stream": True})
-        return await plan_translated(service, fields, origin, past)
+        return await plan_translated(
+            service, fields, origin, partial(fields.as_chat, past), len(past) + fields.num_items
+        )
 
     async def answer(service: Service, fields: ResponsesRequest, plan: AnswerPlan, log: RequestLog) -> Response:
         if fields.background:

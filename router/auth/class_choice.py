@@ -12,7 +12,7 @@ from common.config.request_class import DEFAULT, RequestClass
 from common.errors import InvalidRequest
 from router.auth.errors import Forbidden
 from router.auth.keys import ApiKey
-from router.dispatch.client import Caller
+from router.streams.client import Caller
 
 HEADER = "x-request-class"
 PARAM = "request_class"

@@ -1,7 +1,7 @@
-"""The router's core: it chooses the workers of a request, and joins what they send into one token stream.
+"""The router's core: every event of a request or worker becomes actions, and tokens of two workers one stream.
 
-dispatcher -> core -> turns -> waiting, holding, take_back (pure)
-    │           └────> placement -> router.policy (pure), prefix_index (pure)
-    └─────> fleet -> connection (ZeroMQ), registry (pure) -> worker
+dispatcher (asyncio) -> core (synchronous, also in virtual time) -> turns -> router.admission (who waits)
+    │                     └────> router.placement -> router.policy, router.fleet (all pure)
+    └─────> fleet -> connection (ZeroMQ), registry -> worker
               └────> discovery: which addresses exist
 """

@@ -17,28 +17,28 @@ from dataclasses import dataclass
 from common.config import RouterConfig
 from common.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
 from common.wire.messages import PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
-from router.dispatch.admission import Admission
-from router.dispatch.balancer import Balancer
-from router.dispatch.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest
-from router.dispatch.demand import Demand, DemandMeter
-from router.dispatch.growth import Growth
-from router.dispatch.handover import HandOvers
-from router.dispatch.holding import Holding
-from router.dispatch.load import DispatchCounters
-from router.dispatch.placement import Abort, Placement, Send
-from router.dispatch.recovery import Recovery, refusal
-from router.dispatch.request_state import Assignment, RequestState
-from router.dispatch.role_changes import RoleChanges
+from router.admission.admission import Admission
+from router.admission.demand import Demand, DemandMeter
+from router.admission.holding import Holding
+from router.admission.load import DispatchCounters
+from router.admission.waiting import OUTPUT_WEIGHT, WaitingRequests
 from router.dispatch.silence import least_quiet_s, why_left
-from router.dispatch.stream import StreamConflict, TokensDiffer
 from router.dispatch.turns import Cancel, Later, Turns
-from router.dispatch.waiting import OUTPUT_WEIGHT, WaitingRequests
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
+from router.placement.balancer import Balancer
+from router.placement.growth import Growth
+from router.placement.handover import HandOvers
+from router.placement.placement import Abort, Placement, Send
+from router.placement.recovery import Recovery, refusal
+from router.placement.role_changes import RoleChanges
 from router.policy.forecast import RequestShape
 from router.policy.routing import Choice, RoutingPolicy
 from router.policy.split import SplitForecaster
+from router.streams.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest
+from router.streams.request_state import Assignment, RequestState
+from router.streams.stream import StreamConflict, TokensDiffer
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from collections.abc import AsyncGenerator, Callable
 from common.config import RouterConfig
 from common.errors import Unavailable
 from common.wire.messages import PromptLogprobs, RequestFailed, ResetPrefixCache, TokenOutput
-from router.dispatch.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest, TokenEvent
+from router.admission.demand import Demand
+from router.admission.load import DispatchLoad
 from router.dispatch.core import Actions, DispatchCore
-from router.dispatch.demand import Demand
-from router.dispatch.load import DispatchLoad
 from router.dispatch.turns import Cancel
 from router.fleet.fleet import CONTROL_HWM, WorkerFleet
 from router.policy.routing import RoutingPolicy
 from router.policy.split import SplitForecaster
+from router.streams.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest, TokenEvent
 
 
 class Dispatcher:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from common.errors import InternalError, RequestError
-from router.dispatch.client import GenerationRequest, TokenEvent, TokenSource
-from router.generation.packed_logprobs import PackedLogprobs
-from router.generation.unread import UnreadBudget
+from router.generation.choices.packed_logprobs import PackedLogprobs
+from router.generation.choices.unread import UnreadBudget
 from router.request.errors import as_request_error
+from router.streams.client import GenerationRequest, TokenEvent, TokenSource
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from router.generation.choice import AnswerChoice, Piece
+from router.generation.choices.choice import AnswerChoice, Piece
 from router.generation.service import Service
 from router.generation.structure import ToolCalling, is_held, tool_calling
 from router.request.fields import ChatRequest, SamplingFields

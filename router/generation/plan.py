@@ -13,16 +13,16 @@ import msgspec
 
 from common.errors import ContextLengthExceeded, InvalidRequest
 from common.wire.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, ThinkingBudget
-from router.dispatch.client import GenerationRequest
-from router.dispatch.prompt import Prompt
-from router.generation.beam_client import BeamSettings
-from router.generation.choice import AnswerChoice
-from router.generation.logprob_budget import MAX_PROMPT_LOGPROBS
-from router.generation.origin import Origin
+from router.generation.beams.client import BeamSettings
+from router.generation.choices.choice import AnswerChoice
+from router.generation.choices.logprob_budget import MAX_PROMPT_LOGPROBS
+from router.generation.choices.origin import Origin
 from router.generation.service import Service
 from router.generation.token_rules import thinking_budget
 from router.request.errors import InvalidField
 from router.request.fields import SamplingFields
+from router.streams.client import GenerationRequest
+from router.streams.prompt import Prompt
 from router.text.answer.marks import NO_MARKS, MarkTokens
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopScanner

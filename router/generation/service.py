@@ -13,19 +13,19 @@ from starlette.requests import Request
 from common.config import RouterConfig
 from common.errors import InvalidRequest, ModelNotFound, RequestError, Unavailable
 from common.model_files.files import ModelFiles
+from router.admission.load import DispatchLoad
 from router.auth.end_rate import Pace
 from router.auth.gate import Gate
 from router.auth.visit import Visit
-from router.dispatch.client import RETRY_AFTER_S, GenerationClient
-from router.dispatch.load import DispatchLoad
-from router.generation.logprob_budget import LogprobBudget
-from router.generation.request_log import RequestLog
-from router.generation.tracing import Tracing
-from router.generation.unread import UnreadBudget
+from router.generation.choices.logprob_budget import LogprobBudget
+from router.generation.choices.request_log import RequestLog
+from router.generation.choices.tracing import Tracing
+from router.generation.choices.unread import UnreadBudget
 from router.observe.metrics import RouterMetrics
 from router.planner.loop import Outlook
 from router.request.body import BodyBudget, BodyLease, parse, read_body
 from router.request.large_body import LARGE_BYTES, LargeBodies
+from router.streams.client import RETRY_AFTER_S, GenerationClient
 from router.text.answer.marks import MarkTokens
 from router.text.calls.dialect import Dialect, dialect_of
 from router.text.text_pipeline import TextPipeline

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from common.observe.families import Families, Samples
-from router.dispatch.load import DispatchLoad
+from router.admission.load import DispatchLoad
 
 WORKER = ("worker", "role")
 

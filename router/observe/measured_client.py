@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from common.config.request_class import DEFAULT
 from common.errors import Overloaded, RequestError
-from router.dispatch.client import ANYONE, Caller, GenerationRequest, TokenEvent
+from router.admission.load import DispatchLoad
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.load import DispatchLoad
 from router.observe.slo import SLOWindow
-from router.planner.load import SampledRequest
-from router.planner.load_window import LoadWindow
+from router.planner.load.load import SampledRequest
+from router.planner.load.window import LoadWindow
+from router.streams.client import ANYONE, Caller, GenerationRequest, TokenEvent
 
 
 class MeasuredClient:

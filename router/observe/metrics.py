@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from common.machine.process_metrics import register_process
 from common.worker.metrics import SECONDS, SHORT_SECONDS
-from router.dispatch.client import RequestTimeline
-from router.dispatch.load import DispatchLoad
+from router.admission.load import DispatchLoad
 from router.observe.load_metrics import LoadCollector
 from router.observe.loop_histogram import LoopHistogram
 from router.observe.recent_traffic import RecentTraffic
 from router.observe.request_record import ChoiceRecord, RequestRecord
 from router.store.record import StoreSize
+from router.streams.client import RequestTimeline
 
 ENGINE = "router"
 PER_TOKEN_SECONDS = (0.0005, *SECONDS)

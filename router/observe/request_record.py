@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from common.config.request_class import DEFAULT
 from common.errors import RequestError
 from common.wire.sampling_params import SamplingParams
-from router.dispatch.client import RequestTimeline
+from router.streams.client import RequestTimeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from common.config import RouterConfig
 from common.wire.message_fields import Role
 from router.fleet.worker import Worker
-from router.planner.load import OfferedLoad
-from router.planner.load_window import LoadWindow
+from router.planner.load.load import OfferedLoad
+from router.planner.load.window import LoadWindow
 from router.planner.planner import ASSUMED_START_S, Plan, Planner
-from router.planner.pool import Bounds, Fleet, Goals
 from router.planner.pool_observer import PoolObserver
 from router.planner.scaler import Scaler
+from router.planner.sizing.pool import Bounds, Fleet, Goals
 from router.planner.start_times import StartTimes
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from common.latency.step_model import StepModel
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from router.fleet.worker import Worker, WorkerState
-from router.planner.pool import PoolState, WorkerKind
+from router.planner.sizing.pool import PoolState, WorkerKind
 from router.policy.forecast import step_tokens
 
 LOST_S = 60.0

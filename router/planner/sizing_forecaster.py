@@ -7,14 +7,14 @@ from collections.abc import Collection
 from common.config import RouterConfig
 from common.wire.message_fields import Role
 from router.fleet.worker import Worker
-from router.planner.forecast import packed_s
-from router.planner.load import OfferedLoad
+from router.planner.load.load import OfferedLoad
+from router.planner.load.recent import RecentLoad
 from router.planner.loop import goals_of
 from router.planner.planner import lost
-from router.planner.pool import ROLES, Fleet, PoolState
 from router.planner.pool_observer import PoolObserver
-from router.planner.recent_load import RecentLoad
-from router.planner.split import Splits, UnderWay
+from router.planner.sizing.forecast import packed_s
+from router.planner.sizing.pool import ROLES, Fleet, PoolState
+from router.planner.sizing.split import Splits, UnderWay
 from router.policy.forecast import queued_s, rows_of
 from router.policy.split import SplitForecast
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from common.wire.message_fields import Role
-from router.planner.pool import ROLES
+from router.planner.sizing.pool import ROLES
 
 NUM_REMEMBERED = 8
 """Starts of a role. The longest of them is expected of the next one."""

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import ContextLengthExceeded, InternalError, InvalidRequest, ModelNotFound, RequestError
-from router.dispatch.client import RETRY_AFTER_S
 from router.request.paths import MESSAGES_PATH, MODELS_PATH
+from router.streams.client import RETRY_AFTER_S
 
 MAX_SHOWN_CHARS = 80
 """Characters of a wrong value that an error shows."""

@@ -16,18 +16,18 @@ from common import __version__
 from common.config import RouterConfig
 from common.errors import RequestError
 from common.model_files.files import ModelFiles
-from router.api.anthropic_answers import AnthropicErrorBody
-from router.api.anthropic_fields import CountTokensRequest, MessagesRequest
+from router.api.anthropic.answers import AnthropicErrorBody
+from router.api.anthropic.fields import CountTokensRequest, MessagesRequest
 from router.api.generate import generate_routes
 from router.api.info import model_routes, probe_routes, token_routes
-from router.api.openai_answers import ErrorBody
+from router.api.openai.answers import ErrorBody
 from router.api.openapi import install_openapi
-from router.api.responses_fields import ResponsesRequest
-from router.api.responses_kept import KeptResponses
+from router.api.responses.fields import ResponsesRequest
+from router.api.responses.kept import KeptResponses
 from router.api.responses_routes import response_routes
 from router.auth.gate import Gate
+from router.generation.choices.tracing import Tracing
 from router.generation.service import Service, ServingClient
-from router.generation.tracing import Tracing
 from router.observe.metrics import RouterMetrics
 from router.request.errors import CLIENT_CLOSED, MethodNotAllowed, UnknownPath, error_response
 from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.wire import listening
-from router.api.responses_kept import KeptResponses
+from router.api.responses.kept import KeptResponses
 from router.fleet.fleet import MAX_DISCOVERED
 from router.generation.exchange import SEND_GRACE_S
 from router.generation.service import Service

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.alternating import Run, main, met_over_time, parse, phases
-from benchmarks.summary import OK, RequestRecord
+from benchmarks.alternating.__main__ import Run, main, met_over_time, parse, phases
+from benchmarks.load.summary import OK, RequestRecord
 
 GOALS_MS = (1000.0, 100.0)
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from benchmarks.arrivals import RateProfile
+from benchmarks.load.arrivals import RateProfile
 
 
 def counts(profile: RateProfile, edges: list[float], seeds: int = 200) -> list[float]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench
-from benchmarks.arrivals import RateProfile
-from benchmarks.config import BenchConfig
+from benchmarks.load.arrivals import RateProfile
+from benchmarks.load.config import BenchConfig
+from benchmarks.load.load import command as bench
 from common.config.sources import read
 
 from ..program import Program
@@ -148,7 +148,7 @@ def test_an_interrupt_reports_what_was_measured(
     before = len(server.bodies)
     output = tmp_path / "r.json"
     flags = ["--url", server.url, "--model=slow", "--output-len=4", "--concurrency=2", "--warmup=0"]
-    load = launch(sys.executable, "-P", "-m", "benchmarks.bench", *flags, f"--output={output}")
+    load = launch(sys.executable, "-P", "-m", "benchmarks.load.command", *flags, f"--output={output}")
     while len(server.bodies) < before + 6:
         assert load.alive, load.describe_end()
         time.sleep(0.01)

@@ -4,7 +4,7 @@ import socket
 import httpx
 import pytest
 
-from benchmarks.client import (
+from benchmarks.load.client import (
     FALLBACK_TOKEN_IDS,
     CompletionClient,
     EventReader,
@@ -13,10 +13,10 @@ from benchmarks.client import (
     ask_server,
     ask_token_ids,
 )
-from benchmarks.http_stream import HttpPool
+from benchmarks.load.http_stream import HttpPool
+from benchmarks.load.summary import RequestRecord
+from benchmarks.load.workload import RequestPlan
 from benchmarks.stack import free_port
-from benchmarks.summary import RequestRecord
-from benchmarks.workload import RequestPlan
 
 from .conftest import ScriptedServer
 

@@ -11,7 +11,7 @@ from benchmarks.compare import __main__ as compare
 from benchmarks.compare.__main__ import PEERS, choose_variant, num_requests, peer_environments, token_ids
 from benchmarks.compare.peer import Launch, Peer, PeerError, Site
 from benchmarks.compare.ratios import METRICS, Cell, Load, find_problem, parse_loads, ratios, rows
-from benchmarks.summary import RequestRecord, Summary, summarise
+from benchmarks.load.summary import RequestRecord, Summary, summarise
 from common.model_files.resolve import resolve_model
 
 from .fake_engine import fake_process

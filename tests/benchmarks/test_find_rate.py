@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from benchmarks.find_rate import RateSearch, Trial, is_lost, judge, num_independent, wilson
+from benchmarks.load.find_rate import RateSearch, Trial, is_lost, judge, num_independent, wilson
 
 
 def queue_outcomes(rate: float, num: int, seed: int, *, service_s: float = 0.1, goal_s: float = 1.0) -> list[bool]:

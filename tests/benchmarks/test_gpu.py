@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
-from benchmarks.gpu_case import words_of
-from benchmarks.gpu_chip import Chip, numbered
-from benchmarks.gpu_gate import difference, poisoned
-from benchmarks.gpu_shape import DRY, LLAMA_8B
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.case import words_of
+from benchmarks.gpu.chip import Chip, numbered
+from benchmarks.gpu.gate import difference, poisoned
+from benchmarks.gpu.shape import DRY, LLAMA_8B
 from benchmarks.time_limit import TimeOver, time_limit
 
 
@@ -43,7 +43,8 @@ def test_a_dry_run_checks_and_measures_everything(tmp_path: Path) -> None:
 
 BROKEN = """
 import sys
-from benchmarks import gpu, gpu_suite
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import suite as gpu_suite
 
 def check(suite):
     suite.problems["a kernel"] = "off by 7"
@@ -77,7 +78,8 @@ def test_what_fails_is_told_and_the_rest_is_measured(tmp_path: Path, passed: boo
 
 STOPPED = """
 import os, signal, sys, time
-from benchmarks import gpu, gpu_suite
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import suite as gpu_suite
 
 def check(suite):
     suite._note("gather blocks, of 16", lambda: "the bytes differ")

@@ -11,9 +11,8 @@ import httpx
 import msgspec
 import pytest
 
-from benchmarks.coefficients import StepCoefficients
-from benchmarks.paced import EXAMPLE, PacedStack
-from benchmarks.paced_model import (
+from benchmarks.paced.coefficients import StepCoefficients
+from benchmarks.paced.model import (
     FIRST_TOKEN,
     NUM_TOKENS,
     Coefficients,
@@ -22,6 +21,7 @@ from benchmarks.paced_model import (
     answer,
     write_folder,
 )
+from benchmarks.paced.stack import EXAMPLE, PacedStack
 from common.errors import ModelError
 from common.kv.cache import KVCache
 from common.latency.step_model import StepShape

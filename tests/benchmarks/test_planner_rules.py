@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.planner import BOUNDS, GOALS, KINDS
-from benchmarks.planner_rules import Interpolating, Saturation
-from benchmarks.planner_world import Request, Seen
+from benchmarks.planner.loads import BOUNDS, GOALS, KINDS
+from benchmarks.planner.rules import Interpolating, Saturation
+from benchmarks.planner.world import Request, Seen
 from common.latency.step_model import StepShape
-from router.planner.load import SampledRequest
-from router.planner.pool import Fleet, PoolState
+from router.planner.load.load import SampledRequest
+from router.planner.sizing.pool import Fleet, PoolState
 
 SHAPE = SampledRequest(2000, 0, 101)
 MODEL = KINDS["decode"].model

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.load.trace import TraceError, TraceRow
 from benchmarks.reality import __main__ as reality
 from benchmarks.reality.loads import CASES, Case, LoadKind, workload_of, write_trace
 from benchmarks.reality.numbers import Fate, Numbers, deviations, misses, pairs_ranked_alike
 from benchmarks.reality.twin import Twin, alone_rows
-from benchmarks.simulator.load import requests_of
-from benchmarks.trace import TraceError, TraceRow
+from benchmarks.simulator.world.load import requests_of
 
 CASE = Case("1P1D", 1, 1)
 

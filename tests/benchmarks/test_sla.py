@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.arrivals import RateProfile
+from benchmarks.load.arrivals import RateProfile
+from benchmarks.load.summary import OK, RequestRecord
 from benchmarks.sla import __main__ as sla
 from benchmarks.sla import knobs, prediction, reality
 from benchmarks.sla.real import requests_logged, served
 from benchmarks.sla.step import Settings, Skipped
-from benchmarks.summary import OK, RequestRecord
 
 from .conftest import ScriptedServer
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks.load.trace import TraceRow, read_trace
 from benchmarks.simulator.simulation import Simulation
 from benchmarks.sla import loads, policies, systems
 from benchmarks.sla.most_good import most_good
 from benchmarks.sla.step import Settings
-from benchmarks.trace import TraceRow, read_trace
 
 NAMES = [*(system.name for system in systems.SYSTEMS), policies.BOUND]
 

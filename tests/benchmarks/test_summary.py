@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.summary import Distribution, RequestRecord, percentile, summarise
+from benchmarks.load.summary import Distribution, RequestRecord, percentile, summarise
 
 
 def record(start: float, *token_times: float, outcome: str = "ok", message: str = "") -> RequestRecord:

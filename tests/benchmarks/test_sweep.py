@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.load.summary import Distribution
 from benchmarks.plan.candidate import Candidate, Flags
-from benchmarks.summary import Distribution
 from benchmarks.sweep import __main__ as sweep
 from benchmarks.sweep.__main__ import Swept, judge
 from common.errors import ConfigError

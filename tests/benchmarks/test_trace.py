@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trace import TraceError, TraceRow, read_trace
+from benchmarks.load.trace import TraceError, TraceRow, read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

@@ -6,8 +6,8 @@ import random
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from benchmarks.prediction import buckets_of, error_between, errors_between
-from benchmarks.watch import ServerWatch, WorkersAt, cost_of, workers_in
+from benchmarks.load.prediction import buckets_of, error_between, errors_between
+from benchmarks.load.watch import ServerWatch, WorkersAt, cost_of, workers_in
 
 from .conftest import ScriptedServer
 

@@ -3,8 +3,8 @@ import statistics
 
 import pytest
 
-from benchmarks.trace import TraceRow
-from benchmarks.workload import (
+from benchmarks.load.trace import TraceRow
+from benchmarks.load.workload import (
     LengthRange,
     Vocabulary,
     Workload,

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import orjson
 
-from benchmarks.http_stream import ConnectionLost, HttpPool
+from benchmarks.load.http_stream import ConnectionLost, HttpPool
 
 MODEL = "tiny-random"
 VOCAB_SIZE = 256

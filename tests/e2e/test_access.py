@@ -192,7 +192,7 @@ def test_a_renewed_certificate_is_shown_and_cuts_nobody(guarded: Guarded) -> Non
 
 
 def test_the_load_generator_speaks_https(guarded: Guarded, tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "benchmarks.bench", "--url", guarded.url]
+    command = [sys.executable, "-P", "-m", "benchmarks.load.command", "--url", guarded.url]
     command += ["--num-requests", "3", "--concurrency", "2", "--input-len", "20", "--output-len", "4"]
     environ = {**os.environ, "SSL_CERT_FILE": str(guarded.folder / "ca.pem"), "DIPTYCH_BENCH_API_KEY": SECRETS["alice"]}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, cwd=tmp_path)

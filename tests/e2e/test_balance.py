@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.paced import PacedStack
-from benchmarks.paced_model import answer
+from benchmarks.paced.model import answer
+from benchmarks.paced.stack import PacedStack
 from benchmarks.stack import StackProcess
 
 from .asking import wait_until

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.paced import PacedStack
-from benchmarks.paced_model import answer
+from benchmarks.paced.model import answer
+from benchmarks.paced.stack import PacedStack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
 

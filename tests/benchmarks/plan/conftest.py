@@ -13,7 +13,7 @@ from benchmarks.plan.outlook import Outlook
 from benchmarks.plan.search import Search
 from benchmarks.plan.spec import PlanSpec, merged, spec_of
 from benchmarks.plan.trials import Trials
-from benchmarks.simulator.scenario import Scenario
+from benchmarks.simulator.world.scenario import Scenario
 
 PREFILL = {"fixed_s": 0.004, "floor_s": 0.008, "token_s": 4e-5, "pair_s": 1e-9}
 DECODE = {"fixed_s": 0.011, "token_s": 4e-5, "pair_s": 1e-9, "row_s": 1e-4, "context_s": 4e-8}

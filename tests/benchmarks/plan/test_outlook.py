@@ -9,8 +9,8 @@ from benchmarks.plan.outlook import Outlook, sampled
 from benchmarks.plan.reach import reach
 from benchmarks.plan.search import Search
 from benchmarks.plan.trials import Trials
-from benchmarks.simulator.load import SimulatedRequest
-from benchmarks.simulator.tokens import Content
+from benchmarks.simulator.world.load import SimulatedRequest
+from benchmarks.simulator.world.tokens import Content
 
 from .conftest import make_spec, trial_of
 

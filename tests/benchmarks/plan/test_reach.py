@@ -10,7 +10,7 @@ from benchmarks.plan.reach import reach
 from benchmarks.plan.report import Plan, as_json, sentences
 from benchmarks.plan.search import Search
 from benchmarks.plan.trials import Trials
-from benchmarks.simulator.scenario import Scenario
+from benchmarks.simulator.world.scenario import Scenario
 
 from .conftest import make_spec, search_of
 

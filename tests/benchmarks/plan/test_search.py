@@ -11,7 +11,7 @@ from benchmarks.plan.candidate import Candidate, Flags, every
 from benchmarks.plan.outlook import Outlook
 from benchmarks.plan.search import Search
 from benchmarks.plan.trials import Trials
-from benchmarks.simulator.scenario import Scenario
+from benchmarks.simulator.world.scenario import Scenario
 
 from .conftest import make_spec, search_of
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.input_file import read_table
+from benchmarks.load.input_file import read_table
 from benchmarks.plan.spec import merged, spec_of
 from common.errors import ConfigError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulator.scenario import Scenario, scenario_of
+from benchmarks.simulator.world.scenario import Scenario, scenario_of
 
 PREFILL = {"fixed_s": 0.004, "token_s": 4e-5, "pair_s": 1e-9}
 DECODE = {"fixed_s": 0.008, "token_s": 4e-5, "pair_s": 1e-9, "row_s": 2e-4, "context_s": 2e-8}

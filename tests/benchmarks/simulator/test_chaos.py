@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulator.process import Process
-from benchmarks.simulator.scenario import Scenario
 from benchmarks.simulator.simulation import Run, Simulation
+from benchmarks.simulator.workers.process import Process
+from benchmarks.simulator.world.scenario import Scenario
 from common.wire.messages import ChangeRole
 
 PREFILL = {"fixed_s": 0.01, "token_s": 2e-4}

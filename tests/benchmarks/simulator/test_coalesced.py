@@ -7,10 +7,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from benchmarks.simulator.coalesced import CoalescedGaps, CoalescedScheduler, StepRun
-from benchmarks.simulator.scenario import Scenario
 from benchmarks.simulator.simulation import Simulation
-from benchmarks.simulator.tokens import Content, CountedTokens, InjectedHasher
+from benchmarks.simulator.workers.coalesced import CoalescedGaps, CoalescedScheduler, StepRun
+from benchmarks.simulator.world.scenario import Scenario
+from benchmarks.simulator.world.tokens import Content, CountedTokens, InjectedHasher
 from common.kv.block_pool import BlockPool
 from common.latency.step_model import StepModel
 from common.requests.token_goal import TokenGoal

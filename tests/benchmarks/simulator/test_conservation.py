@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from benchmarks.simulator.conservation import check_conserved
-from benchmarks.simulator.errors import ConservationError
-from benchmarks.simulator.scenario import Scenario
 from benchmarks.simulator.simulation import Simulation
-from benchmarks.simulator.transfer import Transfer
+from benchmarks.simulator.workers.transfer import Transfer
+from benchmarks.simulator.world.errors import ConservationError
+from benchmarks.simulator.world.scenario import Scenario
 from common.errors import BlockError
 from common.latency.step_model import StepShape
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulator.scenario import Scenario
 from benchmarks.simulator.simulation import Run, Simulation
+from benchmarks.simulator.world.scenario import Scenario
 from decode_worker.handover import Handovers
 
 SLOW = {"link_rate": 4e8, "start_s": 0.5}  # a token's KV crosses in a third of a millisecond

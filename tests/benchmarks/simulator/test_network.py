@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulator.clock import Clock
-from benchmarks.simulator.network import Flow, Link, Network, fair_rates
+from benchmarks.simulator.world.clock import Clock
+from benchmarks.simulator.world.network import Flow, Link, Network, fair_rates
 
 
 def flow(number: int, sender: Link, receiver: Link) -> Flow:

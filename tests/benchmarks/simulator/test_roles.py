@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.simulator.process import ROLE_DRAIN_S
 from benchmarks.simulator.report import Findings
-from benchmarks.simulator.scenario import Scenario, read_scenario
 from benchmarks.simulator.simulation import Run, Simulation
 from benchmarks.simulator.splits import splits, stretched
+from benchmarks.simulator.workers.process import ROLE_DRAIN_S
+from benchmarks.simulator.world.scenario import Scenario, read_scenario
 from common.wire.messages import ChangeRole, WorkerHeartbeat
 
 PREFILL = {"coefficients": {"fixed_s": 0.01, "token_s": 2e-4}, "start_s": 1.0, "role_change_s": 0.1}

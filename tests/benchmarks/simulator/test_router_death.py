@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.simulator.report import Findings
 from benchmarks.simulator.router import CONNECTION_LOST
-from benchmarks.simulator.scenario import Scenario
 from benchmarks.simulator.simulation import Run, Simulation
+from benchmarks.simulator.world.scenario import Scenario
 
 DEATH = {"at_s": 4.0, "kind": "router_death", "worker": "router-0"}
 LOAD = {"rate": 8.0, "output_len": "100-250"}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.simulator.__main__ import main
-from benchmarks.simulator.load import requests_of
-from benchmarks.simulator.scenario import Scenario, read_scenario, scenario_of
 from benchmarks.simulator.simulation import Simulation
+from benchmarks.simulator.world.load import requests_of
+from benchmarks.simulator.world.scenario import Scenario, read_scenario, scenario_of
 from common.errors import ConfigError
 
 SCENARIO = """

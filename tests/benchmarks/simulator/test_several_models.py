@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.simulator.__main__ import main
-from benchmarks.simulator.scenario import Scenario
 from benchmarks.simulator.simulation import Run, Simulation
+from benchmarks.simulator.world.scenario import Scenario
 from common.errors import ConfigError
 
 

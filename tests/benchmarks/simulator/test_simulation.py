@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.simulator.report import Findings
-from benchmarks.simulator.scenario import Scenario
 from benchmarks.simulator.simulation import Run, Simulation
+from benchmarks.simulator.world.scenario import Scenario
 from common.wire.messages import WorkerHeartbeat
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulator.tokens import Content, CountedPrompt, CountedTokens, InjectedHasher
+from benchmarks.simulator.world.tokens import Content, CountedPrompt, CountedTokens, InjectedHasher
 
 
 def test_counted_tokens_are_a_list_of_zeros() -> None:

@@ -11,7 +11,7 @@ import anthropic
 import pytest
 
 from common.errors import InternalError, Overloaded
-from router.api.anthropic_fields import MessagesRequest
+from router.api.anthropic.fields import MessagesRequest
 
 ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'

@@ -11,7 +11,7 @@ from anthropic import beta_async_tool
 from anthropic.lib.tools import ToolError
 from pydantic import BaseModel
 
-from router.api.anthropic_fields import MessagesRequest
+from router.api.anthropic.fields import MessagesRequest
 
 from ..answers import is_answer
 

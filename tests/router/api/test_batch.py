@@ -17,7 +17,7 @@ import pytest
 from common.errors import InternalError, Overloaded
 from router.batch.command import main
 from router.batch.lines import BadBatch, check_requests, take_up
-from router.dispatch.client import GenerationRequest, TokenEvent
+from router.streams.client import GenerationRequest, TokenEvent
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 

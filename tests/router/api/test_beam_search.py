@@ -12,8 +12,8 @@ import pytest
 
 from common.errors import Unavailable
 from common.wire.sampling_params import TokenLogprobs
-from router.dispatch.client import GenerationRequest, TokenEvent
-from router.generation.beams import Beam, BeamSearch
+from router.generation.beams.search import Beam, BeamSearch
+from router.streams.client import GenerationRequest, TokenEvent
 
 Model = Callable[[Sequence[int]], list[float]]
 END, VOCAB, MAX_TOKENS = 0, 4, 5

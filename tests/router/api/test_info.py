@@ -173,11 +173,11 @@ async def test_the_schema_has_every_endpoint_and_real_models(running: Any) -> No
 
 async def test_load_has_the_plan_of_a_router_that_makes_one(start: Any) -> None:
     from router.api import service_answers
-    from router.planner.load import OfferedLoad
+    from router.planner.load.load import OfferedLoad
     from router.planner.loop import Outlook
     from router.planner.planner import Plan, PoolPlan
-    from router.planner.pool import Fleet
-    from router.planner.sizing import Prediction
+    from router.planner.sizing.pool import Fleet
+    from router.planner.sizing.sizing import Prediction
 
     running = await start(slo_ttft_ms=500.0, slo_quantile=0.9)
     assert (await running.http.get("/load")).json()["plan"] is None
@@ -198,7 +198,8 @@ async def test_load_has_the_plan_of_a_router_that_makes_one(start: Any) -> None:
 
 
 async def test_answers_are_what_the_schema_says(running: Any) -> None:
-    from router.api import openai_answers, service_answers
+    from router.api import service_answers
+    from router.api.openai import answers as openai_answers
 
     whole = {"max_tokens": 2, "return_token_ids": True}
     chat = (await running.chat(logprobs=True, top_logprobs=2, **whole)).content

@@ -19,8 +19,8 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from router.api.anthropic_fields import CountTokensRequest, MessagesRequest
-from router.api.responses_fields import ResponsesRequest
+from router.api.anthropic.fields import CountTokensRequest, MessagesRequest
+from router.api.responses.fields import ResponsesRequest
 from router.request.extensions import Fields as Request
 from router.request.fields import ChatRequest, CompletionRequest
 from router.store.record import StoredResponse

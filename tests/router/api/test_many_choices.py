@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from common.errors import Unavailable
-from router.api.chat import ChatShape
-from router.dispatch.client import GenerationRequest, TokenEvent
+from router.api.openai.chat import ChatShape
 from router.generation.exchange import MANY_LOGPROBS
+from router.streams.client import GenerationRequest, TokenEvent
 
 from .conftest import Engine
 

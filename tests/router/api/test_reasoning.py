@@ -225,7 +225,7 @@ async def test_tokens_of_a_thought_are_counted_where_its_end_is_one(
 ) -> None:
     running = await answering(start, tools, ANSWER, per_event)
     for mark, counted in (("</think>", 0), (".", ANSWER.index(".") + 1)):  # the tiny tokenizer has no such token
-        monkeypatch.setattr("router.api.responses.CLOSE", mark)
+        monkeypatch.setattr("router.api.responses.answers.CLOSE", mark)
         usage = (await running.http.post("/v1/responses", json={"input": "hi"})).json()["usage"]
         assert usage["output_tokens_details"] == {"reasoning_tokens": counted}
     plain = await answering(start, tools, "Hello.", per_event)

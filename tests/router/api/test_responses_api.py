@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from common.errors import InternalError
-from router.api.responses_fields import ResponsesRequest
+from router.api.responses.fields import ResponsesRequest
 
 ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'

@@ -6,7 +6,7 @@ from common.errors import Overloaded
 from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import TokenDelta
 from common.wire.sampling_params import SamplingParams
-from router.dispatch.admission import (
+from router.admission.admission import (
     MAX_RETRY_AFTER_S,
     Admission,
     lasting_s,
@@ -15,13 +15,13 @@ from router.dispatch.admission import (
     wait_for,
     waits_of,
 )
-from router.dispatch.client import GenerationRequest
-from router.dispatch.load import DispatchCounters
-from router.dispatch.request_state import Assignment, RequestState
+from router.admission.load import DispatchCounters
 from router.fleet.registry import WorkerRegistry
 from router.policy.forecast import RequestShape, on_prefill
 from router.policy.patience import NUM_REFUSED, NUM_WINDOWS, WINDOW_S
 from router.policy.routing import Choice, RoutingPolicy
+from router.streams.client import GenerationRequest
+from router.streams.request_state import Assignment, RequestState
 
 from ...fake_worker import heartbeat_of, hello_of
 

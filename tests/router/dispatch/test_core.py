@@ -16,11 +16,11 @@ from common.wire.messages import (
     TokenOutput,
 )
 from common.wire.sampling_params import SamplingParams
-from router.dispatch.client import GenerationRequest
 from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.turns import MAX_PLACED_A_TURN
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
+from router.streams.client import GenerationRequest
 
 from ...fake_worker import heartbeat_of, hello_of
 

@@ -21,9 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from common.config import RouterConfig
 from common.wire.messages import Message
 from common.wire.sampling_params import SamplingParams
-from router.dispatch.client import GenerationRequest
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.worker_connection import WorkerConnection
+from router.streams.client import GenerationRequest
 
 from ...examples import examples
 from ...fake_worker import expected

@@ -7,10 +7,10 @@ import pytest
 from common.kv.block_hash import block_hashes
 from common.wire.messages import Message
 from common.wire.sampling_params import SamplingParams
-from router.dispatch.client import GenerationRequest
-from router.dispatch.placement import Placement
-from router.dispatch.request_state import RequestState
+from router.placement.placement import Placement
 from router.policy.routing import Choice
+from router.streams.client import GenerationRequest
+from router.streams.request_state import RequestState
 
 from ..policy.test_shortlist import Rig
 

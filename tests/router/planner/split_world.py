@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from common.config import RouterConfig
 from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import ChangeRole, Message
-from router.dispatch.load import DispatchCounters
-from router.dispatch.role_changes import RoleChanges
+from router.admission.load import DispatchCounters
 from router.fleet.registry import WorkerRegistry
+from router.placement.role_changes import RoleChanges
 from router.planner.sizing_forecaster import SizingForecaster
 
 from ...fake_worker import heartbeat_of, hello_of

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from router.planner.load import OfferedLoad, SampledRequest
+from router.planner.load.load import OfferedLoad, SampledRequest
 from router.planner.planner import Plan, Planner
-from router.planner.pool import Bounds, Fleet, Goals, WorkerKind
+from router.planner.sizing.pool import Bounds, Fleet, Goals, WorkerKind
 
 GOALS = Goals(0.5, 0.025, 0.95)
 CHAT = tuple(SampledRequest(200 * (i % 8 + 1), 0, 40 * (i % 6 + 1)) for i in range(24))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from router.planner.load import OfferedLoad, SampledRequest
-from router.planner.pool import Fleet, Goals, PoolState, WorkerKind
-from router.planner.split import Splits, UnderWay
+from router.planner.load.load import OfferedLoad, SampledRequest
+from router.planner.sizing.pool import Fleet, Goals, PoolState, WorkerKind
+from router.planner.sizing.split import Splits, UnderWay
 
 from .split_world import DECODE, PREFILL, World
 

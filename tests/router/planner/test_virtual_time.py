@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planner import BOUNDS, GOALS, KINDS, conversation, sine
-from benchmarks.planner_rules import Clairvoyant, Planned, Utilisation
-from benchmarks.planner_world import Controller, Result, World, poisson
+from benchmarks.planner.loads import BOUNDS, GOALS, KINDS, conversation, sine
+from benchmarks.planner.rules import Clairvoyant, Planned, Utilisation
+from benchmarks.planner.world import Controller, Result, World, poisson
 from router.planner.planner import Planner
-from router.planner.pool import Bounds, Fleet, PoolState
+from router.planner.sizing.pool import Bounds, Fleet, PoolState
 
 Rate = Callable[[float], float]
 

@@ -9,17 +9,17 @@ import orjson
 import pytest
 
 from common.wire.sampling_params import SamplingParams
+from router.admission.load import ClassLoad, DispatchLoad, WorkerLoad
 from router.api.load_answer import load_body
-from router.dispatch.client import RequestTimeline
-from router.dispatch.load import ClassLoad, DispatchLoad, WorkerLoad
 from router.fleet.events import FleetEvent
 from router.observe.recent_traffic import RecentTraffic
 from router.observe.request_record import ChoiceRecord, RequestRecord
-from router.planner.load import OfferedLoad
+from router.planner.load.load import OfferedLoad
 from router.planner.loop import Outlook
 from router.planner.planner import Plan, PoolPlan
-from router.planner.pool import Fleet, Goals
-from router.planner.sizing import Prediction
+from router.planner.sizing.pool import Fleet, Goals
+from router.planner.sizing.sizing import Prediction
+from router.streams.client import RequestTimeline
 from router.top import figures
 from router.top.picture import BAD, WARM, WIDTH, Line, picture
 

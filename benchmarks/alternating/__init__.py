@@ -1,0 +1,1 @@
+"""`python -m benchmarks.alternating`: fixed splits beside changing roles, under a load that alternates."""

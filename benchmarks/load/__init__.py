@@ -1,0 +1,1 @@
+"""The load generator: `diptych bench`, its workloads, its client, its figures."""

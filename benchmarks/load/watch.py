@@ -1,0 +1,118 @@
+"""What a Diptych router says of itself during a run: its workers over time, and how good its predictions were.
+
+Other servers have no `/load` of this shape; then nothing is watched and nothing is reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from benchmarks.load.client import auth_headers
+from benchmarks.load.prediction import PredictionError, errors_between
+
+INTERVAL_S, ANSWER_S = 1.0, 5.0
+NOT_RUNNING = ("unknown", "dead")
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersAt:
+    """Workers by role at a moment, in seconds after the run's begin."""
+
+    at_s: float
+    running: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCost:
+    """Worker-seconds by role, and their price in the units of the prices given; 0 without prices."""
+
+    worker_s: Mapping[str, float]
+    cost: float = 0.0
+
+    def per_million(self, num_tokens: int) -> float:
+        """The price of a million tokens, of which there were so many."""
+        return self.cost / num_tokens * 1e6 if num_tokens else 0.0
+
+
+def workers_in(load: Any) -> dict[str, int]:
+    """Running workers by role in an answer of `/load`. Raises ValueError for another shape."""
+    try:
+        return dict(Counter(each["role"] for each in load["workers"] if each["state"] not in NOT_RUNNING))
+    except (KeyError, TypeError) as error:
+        raise ValueError("this is no answer of a Diptych router's /load") from error
+
+
+def cost_of(samples: Sequence[WorkersAt], end_s: float, prices: Mapping[str, float]) -> WorkerCost:
+    """Worker-seconds until `end_s`; a worker counts from the sample that shows it to the one that does not.
+
+    `prices` are those of an hour of one worker, by role.
+    """
+    worker_s: dict[str, float] = {}
+    ends = [sample.at_s for sample in samples[1:]] + [end_s]
+    for sample, end in zip(samples, ends, strict=True):
+        for role, num in sample.running.items():
+            worker_s[role] = worker_s.get(role, 0.0) + num * max(0.0, end - sample.at_s)
+    cost = sum(seconds * prices.get(role, 0.0) / HOUR_S for role, seconds in worker_s.items())
+    return WorkerCost(worker_s, cost)
+
+
+class ServerWatch:
+    """Asks one router each second while a run goes on: not again where the first answer is not a Diptych router's."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self.samples: list[WorkersAt] = []
+        self.seconds = 0.0
+        self.errors: dict[str, PredictionError] = {}
+        self._url, self._headers = url, auth_headers(api_key)
+
+    @contextlib.asynccontextmanager
+    async def during(self) -> AsyncIterator[None]:
+        """Watch while the body runs."""
+        async with httpx.AsyncClient(
+            base_url=self._url, headers=self._headers, timeout=ANSWER_S, trust_env=False
+        ) as client:
+            before = await self._metrics(client)
+            begun_at = time.perf_counter()
+            asking = asyncio.create_task(self._ask(client, begun_at))
+            try:
+                yield
+            finally:
+                self.seconds = time.perf_counter() - begun_at
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                if before:
+                    self.errors = errors_between(before, await self._metrics(client))
+
+    def cost(self, prices: Mapping[str, float]) -> WorkerCost | None:
+        """None for a server that does not say what workers it has."""
+        return cost_of(self.samples, self.seconds, prices) if self.samples else None
+
+    async def _ask(self, client: httpx.AsyncClient, begun_at: float) -> None:
+        while True:
+            try:
+                answer = await client.get("/load")
+                running = workers_in(answer.raise_for_status().json())
+            except (httpx.HTTPError, ValueError):
+                if not self.samples:
+                    return
+            else:
+                at_s = 0.0 if not self.samples else time.perf_counter() - begun_at
+                self.samples.append(WorkersAt(at_s, running))
+            await asyncio.sleep(INTERVAL_S)
+
+    @staticmethod
+    async def _metrics(client: httpx.AsyncClient) -> str:
+        """What `/metrics` says, or "" where there is none."""
+        try:
+            return (await client.get("/metrics")).raise_for_status().text
+        except httpx.HTTPError:
+            return ""

@@ -1,0 +1,1 @@
+"""Clusters of real processes whose model waits as long as coefficients say."""

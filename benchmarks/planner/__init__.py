@@ -1,0 +1,1 @@
+"""`python -m benchmarks.planner`: pools under the planner, simpler rules and a clairvoyant, in virtual time."""

@@ -1,0 +1,1 @@
+"""Workers in virtual time: the production schedulers over modelled steps and transfers."""

@@ -1,0 +1,68 @@
+"""What workers say of themselves: hello and heartbeat. It models `common/worker/vitals.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.latency.step_model import StepModel
+from common.wire.messages import WorkerHeartbeat, WorkerHello
+
+if TYPE_CHECKING:
+    from benchmarks.simulator.workers.worker import AnyWorker
+
+NEVER_S = 1e9
+"""Simulated engines do not get stuck."""
+FINGERPRINT = "simulated"
+
+
+def hello_of(worker: AnyWorker) -> WorkerHello:
+    """Who it is, in its present role."""
+    model = worker.world.scenario.model
+    return WorkerHello(
+        worker_id=worker.name,
+        role=worker.role,
+        epoch=worker.epoch,
+        fingerprint=FINGERPRINT,
+        model=FINGERPRINT,
+        block_size=model.block_size,
+        num_blocks=worker.pool.num_blocks,
+        max_model_len=model.max_model_len,
+        max_num_seqs=worker.settings.places,
+        kv_address=worker.address if worker.role == "decode" else "",
+        weights=FINGERPRINT,
+        max_step_tokens=worker.settings.step_tokens,
+        home=worker.process.home.role,
+        changes_role=worker.process.home.other_role is not None,
+    )
+
+
+def heartbeat_of(worker: AnyWorker) -> WorkerHeartbeat:
+    """What every router hears."""
+    scheduler = worker.scheduler
+    model = worker.model if worker.world.scenario.reports_steps else StepModel()
+    waiting, counts = scheduler.waiting_shape, scheduler.pool.counts
+    num_more, more_context = worker.grown()
+    num_taken = min(num_more, counts.free + counts.cached)
+    waiting_s = model.steps_s(waiting, scheduler.max_step_tokens, worker.beside()) if waiting.num_tokens else 0.0
+    return WorkerHeartbeat(
+        worker_id=worker.name,
+        epoch=worker.epoch,
+        step=worker.num_steps,
+        ready=not worker.is_closed,
+        draining=worker.drains_since is not None,
+        num_running=len(scheduler.running),
+        num_waiting=scheduler.num_waiting,
+        num_transferring=scheduler.num_in_transfer,
+        num_waiting_tokens=waiting.num_tokens,
+        num_free_blocks=max(0, counts.free - num_taken),
+        num_cached_blocks=counts.cached - max(0, num_taken - counts.free),
+        num_owned_blocks=counts.owned + num_taken,
+        turn_limit_s=NEVER_S,
+        waiting_s=max(0.0, waiting_s - (worker.world.clock.now - worker.published_at)),
+        num_context_tokens=scheduler.num_context_tokens + more_context,
+        step_model=model,
+        block_sequence=worker.block_log.sequence,
+        batch_cap=scheduler.batch_cap.value,
+        step_tokens=scheduler.max_step_tokens,
+        planner=worker.process.planner,
+    )

@@ -1,0 +1,1 @@
+"""OpenAI's responses: answered, stored, continued and made in the background."""

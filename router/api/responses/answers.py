@@ -1,0 +1,279 @@
+"""Writes the answers of `POST /v1/responses`, whole or as events, in the shape of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from common.errors import RequestError
+from router.api.openai.choice_shape import merged
+from router.api.responses.fields import ResponsesRequest
+from router.generation.answer_frames import event
+from router.generation.choices.choice import AnswerChoice, Piece, TokenWithLogprobs
+from router.generation.choices.logprobs import LogprobShapes
+from router.generation.choices.request_log import RequestLog
+from router.generation.choices.shape import Object
+from router.generation.parts import AnswerParts
+from router.generation.plan import AnswerPlan
+from router.generation.service import Service
+from router.store.record import IN_PROGRESS, QUEUED
+from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart
+from router.text.thinking import CLOSE
+
+ID_PREFIX = "resp_"
+FULL = ("completed", "incomplete")
+"""States of a response whose answer ended as the model or its limit wanted."""
+ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+class ResponsesFrames:
+    """A response of items: thoughts, messages and calls of functions. Events open, fill and close one after the other.
+
+    `keep` gets the response whenever its status changes behind the first one. One that is made in the background has
+    its first events from `queued`.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        fields: ResponsesRequest,
+        plan: AnswerPlan,
+        log: RequestLog,
+        keep: Callable[[Object], None] = lambda response: None,
+        *,
+        stored: bool = False,
+    ) -> None:
+        self._fields, self._plan, self._log, self._keep, self._stored = fields, plan, log, keep, stored
+        self._parts = AnswerParts(service, plan.fields)
+        self._logprobs = LogprobShapes(service.text, fields.top_logprobs or 0) if fields.wants_logprobs else None
+        self._items: list[Object] = []
+        self._text: list[str] = []
+        self._arguments: list[str] = []
+        self._sent_logprobs: list[object] = []
+        self._waiting: list[TokenWithLogprobs] = []  # until the text part comes that they belong to
+        self._open = ""  # the type of the last item until it is closed
+        self._num_events = 0
+        self._thought_end = service.text.tokenizer.token_to_id(CLOSE)
+        self._num_reasoning_tokens, self._thought_ended = 0, self._thought_end is None
+
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
+        (choice,) = self._plan.choices
+        self.chunk(choice, merged(choice, pieces[0]))  # it collects the items; the events are not sent
+        return self._ended(choice)
+
+    def queued(self) -> bytes:
+        """The events of a response that waits in the background; `opening` follows when it begins."""
+        waiting: Object = {"response": self.response(QUEUED)}
+        return self._event("response.created", waiting) + self._event("response.queued", waiting)
+
+    def opening(self) -> bytes:
+        begun = self.response(IN_PROGRESS)
+        created = b"" if self._fields.background else self._event("response.created", {"response": begun})
+        self._keep(begun)
+        return created + self._event("response.in_progress", {"response": begun})
+
+    def chunk(self, choice: AnswerChoice, piece: Piece) -> bytes:
+        if self._logprobs is not None:
+            self._waiting += piece.with_logprobs
+        self._count_reasoning(piece.token_ids)
+        events = [self._add(choice, part) for part in self._parts.taken_apart(choice, piece)]
+        if piece.finish_reason:
+            cut = piece.finish_reason == "length" and not (self._in_call and self._parts.calls_are_whole(choice))
+            if not self._items or (self._open == "reasoning" and not cut):  # clients look for a message
+                events.append(self._begin_message())
+            events.append(self._end_item("incomplete" if cut else "completed"))
+        return b"".join(events)
+
+    def ending(self) -> bytes:
+        response = self._ended(self._plan.choices[0])
+        return self._event(f"response.{response['status']}", {"response": response})
+
+    def error(self, error: RequestError) -> bytes:
+        code = ERROR_CODES.get(error.status, "server_error")
+        return self._failed("failed", {"code": code, "message": error.message})
+
+    def cancelled(self, reason: str) -> bytes:
+        """The last event of a response that is made no further; without a `reason` its client wanted that.
+
+        OpenAI's API has no event of this name: `response.failed` brings a response that is cancelled.
+        """
+        return self._failed("cancelled", {"code": "server_error", "message": reason} if reason else None)
+
+    def response(self, status: str, output: Sequence[Object] = ()) -> Object:
+        """The response with the settings of its request."""
+        fields, is_full = self._fields, status in FULL
+        wanted = fields.text.format if fields.text is not None else None
+        reasoning = fields.reasoning
+        return {
+            "id": self._plan.id,
+            "object": "response",
+            "created_at": self._plan.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": bool(fields.background),
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": fields.instructions,
+            "max_output_tokens": fields.max_output_tokens,
+            "model": self._plan.model,
+            "output": [*output],
+            "parallel_tool_calls": fields.parallel_tool_calls is not False,
+            "previous_response_id": fields.previous_response_id or None,
+            "reasoning": {"effort": reasoning.effort if reasoning is not None else None, "summary": None},
+            "store": self._stored,
+            "temperature": 1.0 if fields.temperature is None else fields.temperature,
+            "text": {"format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True)},
+            "tool_choice": _shown_choice(fields),
+            "tools": [tool.model_dump() for tool in fields.tools or ()],
+            "top_p": 1.0 if fields.top_p is None else fields.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if is_full else None,
+            "user": fields.user,
+            "metadata": fields.metadata or {},
+        }
+
+    # ------------------------------------------------------------ items
+
+    def _add(self, choice: AnswerChoice, part: Part) -> bytes:
+        if isinstance(part, ThoughtPart):
+            return self._think(part)
+        return self._say(part) if isinstance(part, TextPart) else self._add_call(choice, part)
+
+    def _think(self, part: ThoughtPart) -> bytes:
+        begun = b""
+        if self._open != "reasoning":
+            begun = self._begin({"type": "reasoning", "id": self._id("rs"), "summary": [], "content": []})
+            self._text = []
+            begun += self._event("response.content_part.added", self._of_part() | {"part": self._reasoning_text()})
+        self._text.append(part.text)
+        return begun + self._event("response.reasoning_text.delta", self._of_part() | {"delta": part.text})
+
+    def _say(self, part: TextPart) -> bytes:
+        begun = self._begin_message() if self._open != "message" else b""
+        logprobs = self._logprobs_of(part)
+        self._text.append(part.text)
+        self._sent_logprobs += logprobs
+        added = {"delta": part.text, "logprobs": logprobs}
+        return begun + self._event("response.output_text.delta", self._of_part() | added)
+
+    def _begin_message(self) -> bytes:
+        begun = self._begin({"type": "message", "id": self._id("msg"), "role": "assistant", "content": []})
+        self._text, self._sent_logprobs = [], []
+        return begun + self._event("response.content_part.added", self._of_part() | {"part": self._output_text()})
+
+    def _add_call(self, choice: AnswerChoice, part: CallPart) -> bytes:
+        begun = b""
+        if part.name:
+            call_id = self._parts.id_of(choice, part.index)
+            call = {"type": "function_call", "id": self._id("fc"), "call_id": call_id, "name": part.name}
+            begun = self._begin({**call, "arguments": ""})
+            self._arguments = []
+        if not part.arguments:
+            return begun
+        self._arguments.append(part.arguments)
+        added = self._of_item() | {"delta": part.arguments}
+        return begun + self._event("response.function_call_arguments.delta", added)
+
+    def _begin(self, item: Object) -> bytes:
+        """Close the open item and begin another."""
+        ended = self._end_item()
+        self._items.append(item | {"status": IN_PROGRESS})
+        self._open = str(item["type"])
+        return ended + self._item_event("response.output_item.added")
+
+    def _end_item(self, status: str = "completed") -> bytes:
+        if not self._open:
+            return b""
+        item, kind = self._items[-1], self._open
+        self._open = ""
+        if kind == "function_call":
+            item |= {"arguments": "".join(self._arguments)}
+            called = self._of_item() | {"name": item["name"], "arguments": item["arguments"]}
+            ended = self._event("response.function_call_arguments.done", called)
+        else:
+            part = self._output_text() if kind == "message" else self._reasoning_text()
+            item |= {"content": [part]}
+            said = {name: part[name] for name in ("text", "logprobs") if name in part}
+            done = "response.output_text.done" if kind == "message" else "response.reasoning_text.done"
+            ended = self._event(done, self._of_part() | said)
+            ended += self._event("response.content_part.done", self._of_part() | {"part": part})
+        item["status"] = status
+        return ended + self._item_event("response.output_item.done")
+
+    # ------------------------------------------------------------ inside
+
+    def _ended(self, choice: AnswerChoice) -> Object:
+        response = self.response("incomplete" if choice.finish_reason == "length" else "completed", self._items)
+        self._keep(response)
+        return response
+
+    def _failed(self, status: str, error: Object | None) -> bytes:
+        whole_items = [item for item in self._items if item["status"] == "completed"]
+        response = self.response(status, whole_items) | {"error": error}
+        self._keep(response)
+        return self._event("response.failed", {"response": response})
+
+    def _id(self, prefix: str) -> str:
+        """The id of the next item."""
+        return f"{prefix}_{self._plan.id.removeprefix(ID_PREFIX)}_{len(self._items)}"
+
+    def _of_item(self) -> Object:
+        """The place of the last item in the response."""
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _of_part(self) -> Object:
+        """The place of the text part in the response."""
+        return self._of_item() | {"content_index": 0}
+
+    def _item_event(self, kind: str) -> bytes:
+        return self._event(kind, {"output_index": len(self._items) - 1, "item": self._items[-1]})
+
+    def _output_text(self) -> Object:
+        said = "".join(self._text)
+        return {"type": "output_text", "text": said, "annotations": [], "logprobs": [*self._sent_logprobs]}
+
+    def _reasoning_text(self) -> Object:
+        return {"type": "reasoning_text", "text": "".join(self._text)}
+
+    def _logprobs_of(self, part: TextPart) -> list[object]:
+        """Log-probabilities of the tokens that begin in this text; earlier ones, of calls and thoughts, are dropped."""
+        if self._logprobs is None:
+            return []
+        end = part.start + len(part.text)
+        with_logprobs = [token for token in self._waiting if part.start <= token.start < end]
+        self._waiting = [token for token in self._waiting if token.start >= end]
+        return [*self._logprobs.tokens(with_logprobs)]
+
+    @property
+    def _in_call(self) -> bool:
+        return self._open == "function_call"
+
+    def _count_reasoning(self, token_ids: Sequence[int]) -> None:
+        """Count tokens up to the end of the thought, where the tokenizer has one token for it."""
+        if self._thought_ended:
+            return
+        for token_id in token_ids:
+            self._num_reasoning_tokens += 1
+            if token_id == self._thought_end:
+                self._thought_ended = True
+                return
+
+    def _usage(self) -> Object:
+        num_input, num_output = self._plan.num_prompt_tokens, self._log.num_output_tokens
+        thought = any(item["type"] == "reasoning" for item in self._items)
+        return {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": self._log.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens if thought else 0},
+            "total_tokens": num_input + num_output,
+        }
+
+    def _event(self, kind: str, members: Object) -> bytes:
+        self._num_events += 1
+        return event({"type": kind, "sequence_number": self._num_events - 1} | members, kind)
+
+
+def _shown_choice(fields: ResponsesRequest) -> object:
+    choice = fields.tool_choice
+    return "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump()

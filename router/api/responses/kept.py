@@ -1,0 +1,193 @@
+"""What the Responses API remembers: responses in the store, and answers that are being made in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from common.errors import InvalidRequest, RequestError, Unavailable
+from router.api.responses.background import BackgroundAnswers
+from router.api.responses.fields import Item, ResponsesRequest
+from router.api.responses.items import conversation_items, input_items, record_of, shown
+from router.generation.choices.shape import Object
+from router.generation.service import Service
+from router.request.fields import MAX_MESSAGES
+from router.store.errors import ConversationGone, ConversationTooLong, StoreFailed
+from router.store.record import RUNNING, StoredResponse, StoredTurn, StoreSize
+from router.store.responses import ResponseStore
+
+T = TypeVar("T")
+
+RETRY_AFTER_S = 1.0
+MAX_SHOWN_ID = 80
+MANY_BYTES = 64 * 1024
+"""A conversation of more bytes is read in a thread."""
+PREVIOUS = "previous_response_id"
+OFF = "this router keeps no responses (--response-store off)"
+LAPSED = "the router that made this response ended before the response was complete"
+
+
+class NothingKept(RequestError):
+    """This router has no store."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "response_not_found"
+
+
+class UnknownResponse(NothingKept):
+    """There is no such response for this key."""
+
+    def __init__(self, response_id: str, *, param: str | None = None, hint: str = "") -> None:
+        shown = response_id if len(response_id) <= MAX_SHOWN_ID else response_id[:MAX_SHOWN_ID] + "…"
+        super().__init__(
+            f"there is no response {shown!r} here: it was not stored, has expired, was deleted, belongs to another API "
+            f"key, or lives on another router, whose store this one does not share{hint}",
+            param=param,
+            code="previous_response_not_found" if param == PREVIOUS else None,
+        )
+
+
+class KeptResponses:
+    """Owned by the application. Without a `store` nothing is kept."""
+
+    def __init__(self, service: Service, store: ResponseStore | None) -> None:
+        self._service, self._store = service, store
+        self.background = BackgroundAnswers(service, store)
+
+    @property
+    def store(self) -> ResponseStore:
+        """Raises NothingKept where there is none."""
+        if self._store is None:
+            raise NothingKept(OFF)
+        return self._store
+
+    @property
+    def place(self) -> str:
+        """The file in which responses are kept, ":memory:" or "off"."""
+        return "off" if self._store is None else self._store.path
+
+    @property
+    def size(self) -> StoreSize:
+        """How much is kept."""
+        return StoreSize() if self._store is None else self._store.size
+
+    def stores(self, fields: ResponsesRequest) -> bool:
+        """Whether the response to this request is kept."""
+        return self._store is not None and fields.store is not False
+
+    def check(self, fields: ResponsesRequest, owner: str) -> None:
+        """Raises InvalidRequest for what the store does not allow, Overloaded for too much in the background."""
+        for name in (PREVIOUS, "background"):
+            if self._store is None and getattr(fields, name):
+                raise InvalidRequest(f"{name}: {OFF}", param=name)
+        if fields.background and fields.store is False:
+            raise InvalidRequest("store: a response in the background must be stored", param="store")
+        if fields.background:
+            self.background.check_room(owner)
+
+    def keep(self, fields: ResponsesRequest, owner: str, response: Object) -> None:
+        """Store a response that ended. Never waits; any thread may call."""
+        if self._store is not None and response["status"] != "in_progress":
+            self._store.keep(record_of(response, fields, owner))
+
+    async def past(self, fields: ResponsesRequest, owner: str) -> list[Item]:
+        """The items of the conversation that a request goes on from. Raises RequestError."""
+        name, most = fields.previous_response_id, self._service.config.max_body_bytes
+        if not name:
+            return []
+        await self.background.settled(name, owner)
+        try:
+            turns = await _asked(self.store.conversation(name, owner, most))
+        except ConversationGone as gone:
+            hint = f"; the conversation that leads to {name[:MAX_SHOWN_ID]!r} begins before it"
+            raise UnknownResponse(gone.missing, param=PREVIOUS, hint=hint) from gone
+        except ConversationTooLong as long:
+            raise InvalidRequest(f"{PREVIOUS}: {long}", param=PREVIOUS) from long
+        if not turns:
+            raise UnknownResponse(name, param=PREVIOUS)
+        if (status := turns[-1].status) not in ("completed", "incomplete"):
+            raise InvalidRequest(f"{PREVIOUS}: its answer is not complete: its status is {status!r}", param=PREVIOUS)
+        items = await self._read(turns, lambda: conversation_items(turns))
+        if (num_items := len(items) + fields.num_items) > MAX_MESSAGES:
+            raise InvalidRequest(
+                f"{PREVIOUS}: the conversation has {num_items:,} items, this server takes {MAX_MESSAGES:,}",
+                param=PREVIOUS,
+            )
+        return items
+
+    async def find(self, response_id: str, owner: str) -> Object:
+        """A response as it is now, for `orjson`. Raises RequestError."""
+        answer = self.background.find(response_id, owner)
+        if answer is not None:
+            return answer.response
+        record, lapsed = await self._stored(response_id, owner)
+        return _shown(record, lapsed=lapsed)
+
+    async def delete(self, response_id: str, owner: str) -> None:
+        """Forget a response, and cancel it first if it runs. Raises RequestError."""
+        answer = self.background.find(response_id, owner)
+        if answer is not None:
+            answer.cancel()
+            await answer.end()
+            self.background.forget(response_id)
+        else:
+            record, lapsed = await self._stored(response_id, owner)
+            if record.status in RUNNING and not lapsed:
+                await _asked(self.store.ask_to_cancel(response_id, owner))
+        if not await _asked(self.store.delete(response_id, owner)) and answer is None:
+            raise UnknownResponse(response_id)
+
+    async def cancel(self, response_id: str, owner: str) -> Object:
+        """Cancel a response in the background; one that ended stays as it is. Raises RequestError."""
+        answer = self.background.find(response_id, owner)
+        if answer is not None:
+            answer.cancel()
+            return await answer.end()
+        record, lapsed = await self._stored(response_id, owner)
+        if not record.background:
+            raise InvalidRequest("only a response that was made with background: true can be cancelled")
+        if record.status in RUNNING and not lapsed:
+            await _asked(self.store.ask_to_cancel(response_id, owner))
+        return _shown(record, lapsed=lapsed)
+
+    async def input_items(self, response_id: str, owner: str) -> list[Object]:
+        """All that a response was made from, but its instructions. Raises RequestError."""
+        try:
+            turns = await _asked(self.store.turns_left(response_id, owner, 2 * self._service.config.max_body_bytes))
+        except ConversationTooLong as long:
+            raise InvalidRequest(str(long)) from long
+        if not turns:
+            raise UnknownResponse(response_id)
+        return await self._read(turns, lambda: input_items(turns))
+
+    async def close(self) -> None:
+        """Cancel what runs in the background, and close the store behind the last write."""
+        await self.background.close()
+        if self._store is not None:
+            await asyncio.to_thread(self._store.close)
+
+    async def _stored(self, response_id: str, owner: str) -> tuple[StoredResponse, bool]:
+        found = await _asked(self.store.find(response_id, owner))
+        if found is None:
+            raise UnknownResponse(response_id)
+        return found
+
+    async def _read(self, turns: Sequence[StoredTurn], read: Callable[[], T]) -> T:
+        many = sum(len(turn.input) + len(turn.output) for turn in turns) > MANY_BYTES
+        return await self._service.text.apart(read) if many else read()
+
+
+def _shown(record: StoredResponse, *, lapsed: bool) -> Object:
+    if not lapsed:
+        return shown(record)
+    return shown(record, status="failed", error={"code": "server_error", "message": LAPSED})
+
+
+async def _asked(question: Awaitable[T]) -> T:
+    """The store's answer. Raises Unavailable when it has none."""
+    try:
+        return await question
+    except StoreFailed as failed:
+        raise Unavailable(str(failed), retry_after_s=RETRY_AFTER_S) from failed

@@ -1,0 +1,96 @@
+"""Log-probabilities in the shapes of OpenAI's two older endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.wire.sampling_params import TokenLogprobs
+from router.generation.choices.choice import AnswerChoice, TokenWithLogprobs
+from router.text.detokenizer import Detokenizer
+from router.text.text_pipeline import TextPipeline
+
+FLOOR = -9999.0
+"""Stands for minus infinity and NaN, which JSON does not have; vLLM and OpenAI use the same."""
+
+
+def floored(logprob: float) -> float:
+    """`logprob`, at least FLOOR; never NaN or infinite."""
+    return logprob if FLOOR <= logprob <= 0.0 else 0.0 if logprob > 0.0 else FLOOR
+
+
+class LogprobShapes:
+    """Writes tokens with log-probabilities. `as_ids` names them `token_id:ID`, unambiguous where text is not."""
+
+    def __init__(self, text: TextPipeline, num_alternatives: int, *, as_ids: bool = False) -> None:
+        self._text, self._num_alternatives, self._as_ids = text, num_alternatives, as_ids
+
+    def chat(self, with_logprobs: Sequence[TokenWithLogprobs]) -> dict[str, object]:
+        """`logprobs` of a chat choice or chunk."""
+        return {"content": self.tokens(with_logprobs), "refusal": None}
+
+    def tokens(self, with_logprobs: Sequence[TokenWithLogprobs]) -> list[dict[str, object]]:
+        """Each token with its bytes and alternatives."""
+        content: list[dict[str, object]] = []
+        for token in with_logprobs:
+            top = [self._chat_token(i, p) for i, p in token.logprobs.top[: self._num_alternatives]]
+            content.append({**self._chat_token(token.token_id, token.logprobs.logprob), "top_logprobs": top})
+        return content
+
+    def completion(self, with_logprobs: Sequence[TokenWithLogprobs], offset: int) -> dict[str, list[object]]:
+        """`logprobs` of a completion choice or chunk; `offset` is where generated text begins (after an echo)."""
+        return {
+            "tokens": [self._name(token.token_id) for token in with_logprobs],
+            "token_logprobs": [floored(token.logprobs.logprob) for token in with_logprobs],
+            "top_logprobs": [self._alternatives(token.token_id, token.logprobs) for token in with_logprobs],
+            "text_offset": [offset + token.start for token in with_logprobs],
+        }
+
+    def echo(self, choice: AnswerChoice, *, skip_special_tokens: bool) -> dict[str, list[object]]:
+        """`logprobs` of a completion's echo. The first token has none."""
+        token_ids, logprobs = choice.request.prompt_token_ids, choice.prompt_logprobs
+        detokenizer = Detokenizer(self._text.tokenizer, skip_special_tokens=skip_special_tokens)
+        offsets: list[object] = []
+        for token_id in token_ids:
+            offsets.append(min(detokenizer.position, len(choice.echo)))
+            detokenizer.push((token_id,))
+        return {
+            "tokens": [self._name(token_id) for token_id in token_ids],
+            "token_logprobs": [None, *(floored(token.logprob) for token in logprobs)],
+            "top_logprobs": [None, *map(self._alternatives, token_ids[1:], logprobs)],
+            "text_offset": offsets,
+        }
+
+    def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[dict[str, object] | None]:
+        """`prompt_logprobs` of either endpoint, by token id, each with its rank."""
+        shown: list[dict[str, object] | None] = [None]
+        for token_id, found in zip(token_ids[1:], logprobs, strict=True):
+            top = found.top[: self._num_alternatives]
+            ranks: dict[int, tuple[float, int | None]] = {i: (p, rank) for rank, (i, p) in enumerate(top, start=1)}
+            ranks.setdefault(token_id, (found.logprob, found.rank or None))
+            shown.append(
+                {
+                    str(i): {"logprob": floored(p), "rank": rank, "decoded_token": self._text.token_text(i).token}
+                    for i, (p, rank) in ranks.items()
+                }
+            )
+        return shown
+
+    def _alternatives(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, float]:
+        """The alternatives of a token, and itself."""
+        top = {self._name(i): floored(p) for i, p in logprobs.top[: self._num_alternatives]}
+        top.setdefault(self._name(token_id), floored(logprobs.logprob))
+        return top
+
+    def _chat_token(self, token_id: int, logprob: float) -> dict[str, object]:
+        shown = self._text.token_text(token_id)
+        name = f"token_id:{token_id}" if self._as_ids else shown.token
+        return {"token": name, "logprob": floored(logprob), "bytes": list(shown.raw)}
+
+    def _name(self, token_id: int) -> str:
+        """The token's text, or its bytes for part of a character: as U+FFFD, two parts would have one key."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        shown = self._text.token_text(token_id)
+        if "\ufffd" in shown.token:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in shown.raw)
+        return shown.token

@@ -1,0 +1,86 @@
+"""Which ready workers come into question for a request, and what they hold of its prompt. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from common.wire.message_fields import Role
+from router.fleet.prefix_index import PrefixHits, PrefixIndex
+from router.fleet.registry import WorkerRegistry
+from router.fleet.worker import Worker
+from router.policy.shortlist import Shortlist
+from router.streams.request_state import RequestState
+
+Hits = Mapping[int, PrefixHits]
+"""By the size of a block, how much of a prompt each worker holds."""
+
+
+class Candidates:
+    """Finds them: all ready workers, or those of the shortlist where there are many."""
+
+    def __init__(self, registry: WorkerRegistry, index: PrefixIndex, shortlist: Shortlist) -> None:
+        self._registry, self._index, self._shortlist = registry, index, shortlist
+
+    def usable(self, role: Role, state: RequestState) -> list[Worker]:
+        """Ready workers with room for the request so far, and with the weights that its answer began with.
+
+        A prefill worker needs room for two more tokens, if the answer may have them.
+        """
+        accept = _accepting(role, state)
+        return [worker for worker in self._registry.ready(role) if accept(worker)]
+
+    def of(self, state: RequestState, deaf: Collection[str], hits: Hits) -> tuple[list[Worker], list[Worker]]:
+        """Usable prefill and decode workers to weigh, without `deaf` ones and those that failed this request.
+
+        When no other worker is left, one that failed gets a second chance. A failed prefill worker gets none beside a
+        decode worker, which can prefill itself.
+        """
+        decode = self._weighed("decode", state, deaf, hits)
+        prefill = self._weighed("prefill", state, deaf, hits)
+        if not state.failed_lives:
+            return prefill, decode
+        spared = [worker for worker in prefill if (worker.address, worker.epoch) not in state.failed_lives]
+        others = [worker for worker in decode if (worker.address, worker.epoch) not in state.failed_lives]
+        return (spared if decode else spared or prefill), (others or decode)
+
+    def _weighed(self, role: Role, state: RequestState, deaf: Collection[str], hits: Hits) -> list[Worker]:
+        """All usable workers of a role, or out of many those that are worth a look."""
+        if not self._shortlist.is_needed:
+            return [worker for worker in self.usable(role, state) if worker.address not in deaf]
+        accept = _accepting(role, state, deaf)
+        if state.failed_lives:
+            others = self._shortlist.workers(role, _sparing(accept, state.failed_lives), hits)
+            if others:
+                return others
+        return self._shortlist.workers(role, accept, hits)
+
+    def may_decode(self, state: RequestState, deaf: Collection[str]) -> bool:
+        """Whether a decode worker can take the request at all; of many none is asked yet."""
+        if self._shortlist.is_needed:
+            return self._shortlist.has_ready("decode")
+        accept, workers = _accepting("decode", state, deaf), self._registry.workers.values()
+        return any(worker.role == "decode" and worker.ready and accept(worker) for worker in workers)
+
+    def hits(self, state: RequestState) -> Hits:
+        """What workers hold of the prompt, by size of a block."""
+        if state.wants_prompt_logprobs or self._index.is_empty:  # cached tokens have no logits
+            return {}
+        return {size: self._index.hits(state.hashes(size)) for size in self._shortlist.block_sizes}
+
+
+def _accepting(role: Role, state: RequestState, deaf: Collection[str] = ()) -> Callable[[Worker], bool]:
+    """Whether a worker has room for the request so far, and the weights that its answer began with."""
+    num_tokens = state.num_tokens + (1 if role == "decode" else min(2, state.num_remaining))
+    weights = state.weights
+
+    def accept(worker: Worker) -> bool:
+        if worker.max_tokens < num_tokens or (deaf and worker.address in deaf):
+            return False
+        return weights is None or weights == worker.identity.weights
+
+    return accept
+
+
+def _sparing(accept: Callable[[Worker], bool], lives: Collection[tuple[str, int]]) -> Callable[[Worker], bool]:
+    """The same, but for the lives of workers that failed the request."""
+    return lambda worker: accept(worker) and (worker.address, worker.epoch) not in lives

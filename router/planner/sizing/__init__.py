@@ -1,0 +1,1 @@
+"""How many workers a load needs: waiting times of queues, times of steps, splits between roles. Pure."""
