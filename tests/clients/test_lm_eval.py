@@ -16,6 +16,7 @@ from common.model_files.tokenizer import Tokenizer
 
 from ..e2e.conftest import Oracle, gguf_oracle
 from .conftest import Client, Service
+from .scripted_model import GREETING
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.clients, pytest.mark.timeout(2400)]
 
@@ -61,18 +62,29 @@ def truth(request: pytest.FixtureRequest) -> Iterator[tuple[str, Truth]]:
     yield request.param, Truth(request.param)
 
 
+def tasks_in(folder: Path, answers: dict[str, str]) -> Path:
+    """The tasks, with the texts to go on with and their answers."""
+    folder.mkdir()
+    for source in TASKS.iterdir():
+        (folder / source.name).write_text(source.read_text(encoding="utf-8").replace("FOLDER", str(folder)))
+    rows = [json.dumps({"text": text, "answer": answer}) for text, answer in answers.items()]
+    (folder / "generation.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def results_of(client: Client) -> Path:
+    (path,) = (client.home / "out").glob("*/results_*.json")
+    return path
+
+
 @pytest.fixture
 def found(
     truth: tuple[str, Truth], serve: Callable[[str], Service], client_of: Callable[..., Client], tmp_path: Path
 ) -> dict[str, Any]:
     """What lm-eval reports of all three tasks, and its samples, by task."""
-    (model, true), folder = truth, tmp_path / "tasks"
-    folder.mkdir()
-    for source in TASKS.iterdir():
-        (folder / source.name).write_text(source.read_text(encoding="utf-8").replace("FOLDER", str(folder)))
-    texts = [line["text"][:40] for line in lines_of(TASKS / "text.jsonl")]
-    rows = [json.dumps({"text": text, "answer": true.answer(text)}) for text in texts]
-    (folder / "generation.jsonl").write_text("\n".join(rows))
+    model, true = truth
+    beginnings = [line["text"][:40] for line in lines_of(TASKS / "text.jsonl")]
+    folder = tasks_in(tmp_path / "tasks", {text: true.answer(text) for text in beginnings})
     service, client = serve(model), client_of("lm-eval")
     settings = "tokenizer_backend=remote,tokenized_requests=False,num_concurrent=4"
     client.run(
@@ -80,7 +92,7 @@ def found(
         *("--model_args", f"base_url={service.url}/v1/completions,model={model},{settings}", "--log_samples"),
         *("--tasks", "local_choice,local_text,local_generation"),
     )
-    (results,) = (client.home / "out").glob("*/results_*.json")
+    results = results_of(client)
     samples = {path.name.split("_2")[0]: lines_of(path) for path in results.parent.glob("samples_*.jsonl")}
     return {"results": json.loads(results.read_text())["results"], **samples}
 
@@ -119,3 +131,14 @@ def check_perplexity(true: Truth, results: dict[str, Any], samples: list[dict[st
         assert float(sample["resps"][0][0]) == pytest.approx(expected, abs=atol)
         total, num_bytes = total + expected, num_bytes + len(text.encode())
     assert results["byte_perplexity,none"] == pytest.approx(math.exp(-total / num_bytes), rel=1e-3)
+
+
+def test_a_conversation(scripted: Service, client_of: Callable[..., Client], tmp_path: Path) -> None:
+    folder = tasks_in(tmp_path / "tasks", dict.fromkeys(("Hello", "Good morning"), GREETING))
+    client = client_of("lm-eval")
+    client.run(
+        *("lm_eval", "run", "--model", "local-chat-completions", "--include_path", str(folder), "--output_path", "out"),
+        *("--model_args", f"base_url={scripted.url}/v1/chat/completions,model={scripted.model},num_concurrent=2"),
+        *("--apply_chat_template", "--tasks", "local_generation"),
+    )
+    assert json.loads(results_of(client).read_text())["results"]["local_generation"]["exact_match,none"] == 1.0
