@@ -2,7 +2,7 @@
 
     submit ──> queue, bounded in entries and bytes ──> thread: a transaction each, in the order of the queue ──> file
 
-A read therefore sees every write submitted before it, and nobody has to wait for a write.
+A read therefore sees every write submitted before it, and no request has to wait for a write.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Database:
                 continue
             try:
                 result = self._transact(job.work)
-            except Exception as error:  # whoever waits for the future gets it
+            except Exception as error:  # the request that waits for the future gets it
                 _settle(job.result, error=error)
             else:
                 _settle(job.result, result)
