@@ -237,14 +237,18 @@ class WorkerRegistry(BookedWorkers):
                 worker.step_changed = min(now, worker.step_changed + held_up_s - timeout_s / 2)
                 if worker.forgive(now, MAX_FORGIVEN * timeout_s):
                     continue
+            beat = worker.beat
             if now - (worker.last_seen or 0.0) > timeout_s:
                 self._end(worker, dead, f"silent for more than {timeout_s:g} s")
                 died.append(worker)
+            elif beat is None or now - worker.step_changed <= beat.turn_limit_s:  # as a rule: no call for each
+                continue
             elif worker.is_stuck(now) and self._judge(worker, now):
                 died.append(worker)
         self._rivals.observe(self.ready("decode"))
+        rivals = self._rivals.value
         for worker in self.workers.values():
-            worker.rivals = self._rivals.value
+            worker.rivals = rivals
         return died
 
     def is_in_doubt(self, now: float) -> bool:
