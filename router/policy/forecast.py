@@ -18,6 +18,7 @@ from common.latency.step_model import NOTHING, StepModel, StepShape
 from common.wire.message_fields import MAX_PRIORITY
 from common.wire.messages import WorkerHeartbeat
 from router.fleet.worker import Worker
+from router.policy.turn import may_pass, turn_s
 
 UNKNOWN = StepModel(fixed_s=1e-3, token_s=1e-4, row_s=1e-4, context_s=1e-8)
 TRANSFER_TOKEN_S = 2e-6
@@ -67,7 +68,8 @@ class RequestShape:
 
 class Forecast(msgspec.Struct, frozen=True, gc=False):
     """Seconds. `wait_s`: prompts that are computed before this one. `prompt_s`: its own. `place_s`: until the decode
-    worker's batch has a place. `token_s`: a token after the first, of which `stall_s` because the worker's blocks will
+    worker's batch has a place. `token_s`: a token after the first, by the worker's model `model_token_s` (0: unknown);
+    `stall_s` of it because the worker's blocks will
     not do for all answers, so that it preempts some. `delay_s`: what all sequences that run there lose. `transfer_s`:
     what the KV takes that comes from another worker, of which prefill hides as much as `joined` takes off.
     """
@@ -80,6 +82,7 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
     is_known: bool = False
     stall_s: float = 0.0
     transfer_s: float = 0.0
+    model_token_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -91,7 +94,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
 
     `rows` is what each step of a decode worker computes beside prompts, in `step_s` seconds. Prompts that the last
     report does not count yet take `fresh_s`, those that it counted `waiting_s`. `is_known`: the model is the worker's
-    own. A step computes at most `max_step_tokens` prompt tokens, a sequence has at most `max_tokens`. Since the report
+    own. A step computes at most `max_step_tokens` prompt tokens, in `full_s` seconds; a sequence has at most
+    `max_tokens`. Since the report
     other routers are likely to have sent prompts of `rivals_s`, and so many requests that there are `num_likely`. When
     all sequences there have grown, a new one finds `num_spare_blocks`.
     """
@@ -99,6 +103,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     model: StepModel
     is_known: bool
     max_step_tokens: int
+    full_s: float
     rows: StepShape
     step_s: float
     fresh_s: float
@@ -122,12 +127,13 @@ def terms_of(worker: Worker) -> Terms:
         num_requests, model, max_step_tokens = worker.num_requests, model_of(worker), step_tokens(worker)
         num_likely = num_requests + int(worker.rivals * fresh.num_requests)  # see `likely_requests`
         rows = _rows(beat, num_likely)
-        beside = rows if worker.role == "decode" else NOTHING
+        beside = rows_beside(worker, rows)
         fresh_s = model.steps_s(fresh.prompt, max_step_tokens, beside)
         terms = worker.terms = Terms(
             model,
             own.is_known,
             max_step_tokens,
+            model.seconds(beside + StepShape.of_prompt(0, max_step_tokens)),
             rows,
             model.seconds(rows),
             fresh_s,
@@ -175,6 +181,11 @@ def _rows(beat: WorkerHeartbeat | None, num_requests: int) -> StepShape:
     return StepShape(0, 0, num_rows, context)
 
 
+def rows_beside(worker: Worker, rows: StepShape) -> StepShape:
+    """Of these rows, those that the worker computes beside prompts: a prefill worker decodes nothing."""
+    return rows if worker.role == "decode" else NOTHING
+
+
 def step_tokens(worker: Worker) -> int:
     """Prompt tokens that a step of the worker computes at most, as it says."""
     beat, hello = worker.beat, worker.hello
@@ -193,14 +204,25 @@ def queued_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float
     lower, _ = worker.booked.below(priority)
     if not lower.num_tokens:
         return all_s
-    beside = terms.rows if worker.role == "decode" else StepShape()
-    return max(0.0, all_s - terms.model.steps_s(lower, terms.max_step_tokens, beside))
+    return max(0.0, all_s - terms.model.steps_s(lower, terms.max_step_tokens, rows_beside(worker, terms.rows)))
 
 
 def wait_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
     """The same, corrected by how late first tokens came lately, and by how long others wait already."""
     observed_s = worker.observed_from.get(priority, worker.observed_s)
     return max(queued_s(worker, now, priority) * worker.slowness, observed_s)
+
+
+def before_s(worker: Worker, shape: RequestShape, own_s: float, now: float) -> float:
+    """Seconds that a prompt of `own_s` waits at the worker, where shorter prompts pass longer ones."""
+    all_s = wait_s(worker, now, shape.priority)
+    if all_s <= 0.0:
+        return 0.0
+    terms = terms_of(worker)
+    if not may_pass(own_s, all_s, shape.ttft_s) or worker.booked.num_tokens <= terms.max_step_tokens:
+        return all_s
+    shorter_share = worker.sizes.shorter_share(shape.uncached(worker))
+    return turn_s(all_s, own_s, shorter_share, terms.full_s, now - worker.turned_at)
 
 
 def place_s(
@@ -236,8 +258,8 @@ def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     """A prompt on a prefill worker, which samples the first token."""
     terms = terms_of(worker)
     own_s = terms.model.steps_s(shape.prompt(worker), terms.max_step_tokens)
-    before_s = wait_s(worker, now, shape.priority) + shape.held_s
-    return Forecast(before_s, own_s, is_known=terms.knows_prompts)
+    waits_s = before_s(worker, shape, own_s, now) + shape.held_s
+    return Forecast(waits_s, own_s, is_known=terms.knows_prompts)
 
 
 def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
@@ -247,7 +269,8 @@ def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
     num_expected, num_rows = shape.num_expected, terms.rows.num_rows
     own_s = model.row_s + model.context_s * (shape.num_tokens + num_expected // 2)  # of each step: one row more
     delay_s = num_rows * num_expected * own_s
-    token_s, stall_s = terms.step_s + own_s, 0.0
+    step_s = terms.step_s + own_s
+    token_s, stall_s = step_s * worker.token_pace, 0.0
     has_place = terms.num_requests < terms.num_places  # no call of `place_s`: each heartbeat asks
     batch_s = 0.0 if has_place else place_s(worker, num_expected * token_s, priority=shape.priority)
     uncached = shape.uncached(worker)
@@ -256,7 +279,9 @@ def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
         delay_s += num_rows * again_s
         stall_s = (again_s + room_s(worker, num_blocks)) / max(1, num_expected)
     arrival_s = transfer_s(terms, uncached)
-    return Forecast(0.0, 0.0, batch_s, token_s + stall_s, delay_s, terms.is_known, stall_s, arrival_s)
+    return Forecast(
+        *(0.0, 0.0, batch_s, token_s + stall_s, delay_s, terms.is_known, stall_s, arrival_s, 0.0 if stall_s else step_s)
+    )
 
 
 def num_lacking_blocks(terms: Terms, num_tokens: int) -> int:
@@ -297,8 +322,11 @@ def computed_there(
     num_steps = -(-prompt.num_tokens // terms.max_step_tokens)
     stopped_s = terms.rows.num_rows * max(0.0, prompt_s - num_steps * terms.step_s)
     delay_s = remote.delay_s + stopped_s
-    before_s = wait_s(worker, now, shape.priority)
-    return Forecast(before_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s)
+    waits_s = before_s(worker, shape, prompt_s, now)
+    return Forecast(
+        *(waits_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s),
+        model_token_s=remote.model_token_s,
+    )
 
 
 def chunk_s(worker: Worker, shape: RequestShape) -> float:
