@@ -22,8 +22,9 @@ from .scripted_model import make_scripted_model
 READY_S = 300.0
 SETTLE_S = 60.0
 PROBE_S = 30.0
+CLIENT_S = 600.0
+"""Clients import for long where others take the cores."""
 PROGRAMS = Path(__file__).with_name("programs")
-FAILED_STATUS = 'code="5'
 
 
 @dataclass
@@ -31,7 +32,6 @@ class Service:
     """A prefill worker, a decode worker and a router; every prompt goes through both workers."""
 
     stack: Stack
-    folder: Path
 
     @property
     def url(self) -> str:
@@ -42,14 +42,13 @@ class Service:
         """The name that clients use."""
         return str(httpx.get(f"{self.url}/v1/models", trust_env=False, timeout=PROBE_S).json()["data"][0]["id"])
 
-    def sample(self, name: str, label: str = "") -> float:
-        """The sum of a router's metric over the samples with this label."""
-        page = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=PROBE_S).text
-        lines = [line for line in page.splitlines() if line.startswith(name) and label in line]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+    def answered(self) -> float:
+        """Requests that ended well, as the router counts them."""
+        return sum(self._samples("vllm:request_success_total"))
 
     def check(self) -> None:
         """No request failed by the service's fault, nothing was logged as a bug, and no block is still owned."""
+        assert not sum(self._samples("diptych_http_requests_total", 'status="5')), self.stack.router.log_tail()
         for process in self.stack.everything:
             assert process.alive and "Traceback" not in process.log.read_text(), process.log_tail()
         deadline = time.monotonic() + SETTLE_S
@@ -58,6 +57,12 @@ class Service:
                 break
             assert time.monotonic() < deadline, f"blocks are owned {SETTLE_S:g} s after the last request: {owned}"
             time.sleep(0.05)
+
+    def _samples(self, name: str, label: str = "") -> list[float]:
+        """The router's samples of a metric, those with this label."""
+        page = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=PROBE_S).text
+        lines = [line for line in page.splitlines() if line.startswith(f"{name}{{") and label in line]
+        return [float(line.rsplit(" ", 1)[1]) for line in lines]
 
     @staticmethod
     def _owned(url: str) -> int:
@@ -91,7 +96,7 @@ def services(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[
                 ready_timeout_s=READY_S,
             )
             stack.start()
-            running[model] = Service(stack, folder)
+            running[model] = Service(stack)
         return running[model]
 
     yield start
@@ -126,7 +131,7 @@ class Client:
     home: Path
     settings: dict[str, str] = field(default_factory=dict)
 
-    def run(self, *command: str, timeout_s: float = 300.0, said: str = "") -> str:
+    def run(self, *command: str, timeout_s: float = CLIENT_S, said: str = "") -> str:
         """What a program prints, with `said` as its input. Fails with all that it printed when it fails."""
         name, *arguments = command
         done = subprocess.run(
@@ -138,7 +143,7 @@ class Client:
         assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{printed}"
         return done.stdout
 
-    def ask(self, program: str, url: str, model: str, *arguments: str, timeout_s: float = 300.0) -> Any:
+    def ask(self, program: str, url: str, model: str, *arguments: str, timeout_s: float = CLIENT_S) -> Any:
         """What a program of the folder `programs` found: the JSON of the last line that it prints."""
         printed = self.run("python", str(PROGRAMS / program), url, model, *arguments, timeout_s=timeout_s)
         return json.loads(printed.strip().splitlines()[-1])

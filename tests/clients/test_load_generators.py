@@ -28,18 +28,13 @@ def tokenizer(service: Service) -> str:
     return str(resolve_model(MODEL).weights[0].parent)
 
 
-def answered(service: Service) -> float:
-    """Requests that ended well, as the router counts them."""
-    return service.sample("vllm:request_success_total")
-
-
 @pytest.mark.parametrize(
     ("backend", "endpoint"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")]
 )
 def test_vllm_bench_serve(
     service: Service, tokenizer: str, client_of: Callable[..., Client], backend: str, endpoint: str
 ) -> None:
-    client, before = client_of("vllm", VLLM_NO_USAGE_STATS="1"), answered(service)
+    client, before = client_of("vllm", VLLM_NO_USAGE_STATS="1"), service.answered()
     client.run(
         *("python", str(PROGRAMS / "vllm_bench_serve.py"), "--backend", backend, "--endpoint", endpoint),
         *("--base-url", service.url, "--model", MODEL, "--tokenizer", tokenizer, "--dataset-name", "random"),
@@ -51,7 +46,7 @@ def test_vllm_bench_serve(
     assert (found["completed"], found["failed"]) == (NUM_REQUESTS, 0)
     assert found["total_output_tokens"] == NUM_REQUESTS * ANSWER
     assert found["median_ttft_ms"] > 0 and found["median_tpot_ms"] > 0 and found["p99_e2el_ms"] > found["p99_ttft_ms"]
-    assert answered(service) - before >= NUM_REQUESTS  # it asks once more to see whether the server is ready
+    assert service.answered() - before >= NUM_REQUESTS  # it asks once more to see whether the server is ready
 
 
 @pytest.mark.parametrize("request_format", ["/v1/completions", "/v1/chat/completions"])
