@@ -60,6 +60,10 @@ def _client(
     return Client(name, tuple(requires), number(python), number(before), tuple(without))
 
 
+_refused: dict[Client, str] = {}
+"""Why an environment could not be made: this process does not try again."""
+
+
 def programs_of(name: str) -> Path:
     """The folder with the programs of a client's environment, which is made first where it is missing or out of date.
 
@@ -69,7 +73,13 @@ def programs_of(name: str) -> Path:
     stamp, wanted = folder / ".complete", repr(client)
     with locked(FOLDER / f".{name}.lock"):
         if not stamp.exists() or stamp.read_text() != wanted:
-            _make(client, folder)
+            if client in _refused:
+                raise CannotInstall(_refused[client])
+            try:
+                _make(client, folder)
+            except CannotInstall as error:
+                _refused[client] = str(error)
+                raise
             stamp.write_text(wanted)
     return folder / "bin"
 

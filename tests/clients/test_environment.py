@@ -23,6 +23,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Client]:
 
     monkeypatch.setattr(environment, "FOLDER", tmp_path)
     monkeypatch.setattr(environment, "_make", make)
+    monkeypatch.setattr(environment, "_refused", {})
     return clients
 
 
@@ -37,18 +38,24 @@ def test_one_is_kept_until_its_pins_change(made: list[Client], monkeypatch: pyte
     assert [client.version for client in made] == ["1", "2"]
 
 
-def test_one_that_was_not_finished_is_made_again(made: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_was_not_finished_is_made_again_by_the_next_run(
+    made: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(client: Client, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
+        made.append(client)
         raise CannotInstall("no index")
 
     pin(monkeypatch, Client("c", ("c==1",)))
     with monkeypatch.context() as patch:
         patch.setattr(environment, "_make", fail)
-        with pytest.raises(CannotInstall, match="no index"):
-            programs_of("c")
+        for _ in range(2):
+            with pytest.raises(CannotInstall, match="no index"):
+                programs_of("c")
+    assert len(made) == 1, "it was tried twice"
+    environment._refused.clear()
     programs_of("c")
-    assert len(made) == 1
+    assert len(made) == 2
 
 
 def test_a_client_for_a_python_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
