@@ -18,7 +18,7 @@ from common.latency.step_model import NOTHING, StepModel, StepShape
 from common.wire.message_fields import MAX_PRIORITY
 from common.wire.messages import WorkerHeartbeat
 from router.fleet.worker import Worker
-from router.policy.turn import may_pass, turn_s
+from router.policy.turn import turn_s
 
 UNKNOWN = StepModel(fixed_s=1e-3, token_s=1e-4, row_s=1e-4, context_s=1e-8)
 TRANSFER_TOKEN_S = 2e-6
@@ -214,12 +214,12 @@ def wait_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
 
 
 def before_s(worker: Worker, shape: RequestShape, own_s: float, now: float) -> float:
-    """Seconds that a prompt of `own_s` waits at the worker, where shorter prompts pass longer ones."""
+    """Seconds that a prompt of `own_s` waits at the worker, where without goals shorter prompts pass longer ones."""
     all_s = wait_s(worker, now, shape.priority)
     if all_s <= 0.0:
         return 0.0
     terms = terms_of(worker)
-    if not may_pass(own_s, all_s, shape.ttft_s) or worker.booked.num_tokens <= terms.max_step_tokens:
+    if shape.ttft_s > 0.0 or worker.booked.num_tokens <= terms.max_step_tokens:
         return all_s
     shorter_share = worker.sizes.shorter_share(shape.uncached(worker))
     return turn_s(all_s, own_s, shorter_share, terms.full_s, now - worker.turned_at)
