@@ -27,7 +27,7 @@ def ended(num: int, ttft_s: float, tpot_s: float) -> list[Request]:
 
 
 def test_one_without_foresight_orders_for_the_rate_that_it_has_seen() -> None:
-    fleet = Fleet({role: PoolState(kind) for role, kind in KINDS.items()}, 64, {"prefill": 30.0, "decode": 30.0})  # type: ignore[arg-type]
+    fleet = Fleet({role: PoolState(kind) for role, kind in KINDS.items()}, 64, {"prefill": 30.0, "decode": 30.0})
     known = Clairvoyant(lambda at: 32.0 if at >= 100.0 else 8.0, (SHAPE,), GOALS, BOUNDS, fleet)
     late = Seeing(known, late_s=5.0)
     few, many = known.needed(0.0), known.needed(100.0)
