@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from router.text.schema.keywords import CLOSED
+
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SINGLE = ("items", "additionalItems", "contains", "additionalProperties", "then", "else")
@@ -22,7 +24,7 @@ Schema = Mapping[str, Any]
 
 
 def closed(schema: Schema) -> Schema:
-    """The schema with `additionalProperties: false` for objects that name members and say nothing about others.
+    """The schema with the mark `CLOSED` on objects that name members and say nothing about others.
 
     An object that several schemas describe together (an `allOf` of two, a `$ref` beside `properties`) stays open: each
     schema would forbid the members that the others name.
@@ -46,7 +48,7 @@ def _closed(schema: Any, shared: set[int]) -> Any:
         elif key in SINGLE:
             copy[key] = _closed(value, shared)
     if id(schema) not in shared and _names_all(schema):
-        copy["additionalProperties"] = False
+        copy[CLOSED] = True
     return copy
 
 

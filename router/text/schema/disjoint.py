@@ -1,0 +1,149 @@
+"""Proves that no value matches both of two schemas. A proof that is not found says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.text.schema.canonical import Document
+from router.text.schema.finite import key_of, listed, mapping, names, number, rejects, sequence, types_of
+from router.text.schema.keywords import TYPES, Schema
+
+MAX_STEPS = 50_000
+"""Of all proofs for one document together."""
+MAX_DEPTH = 12
+"""Of schemas within schemas that a proof looks at."""
+
+
+@dataclass(slots=True)
+class Flat:
+    """A schema and all that it asks for on the same value: its parts, and lists of which one must match."""
+
+    parts: list[Mapping[str, Any]] = field(default_factory=list)
+    options: list[Sequence[Schema]] = field(default_factory=list)
+    is_false: bool = False
+
+    def types(self) -> frozenset[str]:
+        return frozenset(TYPES).intersection(*map(types_of, self.parts))
+
+    def values(self) -> list[Any] | None:
+        found = [values for part in self.parts if (values := listed(part)) is not None]
+        return min(found, key=len) if found else None
+
+
+class Proofs:
+    """Proofs about schemas of one document."""
+
+    def __init__(self, document: Document) -> None:
+        self._document, self._left = document, MAX_STEPS
+
+    def flat(self, *schemas: Schema) -> Flat:
+        """All schemas together."""
+        found, left, seen = Flat(), list(schemas), set()
+        while left:
+            schema = left.pop()
+            if not isinstance(schema, Mapping):
+                found.is_false |= schema is False
+                continue
+            if id(schema) in seen:
+                continue
+            seen.add(id(schema))
+            found.parts.append(schema)
+            left.extend(sequence(schema, "allOf"))
+            if "$ref" in schema:
+                left.append(self._document.target(schema["$ref"]))
+            found.options += [options for key in ("anyOf", "oneOf") if (options := sequence(schema, key))]
+        return found
+
+    def are_disjoint(self, a: Schema, b: Schema) -> bool:
+        return self.is_impossible(a, b)
+
+    def is_impossible(self, *schemas: Schema) -> bool:
+        """Whether no value matches all of these schemas."""
+        return self._impossible(self.flat(*schemas), 0)
+
+    def _impossible(self, all_of: Flat, depth: int) -> bool:
+        self._left -= 1 + len(all_of.parts)
+        if self._left < 0 or depth > MAX_DEPTH:
+            return False
+        if all_of.is_false or _contradict(all_of.parts):
+            return True
+        values = all_of.values()
+        if values is not None and all(any(rejects(part, value) for part in all_of.parts) for value in values):
+            return True
+        if all(self._none_of(kind, all_of.parts, depth) for kind in all_of.types()):
+            return True
+        return any(self._has_no_option(all_of, i, depth) for i in range(len(all_of.options)))
+
+    def _has_no_option(self, all_of: Flat, index: int, depth: int) -> bool:
+        """Whether each of a list of options is impossible beside all else."""
+        others = [*all_of.options[:index], *all_of.options[index + 1 :]]
+        for option in all_of.options[index]:
+            found = self.flat(option)
+            found.parts += all_of.parts
+            found.options += others
+            if not self._impossible(found, depth + 1):
+                return False
+        return True
+
+    def _none_of(self, kind: str, parts: Sequence[Mapping[str, Any]], depth: int) -> bool:
+        """Whether no value of a type matches all parts."""
+        match kind:
+            case "number":
+                return _is_empty_range(parts)
+            case "string":
+                return _exceeds(parts, "minLength", "maxLength")
+            case "array":
+                return _exceeds(parts, "minItems", "maxItems") or self._no_array(parts, depth)
+            case "object":
+                return self._no_object(parts, depth)
+            case _:
+                return False
+
+    def _no_array(self, parts: Sequence[Mapping[str, Any]], depth: int) -> bool:
+        needed = max((number(part, "minItems") or 0 for part in parts), default=0)
+        longest = max(len(sequence(part, "prefixItems")) for part in parts)
+        for i in range(min(int(needed), longest + 1)):
+            items = [first[i] if i < len(first := sequence(p, "prefixItems")) else p.get("items", True) for p in parts]
+            if self._impossible(self.flat(*items), depth + 1):
+                return True
+        return False
+
+    def _no_object(self, parts: Sequence[Mapping[str, Any]], depth: int) -> bool:
+        required = dict.fromkeys(name for part in parts for name in names(part))
+        most = min((bound for part in parts if (bound := number(part, "maxProperties")) is not None), default=None)
+        if most is not None and (len(required) > most or _exceeds(parts, "minProperties", "maxProperties")):
+            return True
+        for name in required:
+            if any(_forbids(part, name) for part in parts):
+                return True
+            members = [known[name] for part in parts if name in (known := mapping(part, "properties"))]
+            if members and self._impossible(self.flat(*members), depth + 1):
+                return True
+        return False
+
+
+def _contradict(parts: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one part says `not` of another."""
+    denied = {key_of(part["not"]) for part in parts if isinstance(part.get("not"), Mapping)}
+    return bool(denied) and any(key_of(part) in denied for part in parts)
+
+
+def _forbids(part: Mapping[str, Any], name: str) -> bool:
+    is_shut = part.get("additionalProperties") is False and not mapping(part, "patternProperties")
+    return is_shut and name not in mapping(part, "properties")
+
+
+def _exceeds(parts: Sequence[Mapping[str, Any]], least: str, most: str) -> bool:
+    low = [bound for part in parts if (bound := number(part, least)) is not None]
+    high = [bound for part in parts if (bound := number(part, most)) is not None]
+    return bool(low) and bool(high) and max(low) > min(high)
+
+
+def _is_empty_range(parts: Sequence[Mapping[str, Any]]) -> bool:
+    low = [(bound, 1) for p in parts if (bound := number(p, "exclusiveMinimum")) is not None]
+    low += [(bound, 0) for p in parts if (bound := number(p, "minimum")) is not None]
+    high = [(bound, -1) for p in parts if (bound := number(p, "exclusiveMaximum")) is not None]
+    high += [(bound, 0) for p in parts if (bound := number(p, "maximum")) is not None]
+    return bool(low) and bool(high) and max(low) > min(high)

@@ -1,0 +1,72 @@
+"""Writes `oneOf` as `anyOf` of cases that exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from router.text.schema.disjoint import Proofs
+from router.text.schema.finite import key_of, listed, mapping, names
+from router.text.schema.keywords import CLOSED, Refused, Schema
+from router.text.schema.negation import Negation, all_of
+
+MAX_OVERLAPPING = 24
+"""Cases of which some may overlap: each of them then says `not` of those others."""
+
+
+def exclusive(
+    cases: Sequence[Schema], beside: Mapping[str, Any], proofs: Proofs, negation: Negation, place: str
+) -> list[Schema]:
+    """Cases of which exactly one matches where one matches, given all that is said `beside` them. Raises Refused."""
+    if len(cases) < 2 or _differ_in_a_member(cases, beside, proofs):
+        return list(cases)
+    overlapping = _overlapping(cases, beside, proofs)
+    if overlapping and len(cases) > MAX_OVERLAPPING:
+        raise Refused(place, f"more than {MAX_OVERLAPPING} cases of a `oneOf`, some of which may overlap")
+    types = proofs.flat(beside).types()
+    found = []
+    for i, case in enumerate(cases):
+        within = types & proofs.flat(case).types()
+        others = [j for j in range(len(cases)) if (min(i, j), max(i, j)) in overlapping]
+        denied = (_denied(cases[j], case, within, negation, f"{place}/{j}") for j in others)
+        found.append(all_of([case, *denied]))
+    return found
+
+
+def _denied(case: Schema, beside: Schema, within: frozenset[str], negation: Negation, place: str) -> Schema:
+    try:
+        return negation.negated(case, within, place)
+    except Refused as error:
+        raise Refused(place, f"this case of a `oneOf` may overlap with another, and {error.why}") from error
+
+
+def _overlapping(cases: Sequence[Schema], beside: Mapping[str, Any], proofs: Proofs) -> set[tuple[int, int]]:
+    """Pairs of cases that may both match."""
+    return {(j, i) for i in range(len(cases)) for j in range(i) if not proofs.is_impossible(cases[i], cases[j], beside)}
+
+
+def _differ_in_a_member(cases: Sequence[Schema], beside: Mapping[str, Any], proofs: Proofs) -> bool:
+    """Whether all cases are objects that list other values for the same required member: its kind, mostly."""
+    flats = [proofs.flat(case, beside) for case in cases]
+    first = flats[0]
+    for name in dict.fromkeys(name for part in first.parts for name in names(part)):
+        seen: set[str] = set()
+        num_values = 0
+        for flat in flats:
+            is_required = any(name in names(part) for part in flat.parts)
+            members = [known[name] for part in flat.parts if name in (known := mapping(part, "properties"))]
+            values = next((v for child in members if (v := listed(child)) is not None), None)
+            if not is_required or values is None or flat.types() != {"object"}:
+                break
+            own = set(map(key_of, values))
+            num_values += len(own)
+            seen |= own
+        else:
+            if num_values == len(seen):
+                return True
+    return False
+
+
+def alone(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a schema says beside its `oneOf`."""
+    return {key: value for key, value in schema.items() if key not in ("oneOf", CLOSED)}
