@@ -19,7 +19,7 @@ from benchmarks.load.report import open_console, print_table
 from benchmarks.schemas.corpus import samples_of
 from benchmarks.schemas.documents import Documents
 from benchmarks.schemas.trial import Trial, tried
-from benchmarks.script import run, script_parser, settings_of, write_result
+from benchmarks.script import run, script_parser, write_result
 from common.grammar.checks import GrammarChecks
 from common.model_files.resolve import resolve_model
 
@@ -73,7 +73,8 @@ def main(argv: Sequence[str]) -> int:
     for split in splits:
         for wrong in split["wrong_answers"]:
             console.print(wrong, markup=False)
-    content = {"settings": settings_of(options), "splits": splits}
+    settings = {"documents": options.documents, "every": options.every, "seed": options.seed}
+    content = {"settings": settings, "splits": splits}
     write_result(options, PROGRAM, argv, content, model=files.model_id)
     return int(any(split["wrong"] for split in splits))
 

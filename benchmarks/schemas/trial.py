@@ -81,7 +81,7 @@ def tried(sample: Sample, documents: Documents, checks: GrammarChecks, num_docum
         trial.num_documents += 1
         try:
             if validity is not None and (why := validity.problem(text)):
-                wrong.append(f"{text.decode()}: {why}")
+                wrong.append(f"{why}: {text.decode()}")
             trial.num_unjudged += validity is None
         except LookupError:
             trial.num_unjudged += 1
@@ -91,7 +91,7 @@ def tried(sample: Sample, documents: Documents, checks: GrammarChecks, num_docum
     for known in sample.invalid:
         trial.num_invalid += 1
         if documents.accepts(matcher, _text(known)):
-            wrong.append(f"{_text(known).decode()}: is accepted")
+            wrong.append(f"an invalid document is accepted: {_text(known).decode()}")
     trial.wrong = tuple(wrong)
     return trial
 

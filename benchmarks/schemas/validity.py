@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation, localcontext
 from typing import Any
 
 import jsonschema
 from jsonschema.validators import extend, validator_for
+
+DIGITS = 1_000
+"""Of a number over a `multipleOf`, within which the remainder can be found."""
 
 
 class Validity:
@@ -27,14 +30,22 @@ class Validity:
     def problem(self, text: bytes) -> str:
         """Why a document does not match, or "". Raises LookupError where that cannot be found out."""
         try:
-            document = json.loads(text, parse_float=Decimal)
-        except (ValueError, ArithmeticError) as error:
+            document = json.loads(text, parse_float=_decimal)
+        except ValueError as error:
             return f"is no JSON: {error}"
         try:
-            found = next(self._validator.iter_errors(document), None)
+            with localcontext(prec=DIGITS):
+                found = next(self._validator.iter_errors(document), None)
         except Exception as error:  # patterns that Python cannot read, references to elsewhere, endless recursion
             raise LookupError(str(error)[:200]) from error
         return "" if found is None else f"{found.json_path}: {found.message[:200]}"
+
+
+def _decimal(text: str) -> Decimal | float:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # an exponent of twenty digits
+        return float(text)
 
 
 def _is_integer(value: object) -> bool:

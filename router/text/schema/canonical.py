@@ -101,9 +101,10 @@ class _Writer:
                 found.update(wanted)
             else:
                 found[EXTRA] = [*found.get(EXTRA, ()), wanted]
+        elif key in ("$defs", "definitions"):
+            pass  # what is referred to is written once, at the end
         elif key in MAPS and isinstance(value, Mapping):
-            if key not in ("$defs", "definitions"):
-                found[key] = {n: self._child(place, f"/{key}/{escaped(n)}", each, depth) for n, each in value.items()}
+            found[key] = {n: self._child(place, f"/{key}/{escaped(n)}", each, depth) for n, each in value.items()}
         elif key == "items" and isinstance(value, list):
             found["prefixItems"] = self._children(place, key, value, depth)
         elif key in LISTS and isinstance(value, list):
@@ -116,6 +117,8 @@ class _Writer:
         elif key in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
             if value and (bound := key.replace("exclusiveM", "m")) in schema:
                 found[key] = schema[bound]
+        elif key in (*MAPS, *LISTS):
+            found[key] = value  # for the library to complain about
         elif key in PLAIN and not (key == "format" and isinstance(value, str) and value not in FORMATS):
             found[key] = value
 

@@ -27,6 +27,11 @@ class Flat:
     def types(self) -> frozenset[str]:
         return frozenset(TYPES).intersection(*map(types_of, self.parts))
 
+    def within(self) -> frozenset[str]:
+        """The types, and `integer` as well where all numbers are integers."""
+        found = self.types()
+        return found | {"integer"} if any(part.get("type") == "integer" for part in self.parts) else found
+
     def values(self) -> list[Any] | None:
         found = [values for part in self.parts if (values := listed(part)) is not None]
         return min(found, key=len) if found else None

@@ -37,7 +37,10 @@ class Negation:
         self._document, self._proofs = document, proofs
 
     def negated(self, schema: Schema, within: frozenset[str], place: str, depth: int = 0) -> Schema:
-        """A schema of the values of the types `within` that `schema` rejects. Raises Refused."""
+        """A schema of the values of the types `within` that `schema` rejects. Raises Refused.
+
+        `integer` among them says that all numbers are integers.
+        """
         if not isinstance(schema, Mapping):
             return schema is False
         found: list[Schema] = []

@@ -23,10 +23,9 @@ def exclusive(
     overlapping = _overlapping(cases, beside, proofs)
     if overlapping and len(cases) > MAX_OVERLAPPING:
         raise Refused(place, f"more than {MAX_OVERLAPPING} cases of a `oneOf`, some of which may overlap")
-    types = proofs.flat(beside).types()
     found = []
     for i, case in enumerate(cases):
-        within = types & proofs.flat(case).types()
+        within = proofs.flat(case, beside).within()
         others = [j for j in range(len(cases)) if (min(i, j), max(i, j)) in overlapping]
         denied = (_denied(cases[j], case, within, negation, f"{place}/{j}") for j in others)
         found.append(all_of([case, *denied]))

@@ -96,7 +96,7 @@ class _Rewriting:
     def _meant(self, key: str, schema: Mapping[str, Any], place: str) -> list[Schema]:
         match key:
             case "not":
-                types = self._proofs.flat({k: v for k, v in schema.items() if k != "not"}).types()
+                types = self._proofs.flat({k: v for k, v in schema.items() if k != "not"}).within()
                 return [self._negation.negated(schema["not"], types, place)]
             case "oneOf":
                 cases = sequence(schema, key)
@@ -106,7 +106,8 @@ class _Rewriting:
             case "dependentRequired":
                 return list(_dependent_names(schema))
             case "dependentSchemas":
-                return [any_of([_lacks(n), all_of([{"required": [n]}, s])]) for n, s in mapping(schema, key).items()]
+                needed = [(name, child) for name, child in mapping(schema, key).items() if child is not True]
+                return [any_of([_lacks(name), all_of([{"required": [name]}, child])]) for name, child in needed]
             case "propertyNames":
                 return [objects.named(self._document, schema, place)]
             case "unevaluatedProperties":
@@ -123,7 +124,7 @@ class _Rewriting:
         """`if`, `then` and `else`: the condition fails or the first holds, and the condition or the second holds."""
         condition, then, otherwise = schema["if"], schema.get("then", True), schema.get("else", True)
         found: list[Schema] = []
-        types = self._proofs.flat({k: v for k, v in schema.items() if k not in ("if", "then", "else")}).types()
+        types = self._proofs.flat({k: v for k, v in schema.items() if k not in ("if", "then", "else")}).within()
         if then is not True:
             fails = self._negation.negated(condition, types, place)
             return [any_of([all_of([condition, then]), all_of([fails, otherwise])])]
