@@ -9,7 +9,7 @@ from typing import Any
 from router.text.schema.disjoint import Proofs
 from router.text.schema.finite import key_of, listed, number, sequence
 from router.text.schema.keywords import TYPES, Refused, Schema
-from router.text.schema.negation import any_of
+from router.text.schema.negation import MAX_ITEMS, any_of
 
 MAX_PLACES = 16
 """Of an item that an array must contain."""
@@ -43,7 +43,7 @@ def unique(schema: Mapping[str, Any], proofs: Proofs, place: str) -> Schema:
         longest = len(first) if longest is None else min(longest, len(first))
     if longest is not None and longest <= 1:
         return True
-    if longest is not None and longest <= len(first):
+    if longest is not None and longest <= min(len(first), MAX_ITEMS):
         heads = first[: int(longest)]
         if all(proofs.are_disjoint(a, b) for i, a in enumerate(heads) for b in heads[:i]):
             return True

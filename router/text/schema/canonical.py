@@ -73,8 +73,10 @@ class _Writer:
 
     def written(self, place: Place, depth: int) -> Schema:
         schema = place.schema
-        if not isinstance(schema, Mapping):
+        if isinstance(schema, bool):
             return schema
+        if not isinstance(schema, Mapping):
+            raise Refused(place.pointer, "a schema must be an object, true or false")
         self._num_schemas += 1
         if depth > MAX_DEPTH:
             raise Refused(place.pointer[:100], f"nested deeper than {MAX_DEPTH} levels, the bound of recursion")
@@ -118,7 +120,8 @@ class _Writer:
             if value and (bound := key.replace("exclusiveM", "m")) in schema:
                 found[key] = schema[bound]
         elif key in (*MAPS, *LISTS):
-            found[key] = value  # for the library to complain about
+            kind = "an array" if key in LISTS else "an object"
+            raise Refused(f"{place.pointer}/{key}", f"must be {kind}")
         elif key in PLAIN and not (key == "format" and isinstance(value, str) and value not in FORMATS):
             found[key] = value
 

@@ -10,8 +10,10 @@ from router.text.schema.canonical import Document
 from router.text.schema.finite import key_of, listed, mapping, names, number, rejects, sequence, types_of
 from router.text.schema.keywords import TYPES, Schema
 
-MAX_STEPS = 50_000
+MAX_STEPS = 100_000
 """Of all proofs for one document together."""
+MAX_VALUES = 2_000
+"""Listed values that are tried one by one."""
 MAX_DEPTH = 12
 """Of schemas within schemas that a proof looks at."""
 
@@ -42,12 +44,14 @@ class Proofs:
 
     def __init__(self, document: Document) -> None:
         self._document, self._left = document, MAX_STEPS
+        self._keys: dict[int, tuple[Any, frozenset[str]]] = {}
 
     def flat(self, *schemas: Schema) -> Flat:
-        """All schemas together."""
+        """All schemas together; only some of their parts when the steps are used up."""
         found, left, seen = Flat(), list(schemas), set()
-        while left:
+        while left and self._left > 0:
             schema = left.pop()
+            self._left -= 1
             if not isinstance(schema, Mapping):
                 found.is_false |= schema is False
                 continue
@@ -72,14 +76,34 @@ class Proofs:
         self._left -= 1 + len(all_of.parts)
         if self._left < 0 or depth > MAX_DEPTH:
             return False
-        if all_of.is_false or _contradict(all_of.parts):
-            return True
-        values = all_of.values()
-        if values is not None and all(any(rejects(part, value) for part in all_of.parts) for value in values):
+        if all_of.is_false or self._contradict(all_of.parts) or self._has_no_value(all_of):
             return True
         if all(self._none_of(kind, all_of.parts, depth) for kind in all_of.types()):
             return True
         return any(self._has_no_option(all_of, i, depth) for i in range(len(all_of.options)))
+
+    def _has_no_value(self, all_of: Flat) -> bool:
+        """Whether values are listed of which every one is rejected."""
+        if (values := all_of.values()) is None or len(values) > MAX_VALUES:
+            return False
+        lists = [self._keys_of(listed(part) or [], part) for part in all_of.parts if listed(part) is not None]
+        common = frozenset.intersection(*lists)
+        self._left -= len(common) * len(all_of.parts)
+        left = (value for value in values if key_of(value) in common)
+        return all(any(rejects(part, value) for part in all_of.parts) for value in left)
+
+    def _contradict(self, parts: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether one part says `not` of another."""
+        nots = [part["not"] for part in parts if isinstance(part.get("not"), Mapping)]
+        denied = frozenset[str]().union(*(self._keys_of([schema], schema) for schema in nots))
+        return bool(denied) and any(key_of(part) in denied for part in parts)
+
+    def _keys_of(self, values: Sequence[Any], owner: Any) -> frozenset[str]:
+        """The keys of values, computed once for their owner, which stays alive."""
+        known = self._keys.get(id(owner))
+        if known is None:
+            known = self._keys[id(owner)] = owner, frozenset(map(key_of, values))
+        return known[1]
 
     def _has_no_option(self, all_of: Flat, index: int, depth: int) -> bool:
         """Whether each of a list of options is impossible beside all else."""
@@ -127,12 +151,6 @@ class Proofs:
             if members and self._impossible(self.flat(*members), depth + 1):
                 return True
         return False
-
-
-def _contradict(parts: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one part says `not` of another."""
-    denied = {key_of(part["not"]) for part in parts if isinstance(part.get("not"), Mapping)}
-    return bool(denied) and any(key_of(part) in denied for part in parts)
 
 
 def _forbids(part: Mapping[str, Any], name: str) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from router.text.schema.keywords import TYPES, Schema
 
+MAX_LISTED = 100
+"""Values of one schema with which a value is compared."""
 BOUNDS: Final = {
     "number": ("minimum", "maximum"),
     "string": ("minLength", "maxLength"),
@@ -55,7 +58,7 @@ def listed(schema: Schema) -> list[Any] | None:
 def number(schema: Mapping[str, Any], key: str) -> float | None:
     """A bound of a schema; None without one, or for one that is no number."""
     value = schema.get(key)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
 def names(schema: Mapping[str, Any], key: str = "required") -> list[str]:
@@ -85,7 +88,7 @@ def types_of(schema: Schema) -> frozenset[str]:
 
 
 def rejects(schema: Schema, value: Any) -> bool:
-    """Whether a schema surely rejects a value. Patterns, references and alternatives are not looked at."""
+    """Whether a schema surely rejects a value. Patterns, references, alternatives and long lists are not looked at."""
     if not isinstance(schema, Mapping):
         return schema is False
     kind, values = type_of(value), listed(schema)
@@ -93,7 +96,7 @@ def rejects(schema: Schema, value: Any) -> bool:
         return True
     if kind == "number" and not _takes_fractions(schema) and not float(value).is_integer():
         return True
-    if values is not None and key_of(value) not in map(key_of, values):
+    if values is not None and len(values) <= MAX_LISTED and key_of(value) not in map(key_of, values):
         return True
     return _outside_bounds(schema, kind, value) or _wrong_parts(schema, kind, value)
 

@@ -13,6 +13,10 @@ from router.text.schema.texts import none_begins, none_of, texts_of
 
 MAX_REFERENCES = 8
 """References within references that are followed. A schema that refers to itself has no end."""
+MAX_STEPS = 20_000
+"""Of all negations for one document."""
+MAX_ITEMS = 64
+"""Of a tuple, each of which may be the one that fails."""
 IGNORED: Final = ("format", "minContains", "maxContains", "then", "else", CLOSED, EXTRA)
 """Nothing fails by these alone: formats are annotations, and the others belong to further keywords."""
 _Bound = Callable[[float], Schema]
@@ -34,7 +38,7 @@ class Negation:
     """Negates schemas of one document."""
 
     def __init__(self, document: Document, proofs: Proofs) -> None:
-        self._document, self._proofs = document, proofs
+        self._document, self._proofs, self._left = document, proofs, MAX_STEPS
 
     def negated(self, schema: Schema, within: frozenset[str], place: str, depth: int = 0) -> Schema:
         """A schema of the values of the types `within` that `schema` rejects. Raises Refused.
@@ -43,6 +47,9 @@ class Negation:
         """
         if not isinstance(schema, Mapping):
             return schema is False
+        self._left -= 1
+        if self._left < 0:
+            raise Refused(place[:100], f"the opposite of it has more than {MAX_STEPS:,} parts")
         found: list[Schema] = []
         for key, value in schema.items():
             if key not in IGNORED:
@@ -121,7 +128,7 @@ class Negation:
     ) -> Iterable[Schema] | None:
         first = sequence(schema, "prefixItems")
         match key:
-            case "prefixItems":
+            case "prefixItems" if len(first) <= MAX_ITEMS:
                 failing = [
                     self.negated(child, frozenset(TYPES), f"{place}/{key}/{i}", depth) for i, child in enumerate(first)
                 ]
@@ -138,7 +145,9 @@ class Negation:
 
     def _require_exclusive(self, cases: Iterable[Schema], place: str) -> None:
         cases = list(cases)
-        if not all(self._proofs.are_disjoint(a, b) for i, a in enumerate(cases) for b in cases[:i]):
+        if len(cases) > MAX_ITEMS or not all(
+            self._proofs.are_disjoint(a, b) for i, a in enumerate(cases) for b in cases[:i]
+        ):
             raise Refused(place, "the opposite of a `oneOf` whose cases may overlap cannot be enforced")
 
 
@@ -173,7 +182,9 @@ def all_of(schemas: Iterable[Schema]) -> Schema:
 
 def _other_types(value: Any, within: frozenset[str], place: str) -> list[Schema]:
     """All types but some. The opposite of integers is without numbers: fractions alone cannot be enforced."""
-    named = {value} if isinstance(value, str) else set(value) if isinstance(value, list) else set()
+    named = [value] if isinstance(value, str) else value
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise Refused(place, "type must be a text, or texts")
     if "integer" in named and "number" not in named and within == {"number"}:
         raise Refused(place, "a number that is no integer cannot be enforced")
     others = [

@@ -10,7 +10,7 @@ from typing import Any
 from router.text.schema.canonical import Document
 from router.text.schema.finite import listed, mapping, names, number, rejects
 from router.text.schema.keywords import CLOSED, Refused, Schema
-from router.text.schema.negation import all_of, any_of
+from router.text.schema.negation import MAX_REFERENCES, all_of, any_of
 
 MAX_CHOICES = 64
 """Ways to choose members, each of which becomes an object of its own."""
@@ -80,8 +80,9 @@ def named(document: Document, schema: Mapping[str, Any], place: str) -> Schema:
 
 
 def _named(document: Document, wanted: Schema, place: str) -> Schema:
-    while isinstance(wanted, Mapping) and set(wanted) <= {"$ref", "type"} and "$ref" in wanted:
-        wanted = document.target(wanted["$ref"])
+    for _ in range(MAX_REFERENCES):
+        if isinstance(wanted, Mapping) and "$ref" in wanted and set(wanted) <= {"$ref", "type"}:
+            wanted = document.target(wanted["$ref"])
     if not isinstance(wanted, Mapping):
         return True if wanted is True else {"maxProperties": 0}
     if rejects({"type": wanted.get("type", "string")}, ""):

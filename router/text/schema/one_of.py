@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.text.schema.disjoint import Proofs
+from router.text.schema.disjoint import Flat, Proofs
 from router.text.schema.finite import key_of, listed, mapping, names
 from router.text.schema.keywords import CLOSED, Refused, Schema
 from router.text.schema.negation import Negation, all_of
 
+MAX_CASES = 256
+"""Each two of them are compared."""
+MAX_MEMBERS = 32
+"""Required members, one of which may tell all cases apart."""
 MAX_OVERLAPPING = 24
 """Cases of which some may overlap: each of them then says `not` of those others."""
 
@@ -20,6 +24,10 @@ def exclusive(
     """Cases of which exactly one matches where one matches, given all that is said `beside` them. Raises Refused."""
     if len(cases) < 2 or _differ_in_a_member(cases, beside, proofs):
         return list(cases)
+    if len(cases) > MAX_CASES:
+        raise Refused(
+            place, f"more than {MAX_CASES} cases of a `oneOf` without a required member that tells them apart"
+        )
     overlapping = _overlapping(cases, beside, proofs)
     if overlapping and len(cases) > MAX_OVERLAPPING:
         raise Refused(place, f"more than {MAX_OVERLAPPING} cases of a `oneOf`, some of which may overlap")
@@ -47,23 +55,22 @@ def _overlapping(cases: Sequence[Schema], beside: Mapping[str, Any], proofs: Pro
 def _differ_in_a_member(cases: Sequence[Schema], beside: Mapping[str, Any], proofs: Proofs) -> bool:
     """Whether all cases are objects that list other values for the same required member: its kind, mostly."""
     flats = [proofs.flat(case, beside) for case in cases]
-    first = flats[0]
-    for name in dict.fromkeys(name for part in first.parts for name in names(part)):
-        seen: set[str] = set()
-        num_values = 0
-        for flat in flats:
-            is_required = any(name in names(part) for part in flat.parts)
-            members = [known[name] for part in flat.parts if name in (known := mapping(part, "properties"))]
-            values = next((v for child in members if (v := listed(child)) is not None), None)
-            if not is_required or values is None or flat.types() != {"object"}:
-                break
-            own = set(map(key_of, values))
-            num_values += len(own)
-            seen |= own
-        else:
-            if num_values == len(seen):
-                return True
-    return False
+    required = [frozenset(name for part in flat.parts for name in names(part)) for flat in flats]
+    if any(flat.types() != {"object"} for flat in flats):
+        return False
+    candidates = sorted(frozenset.intersection(*required))[:MAX_MEMBERS]
+    return any(_tells_apart(name, flats) for name in candidates)
+
+
+def _tells_apart(name: str, flats: Sequence[Flat]) -> bool:
+    seen: set[str] = set()
+    for flat in flats:
+        members = [known[name] for part in flat.parts if name in (known := mapping(part, "properties"))]
+        values = next((values for child in members if (values := listed(child)) is not None), None)
+        if values is None or not seen.isdisjoint(own := set(map(key_of, values))):
+            return False
+        seen |= own
+    return True
 
 
 def alone(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -12,7 +13,6 @@ from router.text.answer.grammar import json_grammar
 from router.text.calls.form import Wanted, spelled_as_text
 from router.text.calls.function import Function
 from router.text.calls.hermes import HermesForm
-from router.text.schema.canonical import canonical
 from router.text.schema.keywords import Refused
 
 from ..answers import checked, is_answer
@@ -161,17 +161,19 @@ def test_the_work_on_a_hostile_schema_is_bounded(schema: dict[str, Any]) -> None
         assert str(error).startswith("#")
 
 
-def test_what_is_no_schema_is_left_to_the_library() -> None:
-    schema = {
-        "properties": 1,
-        "allOf": 1,
-        "required": "x",
-        "not": 1,
-        "oneOf": {},
-        "type": 7,
-        "$defs": [],
-        "minLength": "1",
-    }
-    assert canonical(schema).root["properties"] == 1
+@pytest.mark.parametrize("key", ["properties", "allOf", "not", "oneOf", "if", "items", "dependentSchemas", "$ref"])
+@pytest.mark.parametrize("junk", [1, "x", None, [1], {"a": 1}, 1e400])
+def test_what_is_no_schema_is_a_refusal(key: str, junk: object) -> None:
     with pytest.raises(ValueError):
-        checked(json_grammar(schema))
+        checked(json_grammar({"type": "object", key: junk, "then": 1}))
+
+
+@pytest.mark.parametrize(
+    "key", ["required", "type", "enum", "minProperties", "maxItems", "pattern", "dependentRequired"]
+)
+@pytest.mark.parametrize("junk", [1.5, "x", None, [1], [[]], {"a": 1}, -1, float("inf"), float("nan")])
+def test_junk_in_a_keyword_is_no_error_of_ours(key: str, junk: object) -> None:
+    schemas = {key: junk}, {"not": {key: junk}}, {"oneOf": [{key: junk}, {"type": "null", "not": {key: junk}}]}
+    for schema in schemas:
+        with contextlib.suppress(Refused):
+            json_grammar(schema)
