@@ -40,7 +40,7 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
 def json_expression(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str:
     """The right side of a rule for JSON text that matches a schema, whose objects are `closed`.
 
-    `lenient` leaves out what cannot be enforced. Raises Refused, a ValueError, for it otherwise.
+    `lenient` leaves out what cannot be enforced. Raises Unenforceable, a ValueError, for it otherwise.
     """
     options = {
         "whitespace_pattern": WHITESPACE,

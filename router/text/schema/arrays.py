@@ -8,7 +8,7 @@ from typing import Any
 
 from router.text.schema.disjoint import Proofs
 from router.text.schema.finite import key_of, listed, number, sequence
-from router.text.schema.keywords import TYPES, Refused, Schema
+from router.text.schema.keywords import TYPES, Schema, Unenforceable
 from router.text.schema.negation import MAX_ITEMS, any_of
 
 MAX_PLACES = 16
@@ -19,25 +19,25 @@ NO_ARRAY = {"type": [name for name in TYPES if name != "array"]}
 
 
 def containing(schema: Mapping[str, Any], place: str) -> list[Schema]:
-    """Schemas that together say what `contains` and its bounds do. Raises Refused."""
+    """Schemas that together say what `contains` and its bounds do. Raises Unenforceable."""
     wanted, least, most = schema["contains"], number(schema, "minContains"), number(schema, "maxContains")
     least = 1 if least is None else int(least)
     if wanted is True or wanted == {}:
         return [{"minItems": least}, *([] if most is None else [{"maxItems": int(most)}])]
     if most is not None:
-        raise Refused(place, "`maxContains` cannot be enforced")
+        raise Unenforceable(place, "`maxContains` cannot be enforced")
     if least == 0:
         return []
     longest = number(schema, "maxItems")
     if least > 1 or longest is None or longest > MAX_PLACES:
         what = "`contains`" if least == 1 else f"`minContains` {least}"
-        raise Refused(place, f"{what} can be enforced for one of at most {MAX_PLACES} items (`maxItems`)")
+        raise Unenforceable(place, f"{what} can be enforced for one of at most {MAX_PLACES} items (`maxItems`)")
     ways = [{"prefixItems": [*[True] * i, wanted], "minItems": i + 1} for i in range(int(longest))]
     return [any_of([NO_ARRAY, *({"type": "array", **way} for way in ways)])]
 
 
 def unique(schema: Mapping[str, Any], proofs: Proofs, place: str) -> Schema:
-    """A schema that says what `uniqueItems` does. Raises Refused."""
+    """A schema that says what `uniqueItems` does. Raises Unenforceable."""
     longest, first, items = number(schema, "maxItems"), sequence(schema, "prefixItems"), schema.get("items", True)
     if items is False:
         longest = len(first) if longest is None else min(longest, len(first))
@@ -50,7 +50,7 @@ def unique(schema: Mapping[str, Any], proofs: Proofs, place: str) -> Schema:
     values = _values(items)
     if values is None or len(values) > MAX_UNIQUE or first:
         why = f"`uniqueItems` can be enforced for items of at most {MAX_UNIQUE} listed values, and for at most one item"
-        raise Refused(place, why)
+        raise Unenforceable(place, why)
     sizes = range(min(len(values), int(len(values) if longest is None else longest)) + 1)
     return any_of([NO_ARRAY, {"enum": [list(order) for size in sizes for order in permutations(values, size)]}])
 

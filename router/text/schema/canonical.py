@@ -19,8 +19,8 @@ from router.text.schema.keywords import (
     PLAIN,
     SINCE,
     SINGLES,
-    Refused,
     Schema,
+    Unenforceable,
     draft_of,
     escaped,
 )
@@ -52,7 +52,7 @@ class Document:
 
 
 def canonical(schema: Mapping[str, Any]) -> Document:
-    """The schema in canonical form. Raises Refused for a reference that names nothing, and beyond the bounds."""
+    """The schema in canonical form. Raises Unenforceable for a reference that names nothing, and beyond the bounds."""
     draft = draft_of(schema)
     writer = _Writer(Resources(schema, draft), draft)
     root = writer.written(writer.resources.root, 0)
@@ -76,12 +76,12 @@ class _Writer:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
-            raise Refused(place.pointer, "a schema must be an object, true or false")
+            raise Unenforceable(place.pointer, "a schema must be an object, true or false")
         self._num_schemas += 1
         if depth > MAX_DEPTH:
-            raise Refused(place.pointer[:100], f"nested deeper than {MAX_DEPTH} levels, the bound of recursion")
+            raise Unenforceable(place.pointer[:100], f"nested deeper than {MAX_DEPTH} levels, the bound of recursion")
         if self._num_schemas > MAX_SCHEMAS:
-            raise Refused(place.pointer[:100], f"the schema is too large: more than {MAX_SCHEMAS:,} parts")
+            raise Unenforceable(place.pointer[:100], f"the schema is too large: more than {MAX_SCHEMAS:,} parts")
         if self._draft <= 7 and "$ref" in schema:  # beside which older drafts ignore everything
             return {"$ref": self._reference(self.resources.target(schema["$ref"], place))}
         found: dict[str, Any] = {}
@@ -121,13 +121,13 @@ class _Writer:
                 found[key] = schema[bound]
         elif key in (*MAPS, *LISTS):
             kind = "an array" if key in LISTS else "an object"
-            raise Refused(f"{place.pointer}/{key}", f"must be {kind}")
+            raise Unenforceable(f"{place.pointer}/{key}", f"must be {kind}")
         elif key in PLAIN and not (key == "format" and isinstance(value, str) and value not in FORMATS):
             found[key] = value
 
     def _write_reference(self, key: str, value: Any, place: Place, found: dict[str, Any]) -> None:
         if key == "$recursiveRef" and self.resources.is_recursive_anchored:
-            raise Refused(place.pointer, "$recursiveRef with $recursiveAnchor cannot be followed")
+            raise Unenforceable(place.pointer, "$recursiveRef with $recursiveAnchor cannot be followed")
         find = self.resources.dynamic_target if key == "$dynamicRef" else self.resources.target
         reference = self._reference(find(value, place))
         if "$ref" in found:

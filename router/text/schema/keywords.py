@@ -43,7 +43,7 @@ SINCE: Final = {
 """The first draft that knows a keyword, where that is not the fourth."""
 
 
-class Refused(ValueError):
+class Unenforceable(ValueError):
     """A schema asks for what cannot be enforced exactly. The message begins with the place in the schema."""
 
     def __init__(self, place: str, why: str) -> None:

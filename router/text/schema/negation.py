@@ -8,7 +8,7 @@ from typing import Any, Final
 from router.text.schema.canonical import Document
 from router.text.schema.disjoint import Proofs
 from router.text.schema.finite import key_of, listed, mapping, names, number, sequence, type_of
-from router.text.schema.keywords import CLOSED, EXTRA, TYPES, Refused, Schema
+from router.text.schema.keywords import CLOSED, EXTRA, TYPES, Schema, Unenforceable
 from router.text.schema.texts import none_begins, none_of, texts_of
 
 MAX_REFERENCES = 8
@@ -41,7 +41,7 @@ class Negation:
         self._document, self._proofs, self._left = document, proofs, MAX_STEPS
 
     def negated(self, schema: Schema, within: frozenset[str], place: str, depth: int = 0) -> Schema:
-        """A schema of the values of the types `within` that `schema` rejects. Raises Refused.
+        """A schema of the values of the types `within` that `schema` rejects. Raises Unenforceable.
 
         `integer` among them says that all numbers are integers.
         """
@@ -49,7 +49,7 @@ class Negation:
             return schema is False
         self._left -= 1
         if self._left < 0:
-            raise Refused(place[:100], f"the opposite of it has more than {MAX_STEPS:,} parts")
+            raise Unenforceable(place[:100], f"the opposite of it has more than {MAX_STEPS:,} parts")
         found: list[Schema] = []
         for key, value in schema.items():
             if key not in IGNORED:
@@ -70,7 +70,7 @@ class Negation:
         match key:
             case "$ref":
                 if depth >= MAX_REFERENCES:
-                    raise Refused(place, "a schema that refers to itself cannot be negated")
+                    raise Unenforceable(place, "a schema that refers to itself cannot be negated")
                 return [self.negated(self._document.target(value), within, f"{place}/$ref", depth + 1)]
             case "type":
                 return _other_types(value, within, place)
@@ -95,7 +95,7 @@ class Negation:
         if key == "pattern":
             return _other_texts(value, place) if "string" in within else []
         if _kind(key) in within:
-            raise Refused(place, f"the opposite of `{key}` cannot be enforced")
+            raise Unenforceable(place, f"the opposite of `{key}` cannot be enforced")
         return []
 
     def _failing_member(
@@ -148,7 +148,7 @@ class Negation:
         if len(cases) > MAX_ITEMS or not all(
             self._proofs.are_disjoint(a, b) for i, a in enumerate(cases) for b in cases[:i]
         ):
-            raise Refused(place, "the opposite of a `oneOf` whose cases may overlap cannot be enforced")
+            raise Unenforceable(place, "the opposite of a `oneOf` whose cases may overlap cannot be enforced")
 
 
 def without(name: str) -> dict[str, Schema]:
@@ -184,9 +184,9 @@ def _other_types(value: Any, within: frozenset[str], place: str) -> list[Schema]
     """All types but some. The opposite of integers is without numbers: fractions alone cannot be enforced."""
     named = [value] if isinstance(value, str) else value
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise Refused(place, "type must be a text, or texts")
+        raise Unenforceable(place, "type must be a text, or texts")
     if "integer" in named and "number" not in named and within == {"number"}:
-        raise Refused(place, "a number that is no integer cannot be enforced")
+        raise Unenforceable(place, "a number that is no integer cannot be enforced")
     others = [
         name for name in TYPES if name in within and name not in named and (name != "number" or "integer" not in named)
     ]
@@ -214,7 +214,7 @@ def _other_values(values: list[Any], within: frozenset[str], place: str) -> list
             case "array" if by_type[kind] == [[]]:
                 found.append({"type": "array", "minItems": 1})
             case _:
-                raise Refused(place, f"the opposite of one {kind} cannot be enforced")
+                raise Unenforceable(place, f"the opposite of one {kind} cannot be enforced")
     return found
 
 
@@ -230,7 +230,7 @@ def _other_numbers(values: list[float]) -> list[Schema]:
 
 def _other_texts(pattern: object, place: str) -> list[Schema]:
     if (found := texts_of(pattern)) is None:
-        raise Refused(place, "the opposite of this `pattern` cannot be enforced")
+        raise Unenforceable(place, "the opposite of this `pattern` cannot be enforced")
     texts, is_whole = found
     if not is_whole:
         return [_text(none_begins, texts, place)]
@@ -242,7 +242,7 @@ def _text(pattern_of: Callable[[Iterable[str]], str], texts: list[str], place: s
     try:
         return {"type": "string", "pattern": pattern_of(texts)}
     except ValueError as error:
-        raise Refused(place, str(error)) from error
+        raise Unenforceable(place, str(error)) from error
 
 
 def _kind(key: str) -> str:

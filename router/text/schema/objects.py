@@ -9,7 +9,7 @@ from typing import Any
 
 from router.text.schema.canonical import Document
 from router.text.schema.finite import listed, mapping, names, number, rejects
-from router.text.schema.keywords import CLOSED, Refused, Schema
+from router.text.schema.keywords import CLOSED, Schema, Unenforceable
 from router.text.schema.negation import MAX_REFERENCES, all_of, any_of
 
 MAX_CHOICES = 64
@@ -17,7 +17,7 @@ MAX_CHOICES = 64
 
 
 def counted(schema: Mapping[str, Any], key: str, place: str) -> list[Schema]:
-    """Schemas that together say what `minProperties` or `maxProperties`, the `key`, does. Raises Refused.
+    """Schemas that together say what `minProperties` or `maxProperties`, the `key`, does. Raises Unenforceable.
 
     They are of a form that llguidance enforces: members are required, forbidden, or all counted members are unnamed.
     """
@@ -38,7 +38,7 @@ def _at_least(least: int, more: int, optional: list[str], is_closed: bool, place
     """`least` members, `more` of which are not required ones."""
     if not is_closed and more > 1:
         why = f"minProperties {least} cannot be enforced for members without names: two may have the same one"
-        raise Refused(place, why)
+        raise Unenforceable(place, why)
     ways: list[Schema] = [{"required": list(chosen)} for chosen in _choices(optional, more, "minProperties", place)]
     if not is_closed:
         ways.append({**_none_of(optional), "minProperties": least})
@@ -68,14 +68,14 @@ def _none_of(members: list[str]) -> dict[str, Schema]:
 
 def _choices(optional: list[str], size: int, key: str, place: str) -> list[tuple[str, ...]]:
     if math.comb(len(optional), size) > MAX_CHOICES:
-        raise Refused(place, f"{key} leaves more than {MAX_CHOICES} ways to choose among {len(optional)} members")
+        raise Unenforceable(place, f"{key} leaves more than {MAX_CHOICES} ways to choose among {len(optional)} members")
     return list(combinations(optional, size))
 
 
 def named(document: Document, schema: Mapping[str, Any], place: str) -> Schema:
-    """A schema that says of an object what its `propertyNames` does. Raises Refused."""
+    """A schema that says of an object what its `propertyNames` does. Raises Unenforceable."""
     if mapping(schema, "patternProperties"):
-        raise Refused(place, "`propertyNames` beside `patternProperties` cannot be enforced")
+        raise Unenforceable(place, "`propertyNames` beside `patternProperties` cannot be enforced")
     return _named(document, schema["propertyNames"], place)
 
 
@@ -90,7 +90,7 @@ def _named(document: Document, wanted: Schema, place: str) -> Schema:
     if (values := listed(wanted)) is not None:
         rest = {key: value for key, value in wanted.items() if key not in ("enum", "const")}
         if set(rest) - {"type", "minLength", "maxLength"}:
-            raise Refused(place, "`propertyNames` of listed names and further keywords cannot be enforced")
+            raise Unenforceable(place, "`propertyNames` of listed names and further keywords cannot be enforced")
         known = [value for value in values if isinstance(value, str) and not rejects(rest, value)]
         return {"properties": dict.fromkeys(known, True), "additionalProperties": False}
     said = [key for key in wanted if key != "type"]
@@ -106,7 +106,7 @@ def _named(document: Document, wanted: Schema, place: str) -> Schema:
         least, most = int(number(wanted, "minLength") or 0), number(wanted, "maxLength")
         pattern = rf"^[\s\S]{{{least},{'' if most is None else int(most)}}}$"
     else:
-        raise Refused(place, f"`propertyNames` with {', '.join(f'`{key}`' for key in said)} cannot be enforced")
+        raise Unenforceable(place, f"`propertyNames` with {', '.join(f'`{key}`' for key in said)} cannot be enforced")
     return {"patternProperties": {pattern: True}, "additionalProperties": False}
 
 
@@ -121,15 +121,17 @@ def _not_named(denied: Schema, place: str) -> Schema:
         }
     if isinstance(denied, Mapping) and set(denied) == {"pattern"}:
         return {"patternProperties": {denied["pattern"]: False}}
-    raise Refused(place, "`propertyNames` with this `not` cannot be enforced")
+    raise Unenforceable(place, "`propertyNames` with this `not` cannot be enforced")
 
 
 def evaluated(schema: Mapping[str, Any], place: str) -> Schema:
-    """A schema for `unevaluatedProperties` where no other schema describes the object. Raises Refused."""
+    """A schema for `unevaluatedProperties` where no other schema describes the object. Raises Unenforceable."""
     if schema["unevaluatedProperties"] in (True, {}):
         return True
     if any(key in schema for key in ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not")):
-        raise Refused(place, "`unevaluatedProperties` of an object that several schemas describe cannot be enforced")
+        raise Unenforceable(
+            place, "`unevaluatedProperties` of an object that several schemas describe cannot be enforced"
+        )
     if "additionalProperties" in schema:
         return True
     beside = {key: schema[key] for key in ("properties", "patternProperties") if key in schema}

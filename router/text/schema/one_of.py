@@ -7,7 +7,7 @@ from typing import Any
 
 from router.text.schema.disjoint import Flat, Proofs
 from router.text.schema.finite import key_of, listed, mapping, names
-from router.text.schema.keywords import CLOSED, Refused, Schema
+from router.text.schema.keywords import CLOSED, Schema, Unenforceable
 from router.text.schema.negation import Negation, all_of
 
 MAX_CASES = 256
@@ -21,16 +21,16 @@ MAX_OVERLAPPING = 24
 def exclusive(
     cases: Sequence[Schema], beside: Mapping[str, Any], proofs: Proofs, negation: Negation, place: str
 ) -> list[Schema]:
-    """Cases of which exactly one matches where one matches, given all that is said `beside` them. Raises Refused."""
+    """Cases of which exactly one matches where one matches, given all that is `beside` them. Raises Unenforceable."""
     if len(cases) < 2 or _differ_in_a_member(cases, beside, proofs):
         return list(cases)
     if len(cases) > MAX_CASES:
-        raise Refused(
+        raise Unenforceable(
             place, f"more than {MAX_CASES} cases of a `oneOf` without a required member that tells them apart"
         )
     overlapping = _overlapping(cases, beside, proofs)
     if overlapping and len(cases) > MAX_OVERLAPPING:
-        raise Refused(place, f"more than {MAX_OVERLAPPING} cases of a `oneOf`, some of which may overlap")
+        raise Unenforceable(place, f"more than {MAX_OVERLAPPING} cases of a `oneOf`, some of which may overlap")
     found = []
     for i, case in enumerate(cases):
         within = proofs.flat(case, beside).within()
@@ -43,8 +43,8 @@ def exclusive(
 def _denied(case: Schema, beside: Schema, within: frozenset[str], negation: Negation, place: str) -> Schema:
     try:
         return negation.negated(case, within, place)
-    except Refused as error:
-        raise Refused(place, f"this case of a `oneOf` may overlap with another, and {error.why}") from error
+    except Unenforceable as error:
+        raise Unenforceable(place, f"this case of a `oneOf` may overlap with another, and {error.why}") from error
 
 
 def _overlapping(cases: Sequence[Schema], beside: Mapping[str, Any], proofs: Proofs) -> set[tuple[int, int]]:

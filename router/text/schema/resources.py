@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from router.text.schema.keywords import Refused, Schema, children
+from router.text.schema.keywords import Schema, Unenforceable, children
 
 ROOT = "urn:schema"
 """The base of a document without an identifier."""
@@ -41,14 +41,14 @@ class Resources:
         return place if found is None else Place(place.schema, urldefrag(urljoin(place.base, found))[0], place.pointer)
 
     def target(self, reference: object, place: Place) -> Place:
-        """The schema that a `$ref` at a place names. Raises Refused."""
+        """The schema that a `$ref` at a place names. Raises Unenforceable."""
         if not isinstance(reference, str):
-            raise Refused(place.pointer, "$ref must be a text")
+            raise Unenforceable(place.pointer, "$ref must be a text")
         uri, fragment = urldefrag(reference)
         base = urldefrag(urljoin(place.base, uri))[0] if uri else place.base
         resource = self._resources.get(base)
         if resource is None:
-            raise Refused(
+            raise Unenforceable(
                 place.pointer, f"$ref {reference[:200]!r} is not in this schema, and this server does not fetch"
             )
         fragment = unquote(fragment)
@@ -59,12 +59,12 @@ class Resources:
         return found
 
     def dynamic_target(self, reference: object, place: Place) -> Place:
-        """The schema that a `$dynamicRef` names, where only one can be meant. Raises Refused."""
+        """The schema that a `$dynamicRef` names, where only one can be meant. Raises Unenforceable."""
         name = reference[1:] if isinstance(reference, str) and reference.startswith("#") else ""
         if len(self._dynamic.get(name, ())) == 1:
             return self._dynamic[name][0]
         if name in self._dynamic:
-            raise Refused(place.pointer, f"$dynamicRef {reference!r} has several targets")
+            raise Unenforceable(place.pointer, f"$dynamicRef {reference!r} has several targets")
         return self.target(reference, place)
 
     def _index(self, place: Place) -> None:
@@ -118,5 +118,5 @@ class Resources:
         return found
 
 
-def _missing(reference: str, place: Place) -> Refused:
-    return Refused(place.pointer, f"$ref {reference[:200]!r} does not exist")
+def _missing(reference: str, place: Place) -> Unenforceable:
+    return Unenforceable(place.pointer, f"$ref {reference[:200]!r} does not exist")

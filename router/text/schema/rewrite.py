@@ -2,7 +2,7 @@
 
     canonical document ──> not, oneOf, if, dependent*, contains, ... become anyOf and allOf of plain schemas
 
-Where that is impossible, or would take too much, `Refused` says which part of the schema is the cause.
+Where that is impossible, or would take too much, `Unenforceable` says which part of the schema is the cause.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from router.text.schema import arrays, objects
 from router.text.schema.canonical import Document
 from router.text.schema.disjoint import Proofs
 from router.text.schema.finite import mapping, names, sequence
-from router.text.schema.keywords import CLOSED, EXTRA, LISTS, SINGLES, Refused, Schema, escaped
+from router.text.schema.keywords import CLOSED, EXTRA, LISTS, SINGLES, Schema, Unenforceable, escaped
 from router.text.schema.negation import Negation, all_of, any_of
 from router.text.schema.one_of import alone, exclusive
 
@@ -31,7 +31,7 @@ REWRITTEN = (
 
 
 def rewritten(document: Document, *, lenient: bool = False) -> Document:
-    """A document that the same values match, in keywords that llguidance knows. Raises Refused.
+    """A document that the same values match, in keywords that llguidance knows. Raises Unenforceable.
 
     `lenient` leaves out what cannot be enforced.
     """
@@ -54,7 +54,7 @@ class _Rewriting:
             return schema
         self._left -= 1
         if self._left < 0 or depth > MAX_DEPTH:
-            raise Refused(
+            raise Unenforceable(
                 place[:100], "the schema is too large, or too deep, after `oneOf`, `not` and the like are resolved"
             )
         found: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class _Rewriting:
                     found += objects.counted(schema, key, f"{place}/{key}")
                 else:
                     found += [self.schema(each, place, depth) for each in self._meant(key, schema, f"{place}/{key}")]
-            except Refused:
+            except Unenforceable:
                 if not self._lenient:
                     raise
                 if key == "oneOf":
@@ -113,7 +113,7 @@ class _Rewriting:
             case "unevaluatedProperties":
                 return [objects.evaluated(schema, place)]
             case "unevaluatedItems":
-                raise Refused(place, "`unevaluatedItems` cannot be enforced")
+                raise Unenforceable(place, "`unevaluatedItems` cannot be enforced")
             case "contains":
                 return arrays.containing(schema, place)
             case "uniqueItems" if schema[key] is True:

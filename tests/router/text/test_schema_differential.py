@@ -19,7 +19,7 @@ from benchmarks.schemas.validity import Validity
 from common.grammar.vocabulary import compile_grammar
 from common.model_files.resolve import resolve_model
 from router.text.answer.grammar import json_grammar
-from router.text.schema.keywords import Refused
+from router.text.schema.keywords import Unenforceable
 
 NAMES = ("a", "b", "c")
 ALL = dict.fromkeys(NAMES, True)
@@ -87,7 +87,7 @@ def compiled(schema: Any) -> llguidance.LLMatcher:
     """The matcher of a schema that is served."""
     try:
         grammar = json_grammar(schema)
-    except Refused:
+    except Unenforceable:
         assume(False)
     matcher, problem = compile_grammar(documents().vocabulary, grammar)
     assume(not problem)

@@ -13,7 +13,7 @@ from router.text.answer.grammar import json_grammar
 from router.text.calls.form import Wanted, spelled_as_text
 from router.text.calls.function import Function
 from router.text.calls.hermes import HermesForm
-from router.text.schema.keywords import Refused
+from router.text.schema.keywords import Unenforceable
 
 from ..answers import checked, is_answer
 
@@ -157,7 +157,7 @@ def test_the_work_on_a_hostile_schema_is_bounded(schema: dict[str, Any]) -> None
     """It ends with a grammar or with a refusal, of which the compiler's own bounds then take care."""
     try:
         assert json_grammar(schema)
-    except Refused as error:
+    except Unenforceable as error:
         assert str(error).startswith("#")
 
 
@@ -175,5 +175,5 @@ def test_what_is_no_schema_is_a_refusal(key: str, junk: object) -> None:
 def test_junk_in_a_keyword_is_no_error_of_ours(key: str, junk: object) -> None:
     schemas = {key: junk}, {"not": {key: junk}}, {"oneOf": [{key: junk}, {"type": "null", "not": {key: junk}}]}
     for schema in schemas:
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(Unenforceable):
             json_grammar(schema)
