@@ -8,7 +8,8 @@ from typing import Any
 
 from router.text.schema.canonical import Document
 from router.text.schema.finite import key_of, listed, mapping, names, number, rejects, sequence, types_of
-from router.text.schema.keywords import TYPES, Schema
+from router.text.schema.keywords import CLOSED, TYPES, Schema
+from router.text.schema.texts import beginning_of
 
 MAX_STEPS = 100_000
 """Of all proofs for one document together."""
@@ -33,6 +34,22 @@ class Flat:
         """The types, and `integer` as well where all numbers are integers."""
         found = self.types()
         return found | {"integer"} if any(part.get("type") == "integer" for part in self.parts) else found
+
+    def members(self, name: str) -> list[Schema]:
+        """The schemas of a member."""
+        return [known[name] for part in self.parts if name in (known := mapping(part, "properties"))]
+
+    def all_members(self) -> list[str] | None:
+        """The names of all members that an object may have; None where it may have others than those that are named."""
+        for part in self.parts:
+            is_closed = CLOSED in part or part.get("additionalProperties") is False
+            if is_closed and not mapping(part, "patternProperties"):
+                return list(mapping(part, "properties"))
+        return None
+
+    def items(self) -> list[Schema]:
+        """Schemas that every item matches."""
+        return [part["items"] for part in self.parts if "items" in part and not part.get("prefixItems")]
 
     def values(self) -> list[Any] | None:
         found = [values for part in self.parts if (values := listed(part)) is not None]
@@ -122,7 +139,7 @@ class Proofs:
             case "number":
                 return _is_empty_range(parts)
             case "string":
-                return _exceeds(parts, "minLength", "maxLength")
+                return _exceeds(parts, "minLength", "maxLength") or _begins_twice(parts)
             case "array":
                 return _exceeds(parts, "minItems", "maxItems") or self._no_array(parts, depth)
             case "object":
@@ -147,7 +164,7 @@ class Proofs:
         for name in required:
             if any(_forbids(part, name) for part in parts):
                 return True
-            members = [known[name] for part in parts if name in (known := mapping(part, "properties"))]
+            members = Flat([*parts]).members(name)
             if members and self._impossible(self.flat(*members), depth + 1):
                 return True
         return False
@@ -156,6 +173,13 @@ class Proofs:
 def _forbids(part: Mapping[str, Any], name: str) -> bool:
     is_shut = part.get("additionalProperties") is False and not mapping(part, "patternProperties")
     return is_shut and name not in mapping(part, "properties")
+
+
+def _begins_twice(parts: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a text would have to begin in two ways."""
+    beginnings = [beginning_of(part["pattern"]) for part in parts if "pattern" in part]
+    longest = max(beginnings, key=len, default="")
+    return not all(longest.startswith(each) for each in beginnings)
 
 
 def _exceeds(parts: Sequence[Mapping[str, Any]], least: str, most: str) -> bool:

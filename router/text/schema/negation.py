@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from router.text.schema.canonical import Document
-from router.text.schema.disjoint import Proofs
+from router.text.schema.disjoint import Flat, Proofs
 from router.text.schema.finite import key_of, listed, mapping, names, number, sequence, type_of
 from router.text.schema.keywords import CLOSED, EXTRA, TYPES, Schema, Unenforceable
 from router.text.schema.texts import none_begins, none_of, texts_of
@@ -40,10 +40,10 @@ class Negation:
     def __init__(self, document: Document, proofs: Proofs) -> None:
         self._document, self._proofs, self._left = document, proofs, MAX_STEPS
 
-    def negated(self, schema: Schema, within: frozenset[str], place: str, depth: int = 0) -> Schema:
-        """A schema of the values of the types `within` that `schema` rejects. Raises Unenforceable.
+    def negated(self, schema: Schema, beside: Flat, place: str, depth: int = 0) -> Schema:
+        """A schema of the values that `schema` rejects among those that match all that is `beside` it.
 
-        `integer` among them says that all numbers are integers.
+        Raises Unenforceable.
         """
         if not isinstance(schema, Mapping):
             return schema is False
@@ -53,16 +53,18 @@ class Negation:
         found: list[Schema] = []
         for key, value in schema.items():
             if key not in IGNORED:
-                found += [each for each in self._failing(key, value, schema, within, place, depth) if each is not False]
+                found += self._failing(key, value, schema, beside, place, depth)
         return any_of(found)
 
     def _failing(
-        self, key: str, value: Any, schema: Mapping[str, Any], within: frozenset[str], place: str, depth: int
+        self, key: str, value: Any, schema: Mapping[str, Any], beside: Flat, place: str, depth: int
     ) -> Iterable[Schema]:
         """Schemas of the values that fail by one keyword."""
 
-        def negated(child: Schema, of: frozenset[str] = within) -> Schema:
-            return self.negated(child, of, f"{place}/{key}", depth)
+        def negated(child: Schema) -> Schema:
+            return self.negated(child, beside, f"{place}/{key}", depth)
+
+        within = beside.within()
 
         if key in _BOUNDS and number(schema, key) is not None:
             failing = _BOUNDS[key](value)
@@ -71,7 +73,7 @@ class Negation:
             case "$ref":
                 if depth >= MAX_REFERENCES:
                     raise Unenforceable(place, "a schema that refers to itself cannot be negated")
-                return [self.negated(self._document.target(value), within, f"{place}/$ref", depth + 1)]
+                return [self.negated(self._document.target(value), beside, f"{place}/$ref", depth + 1)]
             case "type":
                 return _other_types(value, within, place)
             case "enum" | "const":
@@ -88,10 +90,10 @@ class Negation:
             case "if":
                 then, otherwise = schema.get("then", True), schema.get("else", True)
                 return [all_of([value, negated(then)]), all_of([negated(value), negated(otherwise)])]
-        if "object" in within and (by_member := self._failing_member(key, value, schema, place, depth)) is not None:
-            return by_member
-        if "array" in within and (by_item := self._failing_item(key, value, schema, place, depth)) is not None:
-            return by_item
+        if "object" in within and (found := self._failing_member(key, value, schema, beside, place, depth)) is not None:
+            return found
+        if "array" in within and (found := self._failing_item(key, value, schema, beside, place, depth)) is not None:
+            return found
         if key == "pattern":
             return _other_texts(value, place) if "string" in within else []
         if _kind(key) in within:
@@ -99,10 +101,11 @@ class Negation:
         return []
 
     def _failing_member(
-        self, key: str, value: Any, schema: Mapping[str, Any], place: str, depth: int
+        self, key: str, value: Any, schema: Mapping[str, Any], beside: Flat, place: str, depth: int
     ) -> Iterable[Schema] | None:
         def negated(child: Schema, name: str) -> Schema:
-            return self.negated(child, frozenset(TYPES), f"{place}/{key}/{name}", depth)
+            member = self._proofs.flat(*beside.members(name))
+            return self.negated(child, member, f"{place}/{key}/{name}", depth)
 
         match key:
             case "required":
@@ -112,6 +115,10 @@ class Negation:
                 return [has(name, failing) for name, child in known if (failing := negated(child, name)) is not False]
             case "patternProperties" | "additionalProperties" if value is True or value == {}:
                 return []
+            case "additionalProperties" if (known := beside.all_members()) is not None:
+                if not mapping(schema, "patternProperties"):
+                    others = [name for name in known if name not in mapping(schema, "properties")]
+                    return [has(name, failing) for name in others if (failing := negated(value, name)) is not False]
             case "dependentRequired":
                 return [
                     {**without(other), "required": [name]}
@@ -120,25 +127,27 @@ class Negation:
                 ]
             case "dependentSchemas":
                 needed = mapping(schema, key).items()
-                return [all_of([has(name), negated(child, name)]) for name, child in needed]
+                return [
+                    all_of([has(name), self.negated(child, beside, f"{place}/{key}", depth)]) for name, child in needed
+                ]
         return None
 
     def _failing_item(
-        self, key: str, value: Any, schema: Mapping[str, Any], place: str, depth: int
+        self, key: str, value: Any, schema: Mapping[str, Any], beside: Flat, place: str, depth: int
     ) -> Iterable[Schema] | None:
         first = sequence(schema, "prefixItems")
         match key:
             case "prefixItems" if len(first) <= MAX_ITEMS:
-                failing = [
-                    self.negated(child, frozenset(TYPES), f"{place}/{key}/{i}", depth) for i, child in enumerate(first)
-                ]
+                failing = [self.negated(child, Flat(), f"{place}/{key}/{i}", depth) for i, child in enumerate(first)]
                 return [at(i, child) for i, child in enumerate(failing) if child is not False]
             case "items" if value is False:
                 return [{"type": "array", "minItems": len(first) + 1}]
             case "items" if value is True or value == {}:
                 return []
+            case "items" if not first and (items := beside.items()) and self._proofs.is_impossible(value, *items):
+                return [{"type": "array", "minItems": 1}]
             case "contains" if "minContains" not in schema and "maxContains" not in schema:
-                return [{"type": "array", "items": self.negated(value, frozenset(TYPES), f"{place}/{key}", depth)}]
+                return [{"type": "array", "items": self.negated(value, Flat(), f"{place}/{key}", depth)}]
             case "uniqueItems" if value is False:
                 return []
         return None

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.text.schema.disjoint import Flat, Proofs
-from router.text.schema.finite import key_of, listed, mapping, names
-from router.text.schema.keywords import CLOSED, Schema, Unenforceable
+from router.text.schema.finite import key_of, listed, names
+from router.text.schema.keywords import Schema, Unenforceable
 from router.text.schema.negation import Negation, all_of
 
 MAX_CASES = 256
@@ -33,16 +33,16 @@ def exclusive(
         raise Unenforceable(place, f"more than {MAX_OVERLAPPING} cases of a `oneOf`, some of which may overlap")
     found = []
     for i, case in enumerate(cases):
-        within = proofs.flat(case, beside).within()
+        flat = proofs.flat(case, beside)
         others = [j for j in range(len(cases)) if (min(i, j), max(i, j)) in overlapping]
-        denied = (_denied(cases[j], case, within, negation, f"{place}/{j}") for j in others)
+        denied = (_denied(cases[j], flat, negation, f"{place}/{j}") for j in others)
         found.append(all_of([case, *denied]))
     return found
 
 
-def _denied(case: Schema, beside: Schema, within: frozenset[str], negation: Negation, place: str) -> Schema:
+def _denied(case: Schema, beside: Flat, negation: Negation, place: str) -> Schema:
     try:
-        return negation.negated(case, within, place)
+        return negation.negated(case, beside, place)
     except Unenforceable as error:
         raise Unenforceable(place, f"this case of a `oneOf` may overlap with another, and {error.why}") from error
 
@@ -65,8 +65,7 @@ def _differ_in_a_member(cases: Sequence[Schema], beside: Mapping[str, Any], proo
 def _tells_apart(name: str, flats: Sequence[Flat]) -> bool:
     seen: set[str] = set()
     for flat in flats:
-        members = [known[name] for part in flat.parts if name in (known := mapping(part, "properties"))]
-        values = next((values for child in members if (values := listed(child)) is not None), None)
+        values = next((values for child in flat.members(name) if (values := listed(child)) is not None), None)
         if values is None or not seen.isdisjoint(own := set(map(key_of, values))):
             return False
         seen |= own
@@ -75,4 +74,4 @@ def _tells_apart(name: str, flats: Sequence[Flat]) -> bool:
 
 def alone(schema: Mapping[str, Any]) -> dict[str, Any]:
     """All that a schema says beside its `oneOf`."""
-    return {key: value for key, value in schema.items() if key not in ("oneOf", CLOSED)}
+    return {key: value for key, value in schema.items() if key != "oneOf"}

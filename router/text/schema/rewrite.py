@@ -96,8 +96,8 @@ class _Rewriting:
     def _meant(self, key: str, schema: Mapping[str, Any], place: str) -> list[Schema]:
         match key:
             case "not":
-                types = self._proofs.flat({k: v for k, v in schema.items() if k != "not"}).within()
-                return [self._negation.negated(schema["not"], types, place)]
+                beside = self._proofs.flat({k: v for k, v in schema.items() if k != "not"})
+                return [self._negation.negated(schema["not"], beside, place)]
             case "oneOf":
                 cases = sequence(schema, key)
                 return [any_of(exclusive(cases, alone(schema), self._proofs, self._negation, place))]
@@ -124,9 +124,9 @@ class _Rewriting:
         """`if`, `then` and `else`: the condition fails or the first holds, and the condition or the second holds."""
         condition, then, otherwise = schema["if"], schema.get("then", True), schema.get("else", True)
         found: list[Schema] = []
-        types = self._proofs.flat({k: v for k, v in schema.items() if k not in ("if", "then", "else")}).within()
+        beside = self._proofs.flat({k: v for k, v in schema.items() if k not in ("if", "then", "else")})
         if then is not True:
-            fails = self._negation.negated(condition, types, place)
+            fails = self._negation.negated(condition, beside, place)
             return [any_of([all_of([condition, then]), all_of([fails, otherwise])])]
         if otherwise is not True:
             found.append(any_of([condition, otherwise]))
