@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from router.text.schema.keywords import CLOSED
+from router.text.schema.keywords import CLOSED, EXTRA
 
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -60,7 +60,13 @@ def _names_all(schema: Schema) -> bool:
     if any(key in schema for key in OF_OTHERS) or schema.get("unevaluatedProperties", False) is not False:
         return False
     known = named if isinstance(named, Mapping) else {}
-    return not isinstance(required, list) or all(name in known for name in required)
+    wanted = [required, *_needed(schema), *(names for extra in _list(schema, EXTRA) for names in _needed(extra))]
+    return all(name in known for names in wanted if isinstance(names, list) for name in names)
+
+
+def _needed(schema: Schema) -> list[Any]:
+    """The names of members that members need."""
+    return list(_dict(schema, "dependentRequired").values())
 
 
 def _shared(document: Schema) -> set[int]:

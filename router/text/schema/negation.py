@@ -127,9 +127,8 @@ class Negation:
                 ]
             case "dependentSchemas":
                 needed = mapping(schema, key).items()
-                return [
-                    all_of([has(name), self.negated(child, beside, f"{place}/{key}", depth)]) for name, child in needed
-                ]
+                opposites = ((name, self.negated(child, beside, f"{place}/{key}", depth)) for name, child in needed)
+                return [all_of([has(name), opposite]) for name, opposite in opposites]
         return None
 
     def _failing_item(

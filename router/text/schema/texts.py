@@ -47,6 +47,17 @@ def texts_of(pattern: object) -> tuple[list[str], bool] | None:
     return [re.sub(r"\\(.)", r"\1", each) for each in found], is_whole
 
 
+def beginning_of(pattern: object) -> str:
+    """The text with which all matches begin: "ab" for `^abc?`; "" where none is known."""
+    if not isinstance(pattern, str) or not pattern.startswith("^") or "|" in pattern:
+        return ""
+    found = LITERAL.match(pattern, 1)
+    literal = found[0] if found else ""
+    if pattern[1 + len(literal) : 2 + len(literal)] in ("?", "*", "{"):  # which make the last character optional
+        literal = literal[: -2 if literal[-2:-1] == "\\" else -1]
+    return re.sub(r"\\(.)", r"\1", literal)
+
+
 def _tree(texts: Iterable[str]) -> _Tree:
     """The texts as a tree of characters; `_END` is where one ends."""
     root: _Tree = {}
