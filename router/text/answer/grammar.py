@@ -17,6 +17,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
 from router.text.answer.closed_schema import closed
 from router.text.schema.canonical import canonical
+from router.text.schema.loops import without_loops
 from router.text.schema.rewrite import rewritten
 
 WHITESPACE = r"\n[ \t]{0,32}| "
@@ -60,7 +61,7 @@ def _enforceable(schema: Mapping[str, Any], lenient: bool) -> Mapping[str, Any]:
     marked = dict(closed(document.whole()))
     definitions = marked.pop("$defs", {})
     document = rewritten(replace(document, root=marked, definitions=definitions), lenient=lenient)
-    return dict(document.whole())
+    return dict(without_loops(document).whole())
 
 
 def regex_grammar(pattern: str) -> str:

@@ -79,9 +79,9 @@ class _Writer:
             raise Unenforceable(place.pointer, "a schema must be an object, true or false")
         self._num_schemas += 1
         if depth > MAX_DEPTH:
-            raise Unenforceable(place.pointer[:100], f"nested deeper than {MAX_DEPTH} levels, the bound of recursion")
+            raise Unenforceable(place.pointer, f"nested deeper than {MAX_DEPTH} levels, the bound of recursion")
         if self._num_schemas > MAX_SCHEMAS:
-            raise Unenforceable(place.pointer[:100], f"the schema is too large: more than {MAX_SCHEMAS:,} parts")
+            raise Unenforceable(place.pointer, f"the schema is too large: more than {MAX_SCHEMAS:,} parts")
         if self._draft <= 7 and "$ref" in schema:  # beside which older drafts ignore everything
             return {"$ref": self._reference(self.resources.target(schema["$ref"], place))}
         found: dict[str, Any] = {}

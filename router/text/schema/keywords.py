@@ -43,11 +43,14 @@ SINCE: Final = {
 """The first draft that knows a keyword, where that is not the fourth."""
 
 
+MAX_PLACE_CHARS = 200
+
+
 class Unenforceable(ValueError):
     """A schema asks for what cannot be enforced exactly. The message begins with the place in the schema."""
 
     def __init__(self, place: str, why: str) -> None:
-        super().__init__(f"{place}: {why}")
+        super().__init__(f"{place[:MAX_PLACE_CHARS]}: {why}")
         self.why = why
 
 

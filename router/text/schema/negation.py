@@ -49,7 +49,7 @@ class Negation:
             return schema is False
         self._left -= 1
         if self._left < 0:
-            raise Unenforceable(place[:100], f"the opposite of it has more than {MAX_STEPS:,} parts")
+            raise Unenforceable(place, f"the opposite of it has more than {MAX_STEPS:,} parts")
         found: list[Schema] = []
         for key, value in schema.items():
             if key not in IGNORED:

@@ -55,7 +55,7 @@ class _Rewriting:
         self._left -= 1
         if self._left < 0 or depth > MAX_DEPTH:
             raise Unenforceable(
-                place[:100], "the schema is too large, or too deep, after `oneOf`, `not` and the like are resolved"
+                place, "the schema is too large, or too deep, after `oneOf`, `not` and the like are resolved"
             )
         found: dict[str, Any] = {}
         for key, value in schema.items():

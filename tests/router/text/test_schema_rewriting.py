@@ -79,6 +79,13 @@ CASES: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
     ("anchor", {"$ref": "#t", "$defs": {"x": {"$anchor": "t", **TEXT}}}, ["a"], [1]),
     ("identifier", {"$id": "http://x/a", "$ref": "b", "$defs": {"x": {"$id": "b", **TEXT}}}, ["a"], [1]),
     ("into a oneOf", {"oneOf": [TEXT, WHOLE], "$defs": {"n": {"oneOf": [{"$ref": "#/oneOf/1"}]}}}, [1], [1.5]),
+    ("recursion beside others", {"$defs": {"t": {"properties": {"k": {"$ref": "#/$defs/t", "required": ["a"]}}}},
+     "$ref": "#/$defs/t", "type": "object"}, [{"k": {"a": 1}}, {"k": {"k": {"a": 1}, "a": 1}}],
+     [{"k": {}}, {"k": {"k": {}, "a": 1}}]),
+    ("recursion of two", {"$defs": {
+        "a": {"properties": {"k": {"type": "object", "anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}]}}},
+        "b": {"required": ["x"], "properties": {"x": {"allOf": [{"$ref": "#/$defs/a"}, {"required": ["k"]}]}}}},
+     "$ref": "#/$defs/a"}, [{"k": {}}, {"k": {"x": {"k": {}}}}], [{"k": 1}, {"k": []}]),
     ("recursion", {"$defs": {"n": {**OPEN, "properties": {"n": {"oneOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}}},
      "$ref": "#/$defs/n"}, [{"n": {"n": None}}], [{"n": 1}]),
 ]  # fmt: skip
