@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         "mask us",
     )
     print_table(console, "JSON schemas", columns, [_row(split) for split in splits])
-    for key, title in (("refusals", "Unenforceable"), ("llguidance_refusals", "Unenforceable by llguidance alone")):
+    for key, title in (("refusals", "Refused"), ("llguidance_refusals", "Refused by llguidance alone")):
         reasons: Counter[str] = sum((Counter(split[key]) for split in splits), Counter())
         print_table(console, title, ("reason", "schemas"), [(why, str(n)) for why, n in reasons.most_common(20)])
     for split in splits:
