@@ -115,9 +115,9 @@ class Negation:
                 return [has(name, failing) for name, child in known if (failing := negated(child, name)) is not False]
             case "patternProperties" | "additionalProperties" if value is True or value == {}:
                 return []
-            case "additionalProperties" if (known := beside.all_members()) is not None:
+            case "additionalProperties" if (every := beside.all_members()) is not None:
                 if not mapping(schema, "patternProperties"):
-                    others = [name for name in known if name not in mapping(schema, "properties")]
+                    others = [name for name in every if name not in mapping(schema, "properties")]
                     return [has(name, failing) for name in others if (failing := negated(value, name)) is not False]
             case "dependentRequired":
                 return [
