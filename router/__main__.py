@@ -15,6 +15,7 @@ from common.observe.logging import setup_logging
 
 if TYPE_CHECKING:  # imported late, see `main`
     from router.policy.routing import RoutingPolicy
+    from router.siblings.part import Part
 
 PROG = "diptych router"
 log = logging.getLogger(__name__)
@@ -24,6 +25,10 @@ def main(argv: Sequence[str]) -> int:
     """Serve until SIGTERM; 0 after a clean end, 1 when the port is taken, 2 when a setting or the model is refused."""
     config = load(RouterConfig, argv, prog=PROG)
     setup_logging("router", config.log_level, json=config.log_json)
+    if config.router_processes > 1:
+        from router.local.router_processes import run_together
+
+        return run_together(config, PROG)
     # Imported after the command line is parsed, so that --help and refusals are instant.
     import uvloop
 
@@ -41,8 +46,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPolicy | None = None) -> None:
+async def run(
+    config: RouterConfig, listener: socket.socket, policy: RoutingPolicy | None = None, part: Part | None = None
+) -> None:
     """Build the router and serve until a signal; without a `policy`, the usual one routes.
+
+    `part`: which of several processes of a router this is.
 
     Raises ModelError, and ConfigError for a file that a setting names.
     """
@@ -85,7 +94,8 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
     )
     metrics.registry.register(PlanCollector(lambda: planning.outlook, {"model_name": name, "engine": ENGINE}))
     tracing = Tracing.of(config)
-    app = build_app(client, text, files, config, metrics, lambda: dispatcher.fleet.failure or planning.failure, tracing)
+    failure = lambda: dispatcher.fleet.failure or planning.failure  # noqa: E731
+    app = build_app(client, text, files, config, metrics, failure, tracing, part)
     app.state.service.outlook = lambda: planning.outlook
     collect_seldom()
     try:

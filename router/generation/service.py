@@ -25,6 +25,7 @@ from router.observe.metrics import RouterMetrics
 from router.planner.loop import Outlook
 from router.request.body import BodyBudget, BodyLease, parse, read_body
 from router.request.large_body import LARGE_BYTES, LargeBodies
+from router.siblings.siblings import Siblings
 from router.streams.client import RETRY_AFTER_S, GenerationClient
 from router.text.answer.marks import MarkTokens
 from router.text.calls.dialect import Dialect, dialect_of
@@ -59,6 +60,7 @@ class Service:
     """One served model. `draining` refuses new work; `num_active` counts HTTP requests that are being answered.
 
     `failure` says why this process must be restarted; "" while it is sound. `outlook`: the planner's latest look.
+    `siblings` are the other processes that serve the port; None for a router of one process.
     `dialect` is how the model calls functions, and `marks` are the special tokens of its form.
     """
 
@@ -70,6 +72,7 @@ class Service:
     gate: Gate
     failure: Callable[[], str] = str
     tracing: Tracing | None = None
+    siblings: Siblings | None = None
     outlook: Callable[[], Outlook | None] = lambda: None
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False

@@ -22,9 +22,10 @@ from common.config.sources import exit_refused
 from common.errors import ConfigError, ModelError
 from common.model_files.resolve import resolve_model
 from common.observe.logging import setup_logging
+from router.local.keeper import StartFailed
 from router.local.probe import claim_port, reachable_host
 from router.local.processes import ServePlan, read_plan
-from router.local.supervisor import StartFailed, Supervisor
+from router.local.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 

@@ -34,6 +34,9 @@ from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequ
 from router.request.paths import GENERATING
 from router.server.entrance import generates
 from router.server.front import Front
+from router.siblings.part import Part
+from router.siblings.siblings import Siblings
+from router.store.database import IN_MEMORY
 from router.store.location import store_of
 from router.text.text_pipeline import TextPipeline
 
@@ -51,18 +54,21 @@ def build_app(
     metrics: RouterMetrics,
     failure: Callable[[], str] = str,
     tracing: Tracing | None = None,
+    part: Part | None = None,
 ) -> FastAPI:
     """The application over a client of the pools. `app.state.service` is its `Service`, which `serve` drains.
 
     `app.state.responses` are its `KeptResponses`, which `serve` closes.
-    `failure` says why `/health` must not be 200; "" while the process is healthy. Raises ConfigError when a file that
-    the configuration names cannot be used.
+    `part` says which process of a router this is, of several. `failure` says why `/health` must not be 200; "" while
+    the process is healthy. Raises ConfigError when a file that the configuration names cannot be used.
     """
     gate = Gate(config, metrics)
-    service = Service(client, text, files, config, metrics, gate, failure, tracing)
+    siblings = None if part is None else Siblings(part, metrics.render)
+    service = Service(client, text, files, config, metrics, gate, failure, tracing, siblings)
     app = RouterApp(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    kept = app.state.responses = KeptResponses(service, store_of(config, metrics.count_store_failure))
+    memory = IN_MEMORY if part is None else part.memory_store
+    kept = app.state.responses = KeptResponses(service, store_of(config, metrics.count_store_failure, memory))
     metrics.watch_store(lambda: (kept.size, kept.background.num_running))
     app.router.routes.extend(ROUTES)  # `include_router` would make each of them again, for its first request
     refusals = _Refusals(service)
