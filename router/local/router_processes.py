@@ -10,8 +10,11 @@ that connections which come while a process is started again wait for it instead
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import fcntl
 import logging
+import shutil
 import signal
 import socket
 import sys
@@ -38,6 +41,7 @@ STOP_GRACE_S = 10.0
 """Beyond the drain, which each process bounds itself."""
 PATIENT_S = 1.0
 """A process that is started again later than that has no listener meanwhile: new connections go to the others."""
+PREFIX, LOCK = "diptych-router-", "lock"
 MAX_FOLDER_CHARS = 60
 """The path of a Unix socket may have about a hundred."""
 
@@ -70,6 +74,11 @@ class RouterProcess(Child):
 
     def http_address(self) -> Address | None:
         return self.part.own_socket if self.part.own_socket.exists() else None
+
+    @property
+    def listens(self) -> bool:
+        """Whether new connections may come to it."""
+        return self._listener is not None
 
     def listen(self) -> None:
         """Have a listener. Raises OSError."""
@@ -165,6 +174,18 @@ def run_together(config: RouterConfig, prog: str) -> int:
     except OSError as error:
         print(f"{prog}: cannot listen on {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
         return 1
-    short = len(tempfile.gettempdir()) <= MAX_FOLDER_CHARS
-    with tempfile.TemporaryDirectory(prefix="diptych-router-", dir=None if short else "/tmp") as folder:
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > MAX_FOLDER_CHARS:
+        parent = Path("/tmp")
+    remove_left(parent)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent) as folder, (Path(folder) / LOCK).open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         return asyncio.run(supervise(dataclasses.replace(config, port=port), Path(folder)))
+
+
+def remove_left(parent: Path) -> None:
+    """Remove the folders of routers that were killed: they may hold responses. Those that run have a lock on theirs."""
+    for left in parent.glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError), left.open("rb") as lock:  # it is another user's, or in use
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent)

@@ -36,6 +36,7 @@ from router.server.entrance import generates
 from router.server.front import Front
 from router.siblings.part import Part
 from router.siblings.siblings import Siblings
+from router.siblings.usage import SharedUsage
 from router.store.database import IN_MEMORY
 from router.store.location import store_of
 from router.text.text_pipeline import TextPipeline
@@ -62,7 +63,7 @@ def build_app(
     `part` says which process of a router this is, of several. `failure` says why `/health` must not be 200; "" while
     the process is healthy. Raises ConfigError when a file that the configuration names cannot be used.
     """
-    gate = Gate(config, metrics)
+    gate = Gate(config, metrics, usage=None if part is None else SharedUsage(part))
     siblings = None if part is None else Siblings(part, metrics.render)
     service = Service(client, text, files, config, metrics, gate, failure, tracing, siblings)
     app = RouterApp(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)

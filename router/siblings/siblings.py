@@ -1,4 +1,4 @@
-"""Asks the other processes of a router, each at its Unix socket. Nobody else can: the folder is theirs alone."""
+"""Asks the other processes of a router, each at its Unix socket, in a folder that is theirs alone."""
 
 from __future__ import annotations
 

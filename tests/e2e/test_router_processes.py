@@ -21,9 +21,16 @@ from .asking import MODEL, wait_until
 pytestmark = pytest.mark.e2e
 
 NUM = 3
-SECRET = "dpk_" + "a" * 40
-KEYS = f'[[key]]\nname = "one"\nsha256 = "{digest_of(SECRET.encode()).hex()}"\n'
-KEY = {"Authorization": f"Bearer {SECRET}"}
+SECRET, LIMITED = "dpk_" + "a" * 40, "dpk_" + "b" * 40
+KEYS = f"""
+[[key]]
+name = "one"
+sha256 = "{digest_of(SECRET.encode()).hex()}"
+[[key]]
+name = "few"
+sha256 = "{digest_of(LIMITED.encode()).hex()}"
+requests_per_minute = 7
+"""
 
 
 @pytest.fixture
@@ -182,24 +189,39 @@ def test_any_process_ends_an_answer_in_the_background(stack: Stack, end: str) ->
     wait_until(lambda: told(page(stack), "diptych_background_responses") == 0, "none runs")
 
 
-def test_a_signal_reaches_all(system_of: Any, key_file: Path) -> None:
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_keys_and_signals_are_for_all(system_of: Any, key_file: Path) -> None:
     """SIGHUP has each read the keys again; at SIGTERM running answers complete, and all end."""
     key_file.write_text(KEYS)
     flags = ("--router-processes", str(NUM), "--api-key-file", str(key_file), "--drain-timeout-s", "60")
     stack = system_of(router_flags=flags).stack
     wait_until(lambda: told(page(stack), "diptych_router_processes") == NUM, "all processes serve")
+    asked = [
+        httpx.get(f"{stack.url}/v1/models", headers=bearer(LIMITED), trust_env=False, timeout=30) for _ in range(15)
+    ]
+    assert [reply.status_code for reply in asked] == [200] * 7 + [429] * 8
     stack.router.send_signal(signal.SIGHUP)
     wait_until(lambda: told(page(stack), "diptych_reloads_total", 'result="ok"') >= NUM, "all read it again")
     members = {stack.router.pid, *pids(stack.router).values()}
     body = {"model": MODEL, "prompt": "hi", "max_tokens": 400, "ignore_eos": True}
     with ThreadPoolExecutor(6) as pool:
-        asked = [
-            pool.submit(httpx.post, f"{stack.url}/v1/completions", json=body, headers=KEY, trust_env=False, timeout=120)
+        answers = [
+            pool.submit(
+                httpx.post,
+                f"{stack.url}/v1/completions",
+                json=body,
+                headers=bearer(SECRET),
+                trust_env=False,
+                timeout=120,
+            )
             for _ in range(6)
         ]
         wait_until(lambda: told(page(stack), "diptych_requests_in_flight", 'stage="decode"') == 6, "all are answered")
         stack.router.terminate()
-        replies = [each.result() for each in asked]
+        replies = [each.result() for each in answers]
     assert [reply.status_code for reply in replies] == [200] * 6
     assert all(reply.json()["usage"]["completion_tokens"] == 400 for reply in replies)
     stack.router.wait(time.monotonic() + 30)
