@@ -14,8 +14,11 @@ from common.errors import ConfigError, ModelError
 from common.observe.logging import setup_logging
 
 if TYPE_CHECKING:  # imported late, see `main`
+    from router.dispatch.dispatcher import Dispatcher
+    from router.planner.load.window import LoadWindow
+    from router.planner.loop import PlanLoop
     from router.policy.routing import RoutingPolicy
-    from router.siblings.part import Part
+    from router.siblings.part import RouterPart
 
 PROG = "diptych router"
 log = logging.getLogger(__name__)
@@ -47,11 +50,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def run(
-    config: RouterConfig, listener: socket.socket, policy: RoutingPolicy | None = None, part: Part | None = None
+    config: RouterConfig, listener: socket.socket, policy: RoutingPolicy | None = None, part: RouterPart | None = None
 ) -> None:
-    """Build the router and serve until a signal; without a `policy`, the usual one routes.
-
-    `part`: which of several processes of a router this is.
+    """Build the router and serve until a signal, as `part` of several processes or alone; without a `policy`, the
+    usual one routes.
 
     Raises ModelError, and ConfigError for a file that a setting names.
     """
@@ -65,7 +67,6 @@ async def run(
     from router.observe.pool_metrics import PoolCollector
     from router.observe.slo import SLOWindow
     from router.planner.load.window import LoadWindow
-    from router.planner.loop import PlanLoop, scaler_of
     from router.planner.sizing_forecaster import SizingForecaster
     from router.server.app import build_app
     from router.server.server import serve, stop_on_signals
@@ -84,14 +85,7 @@ async def run(
     load = LoadWindow(config.slo_quantile)
     plans = config.planner != "off"
     client = MeasuredClient(dispatcher, window, load=load) if window.has_goals or plans else dispatcher
-    planning = PlanLoop(
-        config,
-        load,
-        lambda: dispatcher.fleet.registry.workers.values(),
-        lambda: dispatcher.demand(window.tpot_s).held,
-        scaler_of(config),
-        has_prefill=bool(config.prefill or config.prefill_services or config.discovery_file),
-    )
+    planning = planning_of(config, load, dispatcher, window.tpot_s)
     metrics.registry.register(PlanCollector(lambda: planning.outlook, {"model_name": name, "engine": ENGINE}))
     tracing = Tracing.of(config)
     failure = lambda: dispatcher.fleet.failure or planning.failure  # noqa: E731
@@ -111,6 +105,20 @@ async def run(
         text.close()
         if tracing is not None:
             tracing.close()
+
+
+def planning_of(config: RouterConfig, load: LoadWindow, dispatcher: Dispatcher, tpot_s: float) -> PlanLoop:
+    """The planner over a dispatcher's workers; `tpot_s` is the tightest goal for a token, 0 for none."""
+    from router.planner.loop import PlanLoop, scaler_of
+
+    return PlanLoop(
+        config,
+        load,
+        lambda: dispatcher.fleet.registry.workers.values(),
+        lambda: dispatcher.demand(tpot_s).held,
+        scaler_of(config),
+        has_prefill=bool(config.prefill or config.prefill_services or config.discovery_file),
+    )
 
 
 if __name__ == "__main__":

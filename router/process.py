@@ -13,7 +13,7 @@ from common.config.sources import exit_refused, load
 from common.errors import ConfigError, ModelError
 from common.observe.logging import setup_logging
 from router.__main__ import PROG, run
-from router.siblings.part import Part
+from router.siblings.part import RouterPart
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     listener, index, folder, *flags = argv
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     config = load(RouterConfig, flags, prog=PROG)
-    part = Part(int(index), config.router_processes, Path(folder))
+    part = RouterPart(int(index), config.router_processes, Path(folder))
     setup_logging(f"router-{index}", config.log_level, json=config.log_json)
     import uvloop
 

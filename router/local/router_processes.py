@@ -29,7 +29,7 @@ from router.local.child import Child
 from router.local.keeper import POLL_S, Keeper, StartFailed
 from router.local.liveness import ROUTER_ROUNDS
 from router.local.probe import Address, ask_health
-from router.siblings.part import Part
+from router.siblings.part import RouterPart
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RouterProcess(Child):
 
     config: RouterConfig
 
-    def __init__(self, config: RouterConfig, part: Part) -> None:
+    def __init__(self, config: RouterConfig, part: RouterPart) -> None:
         super().__init__(f"router-{part.index}", MODULE, config)
         self.part = part
         self._listener: socket.socket | None = None
@@ -103,7 +103,7 @@ class RouterProcesses(Keeper):
     def __init__(self, config: RouterConfig, folder: Path) -> None:
         super().__init__(period_s=PERIOD_S, start_s=START_S, grace_s=config.drain_timeout_s + STOP_GRACE_S)
         count = config.router_processes
-        self.processes = [RouterProcess(config, Part(index, count, folder)) for index in range(count)]
+        self.processes = [RouterProcess(config, RouterPart(index, count, folder)) for index in range(count)]
 
     @property
     def children(self) -> tuple[Child, ...]:

@@ -34,7 +34,7 @@ from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequ
 from router.request.paths import GENERATING
 from router.server.entrance import generates
 from router.server.front import Front
-from router.siblings.part import Part
+from router.siblings.part import RouterPart
 from router.siblings.siblings import Siblings
 from router.siblings.usage import SharedUsage
 from router.store.database import IN_MEMORY
@@ -55,7 +55,7 @@ def build_app(
     metrics: RouterMetrics,
     failure: Callable[[], str] = str,
     tracing: Tracing | None = None,
-    part: Part | None = None,
+    part: RouterPart | None = None,
 ) -> FastAPI:
     """The application over a client of the pools. `app.state.service` is its `Service`, which `serve` drains.
 

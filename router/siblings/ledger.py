@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from router.siblings.exposition import counters, merged
-from router.siblings.part import Part
+from router.siblings.part import RouterPart
 
 NUM_TOLD = (
     "# HELP diptych_router_processes Processes of this router that told the metrics of this page\n"
@@ -24,7 +24,7 @@ NUM_TOLD = (
 class MetricsLedger:
     """`render` makes the text of this process."""
 
-    def __init__(self, part: Part, render: Callable[[], bytes]) -> None:
+    def __init__(self, part: RouterPart, render: Callable[[], bytes]) -> None:
         self._part, self._render = part, render
 
     def take_over(self) -> None:

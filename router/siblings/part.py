@@ -12,7 +12,7 @@ DIVIDED = ("max_inflight", "max_connections", "max_background")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RouterPart:
     """Number `index` of `count`. They meet in `folder`, which is theirs alone."""
 
     index: int

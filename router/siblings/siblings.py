@@ -10,7 +10,7 @@ from http import HTTPStatus
 import httpx
 
 from router.siblings.ledger import MetricsLedger
-from router.siblings.part import Part
+from router.siblings.part import RouterPart
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ OWNER = "x-owner"
 class Siblings:
     """Owned by one event loop. `render` makes the metrics of this process."""
 
-    def __init__(self, part: Part, render: Callable[[], bytes]) -> None:
+    def __init__(self, part: RouterPart, render: Callable[[], bytes]) -> None:
         self.part, self.ledger = part, MetricsLedger(part, render)
         self._clients = {
             index: httpx.AsyncClient(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from router.siblings.part import Part
+from router.siblings.part import RouterPart
 
 MAX_KEYS = 65_536
 COLUMNS = 8
@@ -134,7 +134,7 @@ class KeyUsage:
 class SharedUsage:
     """The tables of all processes. Raises OSError for a folder that cannot be written."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: RouterPart) -> None:
         tables = [UsageTable(part.folder / f"{index}.usage") for index in range(part.count)]
         self._own = tables[part.index]
         self._own.begin_anew()

@@ -11,7 +11,7 @@ from router.auth.keys import Limits
 from router.auth.limits import Denied
 from router.auth.shared_limits import SharedQuota
 from router.siblings import usage
-from router.siblings.part import Part
+from router.siblings.part import RouterPart
 from router.siblings.usage import SharedUsage
 
 
@@ -23,7 +23,7 @@ class Processes:
         self.usages = [self.start(index) for index in range(num)]
 
     def start(self, index: int) -> SharedUsage:
-        return SharedUsage(Part(index, self.num, self.folder))
+        return SharedUsage(RouterPart(index, self.num, self.folder))
 
     def quota(self, index: int, now: float = 0.0, name: str = "one") -> SharedQuota:
         return SharedQuota(self.limits, now, self.usages[index].of_key(name))

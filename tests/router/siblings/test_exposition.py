@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.siblings.exposition import counters, merged
 from router.siblings.ledger import MetricsLedger
-from router.siblings.part import Part
+from router.siblings.part import RouterPart
 
 
 class Process:
@@ -73,18 +73,20 @@ def total(page: bytes) -> float:
 
 def test_no_counter_goes_back_when_a_process_dies(tmp_path: Path) -> None:
     first, second = Process(2, 1.0, 0.5), Process(3, 1.0, 0.5)
-    asked, dying = (MetricsLedger(Part(index, 2, tmp_path), one.render) for index, one in enumerate((first, second)))
+    asked, dying = (
+        MetricsLedger(RouterPart(index, 2, tmp_path), one.render) for index, one in enumerate((first, second))
+    )
     assert total(asked.page({1: dying.tell()})) == 5
     page = asked.page({})  # it is dead
     assert total(page) == 5 and samples(page)["diptych_router_processes", ""] == 1
     for lives in (1, 2):
-        successor = MetricsLedger(Part(1, 2, tmp_path), Process(10, 1.0, 0.5).render)
+        successor = MetricsLedger(RouterPart(1, 2, tmp_path), Process(10, 1.0, 0.5).render)
         successor.take_over()
         assert total(asked.page({})) == 5 + 10 * (lives - 1)
         assert total(asked.page({1: successor.tell()})) == 5 + 10 * lives
 
 
 def test_a_process_that_told_nothing_leaves_nothing(tmp_path: Path) -> None:
-    ledger = MetricsLedger(Part(0, 2, tmp_path), Process(2, 1.0, 0.5).render)
+    ledger = MetricsLedger(RouterPart(0, 2, tmp_path), Process(2, 1.0, 0.5).render)
     ledger.take_over()
     assert list(tmp_path.iterdir()) == [] and total(ledger.page({})) == 2
