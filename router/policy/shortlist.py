@@ -154,9 +154,9 @@ class Shortlist:
         if before is not None:
             if before[0] == layout:
                 if before[1] != entry:
-                    ranking = self._rankings[layout]
-                    del ranking[bisect_left(ranking, before[1])]
-                    insort(ranking, entry)
+                    kept = self._rankings[layout]
+                    del kept[bisect_left(kept, before[1])]
+                    insort(kept, entry)
                     self._places[worker.address] = layout, entry
                 return
             self._take_out(*before)
