@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import orjson
 from starlette.applications import Starlette
@@ -16,7 +17,10 @@ from router.api.responses.background import BackgroundAnswer
 from router.api.responses.kept import KeptResponses
 from router.generation.service import Service
 from router.request.errors import error_response
-from router.siblings.siblings import NOT_MINE, OWNER, Siblings
+from router.siblings.part import NOT_MINE, OWNER
+
+if TYPE_CHECKING:  # only routers of several processes need its HTTP client
+    from router.siblings.siblings import Siblings
 
 EVENTS, CANCEL, DELETE, SETTLE = "/responses/events", "/responses/cancel", "/responses/delete", "/responses/settle"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -25,12 +25,14 @@ from router.observe.metrics import RouterMetrics
 from router.planner.loop import Outlook
 from router.request.body import BodyBudget, BodyLease, parse, read_body
 from router.request.large_body import LARGE_BYTES, LargeBodies
-from router.siblings.siblings import Siblings
 from router.streams.client import RETRY_AFTER_S, GenerationClient
 from router.text.answer.marks import MarkTokens
 from router.text.calls.dialect import Dialect, dialect_of
 from router.text.text_pipeline import TextPipeline
 from router.text.thinking import thinks
+
+if TYPE_CHECKING:  # only routers of several processes need its HTTP client
+    from router.siblings.siblings import Siblings
 
 M = TypeVar("M", bound=BaseModel)
 

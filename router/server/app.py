@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -35,11 +36,13 @@ from router.request.paths import GENERATING
 from router.server.entrance import generates
 from router.server.front import Front
 from router.siblings.part import RouterPart
-from router.siblings.siblings import Siblings
 from router.siblings.usage import SharedUsage
 from router.store.database import IN_MEMORY
 from router.store.location import store_of
 from router.text.text_pipeline import TextPipeline
+
+if TYPE_CHECKING:  # only routers of several processes need its HTTP client
+    from router.siblings.siblings import Siblings
 
 MAX_SHOWN_PATH = 200
 ROUTERS = (generate_routes, response_routes, model_routes, token_routes, probe_routes)
@@ -64,7 +67,7 @@ def build_app(
     the process is healthy. Raises ConfigError when a file that the configuration names cannot be used.
     """
     gate = Gate(config, metrics, usage=None if part is None else SharedUsage(part))
-    siblings = None if part is None else Siblings(part, metrics.render)
+    siblings = None if part is None else siblings_of(part, metrics)
     service = Service(client, text, files, config, metrics, gate, failure, tracing, siblings)
     app = RouterApp(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
@@ -82,6 +85,13 @@ def build_app(
     asked = (*generating, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
     install_openapi(app, (*asked, ErrorBody, AnthropicErrorBody))
     return app
+
+
+def siblings_of(part: RouterPart, metrics: RouterMetrics) -> Siblings:
+    """The other processes of a router."""
+    from router.siblings.siblings import Siblings
+
+    return Siblings(part, metrics.render)
 
 
 class RouterApp(FastAPI):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.applications import Starlette
 
-from router.siblings.siblings import Siblings
+if TYPE_CHECKING:  # only routers of several processes need its HTTP client
+    from router.siblings.siblings import Siblings
 
 CLOSE_S = 1
 POLL_S = 0.01

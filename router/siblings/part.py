@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 
 from common.config import RouterConfig
 
+NOT_MINE = HTTPStatus.MISDIRECTED_REQUEST
+"""What a process answers to another that asks for what it does not have."""
+OWNER = "x-owner"
+"""The header with the name of the API key for which another process asks."""
 DIVIDED = ("max_inflight", "max_connections", "max_background")
 
 

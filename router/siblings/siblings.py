@@ -10,7 +10,7 @@ from http import HTTPStatus
 import httpx
 
 from router.siblings.ledger import MetricsLedger
-from router.siblings.part import RouterPart
+from router.siblings.part import NOT_MINE, OWNER, RouterPart
 
 log = logging.getLogger(__name__)
 
@@ -18,10 +18,6 @@ WAIT_S = 2.0
 """How long the others have to answer. Those that do not are left out: they are starting, or stuck and soon ended."""
 END_S = 35.0
 """How long one has that ends an answer first."""
-NOT_MINE = HTTPStatus.MISDIRECTED_REQUEST
-"""What a process answers that does not have what it is asked for."""
-OWNER = "x-owner"
-"""The header with the name of the API key that asks."""
 
 
 class Siblings:
