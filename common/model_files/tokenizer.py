@@ -55,6 +55,22 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception for every kind of damage
             raise ModelError(f"{path} is not a readable tokenizer.json ({error}): fetch or convert it again") from error
 
+    def cutting_tokens(self) -> dict[str, int]:
+        """Control tokens at which each text is cut, whatever stands around them: what is before one, itself included,
+        has the same tokens in every text that begins like this. Empty where the tokenizer allows no such statement.
+        """
+        if self._inner.truncation is not None or self._inner.padding is not None:
+            return {}
+        added = self._inner.get_added_tokens_decoder()
+        names = [token.content for token in added.values()]
+        return {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token.special
+            and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+            and not any(token.content in name and token.content != name for name in names)
+        }
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; control tokens written out in it count as such (chat templates rely on it).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -31,6 +31,9 @@ from router.text.answer.marks import MarkTokens
 from router.text.calls.dialect import Dialect, dialect_of
 from router.text.text_pipeline import TextPipeline
 from router.text.thinking import thinks
+
+if TYPE_CHECKING:  # only routers of several processes need its HTTP client
+    from router.siblings.siblings import Siblings
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -61,6 +64,7 @@ class Service:
     """One served model. `draining` refuses new work; `num_active` counts HTTP requests that are being answered.
 
     `failure` says why this process must be restarted; "" while it is sound. `outlook`: the planner's latest look.
+    `siblings` are the other processes that serve the port; None for a router of one process.
     `dialect` is how the model calls functions, and `marks` are the special tokens of its form. Its `task` is what it is
     served for. Raises ModelError for a task that it cannot do.
     """
@@ -73,6 +77,7 @@ class Service:
     gate: Gate
     failure: Callable[[], str] = str
     tracing: Tracing | None = None
+    siblings: Siblings | None = None
     outlook: Callable[[], Outlook | None] = lambda: None
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False

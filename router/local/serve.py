@@ -23,9 +23,10 @@ from common.errors import ConfigError, ModelError
 from common.model_files.resolve import resolve_model
 from common.model_files.task import GENERATES, ServedTask, Task, served_task
 from common.observe.logging import setup_logging
+from router.local.keeper import StartFailed
 from router.local.probe import claim_port, reachable_host
 from router.local.processes import ServePlan, read_plan
-from router.local.supervisor import StartFailed, Supervisor
+from router.local.supervisor import Supervisor
 from router.request.paths import CHAT_PATH, EMBEDDINGS_PATH, SCORE_PATH
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from router.text.calls.dialect import Dialect
 from router.text.calls.form import CallForm
 from router.text.calls.function import Function
 from router.text.chat_prompt import chat_prompt
+from router.text.known_prefixes import KnownPrefixes
 from router.text.token_floor import TokenFloor, token_floor
 from router.text.token_table import TokenText, token_table
 
@@ -62,6 +63,7 @@ class TextPipeline:
         self.template = template or ChatTemplate(None, model_id=model_id)
         self._floor, self.grammars = floor or TokenFloor(), grammars
         self._table = token_table(tokenizer)
+        self._prefixes = KnownPrefixes(tokenizer, f"{self.template.source or ''}{eos_token}")
         self._long = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="text-long")
         self._short = ThreadPoolExecutor(1, thread_name_prefix="text-short") if threads > 1 else self._long
         self._max_pending, self._pending, self._lock = max_pending, 0, threading.Lock()
@@ -248,10 +250,12 @@ class TextPipeline:
             raise InvalidRequest(
                 f"{param}: a prompt of {num_bytes:,} bytes, at most {max_bytes:,} are tokenised here", param=param
             )
-        if second is None:
-            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:
+        if second is not None:
             ids = self.tokenizer.encode_pair(text, second)
+        elif add_special_tokens:
+            ids = self.tokenizer.encode(text)
+        else:
+            ids = self._prefixes.encode(text)
         if ids and max(ids) >= self.vocab_size:
             self.check_ids(ids, param=param)
         return ids

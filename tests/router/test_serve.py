@@ -18,12 +18,14 @@ from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig,
 from common.config.field import fields_of, to_argv
 from common.errors import ConfigError
 from common.model_files.task import GENERATES, ServedTask, Task
+from router.local import keeper as keeper_module
 from router.local import supervisor as supervisor_module
 from router.local.child import Child, child_environment
+from router.local.keeper import StartFailed, describe_exit
 from router.local.probe import claim_port, ready_reason
 from router.local.processes import ROUTER_OWN, WORKER_OWN, ServePlan, build_parser, read_plan
 from router.local.serve import main, pools_for, summary
-from router.local.supervisor import StartFailed, Supervisor, describe_exit
+from router.local.supervisor import Supervisor
 
 # ---------------------------------------------------------------- the plan
 
@@ -192,7 +194,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (modules / "pretended_router.py").write_text(ROUTER)
     monkeypatch.setenv("PYTHONPATH", str(modules), prepend=os.pathsep)
     monkeypatch.setenv("RECORDS", str(tmp_path))
-    monkeypatch.setattr(supervisor_module, "FIRST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(keeper_module, "FIRST_BACKOFF_S", 0.05)
     return tmp_path
 
 
@@ -328,7 +330,7 @@ async def test_a_signal_that_comes_twice_at_once_is_one(records: Path) -> None:
 
 
 async def test_a_second_signal_does_not_wait(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "ECHO_S", 0.0)
+    monkeypatch.setattr(keeper_module, "ECHO_S", 0.0)
     supervisor = pretended(records, "--decode-max-waiting", "9")  # its decode worker ignores SIGTERM
     await supervisor.start()
     supervisor.stop()
