@@ -14,7 +14,13 @@ from common.errors import ConfigError, ModelError
 from common.observe.logging import setup_logging
 
 if TYPE_CHECKING:  # imported late, see `main`
+    from common.model_files.files import ModelFiles
+    from common.wire.message_fields import Role
+    from router.dispatch.dispatcher import Dispatcher
+    from router.planner.load.window import LoadWindow
+    from router.planner.loop import PlanLoop
     from router.policy.routing import RoutingPolicy
+    from router.siblings.part import RouterPart
 
 PROG = "diptych router"
 log = logging.getLogger(__name__)
@@ -24,6 +30,10 @@ def main(argv: Sequence[str]) -> int:
     """Serve until SIGTERM; 0 after a clean end, 1 when the port is taken, 2 when a setting or the model is refused."""
     config = load(RouterConfig, argv, prog=PROG)
     setup_logging("router", config.log_level, json=config.log_json)
+    if config.router_processes > 1:
+        from router.local.router_processes import run_together
+
+        return run_together(config, PROG)
     # Imported after the command line is parsed, so that --help and refusals are instant.
     import uvloop
 
@@ -41,12 +51,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPolicy | None = None) -> None:
-    """Build the router and serve until a signal; without a `policy`, the usual one routes.
+async def run(
+    config: RouterConfig, listener: socket.socket, policy: RoutingPolicy | None = None, part: RouterPart | None = None
+) -> None:
+    """Build the router and serve until a signal, as `part` of several processes or alone; without a `policy`, the
+    usual one routes.
 
     Raises ModelError, and ConfigError for a file that a setting names.
     """
-    from common.model_files.resolve import resolve_model
     from router.dispatch.dispatcher import Dispatcher
     from router.garbage import collect_seldom
     from router.generation.choices.tracing import Tracing
@@ -56,18 +68,17 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
     from router.observe.pool_metrics import PoolCollector
     from router.observe.slo import SLOWindow
     from router.planner.load.window import LoadWindow
-    from router.planner.loop import PlanLoop, scaler_of
     from router.planner.sizing_forecaster import SizingForecaster
     from router.server.app import build_app
     from router.server.server import serve, stop_on_signals
     from router.text.text_pipeline import TextPipeline
 
     stop = stop_on_signals()
-    files = resolve_model(config.model, progress=False, weights=False)
+    files, needed = _model(config)
     text = TextPipeline.from_files(files, threads=config.tokenizer_threads)
     if text.grammars is not None and files.eos_token_ids:
         text.grammars.start()
-    dispatcher = Dispatcher(config, policy=policy, splits=SizingForecaster.of(config))
+    dispatcher = Dispatcher(config, policy=policy, splits=SizingForecaster.of(config), needed=needed)
     name = config.served_model_name or files.model_id
     metrics = RouterMetrics(name, dispatcher.load)
     window = SLOWindow.of(config.classes)
@@ -75,17 +86,11 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
     load = LoadWindow(config.slo_quantile)
     plans = config.planner != "off"
     client = MeasuredClient(dispatcher, window, load=load) if window.has_goals or plans else dispatcher
-    planning = PlanLoop(
-        config,
-        load,
-        lambda: dispatcher.fleet.registry.workers.values(),
-        lambda: dispatcher.demand(window.tpot_s).held,
-        scaler_of(config),
-        has_prefill=bool(config.prefill or config.prefill_services or config.discovery_file),
-    )
+    planning = planning_of(config, load, dispatcher, window.tpot_s)
     metrics.registry.register(PlanCollector(lambda: planning.outlook, {"model_name": name, "engine": ENGINE}))
     tracing = Tracing.of(config)
-    app = build_app(client, text, files, config, metrics, lambda: dispatcher.fleet.failure or planning.failure, tracing)
+    failure = lambda: dispatcher.fleet.failure or planning.failure  # noqa: E731
+    app = build_app(client, text, files, config, metrics, failure, tracing, part)
     app.state.service.outlook = lambda: planning.outlook
     collect_seldom()
     try:
@@ -101,6 +106,31 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
         text.close()
         if tracing is not None:
             tracing.close()
+
+
+def _model(config: RouterConfig) -> tuple[ModelFiles, Role]:
+    """The model's files, and the workers that it needs. Raises ModelError, and ConfigError where there are none."""
+    from common.model_files.resolve import resolve_model
+    from common.model_files.task import served_task
+
+    files = resolve_model(config.model, progress=False, weights=False)
+    needed = served_task(files, config.task).needed
+    config.check_workers(needed)
+    return files, needed
+
+
+def planning_of(config: RouterConfig, load: LoadWindow, dispatcher: Dispatcher, tpot_s: float) -> PlanLoop:
+    """The planner over a dispatcher's workers; `tpot_s` is the tightest goal for a token, 0 for none."""
+    from router.planner.loop import PlanLoop, scaler_of
+
+    return PlanLoop(
+        config,
+        load,
+        lambda: dispatcher.fleet.registry.workers.values(),
+        lambda: dispatcher.demand(tpot_s).held,
+        scaler_of(config),
+        has_prefill=bool(config.prefill or config.prefill_services or config.discovery_file),
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ streams the same chunks. Each round measures every server anew, in turning order
   latency    from the stand-in's stamp to the client's receipt, at half of that rate
   short      whole answers of 4 tokens to chats of a hundred, 32 at once: prefill and decode worker take part
   large      prompts of 220 KB, 4 at once
+  turns      conversations of 220 KB that go on with another question each time, 4 at once
   long       a prompt of 100,000 tokens beside 200 streams: its time, and how late tokens of the others become
   idle       10,000 streams that wait for a token: memory of each
 
@@ -38,7 +39,7 @@ from common.model_files.resolve import resolve_model
 from common.model_files.tokenizer import Tokenizer
 
 PROGRAM: Final = "python -m benchmarks.router"
-PARTS: Final = ("streaming", "latency", "short", "large", "long", "idle")
+PARTS: Final = ("streaming", "latency", "short", "large", "turns", "long", "idle")
 PACKAGES: Final = ("uvicorn", "starlette", "httptools", "fastapi", "orjson", "msgspec")
 OTHER_FILES: Final = 1000
 """Descriptors of the router and of a client for everything but streams."""
@@ -55,6 +56,8 @@ ROWS: Final = (
     ("request_p50_ms", "short request p50, ms", 1, ""),
     ("large_per_cpu_s", "220 KB prompts/s, a core of the server", 1, "130"),
     ("large_per_s", "220 KB prompts/s, as the machine allowed", 1, ""),
+    ("turns_per_cpu_s", "220 KB conversations/s that go on, a core of the server", 1, "130"),
+    ("turns_per_s", "220 KB conversations/s that go on, as the machine allowed", 1, ""),
     ("long_tokens", "long prompt: tokens", 0, ""),
     ("long_s", "long prompt: seconds", 2, ""),
     ("others_p99_before_ms", "streams before it: added latency p99, ms", 2, ""),
@@ -133,6 +136,8 @@ def measure(arm: Arm, size: Size, parts: Sequence[str], rate: float, chars_per_t
     if isinstance(arm, RouterArm):
         if "large" in parts:
             figures |= bench.large()
+        if "turns" in parts:
+            figures |= bench.turns()
         if "long" in parts:
             figures |= bench.long()
     if "idle" in parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,6 +26,7 @@ STREAM_TOKENS: Final = 4_000_000
 ALL: Final = 1 << 40
 """More requests than any run sends."""
 Figures = dict[str, float]
+Request = tuple[bytes, tuple[bytes, bytes]]
 
 
 class Lost(Exception):
@@ -95,8 +96,8 @@ class Bench:
     def short(self) -> Figures:
         """Whole answers of a few tokens to prompts of a hundred."""
         self._pace(Pace.ONCE)
-        text = self._text(SHORT_CHARS)
-        found, answers = self._loops(self._size.connections, text, SHORT_TOKENS, self._size.seconds)
+        request = self._request(self._text(SHORT_CHARS), SHORT_TOKENS, stream=False)
+        found, answers = self._loops(self._size.connections, request, self._size.seconds)
         return {
             "requests_per_s": answers["per_s"],
             "requests_per_cpu_s": answers["per_cpu_s"],
@@ -106,9 +107,20 @@ class Bench:
     def large(self) -> Figures:
         """Prompts of `large_bytes` bytes, one after the other on a few connections."""
         self._pace(Pace.ONCE)
-        text = self._text(self._size.large_bytes)
-        _, answers = self._loops(self._size.large_connections, text, 1, self._size.seconds)
+        request = self._request(self._text(self._size.large_bytes), 1, stream=False)
+        _, answers = self._loops(self._size.large_connections, request, self._size.seconds)
         return {"large_per_s": answers["per_s"], "large_per_cpu_s": answers["per_cpu_s"]}
+
+    def turns(self) -> Figures:
+        """Conversations of as many bytes, which go on with another question each time."""
+        self._pace(Pace.ONCE)
+        past = (
+            {"role": "user", "content": self._text(self._size.large_bytes)},
+            {"role": "assistant", "content": "Ok."},
+        )
+        request = self._request("?", 1, stream=False, past=past)
+        _, answers = self._loops(self._size.large_connections, request, self._size.seconds)
+        return {"turns_per_s": answers["per_s"], "turns_per_cpu_s": answers["per_cpu_s"]}
 
     def long(self) -> Figures:
         """A very long prompt beside streams: its time, and the delays of their tokens meanwhile and before."""
@@ -120,8 +132,8 @@ class Bench:
             time.sleep(min(2.0, size.seconds))
             quiet = (began, time.monotonic())
             self._source.ask("report")  # which forgets the longest prompt so far
-            text = self._text(int(size.long_tokens * self._chars_per_token))
-            found, _ = self._loops(1, text, 1, WAIT_S, most=size.long_prompts, one_client=True)
+            request = self._request(self._text(int(size.long_tokens * self._chars_per_token)), 1, stream=False)
+            found, _ = self._loops(1, request, WAIT_S, most=size.long_prompts, one_client=True)
             before, during = self._delays([quiet]), self._delays(found)
             longest = self._source.ask("report")["longest_prompt"]  # before the streams' end asks and so forgets it
         return {
@@ -180,10 +192,10 @@ class Bench:
             client.ask("stop")
 
     def _loops(
-        self, num: int, text: str, max_tokens: int, seconds: float, *, most: int = ALL, one_client: bool = False
+        self, num: int, request: Request, seconds: float, *, most: int = ALL, one_client: bool = False
     ) -> tuple[list[tuple[float, float]], Figures]:
         """When each request began and ended, and the rates of `most` of them, or of those within `seconds`."""
-        head, body = self._request(text, max_tokens, stream=False)
+        head, body = request
         clients = self._clients[:1] if one_client else self._clients
         answers = self._total(ANSWERS)
         for client in clients:
@@ -213,10 +225,10 @@ class Bench:
                     delays.append(arrival - stamp)
         return np.array(delays)
 
-    def _request(self, text: str, max_tokens: int, *, stream: bool) -> tuple[bytes, tuple[bytes, bytes]]:
+    def _request(self, text: str, max_tokens: int, *, stream: bool, past: Sequence[Mapping[str, str]] = ()) -> Request:
         """The head up to the value of its length, and the body before and behind eight digits."""
-        message = {"role": "user", "content": f"00000000 {text}"}
-        fields = {"model": self._arm.model, "messages": [message], "max_tokens": max_tokens, "temperature": 0}
+        messages = [*past, {"role": "user", "content": f"00000000 {text}"}]
+        fields = {"model": self._arm.model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
         body = json.dumps(fields | ({"stream": True} if stream else {})).encode()
         first, _, last = body.partition(b"00000000")
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"

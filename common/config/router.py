@@ -39,6 +39,14 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSetting
     max_body_bytes: int = setting(
         8 * 1024 * 1024, "largest request body in bytes; larger ones get 413", group="HTTP", ge=1024, le=1_000_000_000
     )
+    router_processes: int = setting(
+        1,
+        "processes that serve the port together, each a whole router with its share of connections, "
+        "--max-connections, --max-inflight and --max-background; one that ends or hangs is started again",
+        group="HTTP",
+        ge=1,
+        le=64,
+    )
     keepalive_s: float = setting(
         15.0, "seconds of silence after which a stream gets a keep-alive comment", group="HTTP", ge=0.01, le=300
     )
@@ -174,6 +182,8 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSetting
 
     def check_start(self) -> None:
         super().check_start()
+        if self.task == "generate":
+            self.check_workers("decode")
         if self.planner == "kubernetes":
             self.cluster.namespace(self.discovery_namespace, "discovery_namespace")
 

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-DIGEST_BYTES = 16
+DIGEST_BYTES, TOKEN_BYTES = 16, 4
 
 
 class BlockHasher:
@@ -29,11 +29,13 @@ class BlockHasher:
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
         """Hashes of all full blocks of `token_ids`, which must begin with the tokens hashed before."""
-        size = self.block_size
-        for index in range(len(self.hashes), len(token_ids) // size):
-            tokens = array("I", token_ids[index * size : (index + 1) * size]).tobytes()
-            self._tail = hashlib.blake2b(self._tail + tokens, digest_size=DIGEST_BYTES).digest()
-            self.hashes.append(self._tail)
+        size, tail, blake2b = self.block_size, self._tail, hashlib.blake2b
+        new = array("I", token_ids[len(self.hashes) * size : len(token_ids) // size * size]).tobytes()
+        num_bytes = TOKEN_BYTES * size
+        for at in range(0, len(new), num_bytes):
+            tail = blake2b(tail + new[at : at + num_bytes], digest_size=DIGEST_BYTES).digest()
+            self.hashes.append(tail)
+        self._tail = tail
         return self.hashes
 
 

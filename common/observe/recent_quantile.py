@@ -36,10 +36,18 @@ class RecentQuantile:
 
     def quantiles(self, shares: Sequence[float], now: float) -> tuple[int, list[float]]:
         """The number of observations, and the quantile of each share, 0.0 without any."""
+        return quantiles_of(self.counts(now), shares)
+
+    def counts(self, now: float) -> list[int]:
+        """The observations by bucket; empty without any."""
         with self._lock:
-            counts = [sum(bucket) for bucket in zip(*self._window.recent(now), strict=True)]
-        seen = list(accumulate(counts))
-        if not seen or not seen[-1]:
-            return 0, [0.0] * len(shares)
-        buckets = (bisect_left(seen, max(1, math.ceil(share * seen[-1]))) for share in shares)
-        return seen[-1], [float(LOWEST * GROWTH**bucket) for bucket in buckets]
+            return [sum(bucket) for bucket in zip(*self._window.recent(now), strict=True)]
+
+
+def quantiles_of(counts: Sequence[int], shares: Sequence[float]) -> tuple[int, list[float]]:
+    """The number of observations by bucket, and the quantile of each share, 0.0 without any."""
+    seen = list(accumulate(counts))
+    if not seen or not seen[-1]:
+        return 0, [0.0] * len(shares)
+    buckets = (bisect_left(seen, max(1, math.ceil(share * seen[-1]))) for share in shares)
+    return seen[-1], [float(LOWEST * GROWTH**bucket) for bucket in buckets]

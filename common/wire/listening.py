@@ -31,12 +31,16 @@ def listening_host(host: str, *, ipv6: bool | None = None) -> str:
     return ALL if (has_ipv6() if ipv6 is None else ipv6) else ALL_IPV4
 
 
-def listen(host: str, port: int, backlog: int) -> socket.socket:
-    """A listening socket: early clients wait. Raises OSError when the address is taken or not this machine's."""
+def listen(host: str, port: int, backlog: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket: early clients wait. `shared`: further ones of this user may have the port, too, and the
+    kernel gives each its part of the connections. Raises OSError when the address is taken or not this machine's.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(listening_host(host), port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != ALL))
         listener.bind(address)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -19,14 +18,14 @@ from router.api import service_answers
 from router.api.anthropic import answers as anthropic_answers
 from router.api.anthropic.fields import CountTokensRequest
 from router.api.anthropic.messages import count_tokens
-from router.api.load_answer import load_body
+from router.api.load_answer import load_of, own_load
+from router.api.merged_load import merged_load
 from router.api.openai import answers as openai_answers
 from router.api.openai.chat import conversation_tokens
 from router.api.openapi import documented
 from router.api.pages import CHAT, DASHBOARD, page
 from router.generation.service import Service, service_of
 from router.generation.structure import functions_of
-from router.planner.loop import goals_of
 from router.request.errors import error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
 from router.request.large_body import check_number_of_ids
@@ -52,7 +51,7 @@ async def dashboard() -> Response:
     return HTMLResponse(page(DASHBOARD))
 
 
-@probe_routes.get("/live", response_class=RedirectResponse)
+@probe_routes.get("/live", response_class=RedirectResponse, status_code=308)
 async def live() -> Response:
     """The dashboard, under its old name."""
     return RedirectResponse("/dashboard", status_code=308)
@@ -86,7 +85,9 @@ async def ping(request: Request) -> Response:
 @probe_routes.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
-    return Response(service_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+    service = service_of(request)
+    text = service.metrics.render() if service.siblings is None else await service.siblings.metrics()
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 @probe_routes.get("/version", **documented(None, service_answers.Version))
@@ -99,9 +100,11 @@ async def version() -> Response:
 async def load(request: Request) -> Response:
     """Requests by stage and class, the traffic of late, each worker's load, the plan, and the latest events."""
     service = service_of(request)
-    models = [{"id": service.model_name, "max_model_len": service.max_model_len}]
-    traffic = service.metrics.traffic.summary(time.monotonic())
-    return _json(load_body(service.client.load(), service.outlook(), goals_of(service.config), models, traffic))
+    if service.siblings is None:
+        return _json(load_of(service))
+    others = (orjson.loads(body) for body in (await service.siblings.told("/load")).values())
+    told = [orjson.loads(orjson.dumps(own_load(service))), *others]
+    return _json(merged_load([one["load"] for one in told], [one["counts"] for one in told]))
 
 
 @probe_routes.post("/reset_prefix_cache", **documented(None, service_answers.Status))

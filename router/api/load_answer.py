@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from router.admission.load import DispatchLoad
+from router.generation.service import Service
 from router.observe.recent_traffic import Traffic
-from router.planner.loop import Outlook
+from router.planner.loop import Outlook, goals_of
 from router.planner.sizing.pool import Goals
+
+
+def load_of(service: Service) -> dict[str, object]:
+    """What this process knows."""
+    models = [{"id": service.model_name, "max_model_len": service.max_model_len}]
+    traffic = service.metrics.traffic.summary(time.monotonic())
+    return load_body(service.client.load(), service.outlook(), goals_of(service.config), models, traffic)
+
+
+def own_load(service: Service) -> dict[str, object]:
+    """The same with its times by kind and bucket, from which those of several processes are made."""
+    return {"load": load_of(service), "counts": service.metrics.traffic.counts(time.monotonic())}
 
 
 def load_body(

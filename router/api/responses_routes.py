@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import orjson
 from fastapi import APIRouter
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidRequest, Unavailable
 from router.api.generate import serve
+from router.api.inner import CANCEL, DELETE, EVENTS
 from router.api.openai import answers as openai_answers
 from router.api.openai.translated import plan_translated
 from router.api.openapi import documented
@@ -28,7 +31,7 @@ from router.generation.choices.request_log import RequestLog
 from router.generation.choices.shape import Object
 from router.generation.exchange import STREAM_HEADERS, Exchange
 from router.generation.plan import AnswerPlan
-from router.generation.service import Service
+from router.generation.service import Service, service_of
 from router.request.paths import RESPONSES_PATH
 from router.store.errors import StoreFailed
 
@@ -102,6 +105,8 @@ async def show(response_id: str, request: Request) -> Response:
         return _json(await kept.find(response_id, owner))
     start = _number(asked, "starting_after", default=-1, least=0, most=2**31) + 1
     answer = kept.background.find(response_id, owner)
+    if answer is None and (theirs := await _by_maker(request, response_id, EVENTS, start=str(start))):
+        return theirs
     if answer is None:
         await kept.find(response_id, owner)  # raises for an unknown one
     if answer is None or answer.events is None:
@@ -116,6 +121,8 @@ async def show(response_id: str, request: Request) -> Response:
 @response_routes.delete(ONE, tags=TAGS, **documented(None, openai_answers.DeletedResponse))
 async def delete(response_id: str, request: Request) -> Response:
     """Forget a response."""
+    if theirs := await _by_maker(request, response_id, DELETE):
+        return theirs
     await kept_of(request).delete(response_id, _owner(request))
     return _json({"id": response_id, "object": "response", "deleted": True})
 
@@ -123,6 +130,8 @@ async def delete(response_id: str, request: Request) -> Response:
 @response_routes.post(f"{ONE}/cancel", tags=TAGS, **documented(None, openai_answers.ResponseBody))
 async def cancel(response_id: str, request: Request) -> Response:
     """End a response that is made in the background."""
+    if theirs := await _by_maker(request, response_id, CANCEL):
+        return theirs
     return _json(await kept_of(request).cancel(response_id, _owner(request)))
 
 
@@ -153,6 +162,25 @@ async def _in_background(
     except StoreFailed as failed:
         raise Unavailable(f"background: {failed}", param="background", retry_after_s=RETRY_AFTER_S) from failed
     return _stream(service, answer, 0) if fields.stream else _json(answer.response)
+
+
+async def _by_maker(request: Request, response_id: str, path: str, **params: str) -> Response | None:
+    """The answer of that process of this router which makes a response in the background, if that is another one."""
+    service, owner = service_of(request), _owner(request)
+    if service.siblings is None or kept_of(request).background.find(response_id, owner) is not None:
+        return None
+    method = "GET" if path == EVENTS else "POST"
+    theirs = await service.siblings.ask(method, path, owner, {"id": response_id, **params})
+    if theirs is None:
+        return None
+    if path == EVENTS and theirs.status_code == HTTPStatus.OK:
+        headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
+        return StreamingResponse(theirs.aiter_raw(), headers=headers, background=BackgroundTask(theirs.aclose))
+    try:
+        body = await theirs.aread()
+    finally:
+        await theirs.aclose()
+    return Response(body, theirs.status_code, media_type=theirs.headers.get("content-type"))
 
 
 def _stream(service: Service, answer: BackgroundAnswer, start: int) -> Response:

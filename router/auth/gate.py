@@ -23,10 +23,12 @@ from router.auth.errors import Forbidden, RateLimited, Unauthorized
 from router.auth.key_file import ring_of
 from router.auth.keys import ANONYMOUS, ApiKey, KeyRing
 from router.auth.limits import Denied, Quota
+from router.auth.shared_limits import SharedQuota
 from router.auth.tls import Certificate
 from router.auth.visit import Visit
 from router.auth.watch import FileWatch
 from router.observe.metrics import RouterMetrics
+from router.siblings.usage import SharedUsage
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +41,15 @@ PER = {"requests": "requests per minute", "tokens": "tokens per minute", "concur
 class Gate:
     """Owned by one event loop. Raises ConfigError for a key file, certificate or audit log that cannot be used."""
 
-    def __init__(self, config: RouterConfig, metrics: RouterMetrics, clock: Callable[[], float] = time.monotonic):
-        self._config, self._metrics, self._clock = config, metrics, clock
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        usage: SharedUsage | None = None,
+    ) -> None:
+        """`usage` is that of the keys at all processes of the router, where there are several."""
+        self._config, self._metrics, self._clock, self._usage = config, metrics, clock, usage
         self._watches: list[tuple[str, FileWatch, Callable[[], Awaitable[None]]]] = []
         self._hurry = asyncio.Event()
         if config.api_key_file:  # the watch begins before the file is read, so that it misses no change
@@ -125,6 +134,8 @@ class Gate:
                     await self._hurry.wait()
             except TimeoutError:
                 pass
+            if self._usage is not None:
+                self._look_at_others()
             hurry = self._hurry.is_set()
             self._hurry.clear()
             for field, watch, reload in self._watches:
@@ -172,8 +183,15 @@ class Gate:
     def _quota(self, key: ApiKey) -> Quota:
         quota = self._quotas.get(key.name)
         if quota is None:
-            quota = self._quotas[key.name] = Quota(key.limits, self._clock())
+            now, usage = self._clock(), self._usage
+            shared = usage and SharedQuota(key.limits, now, usage.of_key(key.name))
+            quota = self._quotas[key.name] = shared or Quota(key.limits, now)
         return quota
+
+    def _look_at_others(self) -> None:
+        now = self._clock()
+        for quota in self._quotas.values():
+            quota.look(now)
 
     def _refusal(self, visit: Visit, denied: Denied) -> RequestError:
         self._metrics.count_rate_limited(visit.key.name, denied.limit)

@@ -1,4 +1,5 @@
-"""The rate limits of one key, as a pure policy of the time. Each of several routers grants them.
+"""The rate limits of one key, as a pure policy of the time. Each of several routers grants them; the processes of one
+router grant them together (`router.auth.shared_limits`).
 
 A request counts when it arrives, a prompt when it is tokenised, output as it is generated. A stream may overdraw its
 key's tokens: it continues, and the next request waits until the level is above zero again.
@@ -42,7 +43,7 @@ class TokenBucket:
             return math.inf
         return max(0.0, (amount - self.level(now)) * 60.0 / self.per_minute)
 
-    def take(self, amount: int, now: float) -> None:
+    def take(self, amount: float, now: float) -> None:
         """Take `amount` at any level; a negative amount gives back."""
         self._level = min(float(self.per_minute), self.level(now) - amount)
 
@@ -59,6 +60,7 @@ class Quota:
     def __init__(self, limits: Limits, now: float) -> None:
         self.limits = limits
         self.num_active = 0
+        self.num_elsewhere = 0  # requests that count as well
         self._requests = TokenBucket(limits.requests_per_minute, now) if limits.requests_per_minute else None
         self._tokens = TokenBucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
 
@@ -68,10 +70,13 @@ class Quota:
         self._tokens = _changed(self._tokens, limits.tokens_per_minute, now)
         self.limits = limits
 
+    def look(self, now: float) -> None:
+        """Take into account what was granted elsewhere."""
+
     def enter(self, now: float) -> Denied | None:
         """Count a request in, or say why not; one that was counted in must `leave`."""
         most = self.limits.concurrent_requests
-        if most and self.num_active >= most:
+        if most and self.num_active + self.num_elsewhere >= most:
             return Denied("concurrency", most, CONCURRENCY_RETRY_S)
         denied = _denied("requests", self._requests, 1, now)
         if denied is None:
@@ -98,6 +103,19 @@ class Quota:
         """Count generated tokens; a negative number gives back those of a prompt that was not computed."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, now)
+
+    def _take(self, num_requests: float, num_tokens: float, now: float) -> None:
+        for bucket, number in ((self._requests, num_requests), (self._tokens, num_tokens)):
+            if bucket is not None and number:
+                bucket.take(number, now)
+
+    def _used(self, now: float) -> tuple[float, float]:
+        """Requests and tokens of the allowance that are used up; 0 without a limit."""
+        requests, tokens = (
+            bucket.per_minute - bucket.level(now) if bucket is not None else 0.0
+            for bucket in (self._requests, self._tokens)
+        )
+        return requests, tokens
 
     def headers(self, now: float) -> dict[str, str]:
         """OpenAI's headers for the limits of the key; `reset` is the time until the bucket is full again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from starlette.requests import Request
 from common.config import RouterConfig
 from common.errors import InvalidRequest, ModelNotFound, RequestError, Unavailable
 from common.model_files.files import ModelFiles
+from common.model_files.task import ServedTask, Task, served_task
 from router.admission.load import DispatchLoad
 from router.auth.end_rate import Pace
 from router.auth.gate import Gate
@@ -31,6 +32,9 @@ from router.text.calls.dialect import Dialect, dialect_of
 from router.text.text_pipeline import TextPipeline
 from router.text.thinking import thinks
 
+if TYPE_CHECKING:  # only routers of several processes need its HTTP client
+    from router.siblings.siblings import Siblings
+
 M = TypeVar("M", bound=BaseModel)
 
 MAX_SHOWN_NAME = 100
@@ -40,6 +44,7 @@ MIN_TOKENIZE_BYTES = 1024 * 1024
 BYTES_PER_TOKEN = 16
 """Four times those of most texts, so that a text of four times the model's length can be counted."""
 BYTES_PER_ID = 4
+DOES: Mapping[Task, str] = {"generate": "generates text", "embed": "embeds texts", "score": "scores pairs of texts"}
 
 
 class ServingClient(GenerationClient, Protocol):
@@ -59,7 +64,9 @@ class Service:
     """One served model. `draining` refuses new work; `num_active` counts HTTP requests that are being answered.
 
     `failure` says why this process must be restarted; "" while it is sound. `outlook`: the planner's latest look.
-    `dialect` is how the model calls functions, and `marks` are the special tokens of its form.
+    `siblings` are the other processes that serve the port; None for a router of one process.
+    `dialect` is how the model calls functions, and `marks` are the special tokens of its form. Its `task` is what it is
+    served for. Raises ModelError for a task that it cannot do.
     """
 
     client: ServingClient
@@ -70,6 +77,7 @@ class Service:
     gate: Gate
     failure: Callable[[], str] = str
     tracing: Tracing | None = None
+    siblings: Siblings | None = None
     outlook: Callable[[], Outlook | None] = lambda: None
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -81,8 +89,10 @@ class Service:
     unread: UnreadBudget = field(default_factory=UnreadBudget)
     dialect: Dialect = field(init=False)
     marks: MarkTokens = field(init=False)
+    task: ServedTask = field(init=False)
 
     def __post_init__(self) -> None:
+        self.task = served_task(self.files, self.config.task)
         self.bodies = BodyBudget(self.config.max_body_bytes)
         self.dialect = dialect_of(self.text.template, self.config.tool_parser)
         self.marks = self.text.mark_tokens(self.dialect.form)
@@ -145,6 +155,14 @@ class Service:
             return name
         shown = name if len(name) <= MAX_SHOWN_NAME else name[:MAX_SHOWN_NAME] + "…"
         raise ModelNotFound(f"there is no model {shown!r} here, only {self.model_name!r}", param="model")
+
+    def check_task(self, *tasks: Task) -> None:
+        """Raises InvalidRequest for an endpoint that serves `tasks`, where the model is served for another one."""
+        if self.task.name not in tasks:
+            wanted, does = " or ".join(f"--task {task}" for task in tasks), DOES[self.task.name]
+            raise InvalidRequest(
+                f"the model {self.model_name!r} {does}: this endpoint is for models served with {wanted}", param="model"
+            )
 
     async def read(self, request: Request, model: type[M], lease: BodyLease) -> M:
         """The body as a checked `model`. Raises RequestError, or ClientDisconnect when the client leaves meanwhile."""

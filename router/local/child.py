@@ -11,12 +11,14 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from common.config import RouterConfig, WorkerConfig
 from common.config.field import Config, to_argv, to_env
 from common.config.sources import counterpart_env
 from common.machine.child_process import ChildProcess
+from router.local.probe import Address
 
 _PR_SET_PDEATHSIG = 1
 
@@ -60,6 +62,10 @@ class Child(ChildProcess):
         """What the process sees."""
         return child_environment(self.config)
 
+    def options(self) -> dict[str, Any]:
+        """More of what `subprocess.Popen` takes."""
+        return {}
+
     def start(self) -> None:
         """Spawn the process; its output goes where the supervisor's goes. Raises OSError."""
         self.launch(
@@ -67,6 +73,7 @@ class Child(ChildProcess):
             self.environment(),
             start_new_session=True,
             preexec_fn=_die_with(os.getpid()),
+            **self.options(),
         )
 
     async def end(self, grace_s: float) -> None:
@@ -84,7 +91,10 @@ class Child(ChildProcess):
         except TimeoutError:
             process.kill()
 
-    def http_address(self) -> tuple[str, int] | None:
+    def rest(self, seconds: float) -> None:
+        """The process has ended, and is started again after so long."""
+
+    def http_address(self) -> Address | None:
         """Where the running process answers probes; None while that is not known."""
         return None
 
@@ -98,7 +108,7 @@ class RouterChild(Child):
         super().__init__("router", "router", config)
         self.serves_tls = bool(config.tls_cert)
 
-    def http_address(self) -> tuple[str, int] | None:
+    def http_address(self) -> Address | None:
         return self.config.host, self.config.port
 
 
@@ -131,7 +141,7 @@ class WorkerChild(Child):
         self.config = dataclasses.replace(self.config, port=int(address.rpartition(":")[2]))
         return address
 
-    def http_address(self) -> tuple[str, int] | None:
+    def http_address(self) -> Address | None:
         if self._http is None and self.address_file.exists():
             url = urlsplit(json.loads(self.address_file.read_text())["http"])
             self._http = str(url.hostname), int(url.port or 0)

@@ -81,4 +81,4 @@ async def watch(child: Child, limit: int, period_s: float, grace_s: float, start
 
 async def _ask(child: Child, timeout_s: float) -> Health | None:
     address = child.http_address() if child.alive else None
-    return None if address is None else await ask_health(*address, timeout_s, tls=child.serves_tls)
+    return None if address is None else await ask_health(address, timeout_s, tls=child.serves_tls)

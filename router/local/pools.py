@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -38,10 +39,14 @@ class Gauges:
         whole = page.rpartition("\n")[0]  # of a router that died meanwhile the last line may be a part
         lines = "\n".join(line for line in whole.splitlines() if line.startswith((WANTED, REQUESTS)))
         samples = [sample for family in text_string_to_metric_families(lines + "\n") for sample in family.samples]
-        return cls(
-            {one.labels["role"]: int(one.value) for one in samples if one.name == WANTED},
-            {one.labels["worker"]: one.value for one in samples if one.name == REQUESTS},
-        )
+        wanted: Counter[str] = Counter()
+        requests: Counter[str] = Counter()
+        for one in samples:  # each process of the router plans for the whole load, and has requests of its own
+            if one.name == WANTED:
+                wanted[one.labels["role"]] = max(wanted[one.labels["role"]], int(one.value))
+            elif one.name == REQUESTS:
+                requests[one.labels["worker"]] += int(one.value)
+        return cls(wanted, requests)
 
 
 class LocalPools:

@@ -8,6 +8,7 @@ import json
 import socket
 import ssl
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.errors import ConfigError
 from common.wire.listening import listening_host
@@ -15,6 +16,8 @@ from common.wire.listening import listening_host
 PROBE_TIMEOUT_S = 2.0
 _NO_ANSWER = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
 """Raised when a process is gone, is slow, or does not speak HTTP."""
+Address = tuple[str, int] | Path
+"""Host and port, or a Unix socket."""
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -55,7 +58,7 @@ async def ready_reason(host: str, port: int, *, tls: bool = False) -> str:
     With `tls` any certificate is accepted: it belongs to our own child, and need not name this host.
     """
     try:
-        status, body = await _get(reachable_host(host), port, "/ready", PROBE_TIMEOUT_S, tls=tls)
+        status, body = await _get((host, port), "/ready", PROBE_TIMEOUT_S, tls=tls)
     except _NO_ANSWER as error:
         return f"the router does not answer ({error or type(error).__name__})"
     return "" if status == 200 else _message(body)
@@ -64,19 +67,19 @@ async def ready_reason(host: str, port: int, *, tls: bool = False) -> str:
 async def metrics_page(host: str, port: int, *, tls: bool = False) -> str:
     """The router's page of metrics; "" when it does not answer in time. `tls` as in `ready_reason`."""
     try:
-        status, body = await _get(reachable_host(host), port, "/metrics", PROBE_TIMEOUT_S, tls=tls)
+        status, body = await _get((host, port), "/metrics", PROBE_TIMEOUT_S, tls=tls)
     except _NO_ANSWER:
         return ""
     return body.decode(errors="replace") if status == 200 else ""
 
 
-async def ask_health(host: str, port: int, timeout_s: float, *, tls: bool = False) -> Health:
+async def ask_health(address: Address, timeout_s: float, *, tls: bool = False) -> Health:
     """Probe a process: no answer within `timeout_s` is as bad as one that is not 200.
 
     A worker whose state is "loading" has not started. `tls` as in `ready_reason`.
     """
     try:
-        status, body = await _get(reachable_host(host), port, "/health", timeout_s, tls=tls)
+        status, body = await _get(address, "/health", timeout_s, tls=tls)
     except TimeoutError:
         return Health(f"no answer within {timeout_s:g} s", has_started=False)
     except _NO_ANSWER as error:
@@ -93,9 +96,14 @@ def _any_certificate() -> ssl.SSLContext:
     return context
 
 
-async def _get(host: str, port: int, path: str, timeout_s: float, *, tls: bool) -> tuple[int, bytes]:
+async def _get(address: Address, path: str, timeout_s: float, *, tls: bool) -> tuple[int, bytes]:
     async with asyncio.timeout(timeout_s):
-        reader, writer = await asyncio.open_connection(host, port, ssl=_any_certificate() if tls else None)
+        if isinstance(address, Path):
+            host = "localhost"
+            reader, writer = await asyncio.open_unix_connection(address)
+        else:
+            host = reachable_host(address[0])
+            reader, writer = await asyncio.open_connection(host, address[1], ssl=_any_certificate() if tls else None)
         try:
             writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
             head = await reader.readuntil(b"\r\n\r\n")

@@ -8,16 +8,18 @@ a tail has requests to be made of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common.observe.recent_quantile import RecentQuantile
+from common.observe.recent_quantile import RecentQuantile, quantiles_of
 from common.observe.sliding_window import SlidingWindow
 from router.observe.request_record import ChoiceRecord, RequestRecord
 
 RATE_S = 10
 WINDOW_S = 300.0
 SHARES = (0.5, 0.9, 0.99)
+KINDS = ("ttft", "tpot", "itl", "queue", "transfer", "exposed_transfer")
+"""The times of `Traffic`."""
 
 
 @dataclass(slots=True)
@@ -79,8 +81,8 @@ class RecentTraffic:
     def __init__(self) -> None:
         self._seconds = SlidingWindow(RATE_S + 1, RATE_S + 1, _Second)
         self._first_at: float | None = None
-        self._ttft, self._tpot, self._itl = _quantiles(3)
-        self._queue, self._transfer, self._exposed = _quantiles(3)
+        self._times = {kind: RecentQuantile(WINDOW_S) for kind in KINDS}
+        self._ttft, self._tpot, self._itl, self._queue, self._transfer, self._exposed = self._times.values()
 
     # ------------------------------------------------------------ what happens
 
@@ -101,7 +103,7 @@ class RecentTraffic:
             second.num_failed += 1
         elif not record.client_left:
             second.num_requests += 1
-        if record.num_output_tokens:
+        if record.is_answered:
             second.num_prompt_tokens += record.num_prompt_tokens
             second.num_cached_tokens += record.num_cached_tokens
         for choice in record.choices:
@@ -124,8 +126,11 @@ class RecentTraffic:
 
     def summary(self, now: float) -> Traffic:
         """The last minutes."""
-        kinds = (self._ttft, self._tpot, self._itl, self._queue, self._transfer, self._exposed)
-        return Traffic(float(RATE_S), WINDOW_S, self._rates(now), *(_percentiles(kind, now) for kind in kinds))
+        return Traffic(float(RATE_S), WINDOW_S, self._rates(now), **percentiles_of(self.counts(now)))
+
+    def counts(self, now: float) -> dict[str, list[int]]:
+        """The times of the last minutes by kind and bucket: those of several processes add up."""
+        return {kind: times.counts(now) for kind, times in self._times.items()}
 
     def _rates(self, now: float) -> Rates:
         """Of whole seconds: the present one is not over, and would make every rate look low."""
@@ -150,10 +155,10 @@ class RecentTraffic:
         return self._seconds.current(now)
 
 
-def _quantiles(num: int) -> list[RecentQuantile]:
-    return [RecentQuantile(WINDOW_S) for _ in range(num)]
-
-
-def _percentiles(kind: RecentQuantile, now: float) -> Percentiles:
-    num, (p50_s, p90_s, p99_s) = kind.quantiles(SHARES, now)
-    return Percentiles(num, p50_s * 1e3, p90_s * 1e3, p99_s * 1e3)
+def percentiles_of(counts: Mapping[str, Sequence[int]]) -> dict[str, Percentiles]:
+    """The percentiles of each kind of times."""
+    found = {}
+    for kind, by_bucket in counts.items():
+        num, (p50_s, p90_s, p99_s) = quantiles_of(by_bucket, SHARES)
+        found[kind] = Percentiles(num, p50_s * 1e3, p90_s * 1e3, p99_s * 1e3)
+    return found

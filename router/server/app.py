@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -18,6 +19,8 @@ from common.errors import RequestError
 from common.model_files.files import ModelFiles
 from router.api.anthropic.answers import AnthropicErrorBody
 from router.api.anthropic.fields import CountTokensRequest, MessagesRequest
+from router.api.embedding_routes import embedding_routes
+from router.api.embeddings.fields import EmbeddingRequest, RerankRequest, ScoreRequest
 from router.api.generate import generate_routes
 from router.api.info import model_routes, probe_routes, token_routes
 from router.api.openai.answers import ErrorBody
@@ -34,11 +37,17 @@ from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequ
 from router.request.paths import GENERATING
 from router.server.entrance import generates
 from router.server.front import Front
+from router.siblings.part import RouterPart
+from router.siblings.usage import SharedUsage
+from router.store.database import IN_MEMORY
 from router.store.location import store_of
 from router.text.text_pipeline import TextPipeline
 
+if TYPE_CHECKING:  # only routers of several processes need its HTTP client
+    from router.siblings.siblings import Siblings
+
 MAX_SHOWN_PATH = 200
-ROUTERS = (generate_routes, response_routes, model_routes, token_routes, probe_routes)
+ROUTERS = (generate_routes, response_routes, embedding_routes, model_routes, token_routes, probe_routes)
 ROUTES = [route for router in ROUTERS for route in router.routes]
 """All applications of a process share them, because FastAPI takes long to make routes."""
 
@@ -51,18 +60,21 @@ def build_app(
     metrics: RouterMetrics,
     failure: Callable[[], str] = str,
     tracing: Tracing | None = None,
+    part: RouterPart | None = None,
 ) -> FastAPI:
     """The application over a client of the pools. `app.state.service` is its `Service`, which `serve` drains.
 
     `app.state.responses` are its `KeptResponses`, which `serve` closes.
-    `failure` says why `/health` must not be 200; "" while the process is healthy. Raises ConfigError when a file that
-    the configuration names cannot be used.
+    `part` says which process of a router this is, of several. `failure` says why `/health` must not be 200; "" while
+    the process is healthy. Raises ConfigError when a file that the configuration names cannot be used.
     """
-    gate = Gate(config, metrics)
-    service = Service(client, text, files, config, metrics, gate, failure, tracing)
+    gate = Gate(config, metrics, usage=None if part is None else SharedUsage(part))
+    siblings = None if part is None else siblings_of(part, metrics)
+    service = Service(client, text, files, config, metrics, gate, failure, tracing, siblings)
     app = RouterApp(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    kept = app.state.responses = KeptResponses(service, store_of(config, metrics.count_store_failure))
+    memory = IN_MEMORY if part is None else part.memory_store
+    kept = app.state.responses = KeptResponses(service, store_of(config, metrics.count_store_failure, memory))
     metrics.watch_store(lambda: (kept.size, kept.background.num_running))
     app.router.routes.extend(ROUTES)  # `include_router` would make each of them again, for its first request
     refusals = _Refusals(service)
@@ -72,9 +84,17 @@ def build_app(
     app.add_middleware(Front, service=service)
     app.short_cut = Front(_Generating(), service)
     generating = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
-    asked = (*generating, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
+    pooling = (EmbeddingRequest, ScoreRequest, RerankRequest)
+    asked = (*generating, *pooling, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
     install_openapi(app, (*asked, ErrorBody, AnthropicErrorBody))
     return app
+
+
+def siblings_of(part: RouterPart, metrics: RouterMetrics) -> Siblings:
+    """The other processes of a router."""
+    from router.siblings.siblings import Siblings
+
+    return Siblings(part, metrics.render)
 
 
 class RouterApp(FastAPI):
@@ -96,7 +116,7 @@ class _Generating:
     def __init__(self) -> None:
         self._endpoints: dict[str, Callable[[Request], Awaitable[Response]]] = {
             route.path: route.endpoint
-            for route in (*generate_routes.routes, *response_routes.routes)
+            for route in (*generate_routes.routes, *response_routes.routes, *embedding_routes.routes)
             if isinstance(route, APIRoute) and route.path in GENERATING and "POST" in (route.methods or ())
         }
         assert self._endpoints.keys() == GENERATING

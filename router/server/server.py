@@ -21,12 +21,14 @@ from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.wire import listening
+from router.api.inner import inner_app
 from router.api.responses.kept import KeptResponses
 from router.fleet.fleet import MAX_DISCOVERED
 from router.generation.exchange import SEND_GRACE_S
 from router.generation.service import Service
 from router.server.handshakes import Handshakes
 from router.server.http_connection import HTTPBounds, HTTPConnection
+from router.server.inner_server import InnerServer
 from router.server.places import Places
 
 log = logging.getLogger(__name__)
@@ -148,6 +150,11 @@ async def serve(
     service: Service = app.state.service
     kept: KeptResponses = app.state.responses
     allow_files(service.config)
+    inner = (
+        None if service.siblings is None else InnerServer(inner_app(service, kept, service.siblings), service.siblings)
+    )
+    if inner is not None:
+        await inner.start()
     if service.gate.reloads:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
     server = server_of(app)
@@ -163,6 +170,8 @@ async def serve(
         server.should_exit = True
         await running
     finally:
+        if inner is not None:
+            await inner.close()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await kept.close()

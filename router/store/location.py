@@ -20,24 +20,27 @@ MIB = 1024 * 1024
 DEFAULT_FILE_MIB, DEFAULT_MEMORY_MIB = 1024, 128
 
 
-def store_of(config: RouterConfig, on_failure: Callable[[str], None]) -> ResponseStore | None:
-    """The store that the settings ask for; None with `off`. Raises ConfigError for a file that cannot be used."""
+def store_of(config: RouterConfig, on_failure: Callable[[str], None], memory: str = IN_MEMORY) -> ResponseStore | None:
+    """The store that the settings ask for; None with `off`. Raises ConfigError for a file that cannot be used.
+
+    `memory`: what stands for memory among processes of one router, which share no memory.
+    """
     chosen = config.response_store
     if chosen == OFF:
         return None
     if chosen == MEMORY:
-        return _open(config, IN_MEMORY, on_failure)
+        return _open(config, memory, on_failure, DEFAULT_MEMORY_MIB)
     if chosen != AUTO:
         return _checked(config, chosen, on_failure)
     path = default_path()
     if path is None:
         log.warning("responses are kept in memory only: there is no folder to write to")
-        return _open(config, IN_MEMORY, on_failure)
+        return _open(config, memory, on_failure, DEFAULT_MEMORY_MIB)
     try:
         return _open(config, str(path), on_failure)
     except (sqlite3.OperationalError, OSError) as error:
         log.warning("responses are kept in memory only: %s", error, extra={"path": str(path)})
-        return _open(config, IN_MEMORY, on_failure)
+        return _open(config, memory, on_failure, DEFAULT_MEMORY_MIB)
     except sqlite3.DatabaseError as error:
         raise _refusal(str(path), error) from error
 
@@ -66,12 +69,13 @@ def _refusal(path: str, error: Exception) -> ConfigError:
     )
 
 
-def _open(config: RouterConfig, path: str, on_failure: Callable[[str], None]) -> ResponseStore:
-    default = DEFAULT_MEMORY_MIB if path == IN_MEMORY else DEFAULT_FILE_MIB
+def _open(
+    config: RouterConfig, path: str, on_failure: Callable[[str], None], default_mib: int = DEFAULT_FILE_MIB
+) -> ResponseStore:
     return ResponseStore(
         path,
         on_failure,
-        max_bytes=MIB * (config.response_store_mib or default),
+        max_bytes=MIB * (config.response_store_mib or default_mib),
         max_entries=config.response_store_entries,
         max_age_s=config.response_store_hours * 3600,
     )

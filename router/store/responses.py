@@ -129,6 +129,10 @@ class ResponseStore:
         statement = "UPDATE responses SET cancel = 1 WHERE id = ? AND owner = ? AND router != ''"
         await self._database.run(lambda connection: connection.execute(statement, (response_id, owner)).rowcount)
 
+    async def settle(self) -> None:
+        """Wait until all that was kept so far can be read by other processes. Raises StoreFailed."""
+        await self._database.run(lambda connection: None)
+
     # ------------------------------------------------------------ reading
 
     async def find(self, response_id: str, owner: str) -> tuple[StoredResponse, bool] | None:

@@ -201,3 +201,11 @@ def test_what_hangs_is_started_again_and_what_starts_slowly_is_not(served: list[
     (tmp_path / "slow").unlink()
     assert stream(one.url, "again") == expected
     one.end(signal.SIGTERM, whole_group=False)
+
+
+def test_a_router_of_two_processes(served: list[Served], tmp_path: Path) -> None:
+    served.append(Served(tmp_path / "a.log", "--prefill", "0", "--router-processes", "2"))
+    assert ask(served[0].url) == ask(served[0].url)
+    words = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in served[0].members()]
+    assert sum(b"router.process" in each for each in words) >= 1  # the second is started once the first answers
+    assert served[0].end(signal.SIGTERM, whole_group=False) == set()

@@ -254,12 +254,12 @@ async def answering(reply: bytes, context: ssl.SSLContext | None = None) -> Asyn
 @pytest.mark.parametrize("reply", [b"", b"\r\n\r\n", b"SSH-2.0-x\r\n\r\n", b"x" * 100_000])
 async def test_who_does_not_speak_http_is_not_well(reply: bytes) -> None:
     async with answering(reply) as port:
-        health = await ask_health("127.0.0.1", port, 30)
+        health = await ask_health(("127.0.0.1", port), 30)
     assert health.problem.startswith("no answer: ") and not health.has_started
 
 
 async def test_who_is_away_is_not_well() -> None:
-    health = await ask_health("127.0.0.1", claim_port("127.0.0.1", 0), 30)
+    health = await ask_health(("127.0.0.1", claim_port("127.0.0.1", 0)), 30)
     assert health.problem.startswith("no answer: ")
 
 
@@ -267,4 +267,4 @@ async def test_a_router_with_a_certificate_is_asked_all_the_same() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("example.org").configure_cert(context)
     async with answering(b'HTTP/1.1 503 Oh\r\n\r\n{"error": {"message": "a task died"}}', context) as port:
-        assert await ask_health("127.0.0.1", port, 30, tls=True) == Health("it answers 503: a task died", True)
+        assert await ask_health(("127.0.0.1", port), 30, tls=True) == Health("it answers 503: a task died", True)

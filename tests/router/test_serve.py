@@ -17,12 +17,15 @@ from benchmarks.stack import free_port
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig
 from common.config.field import fields_of, to_argv
 from common.errors import ConfigError
+from common.model_files.task import GENERATES, ServedTask, Task
+from router.local import keeper as keeper_module
 from router.local import supervisor as supervisor_module
 from router.local.child import Child, child_environment
+from router.local.keeper import StartFailed, describe_exit
 from router.local.probe import claim_port, ready_reason
 from router.local.processes import ROUTER_OWN, WORKER_OWN, ServePlan, build_parser, read_plan
-from router.local.serve import main, summary
-from router.local.supervisor import StartFailed, Supervisor, describe_exit
+from router.local.serve import main, pools_for, summary
+from router.local.supervisor import Supervisor
 
 # ---------------------------------------------------------------- the plan
 
@@ -110,6 +113,21 @@ def test_the_summary_has_a_curl_that_parses() -> None:
     assert json.loads(text.split("-d '")[1].split("'\n")[0])["model"] == "tiny"
 
 
+@pytest.mark.parametrize(("name", "path"), [("embed", "/v1/embeddings"), ("score", "/v1/score")])
+def test_a_model_that_generates_no_text_has_no_decode_workers(name: Task, path: str) -> None:
+    task, plan = ServedTask(name, "last", 4), plan_of("--prefill", "2", "--decode", "2")
+    served = pools_for(plan, task)
+    assert (len(served.prefill), served.decode) == (2, ()) and pools_for(plan, GENERATES) is plan
+    text = summary(served, "tiny", 3.21, task)
+    assert (
+        f"http://127.0.0.1:8000{path}" in text and "2 prefill + 0 decode" in text and "chat in the browser" not in text
+    )
+    assert json.loads(text.split("-d '")[1].split("'\n")[0])["model"] == "tiny"
+    for flags, why in ((("--prefill", "0"), "prefill=0 is refused"), (("--autoscale",), "autoscale=True is refused")):
+        with pytest.raises(ConfigError, match=why):
+            pools_for(plan_of(*flags), task)
+
+
 # ---------------------------------------------------------------- ports
 
 
@@ -176,7 +194,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (modules / "pretended_router.py").write_text(ROUTER)
     monkeypatch.setenv("PYTHONPATH", str(modules), prepend=os.pathsep)
     monkeypatch.setenv("RECORDS", str(tmp_path))
-    monkeypatch.setattr(supervisor_module, "FIRST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(keeper_module, "FIRST_BACKOFF_S", 0.05)
     return tmp_path
 
 
@@ -312,7 +330,7 @@ async def test_a_signal_that_comes_twice_at_once_is_one(records: Path) -> None:
 
 
 async def test_a_second_signal_does_not_wait(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "ECHO_S", 0.0)
+    monkeypatch.setattr(keeper_module, "ECHO_S", 0.0)
     supervisor = pretended(records, "--decode-max-waiting", "9")  # its decode worker ignores SIGTERM
     await supervisor.start()
     supervisor.stop()

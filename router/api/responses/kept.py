@@ -100,6 +100,8 @@ class KeptResponses:
         await self.background.settled(name, owner)
         try:
             turns = await _asked(self.store.conversation(name, owner, most))
+            if (not turns or turns[-1].status in RUNNING) and await self._settle_others(name, owner):
+                turns = await _asked(self.store.conversation(name, owner, most))
         except ConversationGone as gone:
             hint = f"; the conversation that leads to {name[:MAX_SHOWN_ID]!r} begins before it"
             raise UnknownResponse(gone.missing, param=PREVIOUS, hint=hint) from gone
@@ -116,6 +118,12 @@ class KeptResponses:
                 param=PREVIOUS,
             )
         return items
+
+    async def settle(self, response_id: str, owner: str) -> None:
+        """Wait until all that ended here so far can be read by other processes. Raises RequestError."""
+        await self.background.settled(response_id, owner)
+        if self._store is not None:
+            await _asked(self._store.settle())
 
     async def find(self, response_id: str, owner: str) -> Object:
         """A response as it is now, for `orjson`. Raises RequestError."""
@@ -170,9 +178,16 @@ class KeptResponses:
 
     async def _stored(self, response_id: str, owner: str) -> tuple[StoredResponse, bool]:
         found = await _asked(self.store.find(response_id, owner))
+        if found is None and await self._settle_others(response_id, owner):
+            found = await _asked(self.store.find(response_id, owner))
         if found is None:
             raise UnknownResponse(response_id)
         return found
+
+    async def _settle_others(self, response_id: str, owner: str) -> bool:
+        """Have the other processes of this router write what waits; False where there are none."""
+        siblings = self._service.siblings
+        return siblings is not None and bool(await siblings.told("/responses/settle", owner, id=response_id))
 
     async def _read(self, turns: Sequence[StoredTurn], read: Callable[[], T]) -> T:
         many = sum(len(turn.input) + len(turn.output) for turn in turns) > MANY_BYTES

@@ -106,3 +106,11 @@ def test_routers_that_start_at_once_share_a_new_file(tmp_path: Path) -> None:
         for number in range(25):
             for opening in [routers.submit(open_one, str(tmp_path / f"{number}.sqlite3")) for _ in range(4)]:
                 opening.result(timeout=60)
+
+
+def test_processes_of_one_router_have_a_file_in_place_of_memory(tmp_path: Path) -> None:
+    place = str(tmp_path / "responses.sqlite3")
+    stores = [location.store_of(RouterConfig(response_store="memory"), lambda reason: None, place) for _ in range(2)]
+    for store in stores:
+        assert store is not None and store.path == place and store._max_bytes == 128 * 2**20
+        store.close()

@@ -1,0 +1,99 @@
+"""What a process of a router tells and does for the others (`router.siblings`), of itself alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from common.errors import RequestError, Unavailable
+from router.api.load_answer import own_load
+from router.api.responses.background import BackgroundAnswer
+from router.api.responses.kept import KeptResponses
+from router.generation.service import Service
+from router.request.errors import error_response
+from router.siblings.part import NOT_MINE, OWNER
+
+if TYPE_CHECKING:  # only routers of several processes need its HTTP client
+    from router.siblings.siblings import Siblings
+
+EVENTS, CANCEL, DELETE, SETTLE = "/responses/events", "/responses/cancel", "/responses/delete", "/responses/settle"
+
+
+def inner_app(service: Service, kept: KeptResponses, siblings: Siblings) -> Starlette:
+    """The application at the process's Unix socket. The process that was asked first has checked the key."""
+    inner = _Inner(service, kept, siblings)
+    routes = [
+        Route("/health", inner.health),
+        Route("/metrics", inner.metrics),
+        Route("/load", inner.load),
+        Route(SETTLE, inner.settle),
+        Route(EVENTS, inner.events),
+        Route(CANCEL, inner.cancel, methods=["POST"]),
+        Route(DELETE, inner.delete, methods=["POST"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={RequestError: _refused})
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+class _Inner:
+    """The endpoints. Those about a response answer NOT_MINE unless it is made here, or was a short time ago."""
+
+    def __init__(self, service: Service, kept: KeptResponses, siblings: Siblings) -> None:
+        self._service, self._kept, self._siblings = service, kept, siblings
+
+    async def health(self, request: Request) -> Response:
+        failure = self._service.failure()
+        return error_response(Unavailable(failure)) if failure else _json({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._siblings.ledger.tell(), media_type="text/plain")
+
+    async def load(self, request: Request) -> Response:
+        return _json(own_load(self._service))
+
+    async def settle(self, request: Request) -> Response:
+        """Wait until what was kept here so far is in the store."""
+        await self._kept.settle(*_asked(request))
+        return Response()
+
+    async def events(self, request: Request) -> Response:
+        answer = self._answer(request)
+        if answer is None or answer.events is None:
+            return Response(status_code=NOT_MINE)
+        events = answer.follow(int(request.query_params["start"]), self._service.config.keepalive_s)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def cancel(self, request: Request) -> Response:
+        response_id, owner = _asked(request)
+        if self._answer(request) is None:
+            return Response(status_code=NOT_MINE)
+        return _json(await self._kept.cancel(response_id, owner))
+
+    async def delete(self, request: Request) -> Response:
+        response_id, owner = _asked(request)
+        if self._answer(request) is None:
+            return Response(status_code=NOT_MINE)
+        await self._kept.delete(response_id, owner)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    def _answer(self, request: Request) -> BackgroundAnswer | None:
+        return self._kept.background.find(*_asked(request))
+
+
+def _asked(request: Request) -> tuple[str, str]:
+    """The id of a response, and the key that asks for it."""
+    return request.query_params["id"], request.headers.get(OWNER, "").encode("latin-1").decode("utf-8")
+
+
+def _json(body: Mapping[str, object]) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")

@@ -1,0 +1,36 @@
+"""`python -m router.process`: one of the processes of a router. `router.local.router_processes` starts it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.config import RouterConfig
+from common.config.sources import exit_refused, load
+from common.errors import ConfigError, ModelError
+from common.observe.logging import setup_logging
+from router.__main__ import PROG, run
+from router.siblings.part import RouterPart
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve the listener with the descriptor `argv[0]` until SIGTERM, as process `argv[1]` of the folder `argv[2]`."""
+    listener, index, folder, *flags = argv
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
+    config = load(RouterConfig, flags, prog=PROG)
+    part = RouterPart(int(index), config.router_processes, Path(folder))
+    setup_logging(f"router-{index}", config.log_level, json=config.log_json)
+    import uvloop
+
+    try:
+        uvloop.run(run(part.share_of(config), socket.socket(fileno=int(listener)), part=part))
+    except (ConfigError, ModelError) as error:
+        exit_refused(error, PROG)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

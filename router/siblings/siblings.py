@@ -1,0 +1,80 @@
+"""Asks the other processes of a router, each at its Unix socket, in a folder that is theirs alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+
+import httpx
+
+from router.siblings.ledger import MetricsLedger
+from router.siblings.part import NOT_MINE, OWNER, RouterPart
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 2.0
+"""How long the others have to answer. Those that do not are left out: they are starting, or stuck and soon ended."""
+END_S = 35.0
+"""How long one has that ends an answer first."""
+
+
+class Siblings:
+    """Owned by one event loop. `render` makes the metrics of this process."""
+
+    def __init__(self, part: RouterPart, render: Callable[[], bytes]) -> None:
+        self.part, self.ledger = part, MetricsLedger(part, render)
+        self._clients = {
+            index: httpx.AsyncClient(
+                base_url="http://localhost",
+                transport=httpx.AsyncHTTPTransport(uds=str(part.socket_of(index))),
+                timeout=httpx.Timeout(WAIT_S, read=END_S),
+                trust_env=False,
+            )
+            for index in part.others
+        }
+
+    async def metrics(self) -> bytes:
+        """Prometheus text of all processes."""
+        return self.ledger.page(await self.told("/metrics"))
+
+    async def told(self, path: str, owner: str = "", **params: str) -> dict[int, bytes]:
+        """What the others answer to a GET in time, by their numbers."""
+        answers = await asyncio.gather(*(self._told(index, path, owner, params) for index in self._clients))
+        return {index: body for index, body in zip(self._clients, answers, strict=True) if body is not None}
+
+    async def ask(self, method: str, path: str, owner: str, params: Mapping[str, str]) -> httpx.Response | None:
+        """The open answer of the one that has it, which the caller reads and closes; None if none has."""
+        for index, client in self._clients.items():
+            request = client.build_request(method, path, params=params, headers=_headers(owner))
+            try:
+                answer = await client.send(request, stream=True)
+            except httpx.TransportError as error:
+                log.warning("another process does not answer", extra={"process": index, "why": _reason(error)})
+                continue
+            if answer.status_code != NOT_MINE:
+                return answer
+            await answer.aclose()
+        return None
+
+    async def close(self) -> None:
+        """End all connections."""
+        await asyncio.gather(*(client.aclose() for client in self._clients.values()))
+
+    async def _told(self, index: int, path: str, owner: str, params: Mapping[str, str]) -> bytes | None:
+        try:
+            async with asyncio.timeout(WAIT_S):
+                answer = await self._clients[index].get(path, params=params, headers=_headers(owner))
+        except (httpx.TransportError, TimeoutError) as error:
+            log.warning("another process does not answer", extra={"process": index, "why": _reason(error)})
+            return None
+        return answer.content if answer.status_code == HTTPStatus.OK else None
+
+
+def _headers(owner: str) -> list[tuple[bytes, bytes]]:
+    return [(OWNER.encode(), owner.encode())]
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,148 @@
+"""Tokens of conversations that were tokenised before: of a prompt that goes on from one, only the rest is tokenised.
+
+    <s>system ...<e>  <s>user ...<e>  <s>assistant ...<e>  <s>user ...
+    └── segment ───┘  └── segment ─┘  └── segment ─────┘   └ tokenised, with the control token before it
+
+A tokenizer cuts a text at control tokens before it does anything else, so the tokens up to one do not depend on what
+follows. A segment is known by the digest of all text up to its end, and leads to the segment before it.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from common.model_files.tokenizer import Tokenizer
+
+MIN_BYTES = 4096
+"""Shorter texts take a millisecond or two."""
+SEGMENT_BYTES = 1024
+"""A segment has at least so many: for fewer it pays to tokenise them again."""
+MAX_BYTES = 32 * 1024 * 1024
+ENTRY_BYTES = 400
+"""What a segment takes beside its tokens."""
+TOKEN_BYTES = 4
+
+
+_Mark = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """`before`: the digest of the text up to its begin, b"" for the first one."""
+
+    before: bytes
+    tokens: array[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return ENTRY_BYTES + TOKEN_BYTES * len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of a segment in a text: behind control token number `number`, which begins at byte `mark`."""
+
+    number: int
+    mark: int
+    digest: bytes
+
+
+class KnownPrefixes:
+    """Safe to share between threads. `texts` show which control tokens prompts have: the source of a chat template.
+
+    At most `max_bytes` are kept; the segments that were not used for longest go first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, texts: str, max_bytes: int = MAX_BYTES) -> None:
+        self._tokenizer, self._max_bytes = tokenizer, max_bytes
+        self._marks = {name.encode(): token for name, token in tokenizer.cutting_tokens().items() if name in texts}
+        self._segments: OrderedDict[bytes, _Segment] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept."""
+        return self._num_bytes
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a rendered prompt, as `Tokenizer.encode` without special tokens gives them; so it raises."""
+        if len(text) < MIN_BYTES or not self._marks:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:
+            return self._tokenizer.encode(text, add_special_tokens=False)  # which raises
+        marks = sorted(self._found(data))
+        ends = _ends(data, marks)
+        for number in range(len(ends) - 1, -1, -1):
+            if (known := self._tokens_up_to(ends[number].digest)) is not None:
+                rest = self._tokenizer.encode(data[ends[number].mark :].decode(), add_special_tokens=False)
+                self._keep(ends[number + 1 :], ends[number], rest, marks[ends[number].number :])
+                return [*known, *rest[1:]]
+        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        self._keep(ends, None, tokens, marks)
+        return tokens
+
+    # ------------------------------------------------------------ inside
+
+    def _found(self, data: bytes) -> Iterable[_Mark]:
+        """Begin, end and id of each control token."""
+        for mark, token_id in self._marks.items():
+            at = data.find(mark)
+            while at >= 0:
+                yield at, at + len(mark), token_id
+                at = data.find(mark, at + len(mark))
+
+    def _tokens_up_to(self, digest: bytes) -> list[int] | None:
+        """The tokens of the text with this digest; None if they are not all known. They count as used."""
+        chain: list[_Segment] = []
+        with self._lock:
+            while digest:
+                segment = self._segments.get(digest)
+                if segment is None:
+                    return None
+                self._segments.move_to_end(digest)  # the first segment last: without it the others are of no use
+                chain.append(segment)
+                digest = segment.before
+        return [token for segment in reversed(chain) for token in segment.tokens]
+
+    def _keep(self, ends: Sequence[_End], after: _End | None, tokens: Sequence[int], marks: Sequence[_Mark]) -> None:
+        """Remember the segments with these ends. `tokens` and `marks` begin with the control token of `after`, or are
+        those of the whole text."""
+        packed = array("I", tokens)
+        found = np.isin(np.frombuffer(packed, np.uint32), list(self._marks.values())).nonzero()[0].tolist()
+        if [tokens[place] for place in found] != [token_id for _, _, token_id in marks]:
+            return  # what looks like a control token is part of another one
+        first = 0 if after is None else after.number
+        places = [found[end.number - first] for end in ends]
+        before, begun = (b"", 0) if after is None else (after.digest, 1)
+        made = []
+        for end, place in zip(ends, places, strict=True):
+            made.append((end.digest, _Segment(before, packed[begun : place + 1])))
+            before, begun = end.digest, place + 1
+        with self._lock:
+            for digest, segment in reversed(made):
+                if digest not in self._segments:
+                    self._segments[digest] = segment
+                    self._num_bytes += segment.num_bytes
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= self._segments.popitem(last=False)[1].num_bytes
+
+
+def _ends(data: bytes, marks: Sequence[_Mark]) -> list[_End]:
+    """The ends of segments, each of which depends on the text before it alone."""
+    digest, begun, ends = blake2b(digest_size=16), 0, []
+    for number, (mark, end, _) in enumerate(marks):
+        if end - begun >= SEGMENT_BYTES:
+            digest.update(data[begun:end])
+            ends.append(_End(number, mark, digest.digest()))
+            begun = end
+    return ends
