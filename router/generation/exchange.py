@@ -122,7 +122,9 @@ class Exchange(Response):
             await self._refuse(refused, scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        opened, self._next_comment = False, time.perf_counter()
+        opened = False
+        # A token without text, such as half a character, is no silence: no comment is due for it.
+        self._next_comment = time.perf_counter() + (keepalive_s if arrivals else 0.0)
         self._generations, self._pieces = generations, pieces_of(scope)
         while True:
             chunks: list[bytes] = []
