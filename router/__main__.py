@@ -46,61 +46,21 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
 
     Raises ModelError, and ConfigError for a file that a setting names.
     """
-    from common.model_files.resolve import resolve_model
-    from router.dispatch.dispatcher import Dispatcher
     from router.garbage import collect_seldom
-    from router.generation.choices.tracing import Tracing
-    from router.observe.measured_client import MeasuredClient
-    from router.observe.metrics import ENGINE, RouterMetrics
-    from router.observe.plan_metrics import PlanCollector
-    from router.observe.pool_metrics import PoolCollector
-    from router.observe.slo import SLOWindow
-    from router.planner.load.window import LoadWindow
-    from router.planner.loop import PlanLoop, scaler_of
-    from router.planner.sizing_forecaster import SizingForecaster
-    from router.server.app import build_app
     from router.server.server import serve, stop_on_signals
-    from router.text.text_pipeline import TextPipeline
+    from router.server.serving import Serving
 
     stop = stop_on_signals()
-    files = resolve_model(config.model, progress=False, weights=False)
-    text = TextPipeline.from_files(files, threads=config.tokenizer_threads)
-    if text.grammars is not None and files.eos_token_ids:
-        text.grammars.start()
-    dispatcher = Dispatcher(config, policy=policy, splits=SizingForecaster.of(config))
-    name = config.served_model_name or files.model_id
-    metrics = RouterMetrics(name, dispatcher.load)
-    window = SLOWindow.of(config.classes)
-    metrics.registry.register(PoolCollector(dispatcher, window, {"model_name": name, "engine": ENGINE}))
-    load = LoadWindow(config.slo_quantile)
-    plans = config.planner != "off"
-    client = MeasuredClient(dispatcher, window, load=load) if window.has_goals or plans else dispatcher
-    planning = PlanLoop(
-        config,
-        load,
-        lambda: dispatcher.fleet.registry.workers.values(),
-        lambda: dispatcher.demand(window.tpot_s).held,
-        scaler_of(config),
-        has_prefill=bool(config.prefill or config.prefill_services or config.discovery_file),
-    )
-    metrics.registry.register(PlanCollector(lambda: planning.outlook, {"model_name": name, "engine": ENGINE}))
-    tracing = Tracing.of(config)
-    app = build_app(client, text, files, config, metrics, lambda: dispatcher.fleet.failure or planning.failure, tracing)
-    app.state.service.outlook = lambda: planning.outlook
+    serving = Serving(config, policy)
     collect_seldom()
     try:
-        await dispatcher.start()
-        if plans:
-            planning.start()
+        await serving.start()
         where = dict(zip(("host", "port"), listener.getsockname(), strict=False))
-        log.info("listening", extra={**where, "model": files.model_id, "responses": app.state.responses.place})
-        await serve(app, listener, dispatcher.close, stop)
+        models = ", ".join(model.files.model_id for model in serving.models)
+        log.info("listening", extra={**where, "model": models, "responses": serving.app.state.responses.place})
+        await serve(serving.app, listener, serving.close_workers, stop)
     finally:
-        await planning.close()
-        await dispatcher.close()
-        text.close()
-        if tracing is not None:
-            tracing.close()
+        await serving.close()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@
     cache_group = "team-a"         # keys of a group share cached prefixes
     admin = false                  # may use /load and /reset_prefix_cache
     classes = ["batch"]            # that its requests may be of (--request-class); the first where they name none
+    models = ["small"]             # that it may use: names, aliases and splits of this or of other routers
 
 No message contains the value of `key` or `sha256`.
 """
@@ -34,8 +35,9 @@ PRINTABLE = re.compile(r"[!-~]+")
 HEX = re.compile(r"[0-9A-Fa-f]{64}")
 HEADER = re.compile(r"\s*\[\[\s*key\s*\]\]")
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
-FIELDS = ("name", "key", "sha256", *LIMITS, "cache_group", "admin", "classes")
+FIELDS = ("name", "key", "sha256", *LIMITS, "cache_group", "admin", "classes", "models")
 MAX_LIMIT = 10**12
+MAX_MODELS, MAX_MODEL_CHARS = 256, 256
 
 
 def read_keys(path: str, classes: Collection[str] = (DEFAULT,)) -> list[ApiKey]:
@@ -118,7 +120,18 @@ class _Reader:
         if not isinstance(admin, bool):
             self._refuse(index, "admin", "true or false")
         limits = Limits(**{field: self._limit(index, field, entry.get(field, 0)) for field in LIMITS})
-        return ApiKey(name, self._digests(index, entry), limits, group, admin, self._key_classes(index, entry))
+        classes, models = self._key_classes(index, entry), self._key_models(index, entry)
+        return ApiKey(name, self._digests(index, entry), limits, group, admin, classes, models)
+
+    def _key_models(self, index: int, entry: Mapping[str, Any]) -> tuple[str, ...]:
+        """Routers of other models may share the file, so unknown names are no error."""
+        given = entry.get("models")
+        if given is None:
+            return ()
+        fits = isinstance(given, list) and 0 < len(given) <= MAX_MODELS
+        if not fits or not all(isinstance(name, str) and 0 < len(name) <= MAX_MODEL_CHARS for name in given):
+            self._refuse(index, "models", f"a list of 1 to {MAX_MODELS} names of models")
+        return tuple(dict.fromkeys(given))
 
     def _key_classes(self, index: int, entry: Mapping[str, Any]) -> tuple[str, ...]:
         given = entry.get("classes")

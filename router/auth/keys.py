@@ -34,7 +34,8 @@ class ApiKey:
     """A name and the digests of its secrets (two while one replaces the other).
 
     `admin` allows `/load` and `/reset_prefix_cache`, which concern every client. Its requests may be of these `classes`
-    only, and are of the first unless they name another; without any they may be of every class.
+    only, and are of the first unless they name another; without any they may be of every class. So may they ask for
+    these `models`, by the names that clients use; without any for every model.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ApiKey:
     cache_group: str = ""
     admin: bool = False
     classes: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
 
     def salt(self, own: str) -> str:
         """The salt of this key's prompts in the prefix caches; `own` is the client's `cache_salt`.

@@ -17,7 +17,8 @@ MAX_SHOWN_CHARS = 200
 class Visit:
     """Made when the request's head is here; `began` is perf_counter seconds, `client` an address and port.
 
-    `admitted` is set while the request counts among the active ones of its key. `status` is what the client was told,
+    `admitted` is set while the request counts among the active ones of its key, and `model_quota` while it counts among
+    those of its model. `status` is what the client was told,
     or in the end was not: 499 for one that went away, 5xx for a stream that broke. `record` is there once a generation
     request has ended.
     """
@@ -30,6 +31,7 @@ class Visit:
     quota: Quota = field(default_factory=lambda: Quota(Limits(), 0.0))
     began: float = field(default_factory=time.perf_counter)
     admitted: bool = False
+    model_quota: Quota | None = None
     status: int = 0
     error: str = ""
     record: RequestRecord | None = None

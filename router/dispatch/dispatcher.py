@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 
 from common.config import RouterConfig
 from common.errors import Unavailable
@@ -33,14 +33,15 @@ class Dispatcher:
         hwm: int = CONTROL_HWM,
         policy: RoutingPolicy | None = None,
         splits: SplitForecaster | None = None,
+        models: Collection[str] = (),
     ) -> None:
-        """Without a `policy`, the usual one routes. `splits` predicts for changes of roles."""
+        """Without a `policy`, the usual one routes. `splits` predicts for changes of roles. `models`: see the fleet."""
         self._clock = time.monotonic
         self._wakes: dict[str, asyncio.Future[None]] = {}
         self._last_max_model_len = 0
         self._open = False
         self._classes = config.classes
-        self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
+        self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock, models=models)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
         self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, policy, splits)
 

@@ -11,16 +11,20 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from common.config import RouterConfig
-from common.errors import InvalidRequest, ModelNotFound, RequestError, Unavailable
+from common.errors import InvalidRequest, RequestError, Unavailable
 from common.model_files.files import ModelFiles
 from router.admission.load import DispatchLoad
 from router.auth.end_rate import Pace
 from router.auth.gate import Gate
+from router.auth.keys import ApiKey
 from router.auth.visit import Visit
 from router.generation.choices.logprob_budget import LogprobBudget
 from router.generation.choices.request_log import RequestLog
 from router.generation.choices.tracing import Tracing
 from router.generation.choices.unread import UnreadBudget
+from router.generation.models import Models
+from router.models.catalog import Catalog
+from router.models.entry import ModelEntry, ModelTable
 from router.observe.metrics import RouterMetrics
 from router.planner.loop import Outlook
 from router.request.body import BodyBudget, BodyLease, parse, read_body
@@ -33,8 +37,6 @@ from router.text.thinking import thinks
 
 M = TypeVar("M", bound=BaseModel)
 
-MAX_SHOWN_NAME = 100
-"""Characters of a wrong model name that an error shows."""
 # Bounds of texts that are only tokenised, and of ids that are only made into text.
 MIN_TOKENIZE_BYTES = 1024 * 1024
 BYTES_PER_TOKEN = 16
@@ -60,6 +62,9 @@ class Service:
 
     `failure` says why this process must be restarted; "" while it is sound. `outlook`: the planner's latest look.
     `dialect` is how the model calls functions, and `marks` are the special tokens of its form.
+
+    Of several models each has a service of its own, and requests come in through another, the `front`, which stands for
+    all: its `models` are the others, its client is for what concerns all of them. Bounds and counts are the front's.
     """
 
     client: ServingClient
@@ -70,6 +75,7 @@ class Service:
     gate: Gate
     failure: Callable[[], str] = str
     tracing: Tracing | None = None
+    front: Service | None = None
     outlook: Callable[[], Outlook | None] = lambda: None
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -81,9 +87,17 @@ class Service:
     unread: UnreadBudget = field(default_factory=UnreadBudget)
     dialect: Dialect = field(init=False)
     marks: MarkTokens = field(init=False)
+    models: Models[Service] = field(init=False)
 
     def __post_init__(self) -> None:
         self.bodies = BodyBudget(self.config.max_body_bytes)
+        if self.front is None:
+            entry = ModelEntry(self.config.model, self.config.served_model_name)
+            catalog = Catalog(ModelTable((entry,)), (self.files.model_id,))
+            self.models = Models(catalog, {self.model_name: self}, time.monotonic())
+        else:
+            self.pace, self.bodies = self.front.pace, self.front.bodies
+            self.prompt_logprob_budget, self.unread = self.front.prompt_logprob_budget, self.front.unread
         self.dialect = dialect_of(self.text.template, self.config.tool_parser)
         self.marks = self.text.mark_tokens(self.dialect.form)
         self.large = LargeBodies(self.text, lambda: self.max_model_len, lambda: self.max_detokenize_ids)
@@ -138,13 +152,8 @@ class Service:
         return min(number, size)
 
     def check_model(self, name: str | None) -> str:
-        """The name for the answer. Raises ModelNotFound for another model's name."""
-        if name is None or name == self.model_name:
-            return self.model_name
-        if name in (self.files.model_id, self.config.model):
-            return name
-        shown = name if len(name) <= MAX_SHOWN_NAME else name[:MAX_SHOWN_NAME] + "…"
-        raise ModelNotFound(f"there is no model {shown!r} here, only {self.model_name!r}", param="model")
+        """The name for the answer. Raises ModelNotFound for the name of no model here."""
+        return self.models.name_of(name, self.model_name)
 
     async def read(self, request: Request, model: type[M], lease: BodyLease) -> M:
         """The body as a checked `model`. Raises RequestError, or ClientDisconnect when the client leaves meanwhile."""
@@ -166,15 +175,27 @@ class Service:
 
     def hint(self, error: RequestError) -> None:
         """Let a refusal for lack of room say when there will be some, if it does not know better."""
+        front = self.front or self
         unknown = error.retry_after_s is None or error.retry_after_s <= RETRY_AFTER_S
-        if error.status in (429, 503) and unknown and not self.draining:
-            seconds = self.pace.drain_s(self.num_active, time.monotonic())
+        if error.status in (429, 503) and unknown and not front.draining:
+            seconds = self.pace.drain_s(front.num_active, time.monotonic())
             error.retry_after_s = error.retry_after_s if seconds is None else max(RETRY_AFTER_S, seconds)
+
+    @property
+    def able(self) -> tuple[bool, str]:
+        """Whether workers would answer a request now, and what is missing."""
+        return self.client.ready
 
     @property
     def ready(self) -> tuple[bool, str]:
         """Whether this router serves requests, and if not, why."""
         return (False, "this router is shutting down") if self.draining else self.client.ready
+
+
+def key_of(request: Request) -> ApiKey:
+    """The key that the request came with."""
+    visit: Visit = request.state.visit
+    return visit.key
 
 
 def service_of(request: Request) -> Service:

@@ -124,6 +124,11 @@ class SamplingFields(Extensions):
             if getattr(self, name, None) not in (None, same):
                 raise InvalidRequest(f"{name}: not allowed with use_beam_search", param=name)
 
+    @property
+    def end_user(self) -> str:
+        """The client's own user, if the body names one."""
+        return self.user or ""
+
     @abstractmethod
     def longest_text(self) -> str | list[int]:
         """The longest text, or list of token ids, that is surely in a prompt as it is."""

@@ -190,6 +190,11 @@ class MessagesRequest(Conversation, Extensions):
     stop: Refused = None
     response_format: Refused = None
 
+    @property
+    def end_user(self) -> str:
+        """The client's own user, if the body names one."""
+        return (self.metadata.user_id if self.metadata is not None else None) or ""
+
     def _members(self) -> dict[str, Any]:
         same = ("max_tokens", "stream", "temperature", "top_p", *EXTENSIONS)
         user = self.metadata.user_id if self.metadata is not None else None

@@ -142,6 +142,11 @@ class ResponsesRequest(Extensions):
     response_format: Refused = None
     reasoning_effort: Refused = None
 
+    @property
+    def end_user(self) -> str:
+        """The client's own user, if the body names one."""
+        return self.user or ""
+
     def longest_text(self) -> str | list[int]:
         """The text of the last item, because templates may leave others out."""
         if isinstance(self.input, str):

@@ -1,0 +1,144 @@
+"""All that a router serves: one model, or several behind one front door.
+
+one       app ── Service ── ServedModel ── workers
+several   app ── front Service ── Models ──┬─ Service ── ServedModel ── workers of a <─┐
+                 EveryModel (load, ready)  └─ Service ── ServedModel ── workers of b <─┴─ ModelCensus
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fastapi import FastAPI
+
+from common.config import RouterConfig
+from common.errors import ConfigError
+from common.model_files.resolve import resolve_model
+from router.fleet.census import ModelCensus
+from router.generation.choices.tracing import Tracing
+from router.generation.models import Models
+from router.generation.service import Service
+from router.models.catalog import Catalog
+from router.models.entry import ModelEntry
+from router.models.models_file import table_of
+from router.observe.metrics import ENGINE, RouterMetrics
+from router.observe.pool_metrics import DiscoveryCollector
+from router.policy.routing import RoutingPolicy
+from router.server.app import build_app
+from router.server.every_model import EveryModel
+from router.server.served_model import ServedModel
+from router.text.text_threads import MAX_PENDING, TextThreads
+
+NO_MODEL = ""
+"""The name of a model in metrics of what belongs to none: connections, keys, requests that were refused unread."""
+
+
+class Serving:
+    """Owned by the router's event loop: `start`, serve `app`, `close`."""
+
+    def __init__(self, config: RouterConfig, policy: RoutingPolicy | None = None) -> None:
+        """Without a `policy`, the usual one routes. Raises ModelError and ConfigError."""
+        table = table_of(config)
+        if len(table.models) > 1 and config.planner == "kubernetes":
+            allowed = "off or advice with several models; to scale their Deployments, a router for each model"
+            raise ConfigError("planner", config.planner, allowed)
+        files = [resolve_model(entry.model, progress=False, weights=False) for entry in table.models]
+        self.catalog = Catalog(table, [one.model_id for one in files])
+        threads = TextThreads(config.tokenizer_threads, MAX_PENDING * len(files))
+        self.tracing = Tracing.of(config)
+        self.census: ModelCensus | None = None
+        entries = self.catalog.entries.items()
+        configs = [of_model(config, name, entry) for name, entry in entries]
+        if len(files) == 1:
+            self.models: tuple[ServedModel, ...] = (ServedModel(configs[0], files[0], threads, policy=policy),)
+            self.app = self._one(self.models[0])
+        else:
+            front = RouterMetrics(NO_MODEL, None)
+            names = [frozenset((own.model_id, entry.model)) for own, (_, entry) in zip(files, entries, strict=True)]
+            self.models = tuple(
+                ServedModel(one, own, threads, policy=policy, front=front, models=known)
+                for one, own, known in zip(configs, files, names, strict=True)
+            )
+            self.census = self._census(config, names, front)
+            self.app = self._several(config, front)
+
+    async def start(self) -> None:
+        """Connect to the workers; returns at once."""
+        for model in self.models:
+            await model.start()
+        if self.census is not None:
+            await self.census.start()
+
+    async def close_workers(self) -> None:
+        """Fail all requests and close every socket to workers."""
+        if self.census is not None:
+            await self.census.close()
+        await asyncio.gather(*(model.dispatcher.close() for model in self.models))
+
+    async def close(self) -> None:
+        """End everything."""
+        await self.close_workers()
+        for model in self.models:
+            await model.close()
+        if self.tracing is not None:
+            self.tracing.close()
+
+    @property
+    def failure(self) -> str:
+        """Why the process must be restarted; "" while it is sound."""
+        found = [model.failure for model in self.models]
+        if self.census is not None:
+            found.append(self.census.failure)
+        return next(filter(None, found), "")
+
+    def _one(self, model: ServedModel) -> FastAPI:
+        app = build_app(
+            model.client, model.text, model.files, model.config, model.metrics, lambda: self.failure, self.tracing
+        )
+        service: Service = app.state.service
+        service.outlook = lambda: model.planning.outlook
+        service.models = Models(self.catalog, {model.name: service}, time.monotonic())
+        return app
+
+    def _several(self, config: RouterConfig, metrics: RouterMetrics) -> FastAPI:
+        first = self.models[0]
+        clients = {model.name: model.client for model in self.models}
+        every = EveryModel(clients, {model.name: model.files.max_model_len for model in self.models})
+        metrics.show_models([model.metrics for model in self.models])
+        app = build_app(every, first.text, first.files, config, metrics, lambda: self.failure, self.tracing)
+        front: Service = app.state.service
+        services = {model.name: self._service(model, front) for model in self.models}
+        front.models = Models(self.catalog, services, time.monotonic())
+        for service in services.values():
+            service.models = front.models
+        return app
+
+    def _service(self, model: ServedModel, front: Service) -> Service:
+        config, metrics = model.config, model.metrics
+        service = Service(
+            model.client, model.text, model.files, config, metrics, front.gate, tracing=self.tracing, front=front
+        )
+        service.outlook = lambda: model.planning.outlook
+        return service
+
+    def _census(self, config: RouterConfig, names: Sequence[frozenset[str]], metrics: RouterMetrics) -> ModelCensus:
+        known = {own: model.name for model, names_of in zip(self.models, names, strict=True) for own in names_of}
+        fleets = {model.name: model.dispatcher.fleet for model in self.models}
+        census = ModelCensus(config, known, {name: fleet.reconcile for name, fleet in fleets.items()})
+        for fleet in fleets.values():
+            fleet.on_stranger = census.on_stranger
+            fleet.registry.explain = census.explain
+        if census.source is not None:
+            labels = {"model_name": NO_MODEL, "engine": ENGINE}
+            metrics.registry.register(DiscoveryCollector(census.source.status, labels))
+        return census
+
+
+def of_model(config: RouterConfig, name: str, entry: ModelEntry) -> RouterConfig:
+    """The settings of a router as they are for one of its models."""
+    return replace(
+        config, model=entry.model, served_model_name=name if entry.name else "", more_models=(), models_file=""
+    )
