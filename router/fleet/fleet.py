@@ -74,7 +74,9 @@ class WorkerFleet:
         warn_of_readers(config.curve_key)
         self._hwm, self._models = hwm, models
         self.on_stranger: Callable[[str, str], None] = lambda address, model: None
-        self._events = ConnectionEvents(self._on_message, self._greet, self._on_cut, self.registry.on_refused)
+        self._events = ConnectionEvents(
+            self._on_message, self._greet, self._on_cut, self.registry.on_refused, self.registry.on_unreadable
+        )
         self.connections = {address: self._connection(address) for address in self.registry.workers}
         self.pairing = Pairing()
         self.source = None if models else open_source(config, self.reconcile)

@@ -111,7 +111,7 @@ class WorkerRegistry(BookedWorkers):
     def on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
         """The worker reports. True when its epoch is another than in its hello, which ends a life."""
         worker = self.workers[address]
-        worker.last_seen = now
+        worker.last_seen, worker.unreadable = now, ""
         if worker.hello is None:
             return False
         if beat.epoch != worker.hello.epoch:
@@ -169,6 +169,10 @@ class WorkerRegistry(BookedWorkers):
         worker = self.workers[address]
         if worker.hello is None:
             worker.reason = f"cannot be talked to: {why}"
+
+    def on_unreadable(self, address: str, why: str) -> None:
+        """A frame of the worker was dropped."""
+        self.workers[address].unreadable = why
 
     def on_request_failed(self, address: str, now: float) -> None:
         """A living worker failed a request: after a few in a row, others are preferred for a while."""
@@ -238,7 +242,7 @@ class WorkerRegistry(BookedWorkers):
                 if worker.forgive(now, MAX_FORGIVEN * timeout_s):
                     continue
             if now - (worker.last_seen or 0.0) > timeout_s:
-                self._end(worker, dead, f"silent for more than {timeout_s:g} s")
+                self._end(worker, dead, worker.silence(timeout_s))
                 died.append(worker)
             elif worker.is_stuck(now) and self._judge(worker, now):
                 died.append(worker)

@@ -43,6 +43,7 @@ class Worker:
     process starts.
 
     `suspect`: it failed several requests in a row. A worker that fails fast looks idle and would draw all traffic.
+    `unreadable`: why its last frame was dropped; "" once it has sent a heartbeat that could be read.
     `withheld`: why discovery lets it have no new work; "" while it may have some.
     `has_served`: it has been ready in its present life.
     `forgiven_at`: what `last_seen` was set to when its silence was last forgiven; it has lasted since `silent_since`.
@@ -64,6 +65,7 @@ class Worker:
     role: Role
     state: WorkerState = WorkerState.UNKNOWN
     reason: str = "never heard from"
+    unreadable: str = ""
     withheld: str = ""
     hello: WorkerHello | None = None
     beat: WorkerHeartbeat | None = None
@@ -228,6 +230,11 @@ class Worker:
         """How KV reaches it as a rule, by its transfers; until it had some, by those of another worker of its pool."""
         link = self.beat.links.usual if self.beat is not None else self.pool_link
         return link if link.num_transfers else self.pool_link
+
+    def silence(self, timeout_s: float) -> str:
+        """Why it counts as dead: it is silent, or nothing that it says can be read."""
+        silent = f"silent for more than {timeout_s:g} s"
+        return f"{silent}, because its messages cannot be read: {self.unreadable}" if self.unreadable else silent
 
     def forgive(self, now: float, longest_s: float) -> bool:
         """Count the worker as heard just now, unless its silence has lasted longer than `longest_s`."""
