@@ -62,7 +62,7 @@ ROOMS = {
     ),
     "router": (
         "discovery", "fleet", "policy", "streams", "admission", "placement", "dispatch", "planner", "text", "store",
-        "observe", "auth", "request", "generation", "api", "server", "local", "top", "batch",
+        "observe", "auth", "models", "request", "generation", "api", "server", "local", "top", "batch",
     ),
 }  # fmt: skip
 HEAVY = ("torch", "triton", "transformers", "safetensors")

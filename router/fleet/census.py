@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 HWM = 16
 """Messages queued for one worker, and from it: it is only asked for its name."""
+SILENT = "has not said what it serves"
 SHOWN = 8
 """Addresses that one line names."""
 
@@ -50,13 +51,15 @@ class ModelCensus:
         self._curve = Curve.load(config.curve_key, config.curve_authorized)
         self._router_id = secrets.token_hex(8)
         self._hello = RouterHello(router_id=self._router_id, epoch=secrets.randbits(48))
-        self._events = ConnectionEvents(self._on_message, lambda address: None, lambda address: None)
+        self._events = ConnectionEvents(
+            self._on_message, lambda address: None, self._on_cut, self._on_problem, self._on_problem
+        )
         self.source = open_source(config, self.reconcile)
         listed: dict[str, Role] = dict.fromkeys(config.decode, "decode")
         listed |= dict.fromkeys(config.prefill, "prefill")
         self._endpoints = {address: Endpoint(role, address) for address, role in listed.items()}
         self._models: dict[str, str] = {}
-        self._strangers: dict[str, str] = {}
+        self._said: dict[str, str] = {}
         self._published: dict[str, tuple[Endpoint, ...]] = dict.fromkeys(fleets, ())
         self._asked: dict[str, tuple[WorkerConnection, list[asyncio.Task[None]]]] = {}
         self._partings: set[asyncio.Task[None]] = set()
@@ -88,8 +91,9 @@ class ModelCensus:
         if len(endpoints) > MAX_DISCOVERED:
             log.error("discovery found %d workers, the first %d are used", len(endpoints), MAX_DISCOVERED)
         self._endpoints = {endpoint.address: endpoint for endpoint in endpoints[:MAX_DISCOVERED]}
-        for address in self._models.keys() - self._endpoints.keys():
-            del self._models[address]
+        for said in (self._models, self._said):
+            for address in said.keys() - self._endpoints.keys():
+                del said[address]
         self._publish()
 
     def on_stranger(self, address: str, model: str) -> None:
@@ -104,10 +108,7 @@ class ModelCensus:
         if not unasked:
             found = "" if self.source is None else self.source.status.explain(role, now)
             return found or f"no {role} worker says that it serves this model"
-        said = [
-            f"{address} serves {self._strangers[address]}" if address in self._strangers else f"{address} is silent"
-            for address in unasked[:SHOWN]
-        ]
+        said = [f"{address} {self._said.get(address, SILENT)}" for address in unasked[:SHOWN]]
         more = f"; and {len(unasked) - SHOWN} more" if len(unasked) > SHOWN else ""
         return f"no {role} worker says that it serves this model ({'; '.join(said)}{more})"
 
@@ -153,16 +154,22 @@ class ModelCensus:
             return
         model = self._known.get(message.model)
         if model is None:
-            if self._strangers.get(address) != message.model:
-                self._strangers[address] = message.model
-                known = ", ".join(self._fleets)
-                log.info("worker %s serves %s, which is none of %s", address, message.model, known)
+            if self._said.get(address) != (said := f"serves {message.model}"):
+                self._said[address] = said
+                log.info("worker %s %s, which is none of %s", address, said, ", ".join(self._fleets))
             return
-        self._strangers.pop(address, None)
+        self._said.pop(address, None)
         if self._models.get(address) != model:
             self._models[address] = model
             log.info("worker %s serves %s", address, model)
             self._publish()
+
+    def _on_cut(self, address: str) -> None:
+        self._said.pop(address, None)
+
+    def _on_problem(self, address: str, why: str) -> None:
+        """No connection can be made, or what the worker sends is no message."""
+        self._said[address] = f"cannot be understood: {why}"
 
     def _publish(self) -> None:
         """Give each fleet its endpoints, if they have changed."""

@@ -25,21 +25,23 @@ from common.observe.logging import setup_logging
 from router.local.probe import claim_port, reachable_host
 from router.local.processes import ServePlan, read_plan
 from router.local.supervisor import StartFailed, Supervisor
+from router.models.catalog import Catalog
+from router.models.models_file import table_of
 
 log = logging.getLogger(__name__)
 
 
-def summary(plan: ServePlan, model_name: str, took_s: float) -> str:
+def summary(plan: ServePlan, names: Sequence[str], took_s: float) -> str:
     """What `diptych serve` prints once the service answers."""
     host = reachable_host(plan.router.host)
     scheme = "https" if plan.router.tls_cert else "http"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{plan.router.port}"
-    request = {"model": model_name, "messages": [{"role": "user", "content": "What is a diptych?"}], "max_tokens": 64}
+    request = {"model": names[0], "messages": [{"role": "user", "content": "What is a diptych?"}], "max_tokens": 64}
     wants_key = plan.router.api_key or plan.router.api_key_file
     key = '-H "Authorization: Bearer $DIPTYCH_API_KEY" ' if wants_key else ""
     pools = f"{len(plan.prefill)} prefill + {len(plan.decode)} decode"
     return f"""
-  Diptych serves {model_name}, ready after {took_s:.1f} s: {pools} + router
+  Diptych serves {", ".join(names)}, ready after {took_s:.1f} s: {pools} + router
 
     chat in the browser   {url}/
     see it work           {url}/dashboard
@@ -50,7 +52,7 @@ def summary(plan: ServePlan, model_name: str, took_s: float) -> str:
 """
 
 
-async def supervise(plan: ServePlan, model_name: str, runtime: Path) -> int:
+async def supervise(plan: ServePlan, names: Sequence[str], runtime: Path) -> int:
     """Run the service until a signal stops it. Returns the exit status."""
     supervisor = Supervisor(plan, runtime)
     loop = asyncio.get_running_loop()
@@ -59,7 +61,7 @@ async def supervise(plan: ServePlan, model_name: str, runtime: Path) -> int:
     try:
         took_s = await supervisor.start()
         if not supervisor.stopping.is_set():
-            print(summary(plan, model_name, took_s), flush=True)
+            print(summary(plan, names, took_s), flush=True)
             await supervisor.run()
     except StartFailed as error:
         log.error("the service did not start: %s; its own message is above", error)
@@ -77,14 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         port = claim_port(plan.router.host, plan.router.port)
         plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, port=port))
         setup_logging("serve", plan.router.log_level, plan.router.log_json)
-        files = resolve_model(plan.router.model, progress=sys.stderr.isatty())
+        files = [resolve_model(model, progress=sys.stderr.isatty()) for model in plan.models]
+        names = Catalog(table_of(plan.router), [one.model_id for one in files]).models
     except (ConfigError, ModelError) as error:
         exit_refused(error, "diptych serve")
     except KeyboardInterrupt:
         return 130
-    log.info("starting", extra={"model": files.model_id, "prefill": len(plan.prefill), "decode": len(plan.decode)})
+    models = ", ".join(one.model_id for one in files)
+    log.info("starting", extra={"model": models, "prefill": len(plan.prefill), "decode": len(plan.decode)})
     with tempfile.TemporaryDirectory(prefix="diptych-") as runtime:
-        return asyncio.run(supervise(plan, plan.router.served_model_name or files.model_id, Path(runtime)))
+        return asyncio.run(supervise(plan, names, Path(runtime)))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class RouterMetrics:
             self.registry.register(LoadCollector(load, self._labels))
         if front is None:
             register_process(self.registry, self._labels)
-        histogram, counter = self._histogram, self._counter
+        histogram = self._histogram
         self.ttft = histogram("vllm:time_to_first_token_seconds", "From the request's head to its first token")
         self.inter_token = histogram(
             "vllm:inter_token_latency_seconds", "Between one token and the next", PER_TOKEN_SECONDS
@@ -68,6 +68,13 @@ class RouterMetrics:
         self.tpot_ratio = histogram(
             "diptych_tpot_prediction_ratio", "Mean time of a later token, over what was predicted for it", RATIOS
         )
+        self._add_counters()
+        if front is None:
+            self._add_front()
+
+    def _add_counters(self) -> None:
+        """Tokens, and requests by how they ended."""
+        counter = self._counter
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token")
         self.cached_tokens = counter("diptych_cached_prompt_tokens", "Those of them that a prefix cache held")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
@@ -92,8 +99,6 @@ class RouterMetrics:
         self._fallbacks = self._labelled(
             "diptych_model_fallbacks", "Requests for the model that another one answered, by its name", "to"
         )
-        if front is None:
-            self._add_front()
 
     def _add_front(self) -> None:
         """What belongs to no model: connections, keys, the store."""

@@ -7,13 +7,14 @@ from collections.abc import Collection
 from common.config import RouterConfig
 from common.model_files.files import ModelFiles
 from router.dispatch.dispatcher import Dispatcher
+from router.generation.service import ServingClient
 from router.observe.measured_client import MeasuredClient
 from router.observe.metrics import ENGINE, RouterMetrics
 from router.observe.plan_metrics import PlanCollector
 from router.observe.pool_metrics import PoolCollector
 from router.observe.slo import SLOWindow
 from router.planner.load.window import LoadWindow
-from router.planner.loop import PlanLoop, scaler_of
+from router.planner.loop import Outlook, PlanLoop, scaler_of
 from router.planner.sizing_forecaster import SizingForecaster
 from router.policy.routing import RoutingPolicy
 from router.text.text_pipeline import TextPipeline
@@ -49,7 +50,9 @@ class ServedModel:
         load = LoadWindow(config.slo_quantile)
         self._plans = config.planner != "off"
         measures = window.has_goals or self._plans
-        self.client = MeasuredClient(self.dispatcher, window, load=load) if measures else self.dispatcher
+        self.client: ServingClient = self.dispatcher
+        if measures:
+            self.client = MeasuredClient(self.dispatcher, window, load=load)
         self.planning = PlanLoop(
             config,
             load,
@@ -59,6 +62,11 @@ class ServedModel:
             has_prefill=self.dispatcher.core.has_prefill,
         )
         self.metrics.registry.register(PlanCollector(lambda: self.planning.outlook, labels))
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """The planner's latest look."""
+        return self.planning.outlook
 
     @property
     def failure(self) -> str:

@@ -9,27 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.errors import ConfigError
+from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from router.fleet.census import ModelCensus
 from router.generation.choices.tracing import Tracing
 from router.generation.models import Models
-from router.generation.service import Service
+from router.generation.service import Service, ServingClient
 from router.models.catalog import Catalog
 from router.models.entry import ModelEntry
 from router.models.models_file import table_of
 from router.observe.metrics import ENGINE, RouterMetrics
 from router.observe.pool_metrics import DiscoveryCollector
+from router.planner.loop import Outlook
 from router.policy.routing import RoutingPolicy
 from router.server.app import build_app
 from router.server.every_model import EveryModel
 from router.server.served_model import ServedModel
+from router.text.text_pipeline import TextPipeline
 from router.text.text_threads import MAX_PENDING, TextThreads
 
 NO_MODEL = ""
@@ -54,7 +58,7 @@ class Serving:
         configs = [of_model(config, name, entry) for name, entry in entries]
         if len(files) == 1:
             self.models: tuple[ServedModel, ...] = (ServedModel(configs[0], files[0], threads, policy=policy),)
-            self.app = self._one(self.models[0])
+            self.app = app_of_one(self.catalog, self.models[0], lambda: self.failure, self.tracing)
         else:
             front = RouterMetrics(NO_MODEL, None)
             names = [frozenset((own.model_id, entry.model)) for own, (_, entry) in zip(files, entries, strict=True)]
@@ -63,7 +67,7 @@ class Serving:
                 for one, own, known in zip(configs, files, names, strict=True)
             )
             self.census = self._census(config, names, front)
-            self.app = self._several(config, front)
+            self.app = app_of_several(config, self.catalog, self.models, front, lambda: self.failure, self.tracing)
 
     async def start(self) -> None:
         """Connect to the workers; returns at once."""
@@ -94,36 +98,6 @@ class Serving:
             found.append(self.census.failure)
         return next(filter(None, found), "")
 
-    def _one(self, model: ServedModel) -> FastAPI:
-        app = build_app(
-            model.client, model.text, model.files, model.config, model.metrics, lambda: self.failure, self.tracing
-        )
-        service: Service = app.state.service
-        service.outlook = lambda: model.planning.outlook
-        service.models = Models(self.catalog, {model.name: service}, time.monotonic())
-        return app
-
-    def _several(self, config: RouterConfig, metrics: RouterMetrics) -> FastAPI:
-        first = self.models[0]
-        clients = {model.name: model.client for model in self.models}
-        every = EveryModel(clients, {model.name: model.files.max_model_len for model in self.models})
-        metrics.show_models([model.metrics for model in self.models])
-        app = build_app(every, first.text, first.files, config, metrics, lambda: self.failure, self.tracing)
-        front: Service = app.state.service
-        services = {model.name: self._service(model, front) for model in self.models}
-        front.models = Models(self.catalog, services, time.monotonic())
-        for service in services.values():
-            service.models = front.models
-        return app
-
-    def _service(self, model: ServedModel, front: Service) -> Service:
-        config, metrics = model.config, model.metrics
-        service = Service(
-            model.client, model.text, model.files, config, metrics, front.gate, tracing=self.tracing, front=front
-        )
-        service.outlook = lambda: model.planning.outlook
-        return service
-
     def _census(self, config: RouterConfig, names: Sequence[frozenset[str]], metrics: RouterMetrics) -> ModelCensus:
         known = {own: model.name for model, names_of in zip(self.models, names, strict=True) for own in names_of}
         fleets = {model.name: model.dispatcher.fleet for model in self.models}
@@ -135,6 +109,71 @@ class Serving:
             labels = {"model_name": NO_MODEL, "engine": ENGINE}
             metrics.registry.register(DiscoveryCollector(census.source.status, labels))
         return census
+
+
+class Member(Protocol):
+    """What the front door uses of one model."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def client(self) -> ServingClient: ...
+    @property
+    def text(self) -> TextPipeline: ...
+    @property
+    def files(self) -> ModelFiles: ...
+    @property
+    def config(self) -> RouterConfig: ...
+    @property
+    def metrics(self) -> RouterMetrics: ...
+    @property
+    def outlook(self) -> Outlook | None: ...
+
+
+def app_of_one(catalog: Catalog, model: Member, failure: Callable[[], str], tracing: Tracing | None) -> FastAPI:
+    """The application of a router with one model. Raises ConfigError."""
+    app = build_app(model.client, model.text, model.files, model.config, model.metrics, failure, tracing)
+    service: Service = app.state.service
+    service.outlook = lambda: model.outlook
+    service.models = Models(catalog, {model.name: service}, time.monotonic())
+    return app
+
+
+def app_of_several(
+    config: RouterConfig,
+    catalog: Catalog,
+    models: Sequence[Member],
+    metrics: RouterMetrics,
+    failure: Callable[[], str] = str,
+    tracing: Tracing | None = None,
+) -> FastAPI:
+    """The application of a router with several models, whose `metrics` show those of all. Raises ConfigError."""
+    first, clients = models[0], {model.name: model.client for model in models}
+    every = EveryModel(clients, {model.name: model.files.max_model_len for model in models})
+    metrics.show_models([model.metrics for model in models])
+    app = build_app(every, first.text, first.files, config, metrics, failure, tracing)
+    front: Service = app.state.service
+    services = {model.name: _behind(front, model) for model in models}
+    front.models = Models(catalog, services, time.monotonic())
+    for service in services.values():
+        service.models = front.models
+    return app
+
+
+def _behind(front: Service, model: Member) -> Service:
+    """The service of one model behind the front."""
+    service = Service(
+        model.client,
+        model.text,
+        model.files,
+        model.config,
+        model.metrics,
+        front.gate,
+        tracing=front.tracing,
+        front=front,
+    )
+    service.outlook = lambda: model.outlook
+    return service
 
 
 def of_model(config: RouterConfig, name: str, entry: ModelEntry) -> RouterConfig:

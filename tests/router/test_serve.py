@@ -100,12 +100,12 @@ def test_workers_that_may_change_their_role_know_the_settings_of_the_other(tmp_p
 
 
 def test_the_summary_shows_tls_and_keys() -> None:
-    text = summary(plan_of("--tls-cert", "a.crt", "--tls-key", "a.key", "--api-key-file", "keys.toml"), "tiny", 3.21)
+    text = summary(plan_of("--tls-cert", "a.crt", "--tls-key", "a.key", "--api-key-file", "keys.toml"), ["tiny"], 3.21)
     assert "https://127.0.0.1:8000/v1" in text and "$DIPTYCH_API_KEY" in text
 
 
 def test_the_summary_has_a_curl_that_parses() -> None:
-    text = summary(plan_of("--host", "0.0.0.0", "--port", "8123"), "tiny", 3.21)
+    text = summary(plan_of("--host", "0.0.0.0", "--port", "8123"), ["tiny"], 3.21)
     assert "http://127.0.0.1:8123/v1/chat/completions" in text
     assert json.loads(text.split("-d '")[1].split("'\n")[0])["model"] == "tiny"
 

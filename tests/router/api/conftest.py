@@ -179,13 +179,18 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
         engine: Engine | None = None,
         headers: dict[str, str] | None = None,
         pipeline: TextPipeline | None = None,
+        application: Callable[[RouterConfig], FastAPI] | None = None,
         **settings: Any,
     ) -> Running:
+        """`application` makes one in place of the usual."""
         engine = engine or Engine()
         config = RouterConfig(model=MODEL, **({"response_store": "memory"} | settings))
         name = config.served_model_name or files.model_id
         tracing = Tracing.of(config)
-        app = build_app(engine, pipeline or text, files, config, RouterMetrics(name, engine.load), tracing=tracing)
+        if application is None:
+            app = build_app(engine, pipeline or text, files, config, RouterMetrics(name, engine.load), tracing=tracing)
+        else:
+            app = application(config)
         listener = listen("127.0.0.1", 0)
         server = await listening(app, listener)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
