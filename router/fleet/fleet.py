@@ -245,7 +245,8 @@ class WorkerFleet:
 
     def _on_message(self, address: str, message: ToRouter) -> None:
         if self._models and isinstance(message, WorkerHello) and message.model not in self._models:
-            self.on_stranger(address, message.model)
+            # Not at once: the worker may leave by it, and this connection has more messages to pass on.
+            asyncio.get_running_loop().call_soon(self.on_stranger, address, message.model)
             return
         self._lives.on_message(address, message, self._clock())
         if isinstance(message, WorkerHello) and not message.lost_router:
