@@ -63,6 +63,36 @@ def test_file_and_environment_reach_the_children(tmp_path: Path) -> None:
     assert plan.decode[0].port == 0  # two workers cannot share the file's port
 
 
+def test_several_models_have_workers_each_and_one_router() -> None:
+    plan = plan_of("--model", "a", "--model", "b", "--prefill", "2", "--more-models", "c", "--block-size", "64")
+    assert plan.models == (plan.router.model, *plan.router.more_models) == ("a", "b", "c")
+    assert [(worker.worker_id, worker.model) for worker in plan.prefill] == [
+        ("prefill-0", "a"), ("prefill-1", "a"), ("prefill-2", "b"), ("prefill-3", "b"), ("prefill-4", "c"),
+        ("prefill-5", "c"),
+    ]  # fmt: skip
+    assert [(worker.worker_id, worker.model, worker.block_size) for worker in plan.decode] == [
+        ("decode-0", "a", 64), ("decode-1", "b", 64), ("decode-2", "c", 64),
+    ]  # fmt: skip
+
+
+def test_a_file_of_models_is_a_plan(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text('[[model]]\nmodel = "a"\nname = "x"\n[[model]]\nmodel = "b"\n')
+    plan = plan_of("--models-file", str(file))
+    assert plan.models == tuple(worker.model for worker in plan.decode) == ("a", "b")
+    assert f"--models-file={file}" in to_argv(plan.router)
+
+
+def test_several_models_do_not_scale_by_themselves() -> None:
+    with pytest.raises(ConfigError, match="a `diptych serve` for each"):
+        plan_of("--model", "a", "--model", "b", "--autoscale")
+
+
+def test_one_pool_cannot_have_a_list_of_models() -> None:
+    with pytest.raises(ConfigError, match="given once here"):
+        plan_of("--model", "a", "--decode-model", "b", "--decode-model", "c")
+
+
 @pytest.mark.parametrize("argv", ["--decode=0", "--prefil=1", "--kv-port=1", "--decode-block-size=5"])
 def test_a_bad_plan_is_refused(argv: str) -> None:
     with pytest.raises(ConfigError):
