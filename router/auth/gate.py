@@ -148,6 +148,10 @@ class Gate:
 
     # ------------------------------------------------------------ the files
 
+    def also_watch(self, field: str, watch: FileWatch, reload: Callable[[], Awaitable[None]]) -> None:
+        """Have `watch` apply changes of another setting's file. `reload` raises ConfigError for one that is refused."""
+        self._watches.append((field, watch, reload))
+
     async def watch(self) -> None:
         """Watch the files until cancelled."""
         while True:

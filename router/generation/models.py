@@ -13,8 +13,9 @@ from common.errors import Unavailable
 from router.auth.keys import ANONYMOUS, ApiKey, Limits
 from router.auth.limits import Quota
 from router.models.catalog import Catalog
-from router.models.entry import ModelEntry
 from router.streams.client import RETRY_AFTER_S
+
+NO_LIMITS = Limits()
 
 
 class Served(Protocol):
@@ -60,18 +61,18 @@ class Models(Generic[S]):
 
     def __init__(self, catalog: Catalog, services: Mapping[str, S], now: float) -> None:
         self.catalog, self.services = catalog, services
-        self._quotas = {
-            name: Quota(entry.limits, now) for name, entry in catalog.entries.items() if entry.limits != Limits()
-        }
-
-    @property
-    def is_one(self) -> bool:
-        """Whether there is no choice."""
-        return len(self.services) == 1
+        self._quotas = {name: Quota(entry.limits, now) for name, entry in catalog.entries.items()}
 
     def quota(self, name: str) -> Quota | None:
         """The limits of a model over all keys; None without any."""
-        return self._quotas.get(name)
+        quota = self._quotas[name]
+        return None if quota.limits == NO_LIMITS else quota
+
+    def change(self, catalog: Catalog, now: float) -> None:
+        """Take another catalog of the same models: their other names, splits, fallbacks and limits."""
+        self.catalog = catalog
+        for name, entry in catalog.entries.items():
+            self._quotas[name].change(entry.limits, now)
 
     def candidates(self, asked: str | None, key: ApiKey = ANONYMOUS, requester: str = "") -> ModelCandidates[S]:
         """The models to try for a request: those with ready workers, or else one that waits for workers.
@@ -114,10 +115,6 @@ class Models(Generic[S]):
         """One name of the list. Raises ModelNotFound, Forbidden."""
         self.catalog.chain(asked, key)
         return self._shown(asked, {name: self.services[name].able[0] for name in self.catalog.targets(asked)})
-
-    def entry(self, name: str) -> ModelEntry:
-        """What is said of a model."""
-        return self.catalog.entries[name]
 
     def _holds(self, name: str) -> bool:
         return any(self.catalog.entries[model].holds for model in self.catalog.targets(name))

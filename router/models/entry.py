@@ -14,6 +14,7 @@ class ModelEntry:
 
     Requests for it go to the next of its `fallbacks` while it has no ready worker, or no room. Without `holds` they get
     503 at once while it has no ready worker, instead of waiting for one. All keys together have its `limits`.
+    `tool_parser` and `reasoning` are those of the router unless they are given.
     """
 
     model: str
@@ -22,6 +23,8 @@ class ModelEntry:
     fallbacks: tuple[str, ...] = ()
     holds: bool = True
     limits: Limits = Limits()
+    tool_parser: str = ""
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ MAX_SPLITS = 256
 MAX_NAMES = 64
 """Aliases, fallbacks or weights of one entry."""
 NAME = re.compile(r"[!-~]{1,256}")
-MODEL_FIELDS = ("model", "name", "aliases", "fallbacks", "hold", *LIMITS)
+MODEL_FIELDS = ("model", "name", "aliases", "fallbacks", "hold", *LIMITS, "tool_parser", "reasoning")
 SPLIT_FIELDS = ("name", "weights")
 
 
@@ -145,6 +145,8 @@ def _model(table: _Table) -> ModelEntry:
         fallbacks=table.names("fallbacks"),
         holds=table.flag("hold", default=True),
         limits=Limits(**{field: table.limit(field) for field in LIMITS}),
+        tool_parser=table.text("tool_parser"),
+        reasoning=table.text("reasoning"),
     )
 
 

@@ -19,11 +19,12 @@ from common.config import RouterConfig
 from common.errors import ConfigError
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
+from router.auth.watch import FileWatch
 from router.fleet.census import ModelCensus
 from router.generation.choices.tracing import Tracing
 from router.generation.models import Models
 from router.generation.service import Service, ServingClient
-from router.models.catalog import Catalog
+from router.models.catalog import FIELD, Catalog
 from router.models.entry import ModelEntry
 from router.models.models_file import table_of
 from router.observe.metrics import ENGINE, RouterMetrics
@@ -45,10 +46,12 @@ class Serving:
 
     def __init__(self, config: RouterConfig, policy: RoutingPolicy | None = None) -> None:
         """Without a `policy`, the usual one routes. Raises ModelError and ConfigError."""
+        watch = FileWatch([config.models_file]) if config.models_file else None  # before the file is read
         table = table_of(config)
         if len(table.models) > 1 and config.planner == "kubernetes":
             allowed = "off or advice with several models; to scale their Deployments, a router for each model"
             raise ConfigError("planner", config.planner, allowed)
+        self._config, self._table = config, table
         files = [resolve_model(entry.model, progress=False, weights=False) for entry in table.models]
         self.catalog = Catalog(table, [one.model_id for one in files])
         threads = TextThreads(config.tokenizer_threads, MAX_PENDING * len(files))
@@ -68,6 +71,10 @@ class Serving:
             )
             self.census = self._census(config, names, front)
             self.app = app_of_several(config, self.catalog, self.models, front, lambda: self.failure, self.tracing)
+
+        if watch is not None:
+            service: Service = self.app.state.service
+            service.gate.also_watch(FIELD, watch, self._read_anew)
 
     async def start(self) -> None:
         """Connect to the workers; returns at once."""
@@ -97,6 +104,17 @@ class Serving:
         if self.census is not None:
             found.append(self.census.failure)
         return next(filter(None, found), "")
+
+    async def _read_anew(self) -> None:
+        """Take what the file says now of the same models. Raises ConfigError."""
+        table = table_of(self._config)
+        before = [same_model(entry) for entry in self._table.models]
+        if before != [same_model(entry) for entry in table.models]:
+            allowed = "the same models, names, tool_parser and reasoning, in the same order; a restart takes others"
+            raise ConfigError(FIELD, self._config.models_file, allowed)
+        self.catalog = Catalog(table, [model.files.model_id for model in self.models])
+        service: Service = self.app.state.service
+        service.models.change(self.catalog, time.monotonic())
 
     def _census(self, config: RouterConfig, names: Sequence[frozenset[str]], metrics: RouterMetrics) -> ModelCensus:
         known = {own: model.name for model, names_of in zip(self.models, names, strict=True) for own in names_of}
@@ -176,8 +194,19 @@ def _behind(front: Service, model: Member) -> Service:
     return service
 
 
+def same_model(entry: ModelEntry) -> tuple[str, ...]:
+    """What of an entry cannot change while the router runs."""
+    return entry.model, entry.name, entry.tool_parser, entry.reasoning
+
+
 def of_model(config: RouterConfig, name: str, entry: ModelEntry) -> RouterConfig:
     """The settings of a router as they are for one of its models."""
     return replace(
-        config, model=entry.model, served_model_name=name if entry.name else "", more_models=(), models_file=""
+        config,
+        model=entry.model,
+        served_model_name=name if entry.name else "",
+        more_models=(),
+        models_file="",
+        tool_parser=entry.tool_parser or config.tool_parser,
+        reasoning=entry.reasoning or config.reasoning,
     )
