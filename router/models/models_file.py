@@ -9,6 +9,8 @@ hold = true                    # false: 503 at once while it has no ready worker
 requests_per_minute = 600      # of all keys together
 tokens_per_minute = 1000000
 concurrent_requests = 64
+tool_parser = "hermes"         # of this model, if not that of --tool-parser
+reasoning = "none"             # likewise
 
 [[split]]
 name = "chat"

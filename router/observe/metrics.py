@@ -116,7 +116,7 @@ class RouterMetrics:
         )
         self._rate_limited = self._labelled(
             "diptych_rate_limited",
-            "Requests refused because a key had used up a limit: requests, tokens or concurrency",
+            "Requests refused because a key, or a model, had used up a limit: requests, tokens or concurrency",
             "key",
             "limit",
         )
