@@ -125,8 +125,7 @@ async def serve(
             request_class = class_of(service.config.classes, visit.key, *asked)
             log.request_class = request_class.name
             origin = Origin(visit.key, request_class, traceparent)
-            chosen, planned = await choose_model(service, visit, fields, lambda at: plan(at, fields, origin), origin)
-        log.metrics = chosen.metrics
+            chosen, planned = await choose_model(service, log, fields, lambda at: plan(at, fields, origin), origin)
         service.gate.take_prompt(visit, planned.num_prompt_tokens)
         return await answer(chosen, fields, planned, log)
     except RequestError as error:

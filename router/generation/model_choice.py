@@ -9,6 +9,7 @@ from typing import Protocol
 from common.errors import Overloaded, Unavailable
 from router.auth.visit import Visit
 from router.generation.choices.origin import Origin
+from router.generation.choices.request_log import RequestLog
 from router.generation.plan import AnswerPlan
 from router.generation.service import Service
 from router.streams.client import Caller
@@ -28,13 +29,16 @@ class Asked(Protocol):
 
 
 async def choose_model(
-    service: Service, visit: Visit, asked: Asked, plan: Plan, origin: Origin
+    service: Service, log: RequestLog, asked: Asked, plan: Plan, origin: Origin
 ) -> tuple[Service, AnswerPlan]:
     """The model that answers, and its plan. When it has no room the next candidate is asked, if there is one.
 
+    The request counts in the metrics of the model that it is for, and once that is known of the one that answers.
     Raises RequestError: with several candidates without room, what the first says.
     """
+    visit = log.visit
     candidates = service.models.candidates(asked.model, visit.key, requester_of(visit, asked.end_user))
+    log.metrics = candidates.first.metrics
     if len(candidates.usable) == 1:
         (chosen,) = candidates.usable
         planned = await _planned(chosen, visit, asked, plan, origin)
@@ -42,6 +46,7 @@ async def choose_model(
         chosen, planned = await _first_with_room(candidates.usable, visit, asked, plan, origin)
     if chosen is not candidates.first:
         candidates.first.metrics.count_fallback(chosen.model_name)
+        log.metrics = chosen.metrics
     return chosen, planned
 
 

@@ -224,6 +224,7 @@ async def test_a_model_that_is_full_leaves_the_other_alone(several: Start) -> No
     found.small.full = Overloaded("too many", retry_after_s=1.0)
     assert (await found.ask("small")).status_code == 429
     assert (await found.ask("large")).status_code == 200
+    assert await found.running.metric('diptych_http_errors_total{engine="router",model_name="small",status="429"') == 1
 
 
 async def test_a_wrong_request_does_not_fall_back(several: Start) -> None:
