@@ -15,8 +15,9 @@ from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.fleet.absence import absence_of
 from router.fleet.booked_workers import BookedWorkers
-from router.fleet.booking import Load
+from router.fleet.booking import Load, PromptSizes
 from router.fleet.rivals import Rivals
+from router.fleet.token_pace import TokenPace
 from router.fleet.worker import ROLES, SMOOTHING, Worker, WorkerState, order_of
 
 # A worker that failed so many requests in a row is a suspect, the longer the more often.
@@ -58,7 +59,7 @@ class WorkerRegistry(BookedWorkers):
         self._models: dict[Role, StepModel] = {}
         self._links: dict[Role, LinkModel] = {}
         self._last_sweep: float | None = None
-        self._rivals = Rivals()
+        self._rivals, self._pace = Rivals(), TokenPace()
         self._observed: list[Worker] = []
 
     # ------------------------------------------------------------ which workers there are
@@ -216,9 +217,13 @@ class WorkerRegistry(BookedWorkers):
             worker.observed_s, worker.lasting_s = waits_s.get(address, 0.0), lasting_s.get(address, 0.0)
             worker.observed_from = {priority: found.get(address, 0.0) for priority, found in waits_from.items()}
 
-    def on_request_finished(self, address: str, decode_s: float) -> None:
-        """The worker decoded a request, from its first token to its last, in `decode_s` seconds."""
+    def on_request_finished(self, address: str, decode_s: float, num_tokens: int = 0, predicted_s: float = 0.0) -> None:
+        """The worker decoded a request, from its first token to its last, in `decode_s` seconds.
+
+        It had `num_tokens` tokens after the first, for each of which the worker's model predicted `predicted_s`.
+        """
         worker = self.workers[address]
+        self._pace.observe(decode_s, num_tokens, predicted_s)
         if decode_s or worker.service_s.value:  # 0 stands for unknown until the first request that took any time
             worker.service_s.observe(decode_s)
 
@@ -248,7 +253,7 @@ class WorkerRegistry(BookedWorkers):
                 died.append(worker)
         self._rivals.observe(self.ready("decode"))
         for worker in self.workers.values():
-            worker.rivals = self._rivals.value
+            worker.rivals, worker.token_pace = self._rivals.value, self._pace.value
         return died
 
     def is_in_doubt(self, now: float) -> bool:
@@ -340,4 +345,4 @@ class WorkerRegistry(BookedWorkers):
     def _forget(self, worker: Worker) -> None:
         worker.beat, worker.idle_since = None, None
         worker.bookings.clear()
-        worker.booked, worker.fresh, worker.ended = Load(), Load(), Load()
+        worker.booked, worker.fresh, worker.ended, worker.sizes = Load(), Load(), Load(), PromptSizes()

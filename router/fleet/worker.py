@@ -13,7 +13,7 @@ from common.latency.step_model import StepModel
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
-from router.fleet.booking import Booking, Load, peak_growth
+from router.fleet.booking import Booking, Load, PromptSizes, peak_growth
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 SMOOTHING = 0.1
@@ -53,12 +53,14 @@ class Worker:
     counts; `lasting_s`: how long they have been decoded.
     `order`: its place among equal workers, of which each router has an order of its own.
     `rivals`: how many requests other routers send to decode workers for each of this router's.
+    `token_pace`: how long tokens take lately over what models predict, on all decode workers.
     `terms`: what forecasts derive from all this; the registry drops it with each change.
     `pool_model` and `pool_link` are those of another worker of its pool, for as long as it has none.
 
     Its load is what it reports, less what `ended` since, and `fresh`, which the report does not count yet. So several
     routers see one another's requests, and none twice. `beat_at`: when it last reported. `fresh_since`: from when on it
-    can have computed what is left of the prompts in `fresh`, unless others came before them.
+    can have computed what is left of the prompts in `fresh`, unless others came before them. `sizes`: those of booked
+    prompts that are not computed. `turned_at`: when a prompt was computed, or came to an idle worker: a step began.
     """
 
     address: str
@@ -93,8 +95,11 @@ class Worker:
     ended: Load = field(default_factory=Load)
     beat_at: float = 0.0
     fresh_since: float = 0.0
+    sizes: PromptSizes = field(default_factory=PromptSizes)
+    turned_at: float = 0.0
     order: int = 0
     rivals: float = 0.0
+    token_pace: float = 1.0
     terms: object = None
     home: Role = field(init=False)
 

@@ -17,6 +17,7 @@ from common.latency.link_model import LinkModel
 from common.latency.step_model import StepModel, StepShape
 from common.wire.message_fields import MAX_PRIORITY
 from router.fleet.worker import Worker
+from router.policy.turn import may_pass, turn_s
 
 UNKNOWN = StepModel(fixed_s=1e-3, token_s=1e-4, row_s=1e-4, context_s=1e-8)
 TRANSFER_TOKEN_S = 2e-6
@@ -66,7 +67,8 @@ class RequestShape:
 
 class Forecast(msgspec.Struct, frozen=True, gc=False):
     """Seconds. `wait_s`: prompts that are computed before this one. `prompt_s`: its own. `place_s`: until the decode
-    worker's batch has a place. `token_s`: a token after the first, of which `stall_s` because the worker's blocks will
+    worker's batch has a place. `token_s`: a token after the first, by the worker's model `model_token_s` (0: unknown);
+    `stall_s` of it because the worker's blocks will
     not do for all answers, so that it preempts some. `delay_s`: what all sequences that run there lose. `transfer_s`:
     what the KV takes that comes from another worker, of which prefill hides as much as `joined` takes off.
     """
@@ -79,6 +81,7 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
     is_known: bool = False
     stall_s: float = 0.0
     transfer_s: float = 0.0
+    model_token_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -90,7 +93,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
 
     `rows` is what each step of a decode worker computes beside prompts, in `step_s` seconds. Prompts that the last
     report does not count yet take `fresh_s`, those that it counted `waiting_s`. `is_known`: the model is the worker's
-    own. A step computes at most `max_step_tokens` prompt tokens, a sequence has at most `max_tokens`. Since the report
+    own. A step computes at most `max_step_tokens` prompt tokens, in `full_s` seconds; a sequence has at most
+    `max_tokens`. Since the report
     other routers are likely to have sent prompts of `rivals_s`, and so many requests that there are `num_likely`. When
     all sequences there have grown, a new one finds `num_spare_blocks`.
     """
@@ -98,6 +102,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     model: StepModel
     is_known: bool
     max_step_tokens: int
+    full_s: float
     rows: StepShape
     step_s: float
     fresh_s: float
@@ -118,12 +123,12 @@ def terms_of(worker: Worker) -> Terms:
     terms = worker.terms
     if not isinstance(terms, Terms):
         model, rows, max_step_tokens = model_of(worker), rows_of(worker), step_tokens(worker)
-        beside = rows if worker.role == "decode" else StepShape()
-        fresh_s = model.steps_s(worker.fresh.prompt, max_step_tokens, beside)
+        fresh_s = model.steps_s(worker.fresh.prompt, max_step_tokens, rows_beside(worker, rows))
         terms = worker.terms = Terms(
             model,
             worker.step_model.is_known,
             max_step_tokens,
+            model.seconds(rows_beside(worker, rows) + StepShape.of_prompt(0, max_step_tokens)),
             rows,
             model.seconds(rows),
             fresh_s,
@@ -168,6 +173,11 @@ def rows_of(worker: Worker) -> StepShape:
     return StepShape.of_rows(num_rows, context)
 
 
+def rows_beside(worker: Worker, rows: StepShape) -> StepShape:
+    """Of these rows, those that the worker computes beside prompts: a prefill worker decodes nothing."""
+    return rows if worker.role == "decode" else StepShape()
+
+
 def step_tokens(worker: Worker) -> int:
     """Prompt tokens that a step of the worker computes at most, as it says."""
     now = worker.beat.step_tokens if worker.beat else 0
@@ -185,14 +195,25 @@ def queued_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float
     lower, _ = worker.booked.below(priority)
     if not lower.num_tokens:
         return all_s
-    beside = terms.rows if worker.role == "decode" else StepShape()
-    return max(0.0, all_s - terms.model.steps_s(lower, terms.max_step_tokens, beside))
+    return max(0.0, all_s - terms.model.steps_s(lower, terms.max_step_tokens, rows_beside(worker, terms.rows)))
 
 
 def wait_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
     """The same, corrected by how late first tokens came lately, and by how long others wait already."""
     observed_s = worker.observed_from.get(priority, worker.observed_s)
     return max(queued_s(worker, now, priority) * worker.slowness, observed_s)
+
+
+def before_s(worker: Worker, shape: RequestShape, own_s: float, now: float) -> float:
+    """Seconds that a prompt of `own_s` waits at the worker, where shorter prompts pass longer ones."""
+    all_s = wait_s(worker, now, shape.priority)
+    if all_s <= 0.0:
+        return 0.0
+    terms = terms_of(worker)
+    if not may_pass(own_s, all_s, shape.ttft_s) or worker.booked.num_tokens <= terms.max_step_tokens:
+        return all_s
+    shorter_share = worker.sizes.shorter_share(shape.uncached(worker))
+    return turn_s(all_s, own_s, shorter_share, terms.full_s, now - worker.turned_at)
 
 
 def place_s(
@@ -228,8 +249,8 @@ def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     """A prompt on a prefill worker, which samples the first token."""
     terms = terms_of(worker)
     own_s = terms.model.steps_s(shape.prompt(worker), terms.max_step_tokens)
-    before_s = wait_s(worker, now, shape.priority) + shape.held_s
-    return Forecast(before_s, own_s, is_known=terms.knows_prompts)
+    waits_s = before_s(worker, shape, own_s, now) + shape.held_s
+    return Forecast(waits_s, own_s, is_known=terms.knows_prompts)
 
 
 def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
@@ -238,7 +259,8 @@ def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
     model = terms.model
     own_s = model.row_s + model.context_s * (shape.num_tokens + shape.num_expected // 2)  # of each step: one row more
     delay_s = terms.rows.num_rows * shape.num_expected * own_s
-    token_s, stall_s = terms.step_s + own_s, 0.0
+    step_s = terms.step_s + own_s
+    token_s, stall_s = step_s * worker.token_pace, 0.0
     batch_s = place_s(worker, shape.num_expected * token_s, priority=shape.priority)
     uncached = shape.uncached(worker)
     if num_blocks := num_lacking_blocks(terms, uncached + shape.num_expected):
@@ -246,7 +268,9 @@ def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
         delay_s += terms.rows.num_rows * again_s
         stall_s = (again_s + room_s(worker, num_blocks)) / max(1, shape.num_expected)
     arrival_s = transfer_s(terms, uncached)
-    return Forecast(0.0, 0.0, batch_s, token_s + stall_s, delay_s, terms.is_known, stall_s, arrival_s)
+    return Forecast(
+        *(0.0, 0.0, batch_s, token_s + stall_s, delay_s, terms.is_known, stall_s, arrival_s, 0.0 if stall_s else step_s)
+    )
 
 
 def num_lacking_blocks(terms: Terms, num_tokens: int) -> int:
@@ -285,8 +309,11 @@ def computed_there(
     num_steps = -(-prompt.num_tokens // terms.max_step_tokens)
     stopped_s = terms.rows.num_rows * max(0.0, prompt_s - num_steps * terms.step_s)
     delay_s = remote.delay_s + stopped_s
-    before_s = wait_s(worker, now, shape.priority)
-    return Forecast(before_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s)
+    waits_s = before_s(worker, shape, prompt_s, now)
+    return Forecast(
+        *(waits_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s),
+        model_token_s=remote.model_token_s,
+    )
 
 
 def chunk_s(worker: Worker, shape: RequestShape) -> float:
