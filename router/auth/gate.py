@@ -22,7 +22,8 @@ from router.auth.audit import AuditLog
 from router.auth.errors import Forbidden, RateLimited, Unauthorized
 from router.auth.key_file import ring_of
 from router.auth.keys import ANONYMOUS, ApiKey, KeyRing
-from router.auth.limits import Denied, Quota
+from router.auth.limits import PER, Denied, Quota
+from router.auth.model_limits import ModelLimits
 from router.auth.tls import Certificate
 from router.auth.visit import Visit
 from router.auth.watch import FileWatch
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset(("/", "/dashboard", "/live", "/health", "/ready", "/metrics", "/ping"))
 ADMIN_PATHS = frozenset(("/load", "/reset_prefix_cache"))
 LOOK_EVERY_S = 0.5
-PER = {"requests": "requests per minute", "tokens": "tokens per minute", "concurrency": "requests at once"}
 
 
 class Gate:
@@ -54,6 +54,7 @@ class Gate:
         self._audit = AuditLog(config.audit_log, metrics.count_audit_dropped) if config.audit_log else None
         self._anonymous = Quota(ANONYMOUS.limits, clock())
         self._quotas: dict[str, Quota] = {}
+        self.models = ModelLimits(metrics.count_rate_limited, clock)
 
     # ------------------------------------------------------------ a request
 
@@ -84,39 +85,12 @@ class Gate:
         if denied is not None:
             raise self._refusal(visit, denied)
 
-    def enter_model(self, visit: Visit, quota: Quota, model: str) -> None:
-        """Count the request among those of its model, of all keys. Raises RateLimited."""
-        denied = quota.check_tokens(self._clock()) or quota.enter(self._clock())
-        if denied is not None:
-            raise self._model_refusal(visit, model, denied)
-        visit.model_quota = quota
-
-    def leave_model(self, visit: Visit) -> None:
-        """It ended, or another model answers it."""
-        if visit.model_quota is not None:
-            visit.model_quota.leave()
-            visit.model_quota = None
-
-    def take_model_prompt(self, visit: Visit, model: str, num_tokens: int) -> None:
-        """Count a prompt of its model. Raises RateLimited, or InvalidRequest for one that always exceeds the limit."""
-        if visit.model_quota is None:
-            return
-        denied = visit.model_quota.take_prompt(num_tokens, self._clock())
-        if denied is not None and math.isinf(denied.retry_after_s):
-            raise InvalidRequest(
-                f"the prompt has {num_tokens:,} tokens, and model {model!r} may have {denied.allowed:,} per minute",
-                code="rate_limit_exceeded",
-            )
-        if denied is not None:
-            raise self._model_refusal(visit, model, denied)
-
     def take_prompt(self, visit: Visit, num_tokens: int) -> None:
         """Count a prompt. Raises RateLimited, or InvalidRequest for a prompt that always exceeds the limit."""
         denied = visit.quota.take_prompt(num_tokens, self._clock())
         if denied is None:
             return
-        if visit.model_quota is not None:
-            visit.model_quota.spend(-num_tokens, self._clock())
+        self.models.spend(visit, -num_tokens)
         if math.isinf(denied.retry_after_s):
             raise InvalidRequest(
                 f"the prompt has {num_tokens:,} tokens, and this key may use {denied.allowed:,} tokens per minute",
@@ -127,8 +101,8 @@ class Gate:
     def spend(self, visit: Visit, num_tokens: int) -> None:
         """Count generated tokens; a negative number gives back those of a prompt that was not computed."""
         visit.quota.spend(num_tokens, self._clock())
-        if visit.model_quota is not None:
-            visit.model_quota.spend(num_tokens, self._clock())
+        if visit.model_quotas:
+            self.models.spend(visit, num_tokens)
 
     def headers(self, visit: Visit) -> dict[str, str]:
         """The headers of an answer about the limits of its key."""
@@ -139,7 +113,7 @@ class Gate:
         if visit.admitted:
             visit.admitted = False
             visit.quota.leave()
-        self.leave_model(visit)
+        self.models.leave(visit)
         if visit.path in OPEN_PATHS:
             return
         self._metrics.count_key_request(visit.key.name, visit.status)
@@ -203,21 +177,13 @@ class Gate:
                 quota.change(known[name].limits, now)
             elif not quota.num_active:
                 del self._quotas[name]
+        self.models.change_keys(tuple(known.values()))
 
     def _quota(self, key: ApiKey) -> Quota:
         quota = self._quotas.get(key.name)
         if quota is None:
             quota = self._quotas[key.name] = Quota(key.limits, self._clock())
         return quota
-
-    def _model_refusal(self, visit: Visit, model: str, denied: Denied) -> RequestError:
-        self._metrics.count_rate_limited(visit.key.name, f"model_{denied.limit}")
-        return RateLimited(
-            f"model {model!r} may have {denied.allowed:,} {PER[denied.limit]} of all keys; try again in "
-            f"{max(1, math.ceil(denied.retry_after_s)):,} s",
-            limit=f"model_{denied.limit}",
-            retry_after_s=denied.retry_after_s,
-        )
 
     def _refusal(self, visit: Visit, denied: Denied) -> RequestError:
         self._metrics.count_rate_limited(visit.key.name, denied.limit)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Protocol
 
 from common.errors import Overloaded, Unavailable
+from router.auth.errors import RateLimited
 from router.auth.visit import Visit
 from router.generation.choices.origin import Origin
 from router.generation.choices.request_log import RequestLog
@@ -62,23 +63,26 @@ async def _first_with_room(
     for service in services:
         try:
             planned = await _planned(service, visit, asked, plan, origin)
-            # Only now the length of the prompt is known.
-            _check_room(service, max(len(prompt.token_ids) for prompt in planned.prompts).__gt__, origin)
+            try:  # only now the length of the prompt is known
+                _check_room(service, max(len(prompt.token_ids) for prompt in planned.prompts).__gt__, origin)
+            except (Overloaded, Unavailable):
+                service.gate.models.spend(visit, -planned.num_prompt_tokens)
+                raise
             return service, planned
         except (Overloaded, Unavailable) as refusal:
-            service.gate.leave_model(visit)
+            service.gate.models.leave(visit)
+            if isinstance(refusal, RateLimited) and refusal.of_key:
+                raise
             refusals.append(refusal)
     raise refusals[0]
 
 
 async def _planned(service: Service, visit: Visit, asked: Asked, plan: Plan, origin: Origin) -> AnswerPlan:
     """The answer's plan at one model. Raises RequestError, such as Overloaded or Unavailable for lack of room."""
-    name = service.model_name
     _check_room(service, partial(service.text.exceeds, asked.longest_text()), origin)
-    if (quota := service.models.quota(name)) is not None:
-        service.gate.enter_model(visit, quota, name)
+    service.gate.models.enter(visit, service.model_name)
     planned = await plan(service)
-    service.gate.take_model_prompt(visit, name, planned.num_prompt_tokens)
+    service.gate.models.take_prompt(visit, planned.num_prompt_tokens)
     return planned
 
 

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from common.errors import Unavailable
-from router.auth.keys import ANONYMOUS, ApiKey, Limits
-from router.auth.limits import Quota
+from router.auth.keys import ANONYMOUS, ApiKey
 from router.models.catalog import Catalog
 from router.streams.client import RETRY_AFTER_S
-
-NO_LIMITS = Limits()
 
 
 class Served(Protocol):
@@ -57,22 +54,10 @@ class ShownModel(Generic[S]):
 
 
 class Models(Generic[S]):
-    """The models of a router: `services` by their names, the default one first."""
+    """The models of a router: `services` by their names, the default one first. The `catalog` may be replaced."""
 
-    def __init__(self, catalog: Catalog, services: Mapping[str, S], now: float) -> None:
+    def __init__(self, catalog: Catalog, services: Mapping[str, S]) -> None:
         self.catalog, self.services = catalog, services
-        self._quotas = {name: Quota(entry.limits, now) for name, entry in catalog.entries.items()}
-
-    def quota(self, name: str) -> Quota | None:
-        """The limits of a model over all keys; None without any."""
-        quota = self._quotas[name]
-        return None if quota.limits == NO_LIMITS else quota
-
-    def change(self, catalog: Catalog, now: float) -> None:
-        """Take another catalog of the same models: their other names, splits, fallbacks and limits."""
-        self.catalog = catalog
-        for name, entry in catalog.entries.items():
-            self._quotas[name].change(entry.limits, now)
 
     def candidates(self, asked: str | None, key: ApiKey = ANONYMOUS, requester: str = "") -> ModelCandidates[S]:
         """The models to try for a request: those with ready workers, or else one that waits for workers.

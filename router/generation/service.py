@@ -94,7 +94,7 @@ class Service:
         if self.front is None:
             entry = ModelEntry(self.config.model, self.config.served_model_name)
             catalog = Catalog(ModelTable((entry,)), (self.files.model_id,))
-            self.models = Models(catalog, {self.model_name: self}, time.monotonic())
+            self.models = Models(catalog, {self.model_name: self})
         else:
             self.pace, self.bodies = self.front.pace, self.front.bodies
             self.prompt_logprob_budget, self.unread = self.front.prompt_logprob_budget, self.front.unread

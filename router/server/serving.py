@@ -8,7 +8,6 @@ several   app ── front Service ── Models ──┬─ Service ── Ser
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -114,7 +113,8 @@ class Serving:
             raise ConfigError(FIELD, self._config.models_file, allowed)
         self.catalog = Catalog(table, [model.files.model_id for model in self.models])
         service: Service = self.app.state.service
-        service.models.change(self.catalog, time.monotonic())
+        service.models.catalog = self.catalog
+        service.gate.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
 
     def _census(self, config: RouterConfig, names: Sequence[frozenset[str]], metrics: RouterMetrics) -> ModelCensus:
         known = {own: model.name for model, names_of in zip(self.models, names, strict=True) for own in names_of}
@@ -153,7 +153,8 @@ def app_of_one(catalog: Catalog, model: Member, failure: Callable[[], str], trac
     app = build_app(model.client, model.text, model.files, model.config, model.metrics, failure, tracing)
     service: Service = app.state.service
     service.outlook = lambda: model.outlook
-    service.models = Models(catalog, {model.name: service}, time.monotonic())
+    service.models = Models(catalog, {model.name: service})
+    service.gate.models.change({name: entry.limits for name, entry in catalog.entries.items()})
     return app
 
 
@@ -172,7 +173,8 @@ def app_of_several(
     app = build_app(every, first.text, first.files, config, metrics, failure, tracing)
     front: Service = app.state.service
     services = {model.name: _behind(front, model) for model in models}
-    front.models = Models(catalog, services, time.monotonic())
+    front.models = Models(catalog, services)
+    front.gate.models.change({name: entry.limits for name, entry in catalog.entries.items()})
     for service in services.values():
         service.models = front.models
     return app

@@ -68,7 +68,6 @@ async def test_one_model_of_a_file_has_no_front_and_no_census(serving: Any) -> N
 async def test_a_changed_file_changes_names_splits_and_limits(serving: Any, tmp_path: Path) -> None:
     found, file = serving()
     service = found.app.state.service
-    assert service.models.quota("small") is None
     watching = asyncio.create_task(service.gate.watch())
     changed = FILE.replace('aliases = ["old"]', 'aliases = ["new"]\nrequests_per_minute = 5')
     changed += '[[split]]\nname = "chat"\nweights = {{ small = 1, large = 0 }}\n'
@@ -79,7 +78,7 @@ async def test_a_changed_file_changes_names_splits_and_limits(serving: Any, tmp_
             await asyncio.sleep(0.01)
     watching.cancel()
     assert service.models.one("chat").model_name == service.models.one("new").model_name == "small"
-    assert service.models.quota("small").limits == Limits(requests_per_minute=5)
+    assert service.gate.models._of_all["small"].quota.limits == Limits(requests_per_minute=5)
     with pytest.raises(ModelNotFound):
         service.models.one("old")
 

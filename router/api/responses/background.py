@@ -207,7 +207,7 @@ class BackgroundAnswers:
             self.forget(answer.id)
             raise
         came, answer.visit = answer.visit, _continued(answer.visit)
-        came.admitted, came.model_quota = False, None
+        came.admitted, came.model_quotas = False, ()
         answer.log.visit = answer.visit
         answer.on_growth = self._bound_events
         task = asyncio.create_task(self._run(answer, exchange, frames), name=f"{answer.id}-background")
@@ -284,5 +284,5 @@ class BackgroundAnswers:
 def _continued(visit: Visit) -> Visit:
     """The visit of an answer whose request is over: the same key and its place, and a line of its own."""
     continued = Visit(visit.request_id, METHOD, visit.path, visit.client, visit.key, visit.quota)
-    continued.admitted, continued.model_quota = visit.admitted, visit.model_quota
+    continued.admitted, continued.model_quotas = visit.admitted, visit.model_quotas
     return continued

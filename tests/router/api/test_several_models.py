@@ -344,3 +344,20 @@ async def test_a_response_in_the_background_counts_for_its_model_until_it_ends(s
     await tools.until(lambda: background.num_running == 0)
     assert (await found.running.http.get(f"/v1/responses/{made['id']}")).json()["status"] == "incomplete"
     assert (await found.ask("small")).status_code == 200
+
+
+async def test_a_key_has_limits_at_a_model_of_its_own(several: Start, tmp_path: Path) -> None:
+    limited = '\n[[key]]\nname = "limited"\nkey = "a-key-with-limits-by-model"\n'
+    limited += "by_model.small = { requests_per_minute = 1 }\n"
+    (tmp_path / "keys.toml").write_text(KEYS + limited)
+    found = await several(small={"fallbacks": ("large",)}, api_key_file=str(tmp_path / "keys.toml"))
+    key = {"authorization": "Bearer a-key-with-limits-by-model"}
+    assert (await found.ask("small", headers=key)).json()["model"] == "small"
+    refused = await found.ask("fast", headers=key)  # its own limit does not lead to another model
+    assert refused.status_code == 429
+    assert "key 'limited' at model 'small' may have 1 requests per minute" in refused.json()["error"]["message"]
+    assert (await found.ask("large", headers=key)).status_code == 200
+    other = {"authorization": "Bearer a-key-for-the-small-one"}
+    assert (await found.ask("small", headers=other)).status_code == 200
+    line = 'diptych_rate_limited_total{engine="router",key="limited",limit="key_model_requests"'
+    assert await found.running.metric(line) == 1
