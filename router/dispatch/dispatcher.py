@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
+from dataclasses import replace
 
 from common.config import RouterConfig
 from common.errors import Unavailable
@@ -21,6 +22,9 @@ from router.fleet.fleet import CONTROL_HWM, WorkerFleet
 from router.policy.routing import RoutingPolicy
 from router.policy.split import SplitForecaster
 from router.streams.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest, TokenEvent
+
+PASSED_ON_S = 60.0
+"""How long a request that went to another model counts as held here: autoscalers look a few times a minute."""
 
 
 class Dispatcher:
@@ -40,6 +44,7 @@ class Dispatcher:
         self._wakes: dict[str, asyncio.Future[None]] = {}
         self._last_max_model_len = 0
         self._open = False
+        self._passed_on_at = -PASSED_ON_S
         self._classes = config.classes
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock, models=models)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
@@ -114,7 +119,14 @@ class Dispatcher:
 
     def demand(self, slo_s: float) -> Demand:
         """The load that autoscalers read; see `DemandMeter.measure`."""
-        return self.core.demand(slo_s)
+        demand = self.core.demand(slo_s)
+        if self._clock() - self._passed_on_at > PASSED_ON_S or self.fleet.registry.ready("decode"):
+            return demand
+        return replace(demand, held={**demand.held, "decode": demand.held["decode"] + 1})
+
+    def passed_on(self) -> None:
+        """See `ServingClient.passed_on`. Without a decode worker it counts as a request that is held for one."""
+        self._passed_on_at = self._clock()
 
     # ------------------------------------------------------------ for the fleet
 

@@ -47,6 +47,7 @@ async def choose_model(
         chosen, planned = await _first_with_room(candidates.usable, visit, asked, plan, origin)
     if chosen is not candidates.first:
         candidates.first.metrics.count_fallback(chosen.model_name)
+        candidates.first.client.passed_on()
         log.metrics = chosen.metrics
     return chosen, planned
 

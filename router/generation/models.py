@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from common.errors import Unavailable
@@ -60,7 +61,7 @@ class Models(Generic[S]):
         self.catalog, self.services = catalog, services
 
     def candidates(self, asked: str | None, key: ApiKey = ANONYMOUS, requester: str = "") -> ModelCandidates[S]:
-        """The models to try for a request: those with ready workers, or else one that waits for workers.
+        """The models to try for a request: those with ready workers, and behind them one that waits for workers.
 
         `requester` is whom splits draw for. Raises ModelNotFound, Forbidden, and Unavailable when none of them has a
         worker and none may wait for one.
@@ -69,11 +70,14 @@ class Models(Generic[S]):
         if len(chain) == 1 and self.catalog.entries[chain[0]].holds:
             return ModelCandidates(only := self.services[chain[0]], (only,))
         services = [self.services[name] for name in chain]
-        if ready := tuple(service for service in services if service.able[0]):
-            return ModelCandidates(services[0], ready)
-        for name, service in zip(chain, services, strict=True):
-            if self.catalog.entries[name].holds:
-                return ModelCandidates(services[0], (service,))
+        ready = [service for service in services if service.able[0]]
+        holding = (
+            service
+            for name, service in zip(chain, services, strict=True)
+            if self.catalog.entries[name].holds and service not in ready
+        )
+        if usable := (*ready, *islice(holding, 1)):
+            return ModelCandidates(services[0], usable)
         raise Unavailable(f"model {chain[0]!r}: {services[0].able[1]}", param="model", retry_after_s=RETRY_AFTER_S)
 
     def one(self, asked: str | None, key: ApiKey = ANONYMOUS) -> S:

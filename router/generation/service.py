@@ -55,6 +55,10 @@ class ServingClient(GenerationClient, Protocol):
         """Have every worker forget what it cached."""
         ...
 
+    def passed_on(self) -> None:
+        """Another model answers a request of this one: what scales its pools must know that it is asked for."""
+        ...
+
 
 @dataclass
 class Service:

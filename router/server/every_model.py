@@ -44,6 +44,9 @@ class EveryModel:
         for client in self._clients.values():
             client.reset_prefix_cache()
 
+    def passed_on(self) -> None:
+        """Each model hears of its own requests."""
+
     def load(self) -> DispatchLoad:
         return joined([client.load() for client in self._clients.values()])
 

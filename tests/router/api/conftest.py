@@ -59,6 +59,7 @@ class Engine:
     requests: list[GenerationRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     num_resets: int = 0
+    num_passed_on: int = 0
     with_logprobs: set[str] = field(default_factory=set)
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -119,6 +120,9 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1
+
+    def passed_on(self) -> None:
+        self.num_passed_on += 1
 
 
 @dataclass

@@ -204,8 +204,12 @@ async def test_a_model_without_workers_falls_back(several: Start) -> None:
     assert (
         await found.running.metric('diptych_model_fallbacks_total{engine="router",model_name="small",to="large"') == 1
     )
-    found.large.is_ready = NO_WORKER  # both may wait for workers: the first does
-    assert (await found.ask("fast")).json()["model"] == "small"
+    assert found.small.num_passed_on == 1  # what scales its pools hears of it
+    found.large.full = Overloaded("no room", retry_after_s=1.0)
+    assert (await found.ask("fast")).json()["model"] == "small"  # it waits for workers behind a fallback that is full
+    found.large.full, found.large.is_ready = None, NO_WORKER
+    assert (await found.ask("fast")).json()["model"] == "small"  # as the first of two that may wait
+    assert found.small.num_passed_on == 1
 
 
 @pytest.mark.parametrize("error", [Overloaded("too many", retry_after_s=7.0), Unavailable("full", retry_after_s=7.0)])

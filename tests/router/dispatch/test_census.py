@@ -129,6 +129,18 @@ async def test_discovery_adds_and_withholds_workers_of_each_model(
     assert found.ready("b") == {second.address}
 
 
+async def test_a_model_at_zero_whose_fallback_answers_is_woken(cluster: Any, two: Any, tools: Any) -> None:
+    cluster.add("decode", model="org/b")
+    found = await two()
+    await tools.until(lambda: found.ready("b"))
+    assert [found.of[name].demand(0.0).held["decode"] for name in "ab"] == [0, 0]
+    for one in found.of.values():
+        one.passed_on()
+    assert [found.of[name].demand(0.0).held["decode"] for name in "ab"] == [1, 0]  # b has a worker: it was full
+    found.of["a"]._passed_on_at -= 61.0
+    assert found.of["a"].demand(0.0).held["decode"] == 0
+
+
 async def test_a_dead_pool_of_one_model_leaves_the_other_alone(cluster: Any, two: Any, tools: Any) -> None:
     ours, other = cluster.add("decode", model="org/a"), cluster.add("decode", model="org/b")
     found = await two()
