@@ -246,14 +246,18 @@ class WorkerRegistry(BookedWorkers):
                 worker.step_changed = min(now, worker.step_changed + held_up_s - timeout_s / 2)
                 if worker.forgive(now, MAX_FORGIVEN * timeout_s):
                     continue
+            beat = worker.beat
             if now - (worker.last_seen or 0.0) > timeout_s:
                 self._end(worker, dead, worker.silence(timeout_s))
                 died.append(worker)
+            elif beat is None or now - worker.step_changed <= beat.turn_limit_s:  # as a rule: no call for each
+                continue
             elif worker.is_stuck(now) and self._judge(worker, now):
                 died.append(worker)
         self._rivals.observe(self.ready("decode"))
+        rivals, pace = self._rivals.value, self._pace.value
         for worker in self.workers.values():
-            worker.rivals, worker.token_pace = self._rivals.value, self._pace.value
+            worker.rivals, worker.token_pace = rivals, pace
         return died
 
     def is_in_doubt(self, now: float) -> bool:

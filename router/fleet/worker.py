@@ -159,7 +159,9 @@ class Worker:
     @property
     def num_requests(self) -> int:
         """Requests running, waiting or on their way."""
-        left = self.num_reported_requests - self.ended.num_requests
+        beat, left = self.beat, -self.ended.num_requests
+        if beat is not None:
+            left += beat.num_running + beat.num_waiting + beat.num_transferring
         return (left if left > 0 else 0) + self.fresh.num_requests
 
     @property

@@ -1,15 +1,14 @@
 """When the turn of a new prompt comes among those that wait at a worker. Pure.
 
-Workers compute the shortest prompt first, as long as those that it passes can spare the time (`prompt_order.py`); what
-a step has begun is not stopped, and a step takes as many tokens as it can hold. First come, first served would predict
-three times what a short prompt waits behind a queue of long ones.
+Without goals workers compute the shortest prompt first (`prompt_order.py`); what a step has begun is not stopped, and a
+step takes as many tokens as it can hold. First come, first served would predict three times what a short prompt waits
+behind a queue of long ones. With goals a prompt that passes takes from the slack of the others, so there all of them
+count: fewer prompts go to a side on which they would make others late.
 """
 
 from __future__ import annotations
 
 import math
-
-from common.requests.prompt_order import PASSING_SHARE
 
 
 def turn_s(all_s: float, own_s: float, shorter_share: float, step_s: float, running_for_s: float) -> float:
@@ -26,8 +25,3 @@ def turn_s(all_s: float, own_s: float, shorter_share: float, step_s: float, runn
     needed_s = before_s + own_s
     filled_s = min(waiting_s + own_s, step_s * math.ceil(needed_s / step_s))
     return running_s + max(needed_s, filled_s) - own_s
-
-
-def may_pass(own_s: float, all_s: float, goal_s: float) -> bool:
-    """Whether a prompt passes longer ones: they have no goals, or goals that leave them enough time beside it."""
-    return goal_s <= 0.0 or own_s <= PASSING_SHARE * (goal_s - all_s)
