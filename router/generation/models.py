@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from common.errors import Unavailable
@@ -69,16 +68,13 @@ class Models(Generic[S]):
         chain = self.catalog.chain(asked, key, requester)
         if len(chain) == 1 and self.catalog.entries[chain[0]].holds:
             return ModelCandidates(only := self.services[chain[0]], (only,))
-        services = [self.services[name] for name in chain]
-        ready = [service for service in services if service.able[0]]
-        holding = (
-            service
-            for name, service in zip(chain, services, strict=True)
-            if self.catalog.entries[name].holds and service not in ready
-        )
-        if usable := (*ready, *islice(holding, 1)):
-            return ModelCandidates(services[0], usable)
-        raise Unavailable(f"model {chain[0]!r}: {services[0].able[1]}", param="model", retry_after_s=RETRY_AFTER_S)
+        able = {name: self.services[name].able for name in chain}
+        ready = [name for name in chain if able[name][0]]
+        holding = [name for name in chain if not able[name][0] and self.catalog.entries[name].holds]
+        first = chain[0]
+        if usable := tuple(self.services[name] for name in (*ready, *holding[:1])):
+            return ModelCandidates(self.services[first], usable)
+        raise Unavailable(f"model {first!r}: {able[first][1]}", param="model", retry_after_s=RETRY_AFTER_S)
 
     def one(self, asked: str | None, key: ApiKey = ANONYMOUS) -> S:
         """The model for what needs no worker, such as tokenizing. Raises ModelNotFound, Forbidden."""

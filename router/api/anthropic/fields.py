@@ -103,7 +103,7 @@ class Conversation(Fields):
 
     names: ClassVar = NAMES
 
-    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
+    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the default model")
     messages: Annotated[
         list[Turn],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),

@@ -103,7 +103,7 @@ class ResponsesRequest(Extensions):
     names: ClassVar = NAMES
     id_prefix: ClassVar = "resp_"
 
-    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
+    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the default model")
     input: Annotated[
         str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)],
         BeforeValidator(ours.not_too_many_parts),
