@@ -104,3 +104,12 @@ def test_a_worker_serves_one_model() -> None:
 def test_settings_that_exclude_each_other(flags: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):
         router_of(*flags)
+
+
+def test_the_example_of_the_documentation_is_read(tmp_path: Path, repository: Path) -> None:
+    lines = (repository / "docs" / "operations.md").read_text(encoding="utf-8").splitlines()
+    begin = lines.index("    [[model]]")
+    end = next(number for number in range(begin, len(lines)) if lines[number] and not lines[number].startswith("    "))
+    table = read_models(write(tmp_path, "\n".join(lines[begin:end])))
+    assert [entry.name for entry in table.models] == ["small", "large"]
+    assert (table.models[0].fallbacks, table.splits[0].weights) == (("large",), {"small": 95.0, "large": 5.0})
