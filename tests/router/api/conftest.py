@@ -59,6 +59,7 @@ class Engine:
     requests: list[GenerationRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     num_resets: int = 0
+    num_passed_on: int = 0
     with_logprobs: set[str] = field(default_factory=set)
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -120,6 +121,9 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1
 
+    def passed_on(self) -> None:
+        self.num_passed_on += 1
+
 
 @dataclass
 class Running:
@@ -179,13 +183,18 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
         engine: Engine | None = None,
         headers: dict[str, str] | None = None,
         pipeline: TextPipeline | None = None,
+        application: Callable[[RouterConfig], FastAPI] | None = None,
         **settings: Any,
     ) -> Running:
+        """`application` makes one in place of the usual."""
         engine = engine or Engine()
         config = RouterConfig(model=MODEL, **({"response_store": "memory"} | settings))
         name = config.served_model_name or files.model_id
         tracing = Tracing.of(config)
-        app = build_app(engine, pipeline or text, files, config, RouterMetrics(name, engine.load), tracing=tracing)
+        if application is None:
+            app = build_app(engine, pipeline or text, files, config, RouterMetrics(name, engine.load), tracing=tracing)
+        else:
+            app = application(config)
         listener = listen("127.0.0.1", 0)
         server = await listening(app, listener)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -91,6 +91,22 @@ def test_workers_in_trouble_come_first_and_a_page_shows_not_all_of_a_thousand() 
     assert (none["rows"], none["told"]) == ([], "0 of 1,000 workers")
 
 
+def test_of_several_models_each_worker_names_its_own() -> None:
+    worker = {"num_requests": 0, "num_booked_requests": 0, "num_queued_tokens": 0, "num_available_blocks": 5}
+    worker |= {"num_blocks": 10, "wait_s": 0, "tokens_per_s": 0, "reason": "", "step_model": {"num_steps": 0}}
+    worker |= {"batch_cap": 4, "step_tokens": 0, "role": "decode", "home": "decode", "state": "ready", "model": "org/b"}
+    workers = [worker | {"address": "tcp://d:1", "worker_id": "decode-1"}]
+    both = [{"id": "a", "max_model_len": 10, "ready": True}, {"id": "b", "max_model_len": 2000, "ready": False}]
+    load = f"({json.dumps({'workers': workers, 'models': both})})"
+    one = f"({json.dumps({'workers': workers, 'models': both[:1]})})"
+    several, found, alone, line = figures(
+        f"F.workerRows({load})", f"F.workerRows({load}, 'org/b')", f"F.workerRows({one})", f"F.modelsLine({load})"
+    )
+    assert several["rows"][0]["cells"][0]["text"] == "decode-1 · org/b"
+    assert (len(found["rows"]), alone["rows"][0]["cells"][0]["text"]) == (1, "decode-1")
+    assert line == "a · 10 tokens at most, b · 2,000 tokens at most · no worker is ready"
+
+
 def test_the_plan_says_what_binds_and_what_cannot_be() -> None:
     pool = {"wanted": 3, "needed": 5, "present": 1, "reason": "KV blocks: 97% of 64 at p95 with 2 workers"}
     plan = {"pools": {"decode": pool}, "quantile": 0.95, "requests_per_s": 2.5, "unmet": "too dear", "held": ""}
