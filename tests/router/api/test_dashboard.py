@@ -26,7 +26,7 @@ SEES = ["until", "!get('picture').hidden"]
 def figures(*expressions: str) -> list[Any]:
     """Values of expressions over the page's pure parts, `F` and `C`."""
     assert NODE is not None
-    files = [json.dumps(str(pages.STATIC / f"dashboard_{part}.js")) for part in ("figures", "cards")]
+    files = [json.dumps(str(pages.STATIC / "dashboard" / f"{part}.js")) for part in ("figures", "cards")]
     code = f"const [F, C] = [{files[0]}, {files[1]}].map(require);"
     code += f"console.log(JSON.stringify([{', '.join(expressions)}]))"
     done = subprocess.run([NODE, "-"], input=code, capture_output=True, text=True, timeout=DEADLINE_S, check=False)

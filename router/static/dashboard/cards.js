@@ -1,6 +1,6 @@
 // The cards at the top of the dashboard, as plain data: a figure, what belongs to it, and its lines. No document here.
 const Cards = (() => {
-  const F = typeof require === "undefined" ? Figures : require("./dashboard_figures.js");
+  const F = typeof require === "undefined" ? Figures : require("./figures.js");
   const LEAST_TOP = { requests: 1, tokens: 1, ms: 1, share: 1, bytes: 1000 };
 
   const share = (value) => (value === null ? F.NONE : F.percent(value));
