@@ -18,15 +18,24 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-DEADLINE_S = 8.0
+DEADLINE_S = 30.0
 LIMIT = 64 * 1024 * 1024
 """Bytes of the longest reply: a picture."""
 FLAGS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --no-first-run --mute-audio"
-    " --disable-extensions --disable-background-networking --disable-component-update --disable-sync --remote-debugging-pipe"
-).split()
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--mute-audio",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--remote-debugging-pipe",
+)
 KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "ArrowUp": (38, ""), "Tab": (9, "")}
-SHIFT, CONTROL = 8, 2
 FIRST_FREE = 10
 """Above the descriptors 3 and 4, which become Chromium's ends of the pipes."""
 BEGIN = "import os, sys; [os.dup2(int(sys.argv[n]), n + 2) for n in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
@@ -135,7 +144,7 @@ class Browser:
 
 
 class Page:
-    """A page: what it shows, and the hands of somebody who uses it. `problems`: what it threw, and what its policy refused."""
+    """A page, for tests that look at it, click and type. `problems`: what it threw, and what its policy refused."""
 
     def __init__(self, browser: Browser, session: str, target: str) -> None:
         self._browser, self._session, self._target = browser, session, target
@@ -187,7 +196,8 @@ class Page:
         """Click the middle of the first element that matches, once nothing lies over it."""
         find = f"document.querySelector({json.dumps(selector)})"
         await self.until(
-            f"(() => {{ const one = {find}; one.scrollIntoView({{ block: 'nearest' }}); const box = one.getBoundingClientRect();"
+            f"(() => {{ const one = {find}; one.scrollIntoView({{ block: 'nearest' }}); const box ="
+            f" one.getBoundingClientRect();"
             " const top = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);"
             " return box.width && (one.contains(top) || top?.contains(one)); })()"
         )
@@ -209,7 +219,7 @@ class Page:
     async def picture(self, file: Path, *, whole: bool = False) -> None:
         """Write what is seen as PNG; `whole`: all that scrolling would show."""
         shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(shot["data"]))
+        await asyncio.to_thread(file.write_bytes, base64.b64decode(shot["data"]))
 
     async def close(self) -> None:
         await self._browser.call("Target.closeTarget", targetId=self._target)

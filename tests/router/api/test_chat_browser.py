@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,18 +15,12 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(chromium.PROGRAM is None, reason="Chromium is not installed (apt-get install chromium)"),
 ]
-ANSWER = "# Title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint(1)\n```\n\n<img src=x onerror=\"window.hit = 1\">"
+ANSWER = (
+    '# Title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint(1)\n```\n\n<img src=x onerror="window.hit = 1">'
+)
 SENT, DONE = "document.querySelector('.turn')", "document.getElementById('send').textContent === 'Send'"
 HAS_MODEL = "document.getElementById('model').value === 'tiny-random'"
 KEY = "a-key-of-sixteen-or-more"
-
-
-@pytest.fixture
-async def browser(start: Any, tmp_path: Path) -> AsyncIterator[chromium.Browser]:
-    """Ends before the router, which waits for the end of its connections."""
-    one = await chromium.Browser.start(tmp_path / "profile")
-    yield one
-    await one.close()
 
 
 async def opened(browser: chromium.Browser, running: Any, **how: Any) -> chromium.Page:
@@ -65,8 +57,8 @@ async def test_an_answer_is_drawn_from_its_markdown_with_its_times(browser: Any,
 
 async def test_the_policy_lets_nothing_else_run(browser: Any, start: Any) -> None:
     page = await opened(browser, await start())
-    tried = "(() => { try { document.body.innerHTML = '<b>x</b>'; return 'done'; } catch (error) { return error.name; } })()"
-    assert await page.value(tried) == "TypeError"
+    with pytest.raises(chromium.PageError, match="TrustedHTML"):
+        await page.value("document.body.innerHTML = '<b>x</b>'")
     with pytest.raises(chromium.PageError, match="TrustedScript"):
         await page.value("document.body.setAttribute('onclick', 'window.hit = 1')")
     assert await page.value("fetch('http://127.0.0.2:9/').then(() => 'reached', (error) => error.name)") == "TypeError"
@@ -111,7 +103,9 @@ async def test_a_message_is_edited_and_sent_again_without_what_came_after(browse
     await page.until("document.activeElement.id === 'prompt'")
 
 
-async def test_conversations_outlive_the_page_and_can_be_deleted_and_undone(browser: Any, start: Any, tools: Any) -> None:
+async def test_conversations_outlive_the_page_and_can_be_deleted_and_undone(
+    browser: Any, start: Any, tools: Any
+) -> None:
     running = await start(answering(tools, "Yes."))
     page = await opened(browser, running)
     await say(page, "The first")
@@ -149,14 +143,18 @@ async def test_settings_are_kept_and_sent(browser: Any, start: Any, tools: Any) 
     await say(page, "Hi")
     await page.until(f"{SENT} && {DONE}")
     params = engine.requests[0].params
-    assert (params.seed, params.top_p, params.max_tokens) == (11, 0.5, 1024) and params.temperature == pytest.approx(0.7)
+    assert (params.seed, params.top_p, params.max_tokens) == (11, 0.5, 1024) and params.temperature == pytest.approx(
+        0.7
+    )
     assert b"Be brief." in bytes(token for token in engine.requests[0].prompt_token_ids if token < 256)
     await page.click("#open-settings")
     await page.click("#reset")
     assert await page.value("['system', 'seed', 'stop'].map((id) => document.getElementById(id).value)") == ["", "", ""]
 
 
-async def test_a_service_with_a_key_asks_for_it_and_a_busy_one_is_waited_for(browser: Any, start: Any, tools: Any) -> None:
+async def test_a_service_with_a_key_asks_for_it_and_a_busy_one_is_waited_for(
+    browser: Any, start: Any, tools: Any
+) -> None:
     engine = answering(tools, "Yes.", full=Unavailable("4 requests wait, 4 may.", retry_after_s=2.0))
     page = await browser.page((await start(engine, api_key=KEY)).url)
     await page.until("!document.getElementById('unlock').hidden")
@@ -167,7 +165,9 @@ async def test_a_service_with_a_key_asks_for_it_and_a_busy_one_is_waited_for(bro
     await page.press("Enter")
     await page.until(HAS_MODEL)
     await say(page, "Hi")
-    await page.until("document.querySelector('.waiting')?.innerText.includes('4 requests wait, 4 may. Asking again in')")
+    await page.until(
+        "document.querySelector('.waiting')?.innerText.includes('4 requests wait, 4 may. Asking again in')"
+    )
     engine.full = None
     await page.until("document.querySelector('.answer')?.innerText.includes('Yes.')")
 
@@ -176,7 +176,7 @@ async def test_a_refusal_is_shown_in_the_words_of_the_api(browser: Any, start: A
     running = await start(answering(tools, "Yes.", max_model_len=64))
     page = await opened(browser, running)
     await say(page, "word " * 200)
-    await page.until("document.querySelector('.error')")
+    await page.until("document.querySelector('.turn .error')")
     said = (await running.chat(messages=[{"role": "user", "content": ("word " * 200).strip()}], max_tokens=1024)).json()
     shown = await page.text(".turn .error")
     assert said["error"]["message"] in shown and "HTTP 400" in shown and "Try again" not in shown
@@ -185,13 +185,13 @@ async def test_a_refusal_is_shown_in_the_words_of_the_api(browser: Any, start: A
 async def test_the_picker_offers_every_model_and_remembers(browser: Any, start: Any) -> None:
     page = await opened(browser, await start())
     two = json.dumps({"data": [{"id": "tiny-random"}, {"id": "other", "max_model_len": 8192}]})
-    script = f"const ask = fetch; window.fetch = (path, how) => path === '/v1/models' ? Promise.resolve(new Response('{two}')) : ask(path, how);"
+    models = f"Promise.resolve(new Response('{two}'))"
+    script = f"const ask = fetch; window.fetch = (path, how) => path === '/v1/models' ? {models} : ask(path, how);"
     await page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
     await page.reload()
     await page.until("!document.getElementById('model').disabled")
-    await page.value("document.getElementById('model').focus()")
-    await page.type("o")
-    await page.value("(() => { const one = document.getElementById('model'); one.value = 'other'; one.dispatchEvent(new Event('change')); })()")
+    choose = "one.value = 'other'; one.dispatchEvent(new Event('change'));"
+    await page.value(f"((one) => {{ {choose} }})(document.getElementById('model'))")
     await page.reload()
     await page.until("document.getElementById('model').value === 'other'")
     assert "8,192 tokens" in await page.value("document.getElementById('model').title")

@@ -48,7 +48,8 @@ async def test_only_addresses_of_the_web_become_links_and_html_stays_text() -> N
         "![picture](https://x.y/p.png)",
     )
     assert found == [
-        f'<p><a href="https://x.y/z_(q)" {OUT}>a <em>b</em></a> <a href="https://a.b/c_d" {OUT}>https://a.b/c_d</a>.</p>',
+        f'<p><a href="https://x.y/z_(q)" {OUT}>a <em>b</em></a> <a href="https://a.b/c_d"'
+        f" {OUT}>https://a.b/c_d</a>.</p>",
         "<p>[a](javascript:alert(1)) ![i](data:text/html,x) &lt;img src=x onerror=alert(1)></p>",
         f'<p><a href="https://x"onmouseover="alert" {OUT}>q</a></p>',  # an attribute that is set, not parsed
         f'<p><a href="https://x.y/p.png" {OUT}>picture</a></p>',
@@ -84,7 +85,9 @@ async def test_tables_have_columns_that_lean_and_bars_that_are_text() -> None:
 
 async def test_code_has_its_language_and_colours_and_stays_as_it_is() -> None:
     whole, plain, listed = await html(
-        '```python\ndef f(x):  # "no"\n    return "<b>" * 2\n```\nafter', "~~~\n**a**\n\n```\n", "- a\n  ```js\n  let b\n  ```\n- c"
+        '```python\ndef f(x):  # "no"\n    return "<b>" * 2\n```\nafter',
+        "~~~\n**a**\n\n```\n",
+        "- a\n  ```js\n  let b\n  ```\n- c",
     )
     assert "<span>python</span>" in whole and whole.endswith("</code></pre></div><p>after</p>")
     assert '<span class="code-word">def</span> f(x):  <span class="code-comment"># "no"</span>\n' in whole
@@ -107,33 +110,58 @@ async def test_what_is_still_being_written_does_not_flicker(text: str, shown: st
 
 
 async def test_a_growing_text_keeps_the_blocks_that_did_not_change() -> None:
-    grown = "((read) => { const [a, b, c] = ['# One\\n\\ntwo', '# One\\n\\ntwo three\\n\\n```js\\nlet', '# One\\n\\ntwo three\\n\\n```js\\nlet x']"
-    grown += ".map((text) => read(text, true)); return [a.length, a[0] === b[0], a[1] === b[1], b[1] === c[1], b[2] === c[2]]; })(Markdown.reader())"
+    grown = """((read) => {
+      const texts = ['# One\\n\\ntwo', '# One\\n\\ntwo three\\n\\n```js\\nlet',
+        '# One\\n\\ntwo three\\n\\n```js\\nlet x'];
+      const [a, b, c] = texts.map((text) => read(text, true));
+      return [a.length, a[0] === b[0], a[1] === b[1], b[1] === c[1], b[2] === c[2]];
+    })(Markdown.reader())"""
     assert await node.values("chat", "markdown", grown) == [[2, True, False, True, False]]
 
 
 async def test_no_text_takes_long() -> None:
     """Each of these has made some reader of Markdown take time that grows with the square or worse."""
-    repeats = ("' *a **b'", "'`a ``b '", "'[a]('", "'![a'", "'> '", "'- '", "'- a\\n\\n'", "'a|b\\n'", "'**a* '", "'- - - '", "'((https://'")
+    repeats = (
+        "' *a **b'",
+        "'`a ``b '",
+        "'[a]('",
+        "'![a'",
+        "'> '",
+        "'- '",
+        "'- a\\n\\n'",
+        "'a|b\\n'",
+        "'**a* '",
+        "'- - - '",
+        "'((https://'",
+    )
     texts = ", ".join(f"{one}.repeat(5000)" for one in repeats)
-    (lengths,) = await node.values("chat", "markdown", f"[{texts}].map((text) => Markdown.read(text).length + Markdown.read(text, true).length)")
+    (lengths,) = await node.values(
+        "chat", "markdown", f"[{texts}].map((text) => Markdown.read(text).length + Markdown.read(text, true).length)"
+    )
     assert len(lengths) == len(repeats) and all(lengths)
 
 
 async def test_lines_of_a_stream_may_arrive_in_any_pieces() -> None:
-    pieces = ["data: {\"a\":", "1}\n\n: keep-alive\n\ndata:", " [DONE]\r\n", "\ndata: cut"]
-    assert await node.values("chat", "service", f"(({json.dumps(pieces)}).map(Service.lineReader()))") == [[[], ['{"a":1}'], ["[DONE]"], []]]
+    pieces = ['data: {"a":', "1}\n\n: keep-alive\n\ndata:", " [DONE]\r\n", "\ndata: cut"]
+    assert await node.values("chat", "service", f"(({json.dumps(pieces)}).map(Service.lineReader()))") == [
+        [[], ['{"a":1}'], ["[DONE]"], []]
+    ]
 
 
 async def test_errors_keep_the_words_of_the_api() -> None:
-    body = json.dumps({"error": {"message": "prompt has 9,120 tokens", "code": "context_length_exceeded", "param": "messages"}})
+    body = json.dumps(
+        {"error": {"message": "prompt has 9,120 tokens", "code": "context_length_exceeded", "param": "messages"}}
+    )
     found, odd, gone, base = await node.values(
         "chat",
         "service",
-        f"(({{title, message, detail, isRetryable, isPassing}}) => [title, message, detail, isRetryable, isPassing])(Service.errorOf({body}, 400))",
+        f"(({{title, message, detail, isRetryable, isPassing}}) => [title, message, detail, isRetryable,"
+        f" isPassing])(Service.errorOf({body}, 400))",
         "Service.errorOf('no json', 502).message",
-        "[['7', 0], ['Thu, 01 Jan 1970 00:00:09 GMT', 5000], ['soon', 0], [null, 0]].map(([text, now]) => Service.pauseOf(text, now))",
-        "[[503, '5'], [429, '60'], [429, '61'], [503, ''], [500, '5'], [401, '5']].map(([status, after]) => Service.errorOf({}, status, after).isPassing)",
+        "[['7', 0], ['Thu, 01 Jan 1970 00:00:09 GMT', 5000], ['soon', 0], [null, 0]].map(([text, now]) =>"
+        " Service.pauseOf(text, now))",
+        "[[503, '5'], [429, '60'], [429, '61'], [503, ''], [500, '5'], [401, '5']].map(([status, after]) =>"
+        " Service.errorOf({}, status, after).isPassing)",
     )
     assert found == [
         "The conversation is too long for this model", "prompt has 9,120 tokens",
@@ -151,7 +179,9 @@ async def test_settings_become_fields_and_empty_ones_are_left_out() -> None:
         "settings",
         f"Settings.fields({json.dumps(values)})",
         "Settings.fields({...Settings.DEFAULTS, temperature: '', 'max-tokens': 'x'})",
-        "((all) => { const kept = new Settings.Kept(() => ({ getItem: (name) => all[name] ?? null, setItem: (name, value) => { all[name] = value; } }));"
+        "((all) => { const setItem = (name, value) => { all[name] = value; };"
+        " const storage = { getItem: (name) => all[name] ?? null, setItem };"
+        " const kept = new Settings.Kept(() => storage);"
         " kept.set('seed', '3'); return [all, kept.get('seed'), kept.get('temperature')]; })({})",
         "new Settings.Kept(() => { throw new Error('forbidden'); }).get('temperature')",
     )
@@ -160,14 +190,23 @@ async def test_settings_become_fields_and_empty_ones_are_left_out() -> None:
     assert kept == [{"diptych.seed": "3"}, "3", "0.7"] and forbidden == "0.7"
 
 
-STORE = """(() => { const kept = new Map(); return { kept, get length() { return kept.size; }, key: (i) => [...kept.keys()][i],
- getItem: (name) => kept.get(name), setItem: (name, text) => kept.set(name, text), removeItem: (name) => kept.delete(name) }; })()"""
+STORE = """(() => {
+  const kept = new Map();
+  return {
+    get length() { return kept.size; }, key: (index) => [...kept.keys()][index], getItem: (name) => kept.get(name),
+    setItem: (name, text) => kept.set(name, text), removeItem: (name) => kept.delete(name),
+  };
+})()"""
 TALK = {
     "id": "c1",
     "title": "Hi",
     "changed": 5,
     "turns": [
-        {"question": "Hi  there,\nyou", "shown": 1, "answers": [{"text": "first"}, {"text": "second", "model": "tiny"}]},
+        {
+            "question": "Hi  there,\nyou",
+            "shown": 1,
+            "answers": [{"text": "first"}, {"text": "second", "model": "tiny"}],
+        },
         {"question": "lost", "shown": 0, "answers": [{"text": "", "error": {"title": "No", "message": "no"}}]},
         {"question": "And?", "shown": 0, "answers": [{"text": "So.", "times": {"totalMs": 0}}]},
     ],
@@ -178,17 +217,27 @@ async def test_conversations_are_kept_and_come_back() -> None:
     found, odd, gone, full = await node.values(
         "chat",
         "conversations",
-        f"((store) => {{ const shelf = new Conversations.Shelf(() => store); shelf.save({json.dumps(TALK)}); shelf.save({{...Conversations.blank('c2'), changed: 9}});"
-        " store.setItem('diptych.theme', 'dark'); store.setItem('diptych.chat.x', '{bad'); store.setItem('diptych.chat.y', '{\"id\": 3}');"
-        f" const all = shelf.list(); shelf.remove('c2'); return [all.map((one) => one.id), all[1], shelf.list().length]; }})({STORE})",
-        "Conversations.read(JSON.stringify({id: 'a', turns: [null, {question: 3}, {question: 'q', answers: [{}, {text: 't'}], shown: 7}]}))",
+        f"((store) => {{ const shelf = new Conversations.Shelf(() => store); shelf.save({json.dumps(TALK)});"
+        f" shelf.save({{...Conversations.blank('c2'), changed: 9}});"
+        " store.setItem('diptych.theme', 'dark'); store.setItem('diptych.chat.x',"
+        " '{bad'); store.setItem('diptych.chat.y', '{\"id\": 3}');"
+        f" const all = shelf.list(); shelf.remove('c2'); return [all.map((one) => one.id), all[1],"
+        f" shelf.list().length]; }})({STORE})",
+        "Conversations.read(JSON.stringify({id: 'a', turns: ["
+        "null, {question: 3}, {question: 'q', answers: [{}, {text: 't'}], shown: 7}]}))",
         "new Conversations.Shelf(() => { throw new Error('forbidden'); }).list()",
-        "new Conversations.Shelf(() => ({ setItem() { throw new DOMException('full', 'QuotaExceededError'); } })).save(Conversations.blank('a'))",
+        "new Conversations.Shelf(() => { throw new DOMException('full', 'QuotaExceededError'); })"
+        ".save(Conversations.blank('a'))",
     )
     ids, talk, left = found
     assert (ids, left) == (["c2", "c1"], 1)
     assert [turn["question"] for turn in talk["turns"]] == ["Hi  there,\nyou", "lost", "And?"]
-    assert talk["turns"][1]["answers"][0]["error"] == {"title": "No", "message": "no", "isRetryable": True, "detail": ""}
+    assert talk["turns"][1]["answers"][0]["error"] == {
+        "title": "No",
+        "message": "no",
+        "isRetryable": True,
+        "detail": "",
+    }
     assert talk["turns"][2]["answers"][0]["note"] == "the page was closed before its end"
     assert [turn["shown"] for turn in odd["turns"]] == [0] and len(odd["turns"][0]["answers"]) == 1
     assert gone == [] and full == "This browser has no room left for this conversation: delete older ones."
@@ -217,13 +266,15 @@ async def test_the_context_is_what_is_shown_and_exports_read_well() -> None:
 
 async def test_times_are_of_this_clock_and_tokens_of_the_service() -> None:
     text, thought = "{isText: true, isThought: false", "{isText: false, isThought: true"
-    steps = f"[[80, {thought}}}], [480, {thought}}}], [1080, {text}, usage: {{completion_tokens: 101, prompt_tokens: 1200, prompt_tokens_details: {{cached_tokens: 1024}}}}}}]]"
+    usage = {"completion_tokens": 101, "prompt_tokens": 1200, "prompt_tokens_details": {"cached_tokens": 1024}}
+    steps = f"[[80, {thought}}}], [480, {thought}}}], [1080, {text}, usage: {json.dumps(usage)}}}]]"
     made = f"{steps}.reduce((times, [ms, what]) => Timings.later(times, ms, what), Timings.begun())"
     said, alone, thoughts, times = await node.values(
         "chat",
         "timings",
         f"Timings.shown({{...{made}, totalMs: 1100}}).map(({{name, value}}) => name ? `${{name}} ${{value}}` : value)",
-        f"Timings.shown([[80, {text}}}], [580, {text}}}]].reduce((times, [ms, what]) => Timings.later(times, ms, what), Timings.begun())).map((one) => one.value)",
+        f"Timings.shown([[80, {text}}}], [580, {text}}}]].reduce((times, [ms, what]) => Timings.later(times,"
+        f" ms, what), Timings.begun())).map((one) => one.value)",
         f"{made}.thoughtMs",
         "[0.4, 999, 1234, 12345, 61000].map(Timings.time)",
     )
@@ -234,7 +285,9 @@ async def test_times_are_of_this_clock_and_tokens_of_the_service() -> None:
 
 async def test_the_list_is_by_day_with_the_newest_first() -> None:
     day = 24 * 3600 * 1000
-    all_of = [{"id": f"c{at}", "title": "t", "changed": 100 * day + at} for at in (5, -5, -3 * day, 9, -20 * day, -90 * day)]
+    all_of = [
+        {"id": f"c{at}", "title": "t", "changed": 100 * day + at} for at in (5, -5, -3 * day, 9, -20 * day, -90 * day)
+    ]
     nodes = f"Sidebar.nodes({json.dumps(all_of)}, 'c9', new Set(['c5']), {100 * day})"
     spans, ids, current, running = await node.values(
         "chat",
@@ -249,22 +302,41 @@ async def test_the_list_is_by_day_with_the_newest_first() -> None:
     assert (current, running) == (["true", ""], ["t", "●t"])
 
 
+DEEDS = """((root) => {
+  const found = [];
+  const look = (one) => {
+    if (one.attributes?.['data-do']) found.push(one.attributes['data-do']);
+    one.children?.forEach(look);
+  };
+  look(root);
+  return found;
+})"""
+
+
 async def test_what_can_be_done_with_a_turn() -> None:
-    deeds = "((one) => { const found = []; const look = (each) => { if (each.attributes?.['data-do']) found.push(each.attributes['data-do']); each.children?.forEach(look); }; look(one); return found; })"
     error = {"title": "No", "message": "no", "isRetryable": True, "detail": ""}
 
     def turn(view: dict[str, Any], *answers: dict[str, Any]) -> str:
         blank = {"text": "", "thought": "", "note": "", "times": None, "error": None}
         data = {"question": "q", "answers": [blank | one for one in answers], "shown": 0}
-        look = {"index": 0, "isEditing": False, "isLast": True, "isBusy": False, "numLater": 0, "pauseS": 0, "run": None} | view
+        look = {
+            "index": 0,
+            "isEditing": False,
+            "isLast": True,
+            "isBusy": False,
+            "numLater": 0,
+            "pauseS": 0,
+            "run": None,
+        } | view
         return f"Turns.turnNode({json.dumps(data)}, {json.dumps(look)})"
 
     run = {"waitedMs": 2000, "pauseS": 0}
     views = [
-        turn({}, {"text": "a"}), turn({"isLast": False}, {"text": "a"}, {"text": "b"}), turn({"isBusy": True, "run": run}, {"text": "a"}),
+        turn({}, {"text": "a"}), turn({"isLast": False}, {"text": "a"}, {"text": "b"}),
+        turn({"isBusy": True, "run": run}, {"text": "a"}),
         turn({}, {"error": error}), turn({"isEditing": True, "numLater": 2}, {"text": "a"}),
     ]  # fmt: skip
-    found = await node.values("chat", "turns", *(f"{deeds}({one})" for one in views))
+    found = await node.values("chat", "turns", *(f"{DEEDS}({one})" for one in views))
     assert found == [
         ["edit", "copy-question", "copy-answer", "retry"],
         ["edit", "copy-question", "copy-answer", "answer-before", "answer-after"],
@@ -273,7 +345,12 @@ async def test_what_can_be_done_with_a_turn() -> None:
         ["resend", "cancel-edit", "copy-answer", "retry"],
     ]
     paused = {"pauseS": 4.2, "problem": "Busy.", "tries": 2, "mostTries": 5}
-    texts = [turn({"run": run}, {}), turn({"run": paused}, {}), turn({"isEditing": True, "numLater": 2}, {"text": "a"}), turn({"pauseS": 70}, {"error": error})]
+    texts = [
+        turn({"run": run}, {}),
+        turn({"run": paused}, {}),
+        turn({"isEditing": True, "numLater": 2}, {"text": "a"}),
+        turn({"pauseS": 70}, {"error": error}),
+    ]
     shown = await node.values("chat", "turns tree", *(f"Tree.textOf({one})" for one in texts))
     assert "waiting for the first token, 2.0 s" in shown[0]
     assert "Busy. Asking again in 5 s (2 of 5)." in shown[1]
@@ -290,7 +367,10 @@ async def test_an_answer_comes_to_its_end(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(text="Hello there", eos_after=11))
     (answer,) = await node.values("chat", "answering", f"{RUN}({{seed: 3, stop: ['zzz']}})", url=running.url)
     assert (answer["text"], answer["note"], answer["error"]) == ("Hello there", "", None)
-    assert answer["times"]["usage"]["completion_tokens"] == 12 and answer["times"]["totalMs"] >= answer["times"]["firstMs"] > 0
+    assert (
+        answer["times"]["usage"]["completion_tokens"] == 12
+        and answer["times"]["totalMs"] >= answer["times"]["firstMs"] > 0
+    )
     assert running.engine.requests[0].params.seed == 3
 
 
