@@ -187,13 +187,25 @@ function turnTo(turn, index) {
   draw();
 }
 
+// Browsers have a clipboard for pages of https and of this machine; others go the old way.
+async function clip(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const field = document.body.appendChild(document.createElement("textarea"));
+  field.className = "only-read";
+  field.value = text;
+  field.select();
+  const isDone = document.execCommand("copy");
+  field.remove();
+  if (!isDone) throw new Error("not allowed");
+}
+
 async function copyText(button, text) {
   const before = button.textContent;
   try {
-    await navigator.clipboard.writeText(text);
+    await clip(text);
     button.firstChild.data = "Copied";
   } catch {
-    button.firstChild.data = "Copying is not allowed here"; // browsers want https or localhost
+    button.firstChild.data = "Copying is not allowed here";
   }
   setTimeout(() => { if (button.firstChild) button.firstChild.data = before; }, COPIED_MS);
 }
