@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +129,45 @@ async def test_conversations_outlive_the_page_and_can_be_deleted_and_undone(
     await page.until("document.querySelector('.mine')?.innerText.includes('The first')")
     await other.until(f"{titles}.length === 2")
     assert page.problems == other.problems == []
+
+
+async def test_an_answer_goes_on_while_another_conversation_is_shown(browser: Any, start: Any, tools: Any) -> None:
+    engine = answering(tools, "The whole answer.", hold_after=9)
+    page = await opened(browser, await start(engine))
+    await say(page, "Go on")
+    await page.until("document.querySelector('.answer')?.innerText.includes('The who')")
+    await page.click("#new")
+    await page.until("!document.querySelector('.turn')")
+    assert "●" in await page.text("#sidebar")
+    engine.go.set()
+    await page.until("!document.getElementById('sidebar').innerText.includes('●')")
+    assert await page.value("document.querySelector('.turn')") is None
+    await page.click("#sidebar .open")
+    assert "The whole answer." in await page.text(".answer")
+
+
+async def test_code_is_copied_and_a_conversation_saved(browser: Any, start: Any, tools: Any, tmp_path: Path) -> None:
+    page = await opened(browser, await start(answering(tools, "```js\nlet a = 1;\n```")))
+    await browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    await browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path / "saved"))
+    await say(page, "Show me")
+    await page.until(f"{SENT} && {DONE}")
+    label = "document.querySelector('[data-do=copy-code]').innerText"
+    await page.click("[data-do=copy-code]")
+    await page.until(f"{label} === 'Copied'")
+    assert await page.value("navigator.clipboard.readText()") == "let a = 1;"
+    await page.value("navigator.clipboard.writeText('other')")
+    await page.until(f"{label} === 'Copy'")
+    await page.value(
+        "window.plain = navigator.clipboard, Object.defineProperty(navigator, 'clipboard', { value: undefined })"
+    )
+    await page.click("[data-do=copy-code]")  # as on a page without https
+    await page.until(f"{label} === 'Copied'")
+    assert await page.value("window.plain.readText()") == "let a = 1;"
+    await page.click("#sidebar [data-do=export]")
+    await tools.until(lambda: (tmp_path / "saved" / "show-me.md").exists())
+    saved = (tmp_path / "saved" / "show-me.md").read_text()
+    assert saved == "# Show me\n\n## Question\n\nShow me\n\n## Answer (tiny-random)\n\n```js\nlet a = 1;\n```\n"
 
 
 async def test_settings_are_kept_and_sent(browser: Any, start: Any, tools: Any) -> None:
