@@ -19,7 +19,7 @@ import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from common.kv.block_pool import BlockCounts, BlockPool
 from common.latency.step_model import StepModel, StepShape
@@ -116,7 +116,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         self.step_tokens = self._size_of_step(prompts, model)
         order = prompt_order(prompts, now, model, self.max_step_tokens)
         admitted = self._admit(order, now)
-        running = replace(order, prompts=[sequence for sequence in order.prompts if sequence.blocks])
+        running = PromptOrder([sequence for sequence in order.prompts if sequence.blocks], order.elder)
         chunks = [
             PrefillChunk(sequence, sequence.num_computed, num_tokens) for sequence, num_tokens in self._chunks(running)
         ]

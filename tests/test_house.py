@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 PRODUCT = ("kernels/", "common/", "prefill_worker/", "decode_worker/", "router/")
 FOLDERS = (*PRODUCT, "benchmarks", "helm", "docs", "tests")
-MOST_LINES, MOST_FUNCTION_LINES = 400, 60
+MOST_LINES, MOST_FUNCTION_LINES, MOST_FILES = 400, 60, 18
+COMMANDS = "benchmarks"  # a file for each `python -m benchmarks.NAME`
 # The shapes of answers have the names of the APIs that they belong to.
 SHAPES = ("router/api/openai/answers.py", "router/api/anthropic/answers.py", "router/api/service_answers.py")
 # name -> why two classes may have it
@@ -72,3 +73,11 @@ def test_functions_are_short(repository: Path) -> None:
         if num_lines > MOST_FUNCTION_LINES
     }
     assert found == LONG_FUNCTIONS
+
+
+def test_rooms_are_small(repository: Path) -> None:
+    rooms: dict[str, int] = defaultdict(int)
+    for name in modules(repository):
+        if not name.startswith("tests/") and not name.endswith("__init__.py"):
+            rooms[name.rpartition("/")[0]] += 1
+    assert {room for room, num_files in rooms.items() if num_files > MOST_FILES} == {COMMANDS}

@@ -165,9 +165,10 @@ class SimulatedRouter:
 
     def tick(self) -> None:
         """A heartbeat interval has passed."""
+        now, workers = self._now, self.registry.workers
         for address in self.quiet:
-            self.registry.workers[address].last_seen = self._now
-        self._lives.sweep(self._now)
+            workers[address].last_seen = now
+        self._lives.sweep(now)
         self.index.expire(self._now)
         if sum(len(self.registry.ready(role)) for role in ROLES) < len(self.registry.workers):
             for address in self.registry.workers:

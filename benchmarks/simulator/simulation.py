@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from benchmarks.simulator.world.world import World
 from common.config import RouterConfig
 from common.config.field import fields_of
 from common.errors import ConfigError
+from router.garbage import THRESHOLDS
 from router.policy.routing import RoutingPolicy
 
 SLOTS = 8
@@ -91,17 +93,18 @@ class Simulation:
 
     def run(self, progress: Callable[[int, float], None] = lambda num_over, now: None) -> Run:
         """Simulate until every request has ended. `progress` hears of their number, and of the virtual time."""
-        with _silent_routers():
+        with _silent_routers(), _seldom_collected():
             return self._run(progress)
 
     def _run(self, progress: Callable[[int, float], None]) -> Run:
         clock, models = self.world.clock, (self, *self.others)
         for one in models:
             one._begin()
-        while num_left := sum(one._num_left for one in models):
-            clock.step()
-            if clock.num_events % 4096 == 0:
-                progress(self.num_requests - num_left, clock.now)
+        for one in models:  # until each has none left: the time is that of all
+            while one._num_left:
+                clock.step()
+                if clock.num_events % 4096 == 0:
+                    progress(self.num_requests - sum(each._num_left for each in models), clock.now)
         for one in models:
             one._settle()
         return self._left([other._left() for other in self.others])
@@ -235,9 +238,8 @@ class Simulation:
         for worker in beating:
             worker.tell_blocks()
         for name, router in world.routers.items():
-            told = [worker for worker in beating if worker.address not in router.quiet]
-            beats = [(worker.address, worker.heartbeat(name)) for worker in told]
-
+            quiet_there = router.quiet
+            beats = [(one.address, one.heartbeat(name)) for one in beating if one.address not in quiet_there]
             world.soon(partial(router.hear_beats, beats))
         world.clock.after(scenario.heartbeat_s / SLOTS, lambda: self._beat((slot + 1) % SLOTS))
 
@@ -283,6 +285,17 @@ class Simulation:
         for router in self.routers:
             router.registry.add(process.address, pool.role)
         process.start()
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Look for garbage that refers to itself as seldom as routers do: what happens here leaves hardly any."""
+    before = gc.get_threshold()
+    gc.set_threshold(*THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextmanager

@@ -98,12 +98,14 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         """The time of one step."""
         prompt_s = self.token_s * shape.num_tokens + self.pair_s * shape.num_pairs
         rows_s = self.row_s * shape.num_rows + self.context_s * shape.context
-        return self.fixed_s + max(self.floor_s, prompt_s) + rows_s
+        floor_s = self.floor_s
+        return self.fixed_s + (prompt_s if prompt_s > floor_s else floor_s) + rows_s
 
     def prompt_s(self, start: int, end: int) -> float:
         """The time of a step that computes a prompt's tokens from `start` to `end`."""
         prompt_s = self.token_s * (end - start) + self.pair_s * (end * end - start * start)
-        return self.fixed_s + max(self.floor_s, prompt_s)
+        floor_s = self.floor_s  # no call of max: a prefill worker compares sizes before each step
+        return self.fixed_s + (prompt_s if prompt_s > floor_s else floor_s)
 
     def tokens_per_s(self, num_tokens: int) -> float:
         """The rate of steps of so many tokens at the beginning of prompts; 0 while nothing is known of prompts."""

@@ -12,6 +12,7 @@ known yet, or no size would meet the goal. A flag that was given is both.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from common.latency.step_model import StepModel, StepShape
@@ -74,11 +75,18 @@ def prefill_step(model: StepModel, start: int, most: int, *, has_goals: bool) ->
     """Tokens of a prefill worker's step whose prompts have been computed up to `start`: at most `most`."""
     if not has_goals or not model.knows_prompts or most <= LEAST_STEP:
         return Knob(most, "bound")
-    sizes = [max(LEAST_STEP, most * count // SIZES) for count in range(1, SIZES + 1)]
-    rates = [size / model.prompt_s(start, start + size) for size in sizes]
+    sizes = _step_sizes(most)
+    prompt_s = model.prompt_s
+    rates = [size / prompt_s(start, start + size) for size in sizes]
     enough = EFFICIENT * max(rates)
     size = next(size for size, rate in zip(sizes, rates, strict=True) if rate >= enough)
     return Knob(size, "bound" if size == most else "efficiency")
+
+
+@lru_cache(maxsize=64)
+def _step_sizes(most: int) -> tuple[int, ...]:
+    """Of a prefill step, those that are compared."""
+    return tuple(max(LEAST_STEP, most * count // SIZES) for count in range(1, SIZES + 1))
 
 
 def _within(count: int, least: int, most: int) -> Knob:

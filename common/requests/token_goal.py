@@ -10,6 +10,7 @@ takes the cores now and then makes a few of them long whatever the steps are, an
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from common.observe.ewma import Ewma
 
@@ -67,13 +68,23 @@ class TokenGoal:
 
         A step that was predicted to miss the goal says nothing: it was not planned for the share.
         """
+        self.observe_all((gap_s,), predicted_s)
+
+    def observe_all(self, gaps_s: Iterable[float], predicted_s: float) -> None:
+        """The same of tokens in a row, whose steps were predicted to take as long."""
         if not self.is_set or predicted_s > self.goal_s:
             return
-        self._sum_s, self._num_gaps = self._sum_s + gap_s, self._num_gaps + 1
-        if self._num_gaps < STRETCH:
-            return
-        self._means.append(self._sum_s / STRETCH)
-        self._sum_s, self._num_gaps = 0.0, 0
+        sum_s, num_gaps = self._sum_s, self._num_gaps
+        for gap_s in gaps_s:
+            sum_s, num_gaps = sum_s + gap_s, num_gaps + 1
+            if num_gaps == STRETCH:
+                self._stretched(sum_s / STRETCH)
+                sum_s, num_gaps = 0.0, 0
+        self._sum_s, self._num_gaps = sum_s, num_gaps
+
+    def _stretched(self, mean_s: float) -> None:
+        """A stretch has ended: correct the share if the period is over, or cannot be kept any more."""
+        self._means.append(mean_s)
         late = sorted(mean_s for mean_s in self._means if mean_s > self.goal_s)
         if len(late) > MOST_LATE:  # whatever the rest of the period brings
             self._correct(self.share * max(MOST_DECREASE, DECREASE * self.goal_s / late[-1 - MOST_LATE]))

@@ -343,7 +343,10 @@ class DispatchCore:
         decode = state.decode
         if last is decode:
             self._placement.remember(state, last, now)
-            self._registry.on_request_finished(last.address, last.timeline.decode_s)
+            num_later, predicted_s = len(state.stream.token_ids) - 1, state.forecast.model_token_s
+            self._registry.on_request_finished(
+                last.address, last.timeline.decode_s, 0 if state.num_failures else num_later, predicted_s
+            )
         if decode is None:
             return
         # A decode worker that got a second attempt may read of it after it ended the first, and start over.

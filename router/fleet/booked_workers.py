@@ -39,7 +39,10 @@ class BookedWorkers:
         booking = Booking(self.next_serial, address, prompt, num_blocks, priority, num_tokens, 0, num_more)
         self.next_serial += 1
         worker.bookings[booking.serial] = booking
+        if not worker.booked.num_tokens:
+            worker.turned_at = now
         worker.booked.add(booking)
+        worker.sizes.add(prompt.num_tokens)
         if not worker.fresh.num_tokens:
             worker.fresh_since = now
         worker.fresh.add(booking)
@@ -55,7 +58,8 @@ class BookedWorkers:
         if worker is not None and known is not None:
             worker.bookings[booking.serial] = after
             worker.booked.computed(known)
-            worker.fresh_since = now
+            worker.sizes.remove(known.prompt.num_tokens)
+            worker.fresh_since = worker.turned_at = now
             if worker.is_fresh(known):
                 worker.fresh.computed(known)
             else:
@@ -82,6 +86,7 @@ class BookedWorkers:
         if worker is None or known is None:
             return
         worker.booked.remove(known)
+        worker.sizes.remove(known.prompt.num_tokens)
         if worker.is_fresh(known):
             worker.fresh.remove(known)
         else:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from common.latency.step_model import NOTHING, StepShape
+
+SIZE_CLASSES = 4
+"""Classes of sizes of prompts between one size and its double."""
 
 
 class Booking(msgspec.Struct, frozen=True, gc=False):
@@ -94,6 +98,47 @@ class Load:
         self.prompt -= booking.prompt
         prompt, num = self.by_priority[booking.priority]
         self.by_priority[booking.priority] = (prompt - booking.prompt, num)
+
+
+class PromptSizes:
+    """Prompts that are booked and not computed, in tokens by classes of sizes: each is a fifth larger than the last."""
+
+    __slots__ = ("_num_tokens", "_total")
+
+    def __init__(self) -> None:
+        self._num_tokens: dict[int, int] = {}
+        self._total = 0
+
+    def add(self, num_tokens: int) -> None:
+        self._change(num_tokens, num_tokens)
+
+    def remove(self, num_tokens: int) -> None:
+        self._change(num_tokens, -num_tokens)
+
+    def shorter_share(self, num_tokens: int) -> float:
+        """Of all their tokens, those of shorter prompts and of those of about the same size, which came before.
+
+        1 without any.
+        """
+        if not self._total:
+            return 1.0
+        size = _size_class(num_tokens)
+        return sum(num for other, num in self._num_tokens.items() if other <= size) / self._total
+
+    def _change(self, num_tokens: int, by: int) -> None:
+        if not by:
+            return
+        size = _size_class(num_tokens)
+        left = self._num_tokens.get(size, 0) + by
+        self._total += by
+        if left:
+            self._num_tokens[size] = left
+        else:
+            del self._num_tokens[size]
+
+
+def _size_class(num_tokens: int) -> int:
+    return int(SIZE_CLASSES * math.log2(num_tokens)) if num_tokens > 0 else 0
 
 
 def peak_growth(bookings: Iterable[Booking]) -> int:

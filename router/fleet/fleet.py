@@ -68,7 +68,9 @@ class WorkerFleet:
         self._curve = Curve.load(config.curve_key, config.curve_authorized)
         warn_of_readers(config.curve_key)
         self._hwm = hwm
-        self._events = ConnectionEvents(self._on_message, self._greet, self._on_cut, self.registry.on_refused)
+        self._events = ConnectionEvents(
+            self._on_message, self._greet, self._on_cut, self.registry.on_refused, self.registry.on_unreadable
+        )
         self.connections = {address: self._connection(address) for address in self.registry.workers}
         self.pairing = Pairing()
         self.source = open_source(config, self.reconcile)

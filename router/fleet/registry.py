@@ -15,8 +15,9 @@ from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.fleet.absence import absence_of
 from router.fleet.booked_workers import BookedWorkers
-from router.fleet.booking import Load
+from router.fleet.booking import Load, PromptSizes
 from router.fleet.rivals import Rivals
+from router.fleet.token_pace import TokenPace
 from router.fleet.worker import ROLES, SMOOTHING, Worker, WorkerState, order_of
 
 # A worker that failed so many requests in a row is a suspect, the longer the more often.
@@ -58,7 +59,7 @@ class WorkerRegistry(BookedWorkers):
         self._models: dict[Role, StepModel] = {}
         self._links: dict[Role, LinkModel] = {}
         self._last_sweep: float | None = None
-        self._rivals = Rivals()
+        self._rivals, self._pace = Rivals(), TokenPace()
         self._observed: list[Worker] = []
 
     # ------------------------------------------------------------ which workers there are
@@ -111,7 +112,7 @@ class WorkerRegistry(BookedWorkers):
     def on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
         """The worker reports. True when its epoch is another than in its hello, which ends a life."""
         worker = self.workers[address]
-        worker.last_seen = now
+        worker.last_seen, worker.unreadable = now, ""
         if worker.hello is None:
             return False
         if beat.epoch != worker.hello.epoch:
@@ -170,6 +171,10 @@ class WorkerRegistry(BookedWorkers):
         if worker.hello is None:
             worker.reason = f"cannot be talked to: {why}"
 
+    def on_unreadable(self, address: str, why: str) -> None:
+        """A frame of the worker was dropped."""
+        self.workers[address].unreadable = why
+
     def on_request_failed(self, address: str, now: float) -> None:
         """A living worker failed a request: after a few in a row, others are preferred for a while."""
         worker = self.workers[address]
@@ -212,9 +217,13 @@ class WorkerRegistry(BookedWorkers):
             worker.observed_s, worker.lasting_s = waits_s.get(address, 0.0), lasting_s.get(address, 0.0)
             worker.observed_from = {priority: found.get(address, 0.0) for priority, found in waits_from.items()}
 
-    def on_request_finished(self, address: str, decode_s: float) -> None:
-        """The worker decoded a request, from its first token to its last, in `decode_s` seconds."""
+    def on_request_finished(self, address: str, decode_s: float, num_tokens: int = 0, predicted_s: float = 0.0) -> None:
+        """The worker decoded a request, from its first token to its last, in `decode_s` seconds.
+
+        It had `num_tokens` tokens after the first, for each of which the worker's model predicted `predicted_s`.
+        """
         worker = self.workers[address]
+        self._pace.observe(decode_s, num_tokens, predicted_s)
         if decode_s or worker.service_s.value:  # 0 stands for unknown until the first request that took any time
             worker.service_s.observe(decode_s)
 
@@ -237,14 +246,18 @@ class WorkerRegistry(BookedWorkers):
                 worker.step_changed = min(now, worker.step_changed + held_up_s - timeout_s / 2)
                 if worker.forgive(now, MAX_FORGIVEN * timeout_s):
                     continue
+            beat = worker.beat
             if now - (worker.last_seen or 0.0) > timeout_s:
-                self._end(worker, dead, f"silent for more than {timeout_s:g} s")
+                self._end(worker, dead, worker.silence(timeout_s))
                 died.append(worker)
+            elif beat is None or now - worker.step_changed <= beat.turn_limit_s:  # as a rule: no call for each
+                continue
             elif worker.is_stuck(now) and self._judge(worker, now):
                 died.append(worker)
         self._rivals.observe(self.ready("decode"))
+        rivals, pace = self._rivals.value, self._pace.value
         for worker in self.workers.values():
-            worker.rivals = self._rivals.value
+            worker.rivals, worker.token_pace = rivals, pace
         return died
 
     def is_in_doubt(self, now: float) -> bool:
@@ -336,4 +349,4 @@ class WorkerRegistry(BookedWorkers):
     def _forget(self, worker: Worker) -> None:
         worker.beat, worker.idle_since = None, None
         worker.bookings.clear()
-        worker.booked, worker.fresh, worker.ended = Load(), Load(), Load()
+        worker.booked, worker.fresh, worker.ended, worker.sizes = Load(), Load(), Load(), PromptSizes()

@@ -13,7 +13,7 @@ from common.latency.step_model import StepModel
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
-from router.fleet.booking import Booking, Load, peak_growth
+from router.fleet.booking import Booking, Load, PromptSizes, peak_growth
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 SMOOTHING = 0.1
@@ -43,6 +43,7 @@ class Worker:
     process starts.
 
     `suspect`: it failed several requests in a row. A worker that fails fast looks idle and would draw all traffic.
+    `unreadable`: why its last frame was dropped; "" once it has sent a heartbeat that could be read.
     `withheld`: why discovery lets it have no new work; "" while it may have some.
     `has_served`: it has been ready in its present life.
     `forgiven_at`: what `last_seen` was set to when its silence was last forgiven; it has lasted since `silent_since`.
@@ -52,18 +53,21 @@ class Worker:
     counts; `lasting_s`: how long they have been decoded.
     `order`: its place among equal workers, of which each router has an order of its own.
     `rivals`: how many requests other routers send to decode workers for each of this router's.
+    `token_pace`: how long tokens take lately over what models predict, on all decode workers.
     `terms`: what forecasts derive from all this; the registry drops it with each change.
     `pool_model` and `pool_link` are those of another worker of its pool, for as long as it has none.
 
     Its load is what it reports, less what `ended` since, and `fresh`, which the report does not count yet. So several
     routers see one another's requests, and none twice. `beat_at`: when it last reported. `fresh_since`: from when on it
-    can have computed what is left of the prompts in `fresh`, unless others came before them.
+    can have computed what is left of the prompts in `fresh`, unless others came before them. `sizes`: those of booked
+    prompts that are not computed. `turned_at`: when a prompt was computed, or came to an idle worker: a step began.
     """
 
     address: str
     role: Role
     state: WorkerState = WorkerState.UNKNOWN
     reason: str = "never heard from"
+    unreadable: str = ""
     withheld: str = ""
     hello: WorkerHello | None = None
     beat: WorkerHeartbeat | None = None
@@ -91,8 +95,11 @@ class Worker:
     ended: Load = field(default_factory=Load)
     beat_at: float = 0.0
     fresh_since: float = 0.0
+    sizes: PromptSizes = field(default_factory=PromptSizes)
+    turned_at: float = 0.0
     order: int = 0
     rivals: float = 0.0
+    token_pace: float = 1.0
     terms: object = None
     home: Role = field(init=False)
 
@@ -152,7 +159,9 @@ class Worker:
     @property
     def num_requests(self) -> int:
         """Requests running, waiting or on their way."""
-        left = self.num_reported_requests - self.ended.num_requests
+        beat, left = self.beat, -self.ended.num_requests
+        if beat is not None:
+            left += beat.num_running + beat.num_waiting + beat.num_transferring
         return (left if left > 0 else 0) + self.fresh.num_requests
 
     @property
@@ -228,6 +237,11 @@ class Worker:
         """How KV reaches it as a rule, by its transfers; until it had some, by those of another worker of its pool."""
         link = self.beat.links.usual if self.beat is not None else self.pool_link
         return link if link.num_transfers else self.pool_link
+
+    def silence(self, timeout_s: float) -> str:
+        """Why it counts as dead: it is silent, or nothing that it says can be read."""
+        silent = f"silent for more than {timeout_s:g} s"
+        return f"{silent}, because its messages cannot be read: {self.unreadable}" if self.unreadable else silent
 
     def forgive(self, now: float, longest_s: float) -> bool:
         """Count the worker as heard just now, unless its silence has lasted longer than `longest_s`."""

@@ -34,12 +34,16 @@ LAST_WORDS_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ConnectionEvents:
-    """What a connection tells its owner, with its address; `on_refused` adds why no connection can be made."""
+    """What a connection tells its owner, with its address.
+
+    `on_refused` adds why no connection can be made, `on_unreadable` why a frame was dropped.
+    """
 
     on_message: Callable[[str, ToRouter], None]
     on_up: Callable[[str], None]
     on_cut: Callable[[str], None]
     on_refused: Callable[[str, str], None] = lambda address, why: None
+    on_unreadable: Callable[[str, str], None] = lambda address, why: None
 
 
 @dataclass(slots=True)
@@ -181,5 +185,6 @@ class WorkerConnection:
                 raise WireError(f"a {type(message).__name__} is not for routers")
         except WireError as error:
             self.drops.add(str(error), time.monotonic())
+            self.events.on_unreadable(self.address, str(error))
             return None
         return message

@@ -14,9 +14,11 @@ from types import MappingProxyType
 import msgspec
 
 from common.latency.link_model import LinkModel
-from common.latency.step_model import StepModel, StepShape
+from common.latency.step_model import NOTHING, StepModel, StepShape
 from common.wire.message_fields import MAX_PRIORITY
+from common.wire.messages import WorkerHeartbeat
 from router.fleet.worker import Worker
+from router.policy.turn import turn_s
 
 UNKNOWN = StepModel(fixed_s=1e-3, token_s=1e-4, row_s=1e-4, context_s=1e-8)
 TRANSFER_TOKEN_S = 2e-6
@@ -66,7 +68,8 @@ class RequestShape:
 
 class Forecast(msgspec.Struct, frozen=True, gc=False):
     """Seconds. `wait_s`: prompts that are computed before this one. `prompt_s`: its own. `place_s`: until the decode
-    worker's batch has a place. `token_s`: a token after the first, of which `stall_s` because the worker's blocks will
+    worker's batch has a place. `token_s`: a token after the first, by the worker's model `model_token_s` (0: unknown);
+    `stall_s` of it because the worker's blocks will
     not do for all answers, so that it preempts some. `delay_s`: what all sequences that run there lose. `transfer_s`:
     what the KV takes that comes from another worker, of which prefill hides as much as `joined` takes off.
     """
@@ -79,6 +82,7 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
     is_known: bool = False
     stall_s: float = 0.0
     transfer_s: float = 0.0
+    model_token_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -90,7 +94,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
 
     `rows` is what each step of a decode worker computes beside prompts, in `step_s` seconds. Prompts that the last
     report does not count yet take `fresh_s`, those that it counted `waiting_s`. `is_known`: the model is the worker's
-    own. A step computes at most `max_step_tokens` prompt tokens, a sequence has at most `max_tokens`. Since the report
+    own. A step computes at most `max_step_tokens` prompt tokens, in `full_s` seconds; a sequence has at most
+    `max_tokens`. Since the report
     other routers are likely to have sent prompts of `rivals_s`, and so many requests that there are `num_likely`. When
     all sequences there have grown, a new one finds `num_spare_blocks`.
     """
@@ -98,6 +103,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     model: StepModel
     is_known: bool
     max_step_tokens: int
+    full_s: float
     rows: StepShape
     step_s: float
     fresh_s: float
@@ -117,25 +123,29 @@ def terms_of(worker: Worker) -> Terms:
     """The worker's terms, computed once between two of its changes."""
     terms = worker.terms
     if not isinstance(terms, Terms):
-        model, rows, max_step_tokens = model_of(worker), rows_of(worker), step_tokens(worker)
-        beside = rows if worker.role == "decode" else StepShape()
-        fresh_s = model.steps_s(worker.fresh.prompt, max_step_tokens, beside)
+        beat, hello, fresh, own = worker.beat, worker.hello, worker.fresh, worker.step_model
+        num_requests, model, max_step_tokens = worker.num_requests, model_of(worker), step_tokens(worker)
+        num_likely = num_requests + int(worker.rivals * fresh.num_requests)  # see `likely_requests`
+        rows = _rows(beat, num_likely)
+        beside = rows_beside(worker, rows)
+        fresh_s = model.steps_s(fresh.prompt, max_step_tokens, beside)
         terms = worker.terms = Terms(
             model,
-            worker.step_model.is_known,
+            own.is_known,
             max_step_tokens,
+            model.seconds(beside + StepShape.of_prompt(0, max_step_tokens)),
             rows,
             model.seconds(rows),
             fresh_s,
-            worker.num_requests,
+            num_requests,
             places_of(worker),
             worker.num_spare_blocks,
-            worker.step_model.knows_prompts,
-            worker.beat.waiting_s if worker.beat else 0.0,
-            worker.hello.block_size if worker.hello else 1,
-            worker.max_tokens if worker.hello else 0,
+            own.knows_prompts,
+            beat.waiting_s if beat is not None else 0.0,
+            hello.block_size if hello is not None else 1,
+            worker.max_tokens if hello is not None else 0,
             worker.rivals * fresh_s,
-            likely_requests(worker),
+            num_likely,
             worker.likely_link,
         )
     return terms
@@ -157,21 +167,30 @@ def likely_requests(worker: Worker) -> int:
 
 def rows_of(worker: Worker) -> StepShape:
     """What each step of a decode worker computes beside prompts."""
-    beat = worker.beat
-    num_requests = likely_requests(worker)
+    return _rows(worker.beat, likely_requests(worker))
+
+
+def _rows(beat: WorkerHeartbeat | None, num_requests: int) -> StepShape:
+    """Of a worker with so many requests that reported this."""
     if beat is None:
-        return StepShape.of_rows(num_requests, 0)
-    num_rows = max(0, num_requests - beat.num_waiting)
+        return StepShape(0, 0, num_requests, 0)
+    num_rows = num_requests - beat.num_waiting if num_requests > beat.num_waiting else 0
     context = beat.num_context_tokens
     if beat.num_running:  # those that are on their way are about as long as those that run
         context = context * num_rows // beat.num_running
-    return StepShape.of_rows(num_rows, context)
+    return StepShape(0, 0, num_rows, context)
+
+
+def rows_beside(worker: Worker, rows: StepShape) -> StepShape:
+    """Of these rows, those that the worker computes beside prompts: a prefill worker decodes nothing."""
+    return rows if worker.role == "decode" else NOTHING
 
 
 def step_tokens(worker: Worker) -> int:
     """Prompt tokens that a step of the worker computes at most, as it says."""
-    now = worker.beat.step_tokens if worker.beat else 0
-    return now or (worker.hello.max_step_tokens if worker.hello else 0) or 512
+    beat, hello = worker.beat, worker.hello
+    now = beat.step_tokens if beat is not None else 0
+    return now or (hello.max_step_tokens if hello is not None else 0) or 512
 
 
 def queued_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
@@ -185,14 +204,25 @@ def queued_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float
     lower, _ = worker.booked.below(priority)
     if not lower.num_tokens:
         return all_s
-    beside = terms.rows if worker.role == "decode" else StepShape()
-    return max(0.0, all_s - terms.model.steps_s(lower, terms.max_step_tokens, beside))
+    return max(0.0, all_s - terms.model.steps_s(lower, terms.max_step_tokens, rows_beside(worker, terms.rows)))
 
 
 def wait_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
     """The same, corrected by how late first tokens came lately, and by how long others wait already."""
     observed_s = worker.observed_from.get(priority, worker.observed_s)
     return max(queued_s(worker, now, priority) * worker.slowness, observed_s)
+
+
+def before_s(worker: Worker, shape: RequestShape, own_s: float, now: float) -> float:
+    """Seconds that a prompt of `own_s` waits at the worker, where without goals shorter prompts pass longer ones."""
+    all_s = wait_s(worker, now, shape.priority)
+    if all_s <= 0.0:
+        return 0.0
+    terms = terms_of(worker)
+    if shape.ttft_s > 0.0 or worker.booked.num_tokens <= terms.max_step_tokens:
+        return all_s
+    shorter_share = worker.sizes.shorter_share(shape.uncached(worker))
+    return turn_s(all_s, own_s, shorter_share, terms.full_s, now - worker.turned_at)
 
 
 def place_s(
@@ -221,37 +251,44 @@ def places_of(worker: Worker) -> int:
         return 1
     if beat.num_waiting and worker.num_available_blocks < SCARCE * hello.num_blocks:
         return max(1, beat.num_running + beat.num_transferring)
-    return max(1, beat.batch_cap or hello.max_num_seqs)
+    return beat.batch_cap or hello.max_num_seqs or 1
 
 
 def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     """A prompt on a prefill worker, which samples the first token."""
     terms = terms_of(worker)
     own_s = terms.model.steps_s(shape.prompt(worker), terms.max_step_tokens)
-    before_s = wait_s(worker, now, shape.priority) + shape.held_s
-    return Forecast(before_s, own_s, is_known=terms.knows_prompts)
+    waits_s = before_s(worker, shape, own_s, now) + shape.held_s
+    return Forecast(waits_s, own_s, is_known=terms.knows_prompts)
 
 
 def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
     """An answer on a decode worker, whose prompt a prefill worker computes."""
     terms = terms_of(worker)
     model = terms.model
-    own_s = model.row_s + model.context_s * (shape.num_tokens + shape.num_expected // 2)  # of each step: one row more
-    delay_s = terms.rows.num_rows * shape.num_expected * own_s
-    token_s, stall_s = terms.step_s + own_s, 0.0
-    batch_s = place_s(worker, shape.num_expected * token_s, priority=shape.priority)
+    num_expected, num_rows = shape.num_expected, terms.rows.num_rows
+    own_s = model.row_s + model.context_s * (shape.num_tokens + num_expected // 2)  # of each step: one row more
+    delay_s = num_rows * num_expected * own_s
+    step_s = terms.step_s + own_s
+    token_s, stall_s = step_s * worker.token_pace, 0.0
+    has_place = terms.num_requests < terms.num_places  # no call of `place_s`: each heartbeat asks
+    batch_s = 0.0 if has_place else place_s(worker, num_expected * token_s, priority=shape.priority)
     uncached = shape.uncached(worker)
-    if num_blocks := num_lacking_blocks(terms, uncached + shape.num_expected):
+    if num_blocks := num_lacking_blocks(terms, uncached + num_expected):
         again_s = num_blocks * terms.block_size * (model.token_s or model.row_s)
-        delay_s += terms.rows.num_rows * again_s
-        stall_s = (again_s + room_s(worker, num_blocks)) / max(1, shape.num_expected)
+        delay_s += num_rows * again_s
+        stall_s = (again_s + room_s(worker, num_blocks)) / max(1, num_expected)
     arrival_s = transfer_s(terms, uncached)
-    return Forecast(0.0, 0.0, batch_s, token_s + stall_s, delay_s, terms.is_known, stall_s, arrival_s)
+    return Forecast(
+        *(0.0, 0.0, batch_s, token_s + stall_s, delay_s, terms.is_known, stall_s, arrival_s, 0.0 if stall_s else step_s)
+    )
 
 
 def num_lacking_blocks(terms: Terms, num_tokens: int) -> int:
     """Blocks that a decode worker will lack for so many new tokens of a request and its answer, and for all others."""
-    return max(0, -(-num_tokens // terms.block_size) - max(0, terms.num_spare_blocks))
+    spare = terms.num_spare_blocks
+    lacking = -(-num_tokens // terms.block_size) - (spare if spare > 0 else 0)
+    return lacking if lacking > 0 else 0
 
 
 def room_s(worker: Worker, num_blocks: int) -> float:
@@ -285,8 +322,11 @@ def computed_there(
     num_steps = -(-prompt.num_tokens // terms.max_step_tokens)
     stopped_s = terms.rows.num_rows * max(0.0, prompt_s - num_steps * terms.step_s)
     delay_s = remote.delay_s + stopped_s
-    before_s = wait_s(worker, now, shape.priority)
-    return Forecast(before_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s)
+    waits_s = before_s(worker, shape, prompt_s, now)
+    return Forecast(
+        *(waits_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s),
+        model_token_s=remote.model_token_s,
+    )
 
 
 def chunk_s(worker: Worker, shape: RequestShape) -> float:

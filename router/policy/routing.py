@@ -115,9 +115,11 @@ class RoutingPolicy:
 
     def usual_cost(self, worker: Worker) -> tuple[bool, float]:
         """What a usual request would cost on a worker at its last report: whether it does not fit well, and seconds."""
-        is_prefill = worker.role == "prefill"
-        place = _prefill_place(worker, USUAL, worker.beat_at) if is_prefill else _decode_place(worker, USUAL)
-        return any(place.rank), place.cost_s
+        if worker.role == "prefill":
+            place = _prefill_place(worker, USUAL, worker.beat_at)
+        else:
+            place = _decode_place(worker, USUAL)
+        return True in place.rank, place.cost_s
 
     def _pair(
         self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape, now: float
@@ -184,7 +186,7 @@ def _is_late_there(there: Forecast, first: Forecast, shape: RequestShape) -> boo
 
 def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
     """A decode worker for an answer whose prompt a prefill worker computes."""
-    forecast, uncached, terms = on_decode(worker, shape), shape.uncached(worker), terms_of(worker)
+    terms, forecast, uncached = terms_of(worker), on_decode(worker, shape), shape.uncached(worker)
     cuts = shape.num_tokens + shape.num_remaining > terms.max_tokens  # an answer of full length
     lacks_room = num_lacking_blocks(terms, uncached + shape.num_expected) > 0
     rank, hits = (cuts, worker.suspect, lacks_room), shape.num_tokens - uncached

@@ -137,7 +137,7 @@ class Shortlist:
         """Give the worker its new place, or none while it is not ready."""
         if not self._is_kept:
             return
-        if not self.is_needed:
+        if len(self._registry.workers) <= FEW or self._weighs_all:  # not `is_needed`: this is once a heartbeat
             self._is_kept = False
             self._rankings.clear()
             self._of_roles.clear()
@@ -148,10 +148,16 @@ class Shortlist:
             if before is not None:
                 self._take_out(*before)
             return
-        entry = (*self._policy.usual_cost(worker), worker.order, worker.address)
+        unfit, cost_s = self._policy.usual_cost(worker)
+        entry = (unfit, cost_s, worker.order, worker.address)
         layout = (worker.role, worker.identity.fingerprint)
         if before is not None:
-            if before[1] == entry and before[0] == layout:
+            if before[0] == layout:
+                if before[1] != entry:
+                    kept = self._rankings[layout]
+                    del kept[bisect_left(kept, before[1])]
+                    insort(kept, entry)
+                    self._places[worker.address] = layout, entry
                 return
             self._take_out(*before)
         ranking = self._rankings.get(layout)

@@ -2,7 +2,7 @@
 
     submit ──> queue, bounded in entries and bytes ──> thread: a transaction each, in the order of the queue ──> file
 
-A read therefore sees every write submitted before it, and nobody has to wait for a write.
+A read therefore sees every write submitted before it, and no request has to wait for a write.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ IN_MEMORY = ":memory:"
 MAX_WAITING, MAX_WAITING_BYTES = 10_000, 64 * 1024 * 1024
 BUSY_S = 5.0
 """How long a statement waits for another process that writes to the same file."""
+RETRY_S = 0.01
 WAIT_S = 10.0
 """How long a request waits for its turn and its result."""
 CLOSE_S = 5.0
@@ -120,7 +121,7 @@ class Database:
                 continue
             try:
                 result = self._transact(job.work)
-            except Exception as error:  # whoever waits for the future gets it
+            except Exception as error:  # the request that waits for the future gets it
                 _settle(job.result, error=error)
             else:
                 _settle(job.result, result)
@@ -175,7 +176,7 @@ def _opened(path: str, busy_s: float) -> sqlite3.Connection:
             f"PRAGMA journal_size_limit = {MAX_WAL_BYTES}",
         ):
             connection.execute(statement)
-        (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        mode = _write_ahead(connection, busy_s)
         if path != IN_MEMORY and mode != "wal":
             raise sqlite3.OperationalError(f"the file system does not allow WAL mode (journal mode {mode})")
         create_tables(connection)
@@ -183,6 +184,19 @@ def _opened(path: str, busy_s: float) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _write_ahead(connection: sqlite3.Connection, busy_s: float) -> str:
+    """The journal mode after asking for WAL. SQLite does not wait by itself for another process that opens the file."""
+    until = time.monotonic() + busy_s
+    while True:
+        try:
+            (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            return str(mode)
+        except sqlite3.OperationalError as error:
+            if _reason(error) != "busy" or time.monotonic() > until:
+                raise
+            time.sleep(RETRY_S)
 
 
 def _reason(error: sqlite3.Error) -> str:

@@ -45,9 +45,13 @@ END;
 
 def check_format(connection: sqlite3.Connection) -> None:
     """Raises sqlite3.DatabaseError for a file of another program, of a newer version, or that is damaged."""
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    connection.execute("BEGIN")  # one view of the file: another process may be making its tables
+    try:
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    finally:
+        connection.execute("ROLLBACK")
     if num_tables and application != APPLICATION_ID:
         raise sqlite3.DatabaseError("it is a database of another program")
     if version > VERSION:

@@ -118,7 +118,7 @@ class TokenStream:
         if len(self._prompt_logprobs) < self._num_prompt_logprobs:
             here = f"{len(self._prompt_logprobs)} of {self._num_prompt_logprobs}"
             raise StreamConflict(f"tokens, but only {here} log-probabilities of the prompt")
-        if any(not 0 <= token < 2**32 for token in delta.token_ids):
+        if delta.token_ids and not 0 <= min(delta.token_ids) <= max(delta.token_ids) < 2**32:
             raise StreamConflict(f"no token ids: {delta.token_ids[:8]}")
         if self._with_logprobs and len(delta.logprobs) != len(delta.token_ids):
             raise StreamConflict(f"{len(delta.logprobs)} logprobs for {len(delta.token_ids)} tokens")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.load import command as bench
 from benchmarks.load.arrivals import RateProfile
 from benchmarks.load.config import BenchConfig
-from benchmarks.load.load import command as bench
 from common.config.sources import read
 
 from ..program import Program

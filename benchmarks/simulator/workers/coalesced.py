@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence
@@ -102,8 +103,7 @@ class CoalescedGaps(TokenGaps):
 
     def ran(self, sequences: Sequence[DecodeSequence], run: StepRun, num_steps: int, predicted_s: float) -> None:
         """The first `num_steps` steps of a run have ended."""
-        ends, observe = run.ends(num_steps), self._goal.observe
-        self.stepped(sequences, next(ends), predicted_s=predicted_s, tokens_each=1.0)
-        for ended_at in ends:
-            observe(ended_at - self._at, predicted_s)
-            self._at = ended_at
+        ends = list(run.ends(num_steps))
+        self.stepped(sequences, ends[0], predicted_s=predicted_s, tokens_each=1.0)
+        self._goal.observe_all([later - earlier for earlier, later in pairwise(ends)], predicted_s)
+        self._at = ends[-1]

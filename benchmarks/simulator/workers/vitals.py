@@ -38,12 +38,12 @@ def hello_of(worker: AnyWorker) -> WorkerHello:
 
 def heartbeat_of(worker: AnyWorker) -> WorkerHeartbeat:
     """What every router hears."""
-    scheduler = worker.scheduler
+    scheduler, step_tokens = worker.scheduler, worker.scheduler.max_step_tokens
     model = worker.model if worker.world.scenario.reports_steps else StepModel()
     waiting, counts = scheduler.waiting_shape, scheduler.pool.counts
     num_more, more_context = worker.grown()
     num_taken = min(num_more, counts.free + counts.cached)
-    waiting_s = model.steps_s(waiting, scheduler.max_step_tokens, worker.beside()) if waiting.num_tokens else 0.0
+    waiting_s = model.steps_s(waiting, step_tokens, worker.beside()) if waiting.num_tokens else 0.0
     return WorkerHeartbeat(
         worker_id=worker.name,
         epoch=worker.epoch,
@@ -63,6 +63,6 @@ def heartbeat_of(worker: AnyWorker) -> WorkerHeartbeat:
         step_model=model,
         block_sequence=worker.block_log.sequence,
         batch_cap=scheduler.batch_cap.value,
-        step_tokens=scheduler.max_step_tokens,
+        step_tokens=step_tokens,
         planner=worker.process.planner,
     )

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
-@dataclass(slots=True)
 class Timer:
     """Something that happens later, unless it is cancelled."""
 
-    then: Callable[[], None] | None
+    __slots__ = ("then",)
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.then: Callable[[], None] | None = then
 
     def cancel(self) -> None:
         self.then = None
@@ -29,8 +31,9 @@ class Clock:
     def at(self, when: float, then: Callable[[], None]) -> Timer:
         """Have something happen at `when`, or now if that is over."""
         timer = Timer(then)
-        self._number += 1
-        heapq.heappush(self._events, (max(when, self.now), self._number, timer))
+        number = self._number = self._number + 1
+        now = self.now
+        heapq.heappush(self._events, (when if when > now else now, number, timer))
         return timer
 
     def after(self, delay_s: float, then: Callable[[], None]) -> Timer:
@@ -38,11 +41,13 @@ class Clock:
 
     def step(self) -> bool:
         """Go on to the next event, and have it happen. False when there is none."""
-        while self._events:
-            when, _, timer = heapq.heappop(self._events)
-            if timer.then is None:
+        events, pop = self._events, heapq.heappop
+        while events:
+            when, _, timer = pop(events)
+            then = timer.then
+            if then is None:
                 continue
-            self.now, then = when, timer.then
+            self.now = when
             self.num_events += 1
             timer.then = None
             then()

@@ -61,8 +61,11 @@ class BeamClient:
             finally:
                 search.done.set()
         else:
-            async with asyncio.timeout(request.deadline_s):
-                await search.done.wait()
+            try:
+                async with asyncio.timeout(request.deadline_s):
+                    await search.done.wait()
+            except TimeoutError:
+                raise DeadlineExceeded(_too_long(request)) from None
         if search.error is not None:
             raise search.error if isinstance(search.error, RequestError) else InternalError("the beam search ended")
         yield search.found[place]
@@ -98,7 +101,7 @@ class BeamClient:
             stop_token_ids=(),
         )
         if remaining_s <= 0:
-            raise DeadlineExceeded(f"the beam search took longer than {request.deadline_s:g} s")
+            raise DeadlineExceeded(_too_long(request))
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -129,6 +132,10 @@ class BeamClient:
         if found is None or not found.logprobs:
             raise InternalError("a step of a beam search brought no token")
         return found
+
+
+def _too_long(request: GenerationRequest) -> str:
+    return f"the beam search took longer than {request.deadline_s:g} s"
 
 
 def _event(beam: Beam, num_alternatives: int, num_cached_tokens: int, timeline: RequestTimeline | None) -> TokenEvent:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from common.observe.recent_quantile import RecentQuantile
@@ -23,6 +23,9 @@ NUM_SAMPLED = 40
 """Groups of requests whose averages stand for all: a forecast takes time in proportion to them."""
 SIGNIFICANT = 3.0
 """Standard errors by which a rate must differ from the minute's before it counts as a burst or as a trend."""
+SUDDEN = ((2, 4.0), (1, 5.0))
+"""Fewer slots count as a burst as well, from so many standard errors on, which grow with the burstiness: they are asked
+at each look, and what looks like a burst by chance keeps workers for the hold time."""
 FEWEST_ARRIVALS = 20
 """For an estimate of burstiness."""
 MOST_BURSTINESS = 8.0
@@ -42,6 +45,7 @@ class LoadWindow:
     def __init__(self, quantile: float = 0.95) -> None:
         self._arrivals = SlidingWindow(SLOT_S * NUM_SLOTS, NUM_SLOTS, _Slot)
         self._requests: deque[tuple[float, SampledRequest]] = deque(maxlen=NUM_REMEMBERED)
+        self._served: deque[SampledRequest] = deque(maxlen=FEWEST_REMEMBERED)  # those that refused ones are taken for
         self._ttft, self._tpot = RecentQuantile(), RecentQuantile()
         self._quantile = quantile
         self._last_arrival: float | None = None
@@ -56,14 +60,19 @@ class LoadWindow:
         self._first_at = now if self._first_at is None else self._first_at
 
     def refused(self, num_prompt: int, now: float) -> None:
-        """A request was refused that would have computed this prompt, and answered like the one before it."""
-        known = self._requests[-1][1] if self._requests else SampledRequest(num_prompt, 0, ASSUMED_OUTPUT)
+        """A request was refused that would have computed this prompt, and answered like one of the latest served.
+
+        Each like another one of these: many are refused in a row, and one answer says little of theirs.
+        """
+        known = self._served[0] if self._served else SampledRequest(num_prompt, 0, ASSUMED_OUTPUT)
+        self._served.rotate(-1)
         cached = int(num_prompt * known.num_cached / known.num_prompt) if known.num_prompt else 0
         self._requests.append((now, SampledRequest(num_prompt, cached, known.num_output)))
 
     def ended(self, request: SampledRequest, now: float) -> None:
         """A request was served."""
         self._requests.append((now, request))
+        self._served.append(request)
 
     def first_token(self, ttft_s: float, now: float) -> None:
         """A first token came `ttft_s` after its request."""
@@ -85,11 +94,7 @@ class LoadWindow:
         recent = counts[-NUM_RECENT:]
         seen_s = SLOT_S * len(recent)
         rate = sum(recent) / seen_s if recent else 0.0
-        latest = counts[-NUM_LATEST:]
-        latest_s = SLOT_S * len(latest)
-        now_rate = rate
-        if latest and sum(latest) / latest_s > rate + SIGNIFICANT * math.sqrt(rate / latest_s):
-            now_rate = sum(latest) / latest_s
+        now_rate = max([rate, *_bursts(counts, rate)])
         level, slope = _trend(counts)
         ahead = max(now_rate, level + slope * ahead_s) if slope > 0 else now_rate
         return OfferedLoad(
@@ -134,6 +139,19 @@ def _average(requests: Sequence[SampledRequest]) -> SampledRequest:
         sum(each) for each in zip(*((one.num_prompt, one.num_cached, one.num_output) for one in requests), strict=True)
     ]
     return SampledRequest(*(round(total / len(requests)) for total in sums))
+
+
+def _bursts(counts: list[int], rate: float) -> Iterator[float]:
+    """Rates of the latest slots that are above the `rate` of the minute by more than chance.
+
+    One slot may do: a fourfold load that lasts for five seconds is no chance, and workers take long to start.
+    """
+    chance = rate * burstiness(counts)
+    for num, errors, variance in ((NUM_LATEST, SIGNIFICANT, rate), *((*sudden, chance) for sudden in SUDDEN)):
+        latest_s = SLOT_S * num
+        found = sum(counts[-num:]) / latest_s
+        if len(counts) >= num and found > rate + errors * math.sqrt(variance / latest_s):
+            yield found
 
 
 def _trend(counts: list[int]) -> tuple[float, float]:

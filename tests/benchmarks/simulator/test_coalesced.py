@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import pytest
@@ -123,7 +123,11 @@ def test_gaps_of_a_run_are_those_of_its_steps() -> None:
 
     def gaps(name: str) -> CoalescedGaps:
         goal = TokenGoal(0.05)
-        goal.observe = lambda gap_s, predicted_s: observed[name].append((gap_s, predicted_s))  # type: ignore[method-assign]
+
+        def observe_all(gaps_s: Iterable[float], predicted_s: float) -> None:
+            observed[name].extend((gap_s, predicted_s) for gap_s in gaps_s)
+
+        goal.observe_all = observe_all  # type: ignore[method-assign]
         return CoalescedGaps(goal)
 
     whole, single = gaps("run"), gaps("steps")

@@ -24,15 +24,19 @@ def all_ok(run: Run) -> bool:
     return {request.outcome for request in run.requests} == {"ok"}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_streams_leave_a_worker_that_stops(scenario: Callable[..., Scenario], seed: int) -> None:
-    """No token is sampled twice, none is lost, and the worker ends long before its streams do."""
+    """No token is sampled twice, none is lost, and the worker ends long before its streams do.
+
+    But a request that comes to the worker as it stops is placed again, and its first token sampled once more.
+    """
     simulation = Simulation(scenario(event=[STOP], load=LONG, seed=seed))
     run = simulation.run()
     assert all_ok(run)
     assert run.num_handovers["done"] > 2
     assert not run.num_retries
-    assert run.conserved.num_answer_tokens == run.conserved.num_computed_tokens
+    num_again = sum(sum(one.core.counters.num_choices.values()) for one in simulation.routers) - len(run.requests)
+    assert 0 <= run.conserved.num_computed_tokens - run.conserved.num_answer_tokens <= num_again <= 1
     assert ended(simulation, "decode-0") < 5.0
 
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from common.errors import Unavailable
-from router.api.responses.answers import background as responses_background
+from router.api.responses import background as responses_background
 from router.auth.keys import digest_of
 from router.server.server import _drain
 

@@ -8,19 +8,24 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from common.wire.codec import decode
+from common.wire.codec import decode, encode
 from common.wire.curve import Curve
 from common.wire.curve_keys import KeyPair
-from common.wire.messages import AbortRequest, RouterHeartbeat
+from common.wire.messages import AbortRequest, RequestFailed, RouterHeartbeat
 from router.fleet.worker_connection import ConnectionEvents, WorkerConnection
 
 
 class Recorder:
     def __init__(self):
-        self.ups, self.cuts, self.messages = 0, 0, []
+        self.ups, self.cuts, self.messages, self.unreadable = 0, 0, [], []
 
     def events(self):
-        return ConnectionEvents(lambda address, message: self.messages.append(message), self.up, self.cut)
+        return ConnectionEvents(
+            lambda address, message: self.messages.append(message),
+            self.up,
+            self.cut,
+            on_unreadable=lambda address, why: self.unreadable.append((address, why)),
+        )
 
     def up(self, address):
         self.ups += 1
@@ -82,6 +87,23 @@ async def test_aborts_are_kept_until_the_worker_is_back(wire, tools):
     await tools.until(lambda: recorder.ups)
     connection.flush_aborts()
     assert decode((await router.recv_multipart())[1]) == AbortRequest(request_id="a", attempt=3)
+
+
+async def test_frames_that_cannot_be_read_are_told_and_the_next_is_read(wire, tools):
+    router, connection, recorder = wire
+    await tools.until(lambda: recorder.ups)
+    assert connection.send(RouterHeartbeat(router_id="me"))
+    name, _ = await router.recv_multipart()
+    await router.send_multipart([name, b"\x00"])
+    await router.send_multipart([name, b"two", b"parts"])
+    await router.send_multipart([name, encode(RouterHeartbeat(router_id="me"))])
+    failed = RequestFailed(worker_id="w", request_id="a", attempt=0, phase="decode", message="x", retryable=True)
+    await router.send_multipart([name, encode(failed)])
+    await tools.until(lambda: recorder.messages)
+    assert recorder.messages == [failed] and {address for address, _ in recorder.unreadable} == {connection.address}
+    reasons = [why for _, why in recorder.unreadable]
+    assert len(reasons) == 3
+    assert reasons[1:] == ["2 parts instead of 1", "a RouterHeartbeat is not for routers"]
 
 
 async def test_a_broken_connection_is_told(wire, tools):

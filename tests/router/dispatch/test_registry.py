@@ -61,6 +61,17 @@ def test_silence_kills_and_speech_revives(alive):
     assert alive.workers[D].ready
 
 
+def test_silence_of_a_worker_whose_frames_are_dropped_says_so(alive):
+    alive.on_unreadable(D, "Expected `float` <= 1000000.0")
+    assert [alive.sweep(now) for now in (0.0, 0.9, 1.8)] == [[], [], []]
+    (dead,) = alive.sweep(2.1)
+    assert dead.reason == (
+        "silent for more than 2 s, because its messages cannot be read: Expected `float` <= 1000000.0"
+    )
+    alive.on_heartbeat(D, beat(step=2), 3.0)
+    assert alive.workers[D].ready and alive.workers[D].unreadable == ""
+
+
 def test_a_router_that_was_held_up_blames_nobody(alive):
     alive.sweep(0.0)
     assert alive.sweep(60.0) == []

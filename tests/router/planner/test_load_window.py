@@ -31,6 +31,20 @@ def test_a_burst_shows_at_once_and_does_not_count_as_burstiness() -> None:
     assert load.burstiness < 2.0
 
 
+def test_five_seconds_of_a_fourfold_load_are_no_chance() -> None:
+    window = LoadWindow()
+    end = offer(window, 5, 40.0, start=offer(window, 200, 10.0), seed=2)
+    assert window.offered(end, ahead_s=0.0).rate_ahead == pytest.approx(40.0, rel=0.25)
+
+
+def test_two_batches_at_once_are_no_burst() -> None:
+    window = LoadWindow()
+    for at in (*range(0, 120, 15), 121):  # twenty at a time
+        window.arrived(float(at), 20)
+    load = window.offered(125.0, ahead_s=0.0)
+    assert load.burstiness > 4.0 and load.rate_ahead == load.rate
+
+
 def test_a_rising_load_is_followed_to_where_a_worker_is_ready() -> None:
     window = LoadWindow()
     now = 0.0
@@ -78,7 +92,18 @@ def test_old_requests_are_forgotten_and_refused_ones_count() -> None:
     window.refused(900, 1000.0)
     sample = window.offered(1000.0, 0.0).requests
     assert sum(one.num_prompt for one in sample) / 40 == pytest.approx((63 * 100 + 900) / 64, rel=0.1)
-    assert max(one.num_cached for one in sample) >= 250, "as much of it was cached as of the one before"
+    assert max(one.num_cached for one in sample) >= 250, "as much of it was cached as of those that were served"
+
+
+def test_refused_requests_would_be_answered_like_those_served_not_like_the_last_one() -> None:
+    window = LoadWindow()
+    for at in range(200):
+        window.ended(SampledRequest(100, 0, 390 if at % 2 else 10), at / 10)
+    window.ended(SampledRequest(100, 0, 10), 20.0)
+    for _ in range(300):
+        window.refused(100, 20.0)
+    sample = window.offered(21.0, 0.0).requests
+    assert sum(one.num_output for one in sample) / len(sample) == pytest.approx(200, rel=0.05)
 
 
 def test_measured_tails() -> None:

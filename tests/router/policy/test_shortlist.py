@@ -91,9 +91,11 @@ def test_the_ranking_follows_reports_and_bookings() -> None:
         if address != "p3":
             rig.report(address, waiting_s=0.2)
     assert all("p3" in rig.names("prefill") for _ in range(10))
-    booking = rig.registry.book("p3", 0.0, prompt=StepShape.of_prompt(0, 200_000), num_blocks=10)
+    prompt = StepShape.of_prompt(0, 2_000)
+    bookings = [rig.registry.book("p3", 0.0, prompt=prompt, num_blocks=10) for _ in range(100)]
     assert not any("p3" in rig.names("prefill") for _ in range(10))
-    rig.registry.release(booking)
+    for booking in bookings:
+        rig.registry.release(booking)
     assert all("p3" in rig.names("prefill") for _ in range(10))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +93,16 @@ def test_a_folder_without_the_right_to_write_is_memory(tmp_path: Path, monkeypat
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     tmp_path.chmod(0o500)
     assert opened(config_of("auto")) == database.IN_MEMORY
+
+
+def test_routers_that_start_at_once_share_a_new_file(tmp_path: Path) -> None:
+    meet = threading.Barrier(4)
+
+    def open_one(path: str) -> None:
+        meet.wait(timeout=30)
+        ResponseStore(path, max_bytes=10**6, max_entries=10, max_age_s=60).close()
+
+    with ThreadPoolExecutor(4) as routers:
+        for number in range(25):
+            for opening in [routers.submit(open_one, str(tmp_path / f"{number}.sqlite3")) for _ in range(4)]:
+                opening.result(timeout=60)
