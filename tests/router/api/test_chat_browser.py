@@ -165,9 +165,10 @@ async def test_code_is_copied_and_a_conversation_saved(browser: Any, start: Any,
     await page.until(f"{label} === 'Copied'")
     assert await page.value("window.plain.readText()") == "let a = 1;"
     await page.click("#sidebar [data-do=export]")
-    await tools.until(lambda: (tmp_path / "saved" / "show-me.md").exists())
-    saved = (tmp_path / "saved" / "show-me.md").read_text()
-    assert saved == "# Show me\n\n## Question\n\nShow me\n\n## Answer (tiny-random)\n\n```js\nlet a = 1;\n```\n"
+    saved = tmp_path / "saved" / "show-me.md"
+    await tools.until(lambda: saved.exists() and saved.stat().st_size)  # it is empty at first
+    wanted = "# Show me\n\n## Question\n\nShow me\n\n## Answer (tiny-random)\n\n```js\nlet a = 1;\n```\n"
+    assert saved.read_text() == wanted
 
 
 async def test_settings_are_kept_and_sent(browser: Any, start: Any, tools: Any) -> None:
