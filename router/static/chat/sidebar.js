@@ -1,6 +1,6 @@
 // The list of conversations: a tree from their data alone.
 const Sidebar = (() => {
-  const { node } = typeof require === "undefined" ? Tree : require("./tree.js");
+  const { node } = typeof require === "undefined" ? Tree : require("../markdown/tree.js");
   const DAY_MS = 24 * 3600 * 1000;
   const SPANS = [[1, "Today"], [2, "Yesterday"], [7, "The last seven days"], [30, "The last month"], [Infinity, "Older"]];
 

@@ -1,8 +1,8 @@
 // What is seen of a conversation: a tree for each turn, from its data alone. What can be done is named by `data-do`.
 const Turns = (() => {
   const isNode = typeof require !== "undefined";
-  const { node } = isNode ? require("./tree.js") : Tree;
-  const M = isNode ? require("./markdown.js") : Markdown;
+  const { node } = isNode ? require("../markdown/tree.js") : Tree;
+  const M = isNode ? require("../markdown/markdown.js") : Markdown;
   const N = isNode ? require("./timings.js") : Timings;
   const C = isNode ? require("./conversations.js") : Conversations;
 

@@ -14,15 +14,14 @@ PROGRAM = shutil.which("node")
 DEADLINE_S = 60.0
 
 
-async def values(folder: str, files: str, *expressions: str, url: str = "") -> list[Any]:
-    """Values of expressions over the files of a page, each under its capitalised name: "markdown" is `Markdown`.
+async def values(files: str, *expressions: str, url: str = "") -> list[Any]:
+    """Values of expressions over scripts of pages, each under its capitalised name: "markdown/tree" is `Tree`.
 
     Expressions are awaited one after another. With `url`, `fetch` asks there.
     """
     assert PROGRAM is not None
-    names = files.split()
-    paths = (json.dumps(str(pages.STATIC / folder / f"{name}.js")) for name in names)
-    lines = [f"const {name.capitalize()} = require({path});" for name, path in zip(names, paths, strict=True)]
+    paths = [pages.STATIC / f"{name}.js" for name in files.split()]
+    lines = [f"const {path.stem.capitalize()} = require({json.dumps(str(path))});" for path in paths]
     if url:
         lines.append(f"const ask = fetch; globalThis.fetch = (path, options) => ask(new URL(path, '{url}'), options);")
     each = ", ".join(f"async () => ({expression})" for expression in expressions)

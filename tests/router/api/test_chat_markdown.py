@@ -18,7 +18,7 @@ OUT = 'target="_blank" rel="noopener noreferrer"'
 async def html(*texts: str, is_open: bool = False) -> list[str]:
     """What Markdown becomes, as HTML for the eyes of a test: the page makes no HTML of it."""
     shown = (f"{HTML}({json.dumps(text)}, {json.dumps(is_open)})" for text in texts)
-    return await node.values("chat", "markdown", *shown)
+    return await node.values("markdown/markdown", *shown)
 
 
 async def test_marks_within_a_line() -> None:
@@ -113,7 +113,7 @@ async def test_a_growing_text_keeps_the_blocks_that_did_not_change() -> None:
       const [a, b, c] = texts.map((text) => read(text, true));
       return [a.length, a[0] === b[0], a[1] === b[1], b[1] === c[1], b[2] === c[2]];
     })(Markdown.reader())"""
-    assert await node.values("chat", "markdown", grown) == [[2, True, False, True, False]]
+    assert await node.values("markdown/markdown", grown) == [[2, True, False, True, False]]
 
 
 async def test_no_text_takes_long() -> None:
@@ -133,6 +133,6 @@ async def test_no_text_takes_long() -> None:
     )
     texts = ", ".join(f"{one}.repeat(5000)" for one in repeats)
     (lengths,) = await node.values(
-        "chat", "markdown", f"[{texts}].map((text) => Markdown.read(text).length + Markdown.read(text, true).length)"
+        "markdown/markdown", f"[{texts}].map((text) => Markdown.read(text).length + Markdown.read(text, true).length)"
     )
     assert len(lengths) == len(repeats) and all(lengths)

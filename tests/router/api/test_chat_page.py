@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(node.PROGRAM is None, reason="node is not instal
 
 async def test_lines_of_a_stream_may_arrive_in_any_pieces() -> None:
     pieces = ['data: {"a":', "1}\n\n: keep-alive\n\ndata:", " [DONE]\r\n", "\ndata: cut"]
-    assert await node.values("chat", "service", f"(({json.dumps(pieces)}).map(Service.lineReader()))") == [
+    assert await node.values("chat/service", f"(({json.dumps(pieces)}).map(Service.lineReader()))") == [
         [[], ['{"a":1}'], ["[DONE]"], []]
     ]
 
@@ -26,8 +26,7 @@ async def test_errors_keep_the_words_of_the_api() -> None:
         {"error": {"message": "prompt has 9,120 tokens", "code": "context_length_exceeded", "param": "messages"}}
     )
     found, odd, gone, base = await node.values(
-        "chat",
-        "service",
+        "chat/service",
         f"(({{title, message, detail, isRetryable, isPassing}}) => [title, message, detail, isRetryable,"
         f" isPassing])(Service.errorOf({body}, 400))",
         "Service.errorOf('no json', 502).message",
@@ -48,8 +47,7 @@ async def test_errors_keep_the_words_of_the_api() -> None:
 async def test_settings_become_fields_and_empty_ones_are_left_out() -> None:
     values = {"temperature": "0.5", "top-p": "", "max-tokens": "64", "seed": " 7 ", "stop": "END\n\n\\n\\n\na\\\\n"}
     found, none, kept, forbidden = await node.values(
-        "chat",
-        "settings",
+        "chat/settings",
         f"Settings.fields({json.dumps(values)})",
         "Settings.fields({...Settings.DEFAULTS, temperature: '', 'max-tokens': 'x'})",
         "((all) => { const setItem = (name, value) => { all[name] = value; };"
@@ -88,8 +86,7 @@ TALK = {
 
 async def test_conversations_are_kept_and_come_back() -> None:
     found, odd, gone, full = await node.values(
-        "chat",
-        "conversations",
+        "chat/conversations",
         f"((store) => {{ const shelf = new Conversations.Shelf(() => store); shelf.save({json.dumps(TALK)});"
         f" shelf.save({{...Conversations.blank('c2'), changed: 9}});"
         " store.setItem('diptych.theme', 'dark'); store.setItem('diptych.chat.x',"
@@ -119,8 +116,7 @@ async def test_conversations_are_kept_and_come_back() -> None:
 async def test_the_context_is_what_is_shown_and_exports_read_well() -> None:
     talk = f"Conversations.read({json.dumps(json.dumps(TALK))})"
     messages, exported, name, title = await node.values(
-        "chat",
-        "conversations",
+        "chat/conversations",
         f"Conversations.messages({talk}, 2, 'Be brief.')",
         f"Conversations.exported({talk})",
         f"Conversations.fileName({talk})",
@@ -143,8 +139,7 @@ async def test_times_are_of_this_clock_and_tokens_of_the_service() -> None:
     steps = f"[[80, {thought}}}], [480, {thought}}}], [1080, {text}, usage: {json.dumps(usage)}}}]]"
     made = f"{steps}.reduce((times, [ms, what]) => Timings.later(times, ms, what), Timings.begun())"
     said, alone, thoughts, times = await node.values(
-        "chat",
-        "timings",
+        "chat/timings",
         f"Timings.shown({{...{made}, totalMs: 1100}}).map(({{name, value}}) => name ? `${{name}} ${{value}}` : value)",
         f"Timings.shown([[80, {text}}}], [580, {text}}}]].reduce((times, [ms, what]) => Timings.later(times,"
         f" ms, what), Timings.begun())).map((one) => one.value)",
@@ -163,8 +158,7 @@ async def test_the_list_is_by_day_with_the_newest_first() -> None:
     ]
     nodes = f"Sidebar.nodes({json.dumps(all_of)}, 'c9', new Set(['c5']), {100 * day})"
     spans, ids, current, running = await node.values(
-        "chat",
-        "sidebar tree",
+        "chat/sidebar markdown/tree",
         f"{nodes}.map((one) => Tree.textOf(one.children[0]))",
         f"{nodes}.map((one) => one.children[1].children.map((row) => row.attributes['data-id']))",
         f"{nodes}[0].children[1].children.map((row) => row.children[0].attributes['aria-current'] ?? '')",
@@ -209,7 +203,7 @@ async def test_what_can_be_done_with_a_turn() -> None:
         turn({"isBusy": True, "run": run}, {"text": "a"}),
         turn({}, {"error": error}), turn({"isEditing": True, "numLater": 2}, {"text": "a"}),
     ]  # fmt: skip
-    found = await node.values("chat", "turns", *(f"{DEEDS}({one})" for one in views))
+    found = await node.values("chat/turns", *(f"{DEEDS}({one})" for one in views))
     assert found == [
         ["edit", "copy-question", "copy-answer", "retry"],
         ["edit", "copy-question", "copy-answer", "answer-before", "answer-after"],
@@ -224,7 +218,7 @@ async def test_what_can_be_done_with_a_turn() -> None:
         turn({"isEditing": True, "numLater": 2}, {"text": "a"}),
         turn({"pauseS": 70}, {"error": error}),
     ]
-    shown = await node.values("chat", "turns tree", *(f"Tree.textOf({one})" for one in texts))
+    shown = await node.values("chat/turns markdown/tree", *(f"Tree.textOf({one})" for one in texts))
     assert "waiting for the first token, 2.0 s" in shown[0]
     assert "Busy. Asking again in 5 s (2 of 5)." in shown[1]
     assert "The 2 turns below go." in shown[2] and "Try again in 70 s" in shown[3]
@@ -238,7 +232,7 @@ RUN = """(async (fields, after) => { let changes = 0, run; const answer = Answer
 
 async def test_an_answer_comes_to_its_end(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(text="Hello there", eos_after=11))
-    (answer,) = await node.values("chat", "answering", f"{RUN}({{seed: 3, stop: ['zzz']}})", url=running.url)
+    (answer,) = await node.values("chat/answering", f"{RUN}({{seed: 3, stop: ['zzz']}})", url=running.url)
     assert (answer["text"], answer["note"], answer["error"]) == ("Hello there", "", None)
     assert (
         answer["times"]["usage"]["completion_tokens"] == 12
@@ -249,7 +243,7 @@ async def test_an_answer_comes_to_its_end(start: Any, tools: Any) -> None:
 
 async def test_an_answer_can_be_stopped_and_the_workers_stop_too(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(hold_after=6))
-    (answer,) = await node.values("chat", "answering", f"{RUN}({{}}, 4)", url=running.url)
+    (answer,) = await node.values("chat/answering", f"{RUN}({{}}, 4)", url=running.url)
     assert answer["note"] == "stopped" and "The quick".startswith(answer["text"]) and answer["text"]
     assert answer["times"]["usage"]["completion_tokens"] >= 3, "counted as it came"
     await tools.until(lambda: running.engine.aborted)
@@ -264,26 +258,26 @@ async def test_a_busy_service_is_asked_again_when_it_says(start: Any, tools: Any
 
     busy = Unavailable("4 requests wait, 4 may.", retry_after_s=1.0)
     running = await start(BusyAtFirst(text="Hi", eos_after=2, full=busy))
-    (answer,) = await node.values("chat", "answering", f"{RUN}({{}})", url=running.url)
+    (answer,) = await node.values("chat/answering", f"{RUN}({{}})", url=running.url)
     assert (answer["text"], answer["tries"], answer["error"]) == ("Hi", 1, None)
     assert answer["times"]["totalMs"] < 1000, "the pause is no part of the answer"
 
 
 async def test_a_pause_can_be_stopped(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(full=Unavailable("4 requests wait, 4 may.", retry_after_s=50.0)))
-    (answer,) = await node.values("chat", "answering", f"{RUN}({{}}, 1)", url=running.url)
+    (answer,) = await node.values("chat/answering", f"{RUN}({{}}, 1)", url=running.url)
     assert (answer["note"], answer["error"], answer["changes"]) == ("stopped", None, 1)
 
 
 async def test_a_pause_of_minutes_is_left_to_the_reader(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(full=Unavailable("4 requests wait, 4 may.", retry_after_s=300.0)))
-    (answer,) = await node.values("chat", "answering", f"{RUN}({{}})", url=running.url)
+    (answer,) = await node.values("chat/answering", f"{RUN}({{}})", url=running.url)
     assert answer["error"]["message"] == "4 requests wait, 4 may." and answer["error"]["isRetryable"]
     assert answer["error"]["retryAt"] > 0 and answer["tries"] == 0
 
 
 async def test_a_refusal_is_told_in_the_words_of_the_api(start: Any, tools: Any) -> None:
     running = await start()
-    (answer,) = await node.values("chat", "answering", f"{RUN}({{temperature: 9}})", url=running.url)
+    (answer,) = await node.values("chat/answering", f"{RUN}({{temperature: 9}})", url=running.url)
     assert answer["error"]["title"] == "The request was refused" and not answer["error"]["isRetryable"]
     assert answer["error"]["message"].startswith("temperature") and answer["tries"] == 0
