@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from benchmarks.load.report import open_console, print_table
 from benchmarks.planner.loads import BOUNDS, GOALS, KINDS, Load, conversation, loads
-from benchmarks.planner.rules import Clairvoyant, Interpolating, Planned, Saturation, Threshold, Utilisation
-from benchmarks.planner.world import Controller, Result, World, poisson
+from benchmarks.planner.rules import Clairvoyant, Interpolating, Planned, Saturation, Seeing, Threshold, Utilisation
+from benchmarks.planner.world import CONTROL_S, Controller, Result, World, poisson
 from benchmarks.script import run, script_parser, settings_of, write_result
 from common.wire.message_fields import Role
 from router.planner.planner import Planner
@@ -25,13 +25,21 @@ from router.planner.sizing.pool import Fleet, PoolState
 PROGRAM: Final = "python -m benchmarks.planner"
 
 
-def controllers(load: Load) -> dict[str, Controller]:
+def controllers(load: Load, *, floor: bool = False) -> dict[str, Controller]:
+    """All that are compared; or, as a `floor`, those that know the rate exactly, with and without foresight."""
     chance = random.Random(7)
     sample = tuple(conversation(chance) for _ in range(400))
     starts: dict[Role, float] = {"prefill": load.start_s, "decode": load.start_s}
     fleet = Fleet({role: PoolState(kind) for role, kind in KINDS.items()}, 64, starts)
+    clairvoyant = Clairvoyant(load.rate, sample, GOALS, BOUNDS, fleet)
+    if floor:
+        return {
+            "clairvoyant": clairvoyant,
+            "sees at once": Seeing(clairvoyant),
+            "sees late": Seeing(clairvoyant, CONTROL_S),
+        }
     return {
-        "clairvoyant": Clairvoyant(load.rate, sample, GOALS, BOUNDS, fleet),
+        "clairvoyant": clairvoyant,
         "planner": Planned(Planner(GOALS, BOUNDS)),
         "HPA, utilisation": Utilisation(BOUNDS),
         "threshold": Threshold(BOUNDS),
@@ -40,9 +48,9 @@ def controllers(load: Load) -> dict[str, Controller]:
     }
 
 
-def measure(load: Load, seed: int) -> Iterator[tuple[str, World, Result]]:
+def measure(load: Load, seed: int, *, floor: bool = False) -> Iterator[tuple[str, World, Result]]:
     """Each controller's name, its world at the end, and the result."""
-    for name, controller in controllers(load).items():
+    for name, controller in controllers(load, floor=floor).items():
         requests = poisson(load.rate, load.seconds, conversation, seed)
         world = World(
             requests, KINDS, GOALS, controller, start={"prefill": 1, "decode": 1}, start_s=load.start_s, seed=seed
@@ -70,6 +78,9 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--seconds", type=float, default=3600.0, help="of virtual time for each load")
     parser.add_argument("--only", default="", help="loads whose name begins so")
     parser.add_argument("--seed", type=int, default=1, help="of arrivals, lengths and noise")
+    parser.add_argument(
+        "--floor", action="store_true", help="compare only controllers that know the rate, now or a look of 5 s later"
+    )
     return parser.parse_args(argv)
 
 
@@ -80,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         if not load.name.startswith(options.only):
             continue
         best = 0.0
-        for name, _, result in measure(load, options.seed):
+        for name, _, result in measure(load, options.seed, floor=options.floor):
             best = best or result.cost
             rows.append(row := row_of(load, name, result, best))
             shown.append(

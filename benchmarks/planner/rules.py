@@ -221,13 +221,25 @@ class Clairvoyant:
         for role in ROLES:
             ready_at = seen.now + self._fleet.start_s[role]
             moments = [seen.now, *(ready_at + ahead for ahead in range(0, 60, 10))]
-            wanted[role] = max(self._needed(self._rate(at))[role] for at in [*moments, (seen.now + ready_at) / 2])
+            wanted[role] = max(self.needed(at)[role] for at in [*moments, (seen.now + ready_at) / 2])
         return wanted
 
-    def _needed(self, rate: float) -> dict[Role, int]:
-        rate = round(rate, 1)
+    def needed(self, at: float) -> dict[Role, int]:
+        """The workers that suffice for the rate of this moment."""
+        rate = round(self._rate(at), 1)
         if rate not in self._known:
             load = OfferedLoad(rate, rate, 1.0, self._sample)
             needs = size(load, self._fleet, self._goals)
             self._known[rate] = {role: self._bounds[role].clamp(need.num) for role, need in needs.items()}
         return self._known[rate]
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """Knows exactly what the rate of `late_s` seconds ago needs, and nothing of what comes: has no foresight."""
+
+    known: Clairvoyant
+    late_s: float = 0.0
+
+    def __call__(self, seen: Seen) -> Mapping[Role, int]:
+        return self.known.needed(max(0.0, seen.now - self.late_s))

@@ -19,6 +19,7 @@ from router.policy.forecast import (
     NO_HITS,
     Forecast,
     RequestShape,
+    Terms,
     chunk_s,
     computed_there,
     hidden_s,
@@ -65,6 +66,7 @@ class _Place(msgspec.Struct, frozen=True, gc=False):
     """A worker, the forecast there, and what decides between it and others: the least rank, then the least cost."""
 
     worker: Worker
+    terms: Terms
     forecast: Forecast
     rank: tuple[bool, bool, bool]
     cost_s: float
@@ -75,7 +77,7 @@ class _Place(msgspec.Struct, frozen=True, gc=False):
         """Which of equal places is taken: the least. Tokens that are there already count as so many requests less."""
         worker = self.worker
         spared = min(MOST_SPARED, self.hits // HIT_TOKENS)
-        return (terms_of(worker).num_likely - spared, worker.num_dispatched, worker.order, worker.address)
+        return (self.terms.num_likely - spared, worker.num_dispatched, worker.order, worker.address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,8 @@ class RoutingPolicy:
             return None
         if chunk_s(place.worker, shape) > shape.tpot_s:
             return None
-        return _Place(place.worker, there, place.rank, _decode_cost_s(there, shape) - there.delay_s, place.hits)
+        cost_s = _decode_cost_s(there, shape) - there.delay_s
+        return _Place(place.worker, place.terms, there, place.rank, cost_s, place.hits)
 
 
 def _is_late_there(there: Forecast, first: Forecast, shape: RequestShape) -> bool:
@@ -190,7 +193,7 @@ def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
     cuts = shape.num_tokens + shape.num_remaining > terms.max_tokens  # an answer of full length
     lacks_room = num_lacking_blocks(terms, uncached + shape.num_expected) > 0
     rank, hits = (cuts, worker.suspect, lacks_room), shape.num_tokens - uncached
-    return _Place(worker, forecast, rank, _decode_cost_s(forecast, shape), hits)
+    return _Place(worker, terms, forecast, rank, _decode_cost_s(forecast, shape), hits)
 
 
 def _local_place(place: _Place, shape: RequestShape, now: float, first: Worker | None = None) -> _Place:
@@ -200,7 +203,7 @@ def _local_place(place: _Place, shape: RequestShape, now: float, first: Worker |
     """
     like = first if first is not None and _holds_more(place, first, shape) else None
     forecast = computed_there(place.worker, shape, place.forecast, now, like)
-    return _Place(place.worker, forecast, place.rank, _decode_cost_s(forecast, shape), place.hits)
+    return _Place(place.worker, place.terms, forecast, place.rank, _decode_cost_s(forecast, shape), place.hits)
 
 
 def _holds_more(place: _Place, first: Worker, shape: RequestShape) -> bool:
@@ -224,9 +227,9 @@ def _is_better(cost_s: float, other_s: float) -> bool:
 
 
 def _prefill_place(worker: Worker, shape: RequestShape, now: float) -> _Place:
-    forecast = on_prefill(worker, shape, now)
-    cost_s = forecast.ttft_s + terms_of(worker).rivals_s
-    return _Place(worker, forecast, (False, worker.suspect, False), cost_s)
+    terms, forecast = terms_of(worker), on_prefill(worker, shape, now)
+    cost_s = forecast.ttft_s + terms.rivals_s
+    return _Place(worker, terms, forecast, (False, worker.suspect, False), cost_s)
 
 
 def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:
@@ -254,8 +257,8 @@ def _equal_s(least: _Place, other: _Place) -> float:
 
     Two workers that are predicted by one model differ by their work alone.
     """
-    first, second = terms_of(least.worker).model, terms_of(other.worker).model
-    if first == second:
+    first, second = least.terms.model, other.terms.model
+    if first is second or first == second:
         return least.cost_s + TOLERANCE_S
     share = min(MOST_TOLERANCE, max(TOLERANCE, _error_of(first) + _error_of(second)))
     return (1.0 + share) * least.cost_s + TOLERANCE_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.planner.loads import BOUNDS, GOALS, KINDS
-from benchmarks.planner.rules import Interpolating, Saturation
+from benchmarks.planner.rules import Clairvoyant, Interpolating, Saturation, Seeing
 from benchmarks.planner.world import Request, Seen
 from common.latency.step_model import StepShape
 from router.planner.load.load import SampledRequest
@@ -24,6 +24,16 @@ def seen(now: float, *, num: int = 2, arrived: int = 0, ended: Any = (), kv: flo
 
 def ended(num: int, ttft_s: float, tpot_s: float) -> list[Request]:
     return [Request(0.0, SHAPE, ttft_s=ttft_s, tpot_s=tpot_s) for _ in range(num)]
+
+
+def test_one_without_foresight_orders_for_the_rate_that_it_has_seen() -> None:
+    fleet = Fleet({role: PoolState(kind) for role, kind in KINDS.items()}, 64, {"prefill": 30.0, "decode": 30.0})
+    known = Clairvoyant(lambda at: 32.0 if at >= 100.0 else 8.0, (SHAPE,), GOALS, BOUNDS, fleet)
+    late = Seeing(known, late_s=5.0)
+    few, many = known.needed(0.0), known.needed(100.0)
+    assert many["prefill"] > few["prefill"]
+    assert Seeing(known)(seen(95.0)) == late(seen(100.0)) == few
+    assert Seeing(known)(seen(100.0)) == late(seen(105.0)) == many == known(seen(70.0))
 
 
 def test_throughput_is_divided_by_that_of_a_profiled_worker() -> None:

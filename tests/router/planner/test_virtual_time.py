@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.planner.loads import BOUNDS, GOALS, KINDS, conversation, sine
-from benchmarks.planner.rules import Clairvoyant, Planned, Utilisation
-from benchmarks.planner.world import Controller, Result, Seen, World, poisson
-from common.wire.message_fields import Role
-from router.planner.load.load import OfferedLoad
+from benchmarks.planner.rules import Clairvoyant, Planned, Seeing, Utilisation
+from benchmarks.planner.world import Controller, Result, World, poisson
 from router.planner.planner import Planner
 from router.planner.sizing.pool import Bounds, Fleet, PoolState
-from router.planner.sizing.sizing import size
 
 Rate = Callable[[float], float]
 
@@ -57,13 +54,8 @@ def test_a_sudden_burst_is_served_as_well_as_by_one_who_sees_it_at_once() -> Non
     rate: Rate = lambda at: 32.0 if 120.0 <= at < 240.0 else 8.0  # noqa: E731
     sample = tuple(conversation(chance) for chance in [random.Random(7)] for _ in range(400))
     known = Fleet({role: PoolState(kind) for role, kind in KINDS.items()}, 64, {"prefill": 30.0, "decode": 30.0})
-
-    def sized(seen: Seen) -> dict[Role, int]:
-        """What the rate of the last five seconds needs, which it knows."""
-        needs = size(OfferedLoad(requests=sample).at(rate(seen.now - 5.0)), known, GOALS)
-        return {role: need.num for role, need in needs.items()}
-
-    found, best = (served(rate, 300.0, controller) for controller in (Planned(Planner(GOALS, BOUNDS)), sized))
+    seeing = Seeing(Clairvoyant(rate, sample, GOALS, BOUNDS, known), late_s=5.0)
+    found, best = (served(rate, 300.0, controller) for controller in (Planned(Planner(GOALS, BOUNDS)), seeing))
     assert found.met >= best.met - 0.01
 
 
