@@ -137,7 +137,8 @@ def floor_of(name: str, model: Decoder, load: Load, rates: Rates, kv_dtype: torc
 
 
 def matrices(model: Decoder) -> Iterator[Linear]:
-    yield model.weights.lm_head
+    if model.weights.lm_head is not None:
+        yield model.weights.lm_head
     for layer in model.weights.layers:
         yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
 

@@ -12,11 +12,12 @@ from common.sampling.sampler import Sampler
 from common.worker.duty import Duty, DutyOffer, WorkerParts
 from common.worker.engine import Engine, Send
 from prefill_worker.engine import PrefillEngine
+from prefill_worker.pooling import Pooler
 from prefill_worker.scheduler import PrefillScheduler
 
 
 class PrefillDuty(Duty):
-    """Computes the KV cache of prompts and ships it."""
+    """Computes the KV cache of prompts and ships it, or pools their hidden states."""
 
     role = "prefill"
 
@@ -49,6 +50,7 @@ class PrefillDuty(Duty):
             sender,
             self.parts.metrics,
             grammars=grammars,
+            pooler=None if loaded.task.generates else Pooler(loaded.task.pooling, loaded.score),
         )
         sender.start()
         return engine

@@ -1,8 +1,9 @@
-"""The prefill worker's engine: prompts in, KV blocks and first tokens out."""
+"""The prefill worker's engine: prompts in; KV blocks and first tokens out, or one vector for each prompt."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
@@ -21,6 +22,7 @@ from common.wire.messages import KVDone, PrefillRequest, Timeline, TokenDelta
 from common.wire.sampling_params import SampledToken
 from common.worker.engine import EngineConfig, RequestReceived, Send
 from common.worker.metrics import WorkerMetrics
+from prefill_worker.pooling import Pooler
 from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
 from prefill_worker.sequence import PrefillSequence
 
@@ -42,18 +44,20 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         metrics: WorkerMetrics,
         *,
         grammars: Grammars | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
-        """Without `grammars`, requests with a grammar are refused."""
+        """Without `grammars`, requests with a grammar are refused. With a `pooler` all requests are for its vectors."""
         rules = RequestRules(
             config.eos_token_ids,
             vocab_size=sampler.vocab_size,
             max_model_len=config.max_model_len,
             max_prompt_len=min(config.max_model_len, scheduler.pool.num_blocks * scheduler.block_size),
             knows_grammars=grammars is not None,
+            pooling=pooler.pooling if pooler is not None else "",
         )
         super().__init__(send, config, scheduler, rules, metrics, grammars)
         self._reports = Reports(config.identity, self.emit)
-        self._runner, self._sampler, self._sender = runner, sampler, sender
+        self._runner, self._sampler, self._sender, self._pooler = runner, sampler, sender, pooler
 
     @property
     def is_prefill(self) -> bool:
@@ -76,18 +80,11 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
         shape = StepShape.sum(StepShape.of_prompt(c.start, c.start + c.num_tokens) for c in output.chunks)
         self.planned(shape)
-        chunks = [_model_chunk(chunk) for chunk in output.chunks]
-        logits, prompt_logits = separate(self._runner.forward(chunks), chunks)
-        for chunk, rows in zip(output.chunks, prompt_logits, strict=True):
-            if rows is not None:
-                self._reports.report_prompt_logprobs(chunk.sequence, chunk.start, rows)
-        finished = [chunk.sequence for chunk in output.chunks if chunk.sample]
-        sampled = self._sampler.sample(logits, [self._row(sequence) for sequence in finished]) if finished else []
+        results = self._compute(output.chunks)
         self._runner.wait()  # the sender may read the blocks once it hears of them
-        tokens = dict(zip((sequence.request_id for sequence in finished), sampled, strict=True))
         done_at = time.monotonic()
         for chunk in output.chunks:
-            self._on_computed(chunk, tokens.get(chunk.sequence.request_id), done_at)
+            self._on_computed(chunk, results.get(chunk.sequence.request_id), done_at)
         self._in_step = ()
         self._rate.add(num_tokens, done_at - now)
         self.step_fit.observe(shape, done_at - now)
@@ -145,18 +142,47 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self.metrics.prefix_queries.inc(sequence.num_tokens)
         self.metrics.prefix_hits.inc(sequence.num_cached)
 
-    def _on_computed(self, chunk: PrefillChunk, sampled: SampledToken | None, now: float) -> None:
+    def _compute(self, chunks: Sequence[PrefillChunk]) -> Mapping[str, SampledToken | bytes]:
+        """Run the chunks; what each prompt ends in that ends with one of them: its first token, or its vector."""
+        asked = [_model_chunk(chunk) for chunk in chunks]
+        last, rows_of_chunks = separate(self._runner.forward(asked), asked)
+        if self._pooler is not None:
+            return self._pooler.pooled(chunks, last, rows_of_chunks)
+        for chunk, rows in zip(chunks, rows_of_chunks, strict=True):
+            if rows is not None:
+                self._reports.report_prompt_logprobs(chunk.sequence, chunk.start, rows)
+        finished = [chunk.sequence for chunk in chunks if chunk.sample]
+        sampled = self._sampler.sample(last, [self._row(sequence) for sequence in finished]) if finished else []
+        return dict(zip((sequence.request_id for sequence in finished), sampled, strict=True))
+
+    def _on_computed(self, chunk: PrefillChunk, result: SampledToken | bytes | None, now: float) -> None:
         sequence = chunk.sequence
         num_ready = self.scheduler.advance(chunk, now)
-        if sampled is None:
-            if sequence.request.decode is not None:
-                self._sender.progress(sequence.request_id, sequence.attempt, num_ready)
+        if isinstance(result, SampledToken):
+            self._on_sampled(sequence, result, num_ready)
+        elif result is not None:
+            self._on_pooled(sequence, result)
+        elif sequence.request.decode is not None:
+            self._sender.progress(sequence.request_id, sequence.attempt, num_ready)
+
+    def _on_pooled(self, sequence: PrefillSequence, values: bytes) -> None:
+        if not values:
+            why = "its hidden states are not finite numbers: nothing can be made of them"
+            self._fail(sequence, "prefill", why, retryable=False)
             return
+        self._reports.report_pooled(sequence, values)
+        self._report_result(sequence, None, "stop")
+        self._drop(sequence, "finished")
+        self.metrics.count_finished("stop")
+        self.metrics.prefill_seconds.observe(sequence.prefill_s)
+        self.metrics.prompt_tokens.inc(sequence.num_tokens)
+
+    def _on_sampled(self, sequence: PrefillSequence, sampled: SampledToken, num_ready: int) -> None:
         if sampled.token_id >= self._sampler.vocab_size:
             self._fail(sequence, *unsampled(sequence.params, sequence.constraint, "prefill"), retryable=False)
             return
         reason = self._rules.finish_reason(sequence, sampled.token_id, num_more=1)
-        self._report_first_token(sequence, sampled, reason)
+        self._report_result(sequence, sampled, reason)
         if sequence.request.decode is not None:
             # Also for a finished request: the decode worker finishes it by the same rule, and has no failure to report.
             done = KVDone(
@@ -193,15 +219,16 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         metrics.count_finished("transferred")
         self._drop(sequence, "acknowledged")  # even if it was still computing: the decode worker needs nothing more
 
-    def _report_first_token(self, sequence: PrefillSequence, sampled: SampledToken, reason: str) -> None:
+    def _report_result(self, sequence: PrefillSequence, sampled: SampledToken | None, reason: str) -> None:
+        """Tell of the first token, if there is one, and of the end of a request that has no more."""
         delta = TokenDelta(
             sequence.request_id,
             sequence.attempt,
             sequence.request.num_output_tokens,
-            (sampled.token_id,),
+            (sampled.token_id,) if sampled is not None else (),
             reason,
             sequence.num_cached,
-            (sampled.logprobs,) if sampled.logprobs is not None else (),
+            (sampled.logprobs,) if sampled is not None and sampled.logprobs is not None else (),
             Timeline(queue_s=sequence.admitted_at - sequence.accepted_at, prefill_s=sequence.prefill_s),
         )
         self._reports.add_delta(sequence.router, delta)

@@ -42,7 +42,8 @@ below 0, and one below the highest that came so far."""
 class PrefillChunk:
     """Compute `num_tokens` tokens of `sequence` from `start` on; the chunk that ends the prompt samples.
 
-    With `all_logits`, the logits of every token are kept: the request wants log-probabilities of its prompt.
+    With `all_logits`, what the model makes of every token is kept: logits for log-probabilities of the prompt, hidden
+    states for their mean.
     """
 
     sequence: PrefillSequence
@@ -55,6 +56,8 @@ class PrefillChunk:
 
     @property
     def all_logits(self) -> bool:
+        if self.sequence.params.pooling == "mean":
+            return True
         return self.sequence.wants_prompt_logprobs and self.start + 1 < self.sequence.num_tokens
 
 

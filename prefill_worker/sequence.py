@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from common.requests.sequence import WorkerSequence
 from common.wire.messages import PrefillRequest
+
+if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
+    from torch import Tensor
 
 
 @dataclass(slots=True, eq=False)
 class PrefillSequence(WorkerSequence):
     """`blocks` covers the whole prompt from admission on. Before, while it was the oldest that waited and did not fit,
-    `num_passing_blocks` went to others.
+    `num_passing_blocks` went to others. `hidden_sum`, float64 [hidden_size], is that of its tokens so far, for a mean.
 
     accepted_at ─ admitted_at ─ computed_at ─ released        (engine clock, seconds)
          queue        prefill        hold
@@ -20,6 +24,7 @@ class PrefillSequence(WorkerSequence):
     request: PrefillRequest
     computed_at: float = 0.0
     num_passing_blocks: int = 0
+    hidden_sum: Tensor | None = None
 
     @property
     def computed(self) -> bool:

@@ -14,6 +14,8 @@ from common.errors import ConfigError, ModelError
 from common.observe.logging import setup_logging
 
 if TYPE_CHECKING:  # imported late, see `main`
+    from common.model_files.files import ModelFiles
+    from common.wire.message_fields import Role
     from router.policy.routing import RoutingPolicy
 
 PROG = "diptych router"
@@ -46,7 +48,6 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
 
     Raises ModelError, and ConfigError for a file that a setting names.
     """
-    from common.model_files.resolve import resolve_model
     from router.dispatch.dispatcher import Dispatcher
     from router.garbage import collect_seldom
     from router.generation.choices.tracing import Tracing
@@ -63,11 +64,11 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
     from router.text.text_pipeline import TextPipeline
 
     stop = stop_on_signals()
-    files = resolve_model(config.model, progress=False, weights=False)
+    files, needed = _model(config)
     text = TextPipeline.from_files(files, threads=config.tokenizer_threads)
     if text.grammars is not None and files.eos_token_ids:
         text.grammars.start()
-    dispatcher = Dispatcher(config, policy=policy, splits=SizingForecaster.of(config))
+    dispatcher = Dispatcher(config, policy=policy, splits=SizingForecaster.of(config), needed=needed)
     name = config.served_model_name or files.model_id
     metrics = RouterMetrics(name, dispatcher.load)
     window = SLOWindow.of(config.classes)
@@ -101,6 +102,17 @@ async def run(config: RouterConfig, listener: socket.socket, policy: RoutingPoli
         text.close()
         if tracing is not None:
             tracing.close()
+
+
+def _model(config: RouterConfig) -> tuple[ModelFiles, Role]:
+    """The model's files, and the workers that it needs. Raises ModelError, and ConfigError where there are none."""
+    from common.model_files.resolve import resolve_model
+    from common.model_files.task import served_task
+
+    files = resolve_model(config.model, progress=False, weights=False)
+    needed = served_task(files, config.task).needed
+    config.check_workers(needed)
+    return files, needed
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ carries: over sockets in tests/router/dispatch/conftest.py, in any order in test
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from common.wire.messages import (
     HandOver,
     KVTarget,
     Message,
+    PooledOutput,
     PrefillRequest,
     PromptLogprobs,
     RequestFailed,
@@ -58,6 +60,11 @@ def next_token(tokens: list[int], rounding: int = 0, weights: int = 0) -> int:
     one shows in all that follow. Each rounding, and all weights, have tokens of their own."""
     exact = (sum((i + 1) * t for i, t in enumerate(tokens[-40:])) * 31 + len(tokens)) % 997
     return exact + 1000 * rounding + 10_000 * weights
+
+
+def vector_of(tokens: list[int]) -> bytes:
+    """What the fakes pool of a prompt: its first and last token, their number and their sum."""
+    return array("f", [tokens[0], tokens[-1], len(tokens), sum(tokens)]).tobytes()
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
@@ -144,6 +151,11 @@ class FakeWorker:
         """Say the next token, or all that came with the KV. A prefill worker has done its part then."""
         assert job.tokens is not None
         request, prompt = job.request, unpack_tokens(job.request.prompt)
+        if request.params.pooling:
+            self.send_pooled(job.router, request, prompt)
+            self.output(job.router, request, 0, [], "stop")
+            del self.jobs[request.request_id]
+            return
         if job.index == request.num_output_tokens:
             self.send_logprobs(job.router, request, prompt)
         tokens = job.tokens[len(prompt) - request.num_output_tokens + job.index :]
@@ -195,6 +207,14 @@ class FakeWorker:
                 start=first + 1, logprobs=part,
             )  # fmt: skip
             self.send(router, told)
+
+    def send_pooled(self, router: bytes, request: Work, tokens: list[int]) -> None:
+        """The vector of a prompt: `vector_of` its tokens."""
+        told = PooledOutput(
+            worker_id=self.worker_id, epoch=self.epoch, request_id=request.request_id, attempt=request.attempt,
+            values=vector_of(tokens),
+        )  # fmt: skip
+        self.send(router, told)
 
     def fail(
         self,

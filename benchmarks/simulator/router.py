@@ -11,7 +11,7 @@ from common.errors import RequestError
 from common.wire.messages import (
     AbortRequest,
     Message,
-    PromptLogprobs,
+    PromptResult,
     RequestFailed,
     RouterHello,
     TokenOutput,
@@ -182,8 +182,8 @@ class SimulatedRouter:
     def on_output(self, address: str, output: TokenOutput) -> None:
         self.core.on_output(address, output, self._now)
 
-    def on_prompt_logprobs(self, address: str, prompt_logprobs: PromptLogprobs) -> None:
-        self.core.on_prompt_logprobs(address, prompt_logprobs, self._now)
+    def on_prompt_result(self, address: str, result: PromptResult) -> None:
+        self.core.on_prompt_result(address, result, self._now)
 
     def on_failed(self, address: str, failed: RequestFailed) -> None:
         self.core.on_failed(address, failed, self._now)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from common.cluster.access import CREDENTIALS, ClusterAccess
 from common.config.field import FILE, GOAL_MS, Config, setting
 from common.errors import ConfigError
+from common.wire.message_fields import Role
 
 _SERVICE = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)(:[0-9]{1,5})?"
 _ADDRESS = r"(tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}|ipc://.+)"
@@ -96,7 +97,7 @@ class DiscoverySettings(ClusterSettings):
     )
     decode: tuple[str, ...] = setting(
         (),
-        "control addresses of the decode workers",
+        "control addresses of the decode workers; a model that embeds or scores (--task) needs none",
         group="Workers",
         pattern=_ADDRESS,
         expects="at least one address such as tcp://127.0.0.1:7002",
@@ -149,13 +150,19 @@ class DiscoverySettings(ClusterSettings):
 
     def check_start(self) -> None:
         super().check_start()
-        if self.discovery == "static":
-            if not self.decode:
-                raise ConfigError("decode", self.decode, "at least one address such as tcp://127.0.0.1:7002")
-        elif self.discovery != "file" and not self.decode_services:
-            raise ConfigError("decode_services", (), f"at least one name with --discovery {self.discovery}")
-        elif self.discovery == "kubernetes":
+        if not (self.prefill or self.prefill_services):  # else a model may be served that needs no decode workers
+            self.check_workers("decode")
+        if self.discovery == "kubernetes":
             self.cluster.namespace(self.discovery_namespace, "discovery_namespace")
+
+    def check_workers(self, role: Role) -> None:
+        """Refuse settings by which no worker of a role that is needed can be found. Raises ConfigError."""
+        services, port = f"{role}_services", 7001 if role == "prefill" else 7002
+        if self.discovery == "static":
+            if not getattr(self, role):
+                raise ConfigError(role, (), f"at least one address such as tcp://127.0.0.1:{port}")
+        elif self.discovery != "file" and not getattr(self, services):
+            raise ConfigError(services, (), f"at least one name with --discovery {self.discovery}")
 
 
 @dataclass(frozen=True)

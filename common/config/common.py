@@ -45,6 +45,13 @@ class CommonConfig(Config):
         expects="a model name, folder or file",
         metavar="NAME",
     )
+    task: str = setting(
+        "auto",
+        "what the model is served for; auto: embed for a folder with sentence-transformers' modules.json, score for a "
+        "ForSequenceClassification architecture, else generate. With embed and score, prefill workers do everything",
+        group="Model",
+        choices=("auto", "generate", "embed", "score"),
+    )
     heartbeat_s: float = setting(
         0.25,
         "seconds between the heartbeats that router and workers send each other",

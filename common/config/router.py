@@ -174,6 +174,8 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSetting
 
     def check_start(self) -> None:
         super().check_start()
+        if self.task == "generate":
+            self.check_workers("decode")
         if self.planner == "kubernetes":
             self.cluster.namespace(self.discovery_namespace, "discovery_namespace")
 

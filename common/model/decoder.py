@@ -1,4 +1,4 @@
-"""The parts that all decoder families share: embedding, paged attention, gated MLP, final norm and head."""
+"""The parts that all decoder families share: embedding, paged attention, gated MLP, final norm, and head if any."""
 
 from __future__ import annotations
 
@@ -42,18 +42,21 @@ class Decoder(ABC):
         self._program: Program | Literal[False] | None = None
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """Writes the KV of the batch's tokens into their slots; returns logits float32 [num sampled, vocab_size]."""
+        """Writes the KV of the batch's tokens into their slots; returns logits float32 [num sampled, vocab_size].
+
+        A model without a head returns its normed hidden states instead, float32 [num sampled, hidden_size].
+        """
         if self._program is None and isinstance(batch.plan, NativePlan):
             self._program = record(self.dtype, lambda recorder: self._record(recorder, kv.tensor)) or False
         if self._program and isinstance(batch.plan, NativePlan):
             index = (batch.token_ids, batch.positions, batch.slots, batch.sampled)
-            return self._capped(self._program.run(*index, kv.tensor, batch.plan))
+            return self._finished(self._program.run(*index, kv.tensor, batch.plan))
         ropes = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
         step = Step(batch.slots, batch.sampled, batch.plan, kv.tensor, ropes)
         hidden = self.weights.embedding(batch.token_ids)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
-        return self._capped(self.weights.lm_head(self.layers(hidden, step), wide=True))
+        return self._finished(self._headed(self.layers(hidden, step)))
 
     @property
     def quantization(self) -> str:
@@ -70,11 +73,11 @@ class Decoder(ABC):
         self._program = False
 
     def _record(self, recorder: ProgramRecorder, kv: Tensor) -> Tensor:
-        """Runs the layers on a recorder's slots; returns the logits' slot."""
+        """Runs the layers on a recorder's slots; returns the slot of the logits, or of the hidden states."""
         ropes = {rope: recorder.rope(table.cos, table.sin) for rope, table in self._ropes.items()}
         step = Step(recorder.open, recorder.open, AttentionPlan(), kv, ropes)
         hidden = self.weights.embedding.record(recorder, float(self._embedding_scale))
-        return self.weights.lm_head(self.layers(hidden, step), wide=True)
+        return self._headed(self.layers(hidden, step))
 
     @abstractmethod
     def layers(self, hidden: Tensor, step: Step) -> Tensor:
@@ -114,6 +117,12 @@ class Decoder(ABC):
             return rows
         return rows.index_select(0, step.sampled)
 
-    def _capped(self, logits: Tensor) -> Tensor:
+    def _headed(self, hidden: Tensor) -> Tensor:
+        head = self.weights.lm_head
+        return hidden if head is None else head(hidden, wide=True)
+
+    def _finished(self, rows: Tensor) -> Tensor:
         cap = self.config.final_softcap
-        return torch.tanh(logits / cap) * cap if cap else logits
+        if self.weights.lm_head is None:
+            return rows.float()
+        return torch.tanh(rows / cap) * cap if cap else rows

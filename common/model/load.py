@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from common.errors import ModelError
 from common.gguf_format.tensors import GGUFFile
@@ -26,9 +27,16 @@ FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "gemma3": Gemma3}
 
 
 def load_model(
-    files: ModelFiles, *, dtype: str = "float32", device: str = "cpu", quantization: str = "none"
+    files: ModelFiles,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    quantization: str = "none",
+    with_head: bool = True,
 ) -> Decoder:
     """Loads a model in `dtype`, "float32" or "bfloat16", on `device`; converts files of another dtype.
+
+    Without `with_head` it gives hidden states in place of logits.
 
     `quantization` is one of `Quantization`. ModelError, with the remedy, when a file is missing, damaged or truncated,
     a tensor is missing or has a wrong shape, or architecture or dtype are not supported.
@@ -39,8 +47,28 @@ def load_model(
     wanted = Quantization(quantization).effective(on_cpu=on_cpu, quantised_file=source.has_quantised)
     if not on_cpu and wanted is not Quantization.NONE:
         raise ModelError(f"quantization {quantization!r} runs on the CPU only: use auto or none on {device}")
-    assembler = Assembler(config, source, kind, place, wanted)
+    assembler = Assembler(config, source, kind, place, wanted, with_head=with_head)
     return FAMILIES[config.family](config, assembler.assemble())
+
+
+def load_score(files: ModelFiles, answers: tuple[int, int] | None = None, device: str = "cpu") -> Tensor:
+    """The head of a model that scores, float32 [1, hidden_size]: its own, or the difference of those of two `answers`.
+
+    ModelError when it is missing or of another shape.
+    """
+    config, source = open_model(files)
+    if answers is None:
+        weight = source.read("score.weight")
+    elif config.final_softcap:
+        raise ModelError(f"{source.label}: capped logits are not supported for scores: use a model without a softcap")
+    else:
+        rows = source.read("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight").float()
+        weight = rows[answers[0]][None] - rows[answers[1]][None]
+    if tuple(weight.shape) != (1, config.hidden_size):
+        raise ModelError(
+            f"{source.label}: tensor score.weight is {list(weight.shape)}, a score is made by [1, {config.hidden_size}]"
+        )
+    return weight.to(device=torch_device(device), dtype=torch.float32)
 
 
 def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:

@@ -12,6 +12,9 @@ from torch import Tensor
 from common.errors import ModelError
 from kernels import QuantisedWeight
 
+WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.")
+"""How names begin in a checkpoint of a model without its head."""
+
 
 class SafetensorsWeights:
     """A `WeightSource` over one or more files. Gemma's norm weights are stored as offsets from one."""
@@ -33,7 +36,12 @@ class SafetensorsWeights:
 
     @staticmethod
     def _plain(name: str) -> str:
-        """The name without the prefix that multimodal checkpoints put the language model below."""
+        """The name without the prefix that multimodal checkpoints put the language model below.
+
+        Checkpoints of a model without its head, such as those of embedding models, name tensors without `model.`.
+        """
+        if name.startswith(WITHOUT_HEAD):
+            return f"model.{name}"
         for prefix in ("language_model.", "model.language_model."):
             if name.startswith(prefix):
                 rest = name.removeprefix(prefix)

@@ -67,19 +67,22 @@ class LayerWeights:
 class ModelWeights:
     """embedding [vocab, hidden]; lm_head multiplies by the same when they are tied. rope_factors: see `rope`.
 
-    quantization: of the matrices.
+    Without an lm_head the model ends with its hidden states. quantization: of the matrices.
     """
 
     embedding: Embedding
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    lm_head: Linear
+    lm_head: Linear | None
     rope_factors: Tensor | None = None
     quantization: Quantization = Quantization.NONE
 
 
 class Assembler:
-    """Reads a source into `ModelWeights`, checking every shape, and quantises the matrices if asked to."""
+    """Reads a source into `ModelWeights`, checking every shape, and quantises the matrices if asked to.
+
+    Without `with_head` it leaves out what makes logits of hidden states.
+    """
 
     def __init__(
         self,
@@ -88,24 +91,32 @@ class Assembler:
         dtype: torch.dtype,
         device: torch.device,
         quantization: Quantization = Quantization.NONE,
+        *,
+        with_head: bool = True,
     ) -> None:
         self.config, self.source, self.dtype, self.device = config, source, dtype, device
-        self.quantization = quantization
+        self.quantization, self.with_head = quantization, with_head
 
     def assemble(self) -> ModelWeights:
         config = self.config
-        table = self.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-        if self.quantization is Quantization.NONE and config.tie_embeddings:
-            head = Linear(table)
-            embedding = Embedding.tied(table, head)
-        else:
-            weight = self.weight({name: config.vocab_size}, config.hidden_size, self.quantization.head)
-            head, embedding = Linear(weight, dtype=self.dtype), Embedding(table)
+        embedding, head = self.embedding()
         norm = self.norm("model.norm.weight", config.hidden_size)
         layers = tuple(self.layer(f"model.layers.{i}.") for i in range(config.num_layers))
         factors = self.source.read("rope_factors").float() if self.source.has("rope_factors") else None
         return ModelWeights(embedding, layers, norm, head, factors, self.quantization)
+
+    def embedding(self) -> tuple[Embedding, Linear | None]:
+        """The first matrix, and the last one: in a tied model the same."""
+        config = self.config
+        table = self.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        if not self.with_head:
+            return Embedding(table), None
+        if self.quantization is Quantization.NONE and config.tie_embeddings:
+            head = Linear(table)
+            return Embedding.tied(table, head), head
+        name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+        weight = self.weight({name: config.vocab_size}, config.hidden_size, self.quantization.head)
+        return Embedding(table), Linear(weight, dtype=self.dtype)
 
     def layer(self, prefix: str) -> LayerWeights:
         config, hidden = self.config, self.config.hidden_size

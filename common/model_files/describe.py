@@ -13,6 +13,7 @@ from common.gguf_format.metadata import GGUFHead, read_gguf_head
 from common.gguf_format.tokenizer import CONTROL, convert_gguf_tokenizer
 from common.model_files.cache_folder import make_folder, write_atomically
 from common.model_files.files import ModelFiles
+from common.model_files.json_file import read_json
 from common.model_files.stamp import hash_weights
 
 # Control tokens that end a turn in some chat format. GGUF files name only one end token, so the others are found by
@@ -61,10 +62,10 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
 
     Raises ModelError when one of them is missing, cut short or not readable.
     """
-    config = _read_json(folder / "config.json", required=True)
+    config = read_json(folder / "config.json", required=True)
     config = {**config, **config.get("text_config", {})}
-    tokenizer_config = _read_json(folder / "tokenizer_config.json")
-    generation = _read_json(folder / "generation_config.json")
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
+    generation = read_json(folder / "generation_config.json")
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.exists():
         raise ModelError(
@@ -106,7 +107,7 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")
-    template = tokenizer_config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    template = tokenizer_config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template}
         template = named.get("default")
@@ -116,7 +117,7 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
 def _safetensors(folder: Path) -> tuple[Path, ...]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
         missing = [name for name in names if not (folder / name).exists()]
         if missing or not names:
             raise ModelError(
@@ -146,20 +147,6 @@ def _check_safetensors(path: Path) -> None:
         raise ModelError(f"{path} ({size:,} bytes) is not a safetensors file ({error}): fetch it again") from error
     if size != expected:
         raise ModelError(f"{path} is damaged: it has {size:,} bytes, its head says {expected:,}. Fetch it again")
-
-
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    if not path.exists():
-        if required:
-            raise ModelError(f"{path.parent} is not a model folder: it has no {path.name}")
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}): fetch it again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} should hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 def _token_text(token: Any) -> str:

@@ -61,17 +61,25 @@ class Tokenizer:
         `add_special_tokens` puts BOS (and EOS) where the model wants them: use it for plain prompts, not for rendered
         chat templates, which write their own. Raises InvalidRequest for text that is not valid Unicode.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"the text has a lone surrogate at character {error.start}: send valid UTF-8"
-            ) from error
+        _check_unicode(text)
+        return self._ids(text, None, add_special_tokens)
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of a pair of texts, as the model's own template joins them; behind each other without one.
+
+        Raises InvalidRequest as `encode` does.
+        """
+        _check_unicode(first)
+        _check_unicode(second)
+        return self._ids(first, second, True)
+
+    def _ids(self, text: str, second: str | None, add_special_tokens: bool) -> list[int]:
         # `encode` and `decode` of the library hold the GIL until they are done, those of a batch do not.
-        if len(text) <= LONG_CHARS:
-            encoding = self._inner.encode(text, add_special_tokens=add_special_tokens)
+        if len(text) + len(second or "") <= LONG_CHARS:
+            encoding = self._inner.encode(text, second, add_special_tokens=add_special_tokens)
         else:
-            (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            given = text if second is None else (text, second)
+            (encoding,) = self._inner.encode_batch_fast([given], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
@@ -107,3 +115,10 @@ class Tokenizer:
         """The id of a token as the vocabulary spells it."""
         found: int | None = self._inner.token_to_id(token)
         return found
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the text has a lone surrogate at character {error.start}: send valid UTF-8") from error

@@ -1,4 +1,4 @@
-"""Reports to routers about their requests: tokens, log-probabilities of prompts, and failures."""
+"""Reports to routers about their requests: tokens, log-probabilities of prompts, pooled prompts, and failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.requests.sequence import WorkerSequence
 from common.sampling.logprobs import chunk_logprobs
-from common.wire.messages import Message, PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
+from common.wire.messages import Message, PooledOutput, PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
 
 MAX_ALTERNATIVES = 500_000
 """Of all tokens in one message, unless it has one request: about 8 MB, half of what the wire takes."""
@@ -49,6 +49,17 @@ class Reports:
             attempt=sequence.attempt,
             start=start + 1,
             logprobs=chunk_logprobs(logits, prompt, start, sequence.params.prompt_logprobs),
+        )
+        self._emit(sequence.router, message)
+
+    def report_pooled(self, sequence: WorkerSequence, values: bytes) -> None:
+        """Queue the vector of a prompt: at once, before the delta that ends its request."""
+        message = PooledOutput(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            request_id=sequence.request_id,
+            attempt=sequence.attempt,
+            values=values,
         )
         self._emit(sequence.router, message)
 

@@ -10,6 +10,7 @@ from common.sampling.finish import finish_reason
 from common.sampling.token_limits import TokenLimits, num_output_needed, token_limits
 from common.wire.message_fields import unpack_tokens
 from common.wire.messages import DecodeRequest, PrefillRequest
+from common.wire.sampling_params import Pooling
 
 
 class RequestRules:
@@ -23,7 +24,10 @@ class RequestRules:
         max_model_len: int,
         max_prompt_len: int,
         knows_grammars: bool,
+        pooling: Pooling = "",
     ) -> None:
+        """`pooling` is how this worker pools prompts; "" if it generates text."""
+        self._pooling = pooling
         self._eos, self._knows_grammars = tuple(eos_token_ids), knows_grammars
         self.vocab_size, self.max_model_len, self._max_prompt_len = vocab_size, max_model_len, max_prompt_len
 
@@ -36,6 +40,7 @@ class RequestRules:
             raise WireError(f"the prompt has {len(token_ids)} tokens, this worker takes at most {self._max_prompt_len}")
         if max(token_ids) >= self.vocab_size:
             raise WireError(f"token id {max(token_ids)} is outside of the vocabulary of {self.vocab_size}")
+        self._check_pooling(request)
         if request.num_output_tokens >= len(token_ids):
             raise WireError(f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output")
         if request.params.thinking is not None and max(request.params.thinking.end) >= self.vocab_size:
@@ -43,6 +48,15 @@ class RequestRules:
         if request.params.grammar and not self._knows_grammars:
             raise WireError("this worker knows no grammars")
         return token_ids
+
+    def _check_pooling(self, request: PrefillRequest | DecodeRequest) -> None:
+        asked, mine = request.params.pooling, self._pooling
+        if asked != mine:
+            wanted = f"pooling by {asked!r}" if asked else "generated text"
+            gives = f"pools by {mine!r}" if mine else "generates text"
+            raise WireError(f"the request wants {wanted}, this worker {gives}")
+        if asked and isinstance(request, PrefillRequest) and request.decode is not None:
+            raise WireError("a prompt that is pooled goes to no decode worker")
 
     def limits(self, sequence: WorkerSequence, drafted: Sequence[int] = (), num_pending: int = 0) -> TokenLimits:
         """What must not come next, behind the sequence, `num_pending` tokens in flight and those `drafted`.

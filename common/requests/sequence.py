@@ -107,5 +107,9 @@ class WorkerSequence:
 
     @property
     def num_cacheable(self) -> int:
-        """Leading tokens whose KV may come from the cache. A prefill computes one at least, for its logits."""
-        return 0 if self.wants_prompt_logprobs else self.num_tokens - 1
+        """Leading tokens whose KV may come from the cache. A prefill computes one at least, for its logits.
+
+        The cache holds neither the logits nor the hidden states of its tokens.
+        """
+        needs_all = self.wants_prompt_logprobs or self.params.pooling == "mean"
+        return 0 if needs_all else self.num_tokens - 1

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from common.config import DecodeWorkerConfig, WorkerConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, ModelError
 from common.kv.cache import KVCache, block_bytes
 from common.machine.core_share import CoreShare
-from common.model.load import load_model
+from common.model.load import load_model, load_score
 from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
+from common.model_files.task import GENERATES, ServedTask, served_task
 from common.runner.runner import ModelRunner, RunnableModel
 from common.runner.warm_up import warmed_up
 from common.wire.messages import PROTOCOL_VERSION
@@ -40,6 +41,9 @@ class LoadedModel:
     weights: str
     max_model_len: int
     num_threads: int
+    task: ServedTask = GENERATES
+    score: torch.Tensor | None = None
+    """The head of a model that scores, float32 [labels, hidden_size]."""
 
     @property
     def precision(self) -> str:
@@ -68,12 +72,21 @@ class LoadedModel:
     @classmethod
     def load(cls, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         """Loads weights and allocates the cache. Raises ModelError or ConfigError."""
+        task = served_task(files, config.task)
+        if not task.generates and isinstance(config, DecodeWorkerConfig):
+            raise ModelError(
+                f"{files.model_id} is served to {task.name}, which prefill workers do alone: start no decode worker, "
+                "or give --task generate to all processes"
+            )
         dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
-        return cls.of(
-            lambda: load_model(files, dtype=dtype, device=config.device, quantization=config.quantization),
+        options = {"dtype": dtype, "device": config.device, "quantization": config.quantization}
+        loaded = cls.of(
+            lambda: load_model(files, **options, with_head=task.generates),
             files,
             config,
+            task=task,
         )
+        return replace(loaded, score=load_score(files, task.answers, config.device)) if task.name == "score" else loaded
 
     @classmethod
     def of(
@@ -82,6 +95,7 @@ class LoadedModel:
         files: ModelFiles,
         config: WorkerConfig,
         make_runner: Callable[[KVCache], ModelRunner] | None = None,
+        task: ServedTask = GENERATES,
     ) -> LoadedModel:
         """Loads with `load`, which makes a model for the tokenizer and the name of `files`. Raises as `load`.
 
@@ -114,7 +128,7 @@ class LoadedModel:
             protocol_version=PROTOCOL_VERSION,
         )
         make = make_runner or (lambda kv: decode_graphs(model, kv, config) or ModelRunner(model, kv))
-        runner = warmed_up(lambda: make(kv), config)
+        runner = warmed_up(lambda: make(kv), config, samples=task.generates)
         return cls(
             files.model_id,
             shape.vocab_size,
@@ -127,6 +141,7 @@ class LoadedModel:
             weights_fingerprint(files.model_id, files.weights_hash, model.quantization),
             config.max_model_len or longest,
             num_threads,
+            task,
         )
 
 

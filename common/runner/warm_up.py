@@ -26,8 +26,8 @@ SAMPLED = (
 """One of each kind that sampling is compiled for: greedy, plain, and with a search."""
 
 
-def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig) -> ModelRunner:
-    """Makes a runner and runs its first steps, on blocks that no sequence owns yet.
+def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig, *, samples: bool = True) -> ModelRunner:
+    """Makes a runner and runs its first steps, on blocks that no sequence owns yet; `samples`: its model makes logits.
 
     On a CPU the runner's profile is then that of a small step with the weights in memory. Raises ConfigError with the
     size of the cache when the device has no memory left for the largest step.
@@ -38,7 +38,7 @@ def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig) -> ModelRun
         runner.forward([SequenceChunk((0, 0), 0, (0,))])
         runner.forward([SequenceChunk((0,) * TIMED_TOKENS, 0, (0,))])
         if runner.kv.device.type == "cuda":
-            run_every_kind(runner, num_tokens)
+            run_every_kind(runner, num_tokens, samples=samples)
             runner.wait()
     except torch.OutOfMemoryError as error:
         field = "num_blocks" if config.num_blocks else "kv_memory_gib"
@@ -54,11 +54,15 @@ def step_tokens(config: WorkerConfig) -> int:
     return config.step_tokens
 
 
-def run_every_kind(runner: ModelRunner, num_tokens: int) -> None:
+def run_every_kind(runner: ModelRunner, num_tokens: int, *, samples: bool = True) -> None:
     """Runs the largest step, one with a prompt's logits, a row at the longest sequence's end, each kind of draw."""
     longest = min(runner.model.config.max_model_len, runner.kv.num_blocks * runner.kv.block_size)
     table = range(-(-longest // runner.kv.block_size))
     runner.forward(largest_step(num_tokens, longest, runner.kv))
+    if not samples:
+        runner.forward([SequenceChunk((0,) * min(num_tokens, longest), 0, table, all_logits=True)])
+        runner.forward([SequenceChunk((0,), longest - 1, table)])
+        return
     num_logprobs_sent = min(num_tokens, longest, max_prompt_logprobs(runner.model.config.vocab_size))
     prompt_logits = runner.forward([SequenceChunk((0,) * num_logprobs_sent, 0, table, all_logits=True)])
     token_logprobs(prompt_logits, (0,) * num_logprobs_sent, MAX_TOP_LOGPROBS)

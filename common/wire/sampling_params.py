@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,8 @@ MAX_GRAMMAR_CHARS = 128 * 1024
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Logprob = Annotated[float, Meta(ge=-1e15, le=1e15)]
 BadWord = Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
+Pooling = Literal["", "last", "mean"]
+"""How a prompt's hidden states become one vector: the last token's, or the mean of all; "" where text is generated."""
 Mark = Annotated[tuple[int, ...], Meta(max_length=MAX_THINKING_MARK)]
 
 
@@ -45,6 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     `stop_token_ids` excludes the model's own end tokens, which apply unless `ignore_eos`.
     `grammar` is what the answer must match, in the form that `common.grammar.grammar` takes, or "".
     `prompt_logprobs` is like `logprobs`, for the prompt's own tokens: the worker that computes the prompt reports them.
+    With `pooling` nothing is sampled: the answer is the prompt's hidden states, pooled.
     Only `allowed_token_ids` may be sampled, unless it is empty, and no token that would complete one of `bad_words`.
     """
 
@@ -68,6 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)] = ()
     logprob_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_LOGIT_BIAS)] = ()
     thinking: ThinkingBudget | None = None
+    pooling: Pooling = ""
 
     @property
     def greedy(self) -> bool:

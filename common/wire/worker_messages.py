@@ -14,6 +14,8 @@ from common.wire.sampling_params import TokenLogprobs
 
 MAX_OUTPUTS = 16_384
 """More sequences than any batch has."""
+MAX_POOLED_VALUES = 65_536
+"""Numbers in a pooled output: more than any model's hidden state has."""
 SHORT_HASH_BYTES = 8
 """Block hashes are shortened for routers: two that collide make a wrong estimate of hits, never a wrong answer."""
 MAX_SHORT_HASHES = 8192
@@ -177,6 +179,23 @@ class PromptLogprobs(Message, frozen=True, tag=24):
     logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(min_length=1, max_length=MAX_OUTPUTS)]
 
 
+class PooledOutput(Message, frozen=True, tag=27):
+    """A prompt's hidden states as one vector, for a request with `params.pooling`: float32, little-endian.
+
+    It comes before the `TokenDelta` that ends the request, which has no token.
+    """
+
+    worker_id: Name
+    epoch: Count
+    request_id: Name
+    attempt: Count
+    values: Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_POOLED_VALUES)]
+
+
+PromptResult = PromptLogprobs | PooledOutput
+"""What a worker tells of a prompt beside tokens."""
+
+
 class RequestFailed(Message, frozen=True, tag=23):
     """The worker gave this request up and owns nothing of it any more. `retryable`: another worker may succeed.
 
@@ -191,4 +210,13 @@ class RequestFailed(Message, frozen=True, tag=23):
     retryable: bool
 
 
-ToRouter = WorkerHello | WorkerHeartbeat | TokenOutput | PromptLogprobs | RequestFailed | BlockEvents | BlockSnapshot
+ToRouter = (
+    WorkerHello
+    | WorkerHeartbeat
+    | TokenOutput
+    | PromptLogprobs
+    | PooledOutput
+    | RequestFailed
+    | BlockEvents
+    | BlockSnapshot
+)

@@ -93,7 +93,8 @@ class Duties:
 
     @property
     def may_change(self) -> bool:
-        return len(self._offers) > 1
+        """Whether a router may change the role: a worker whose model generates no text has nothing to decode."""
+        return len(self._offers) > 1 and (self.loaded is None or self.loaded.task.generates)
 
     # ------------------------------------------------------------ the first duty, and the end
 
@@ -138,8 +139,8 @@ class Duties:
 
     def order(self, order: ChangeRole, control: ControlServer) -> None:
         """Begin to change the role, if the worker may and is not at it already."""
-        if order.role not in self._offers:
-            why = "its role is pinned, --role-change is off"
+        if order.role not in self._offers or not self.may_change:
+            why = "its role is pinned: --role-change is off, or its model generates no text"
         elif order.role == self.role:
             why = "it is one"
         elif self._change is not None:

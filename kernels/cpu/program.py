@@ -23,11 +23,12 @@ class Program:
         row_bytes: tuple[int, ...],
         result: int,
         width: int,
+        result_dtype: torch.dtype,
         kept: list[object],
     ) -> None:
-        """`result` names the buffer that the logits [rows, width] go to; `kept` keeps alive what `ops` point at."""
+        """`result` names the buffer that the result [rows, width] goes to; `kept` keeps alive what `ops` point at."""
         self._native, self._dtype, self._ops, self._row_bytes = native, dtype, ops, row_bytes
-        self._result, self._width, self._kept = result, width, kept
+        self._result, self._width, self._result_dtype, self._kept = result, width, result_dtype, kept
         self._lock = threading.Lock()  # two engines of one process may share a model, and so these buffers
         self._times: ctypes.Array[ctypes.c_int64] | None = None
         self._capacity = 0
@@ -38,13 +39,14 @@ class Program:
     def run(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, sampled: Tensor | None, kv: Tensor, plan: NativePlan
     ) -> Tensor:
-        """Runs one step: writes the tokens' KV, returns float32 [num sampled rows, width]. Index tensors are int64.
+        """Runs one step: writes the tokens' KV, returns [num sampled rows, width]. Index tensors are int64.
 
-        The cache is of the program's type or of 8 bits, which may differ from run to run.
+        Logits are float32, hidden states of the program's type. The cache is of that type or of 8 bits, which may
+        differ from run to run.
         """
         num_rows = token_ids.shape[0]
         num_sampled = num_rows if sampled is None else sampled.shape[0]
-        out = torch.empty((num_sampled, self._width), dtype=torch.float32)
+        out = torch.empty((num_sampled, self._width), dtype=self._result_dtype)
         with self._lock:
             self._reserve(num_rows)
             self._buffers[self._result] = out.data_ptr()

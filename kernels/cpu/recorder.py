@@ -57,8 +57,8 @@ class Slot:
 
     device = SlotDevice()
 
-    def __init__(self, recorder: ProgramRecorder, buffer: int, width: int, rows: int) -> None:
-        self.recorder, self.buffer, self.width, self.rows = recorder, buffer, width, rows
+    def __init__(self, recorder: ProgramRecorder, buffer: int, width: int, rows: int, dtype: torch.dtype) -> None:
+        self.recorder, self.buffer, self.width, self.rows, self.dtype = recorder, buffer, width, rows, dtype
 
     def __del__(self) -> None:
         self.recorder.release(self.buffer)
@@ -122,21 +122,28 @@ class ProgramRecorder:
         """The sampled rows."""
         return self.add(SELECT, self.slot(source.width, SAMPLED_ROWS), input=source)
 
-    def finish(self, logits: Tensor) -> Program:
-        """The program whose result is `logits`."""
-        last = slot_of(logits)
+    def finish(self, result: Tensor) -> Program:
+        """The program with this result, which the last operation makes: logits, or hidden states."""
+        last = slot_of(result)
+        if self._ops[-1].output != last.buffer:
+            raise NotRecordable("the last operation does not make the result")
+        # Of its own: the result has room for the sampled rows alone, and others may have used the slot's for all rows.
+        self._row_bytes.append(last.width * last.dtype.itemsize)
+        self._ops[-1].output = len(self._row_bytes) - 1
         ops = (OpStruct * len(self._ops))(*self._ops)
-        return Program(self._native, self.dtype, ops, tuple(self._row_bytes), last.buffer, last.width, self._kept)
+        sizes = tuple(self._row_bytes)
+        return Program(self._native, self.dtype, ops, sizes, len(sizes) - 1, last.width, last.dtype, self._kept)
 
     def slot(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Slot:
         """A slot on a free buffer, or on a new one."""
-        size = width * (dtype or self.dtype).itemsize
+        kind = dtype or self.dtype
+        size = width * kind.itemsize
         for place, buffer in enumerate(self._free):
             if self._row_bytes[buffer] == size:
                 del self._free[place]
-                return Slot(self, buffer, width, rows)
+                return Slot(self, buffer, width, rows, kind)
         self._row_bytes.append(size)
-        return Slot(self, len(self._row_bytes) - 1, width, rows)
+        return Slot(self, len(self._row_bytes) - 1, width, rows, kind)
 
     def release(self, buffer: int) -> None:
         self._free.append(buffer)
@@ -229,7 +236,7 @@ class RecordedKernels:
 
 
 def record(dtype: torch.dtype, forward: Callable[[ProgramRecorder], Tensor]) -> Program | None:
-    """Records `forward`, which makes logits of a recorder's slots; None where no program can run it."""
+    """Records `forward`, which makes rows of a recorder's slots, such as logits; None where no program can run it."""
     native = native_backend()
     if native is None or dtype not in (torch.float32, torch.bfloat16):
         return None

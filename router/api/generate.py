@@ -11,9 +11,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from common.errors import RequestError
+from common.model_files.task import Task
 from router.api.anthropic import answers as anthropic_answers
 from router.api.anthropic.fields import MessagesRequest
 from router.api.anthropic.messages import MessagesFrames
+from router.api.embeddings.fields import EmbeddingRequest, RerankRequest, ScoreRequest
 from router.api.openai import answers as openai_answers
 from router.api.openai.chat import ChatShape, plan_chat
 from router.api.openai.completions import CompletionShape, plan_completion
@@ -35,7 +37,17 @@ from router.request.invocation import Invocation
 from router.request.paths import CHAT_PATH, COMPLETION_PATH, INVOCATIONS_PATH, MESSAGES_PATH
 from router.streams.client import Caller
 
-F = TypeVar("F", ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, Invocation)
+F = TypeVar(
+    "F",
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    Invocation,
+    EmbeddingRequest,
+    ScoreRequest,
+    RerankRequest,
+)
 Answer = Callable[[Service, F, AnswerPlan, RequestLog], Awaitable[Response]]
 """Makes the answer to a request that is planned."""
 
@@ -46,13 +58,13 @@ generate_routes = APIRouter(tags=["generate"])
 @generate_routes.post(CHAT_PATH, **documented(ChatRequest, openai_answers.ChatCompletion, streams=True))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    return await serve(request, ChatRequest, plan_chat, _exchange(_openai(ChatShape)))
+    return await serve(request, ChatRequest, plan_chat, exchange(_openai(ChatShape)))
 
 
 @generate_routes.post(COMPLETION_PATH, **documented(CompletionRequest, openai_answers.Completion, streams=True))
 async def completions(request: Request) -> Response:
     """Continue a text."""
-    return await serve(request, CompletionRequest, plan_completion, _exchange(_openai(CompletionShape)))
+    return await serve(request, CompletionRequest, plan_completion, exchange(_openai(CompletionShape)))
 
 
 @generate_routes.post(
@@ -63,7 +75,7 @@ async def completions(request: Request) -> Response:
 )
 async def invocations(request: Request) -> Response:
     """Answer a conversation, or continue a text: as the body has `messages` or a `prompt`."""
-    return await serve(request, Invocation, _plan_invocation, _exchange(_invocation_frames))
+    return await serve(request, Invocation, _plan_invocation, exchange(_invocation_frames))
 
 
 @generate_routes.post(
@@ -77,7 +89,7 @@ async def invocations(request: Request) -> Response:
 )
 async def messages(request: Request) -> Response:
     """Answer a conversation, in the shape of Anthropic's API."""
-    return await serve(request, MessagesRequest, _plan_messages, _exchange(MessagesFrames))
+    return await serve(request, MessagesRequest, _plan_messages, exchange(MessagesFrames))
 
 
 async def _plan_messages(service: Service, fields: MessagesRequest, origin: Origin) -> AnswerPlan:
@@ -100,7 +112,7 @@ def _openai(shape: Callable[[Service, F], Shape]) -> Callable[[Service, F, Answe
     return lambda service, fields, plan, log: OpenAIFrames(service, plan, shape(service, fields), log)
 
 
-def _exchange(frames: Callable[[Service, F, AnswerPlan, RequestLog], Frames]) -> Answer[F]:
+def exchange(frames: Callable[[Service, F, AnswerPlan, RequestLog], Frames]) -> Answer[F]:
     """Answers that are sent as they are made."""
 
     async def answer(service: Service, fields: F, plan: AnswerPlan, log: RequestLog) -> Response:
@@ -114,14 +126,19 @@ async def serve(
     model: type[F],
     plan: Callable[[Service, F, Origin], Awaitable[AnswerPlan]],
     answer: Answer[F],
+    *tasks: Task,
 ) -> Response:
-    """Read, check and plan a request, and answer it, if only with an error."""
+    """Read, check and plan a request, and answer it, if only with an error.
+
+    The model must be served for one of `tasks`; without any, to generate text.
+    """
     service = service_of(request)
     visit: Visit = request.state.visit
     log, traceparent = service.begin(visit, request.headers)
     try:
         with service.bodies.lease() as lease:
             fields = await service.read(request, model, lease)
+            service.check_task(*(tasks or ("generate",)))
             asked = (request.headers.get(HEADER, ""), fields.request_class, fields.tier)
             request_class = class_of(service.config.classes, visit.key, *asked)
             log.request_class = request_class.name

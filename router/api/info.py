@@ -52,7 +52,7 @@ async def dashboard() -> Response:
     return HTMLResponse(page(DASHBOARD), headers=HEADERS)
 
 
-@probe_routes.get("/live", response_class=RedirectResponse)
+@probe_routes.get("/live", response_class=RedirectResponse, status_code=308)
 async def live() -> Response:
     """The dashboard, under its old name."""
     return RedirectResponse("/dashboard", status_code=308)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from common.config import RouterConfig
 from common.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
-from common.wire.messages import PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
+from common.wire.messages import PromptResult, RequestFailed, TokenDelta, TokenOutput
 from router.admission.admission import Admission
 from router.admission.demand import Demand, DemandMeter
 from router.admission.holding import Holding
@@ -175,12 +175,12 @@ class DispatchCore:
             known = (self.states.get(delta.request_id) for delta in output.outputs)
             self._handovers.leave((state for state in known if state is not None), now)
 
-    def on_prompt_logprobs(self, address: str, prompt_logprobs: PromptLogprobs, now: float) -> None:
-        if (match := self._match_assignment(address, prompt_logprobs.epoch, prompt_logprobs)) is None:
+    def on_prompt_result(self, address: str, result: PromptResult, now: float) -> None:
+        if (match := self._match_assignment(address, result.epoch, result)) is None:
             return
         state, assignment = match
         try:
-            state.receive_prompt_logprobs(prompt_logprobs, now)
+            state.receive_prompt_result(result, now)
         except StreamConflict as conflict:
             self._on_conflict(state, assignment, conflict, now)
 
@@ -263,7 +263,7 @@ class DispatchCore:
         return state, chosen
 
     def _match_assignment(
-        self, address: str, epoch: int, message: TokenDelta | PromptLogprobs
+        self, address: str, epoch: int, message: TokenDelta | PromptResult
     ) -> tuple[RequestState, Assignment] | None:
         """The request and the assignment of a worker's message; None, and an abort to the worker, if it has neither."""
         worker = self._registry.workers[address]

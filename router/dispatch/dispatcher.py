@@ -12,7 +12,8 @@ from collections.abc import AsyncGenerator, Callable
 
 from common.config import RouterConfig
 from common.errors import Unavailable
-from common.wire.messages import PromptLogprobs, RequestFailed, ResetPrefixCache, TokenOutput
+from common.wire.message_fields import Role
+from common.wire.messages import PromptResult, RequestFailed, ResetPrefixCache, TokenOutput
 from router.admission.demand import Demand
 from router.admission.load import DispatchLoad
 from router.dispatch.core import Actions, DispatchCore
@@ -33,12 +34,17 @@ class Dispatcher:
         hwm: int = CONTROL_HWM,
         policy: RoutingPolicy | None = None,
         splits: SplitForecaster | None = None,
+        needed: Role = "decode",
     ) -> None:
-        """Without a `policy`, the usual one routes. `splits` predicts for changes of roles."""
+        """Without a `policy`, the usual one routes. `splits` predicts for changes of roles.
+
+        Nothing is served without a worker of the role that is `needed`: prefill for a model that generates no text.
+        """
         self._clock = time.monotonic
         self._wakes: dict[str, asyncio.Future[None]] = {}
         self._last_max_model_len = 0
         self._open = False
+        self._needed = needed
         self._classes = config.classes
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
@@ -81,14 +87,16 @@ class Dispatcher:
 
     @property
     def ready(self) -> tuple[bool, str]:
-        """Whether a request would be served now, and what is missing: decode workers alone are enough."""
+        """Whether a request would be served now, and what is missing: workers of the needed role are enough."""
         if not self._open:
             return False, "the router is not connected to its workers"
         if self.fleet.failure:
             return False, self.fleet.failure
         registry, now = self.fleet.registry, self._clock()
-        if missing := registry.missing("decode", now):
+        if missing := registry.missing(self._needed, now):
             return False, missing
+        if self._needed == "prefill":
+            return True, ""
         alone = registry.missing("prefill", now) if self.core.has_prefill else ""
         return True, alone or self.fleet.pairing.note
 
@@ -120,8 +128,8 @@ class Dispatcher:
     def on_output(self, address: str, output: TokenOutput) -> None:
         self.core.on_output(address, output, self._clock())
 
-    def on_prompt_logprobs(self, address: str, prompt_logprobs: PromptLogprobs) -> None:
-        self.core.on_prompt_logprobs(address, prompt_logprobs, self._clock())
+    def on_prompt_result(self, address: str, result: PromptResult) -> None:
+        self.core.on_prompt_result(address, result, self._clock())
 
     def on_failed(self, address: str, failed: RequestFailed) -> None:
         self.core.on_failed(address, failed, self._clock())

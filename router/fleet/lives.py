@@ -11,7 +11,9 @@ from common.wire.messages import (
     BlockSnapshot,
     BlockSnapshotRequest,
     Message,
+    PooledOutput,
     PromptLogprobs,
+    PromptResult,
     RequestFailed,
     TokenOutput,
     ToRouter,
@@ -30,7 +32,7 @@ class FleetListener(Protocol):
     """Gets what workers send, and news of them. All calls come from the fleet's event loop."""
 
     def on_output(self, address: str, output: TokenOutput) -> None: ...
-    def on_prompt_logprobs(self, address: str, prompt_logprobs: PromptLogprobs) -> None: ...
+    def on_prompt_result(self, address: str, result: PromptResult) -> None: ...
     def on_failed(self, address: str, failed: RequestFailed) -> None: ...
     def on_lost(self, address: str, reason: str) -> None:
         """The worker's life ended: all requests on it have failed."""
@@ -67,8 +69,8 @@ class WorkerLives:
         match message:
             case TokenOutput():
                 self._listener.on_output(address, message)
-            case PromptLogprobs():
-                self._listener.on_prompt_logprobs(address, message)
+            case PromptLogprobs() | PooledOutput():
+                self._listener.on_prompt_result(address, message)
             case RequestFailed():
                 self._listener.on_failed(address, message)
             case WorkerHeartbeat():

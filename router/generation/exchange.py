@@ -24,11 +24,12 @@ from router.generation.beams.client import BeamClient
 from router.generation.choices.choice import AnswerChoice, Piece
 from router.generation.choices.request_log import RequestLog
 from router.generation.generations import Arrival, ClientGone, Generations
+from router.generation.in_turn import InTurnClient
 from router.generation.pieces import Pieces, pieces_of
 from router.generation.plan import AnswerPlan
 from router.generation.service import Service
 from router.request.errors import CLIENT_CLOSED, error_response
-from router.streams.client import TokenEvent
+from router.streams.client import TokenEvent, TokenSource
 
 SEND_GRACE_S = 30.0
 """How much longer than its deadline a request may take when its client reads slowly."""
@@ -69,9 +70,7 @@ class Exchange(Response):
             await self._serve(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client, beams = self._service.client, self._plan.beams
-        source = client if beams is None else BeamClient(client, beams)
-        generations = Generations(source, self._service.unread)
+        generations = Generations(self._source(), self._service.unread)
         watcher = asyncio.create_task(_watch(receive, generations), name=f"{self._plan.id}-watch")
         try:
             async with asyncio.timeout(self._service.config.request_timeout_s + SEND_GRACE_S):
@@ -90,6 +89,12 @@ class Exchange(Response):
             await generations.close()
             self._settle()
             self._log.end()
+
+    def _source(self) -> TokenSource:
+        client, plan = self._service.client, self._plan
+        if plan.beams is not None:
+            return BeamClient(client, plan.beams)
+        return InTurnClient(client, plan.most_at_once) if plan.most_at_once else client
 
     # ------------------------------------------------------------ whole
 
@@ -178,7 +183,7 @@ class Exchange(Response):
     def _is_many(self, num_tokens: int, *, first: bool) -> bool:
         plan = self._plan
         num_logprobs = plan.num_prompt_logprobs_held if first else 0
-        num_logprobs += num_tokens * (1 + plan.num_logprobs)  # none for -1
+        num_logprobs += num_tokens * (1 + plan.num_logprobs) + plan.num_values  # none for -1
         return num_logprobs > MANY_LOGPROBS or num_tokens > MANY_TOKENS
 
     async def _refuse(self, error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -206,6 +211,8 @@ class Exchange(Response):
     def _measure(self, choice: AnswerChoice, at: float, num_tokens: int) -> None:
         """Count tokens that came now, and the time since those before them."""
         if not num_tokens:
+            if choice.pooled:
+                choice.first_at = choice.last_at = at
             return
         metrics = self._service.metrics
         self._service.gate.spend(self._log.visit, num_tokens)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.errors import ContextLengthExceeded, InvalidRequest
-from common.wire.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, ThinkingBudget
+from common.wire.sampling_params import MAX_TOP_LOGPROBS, Pooling, SamplingParams, ThinkingBudget
 from router.generation.beams.client import BeamSettings
 from router.generation.choices.choice import AnswerChoice
 from router.generation.choices.logprob_budget import MAX_PROMPT_LOGPROBS
@@ -51,6 +51,8 @@ class AnswerPlan:
 
     It will hold `num_prompt_logprobs_held` log-probabilities of prompts, alternatives included. Each generated token
     has `num_logprobs` alternatives, or with -1 no log-probabilities. `beams`: a search finds all choices of a prompt.
+    The vectors of an answer that has some are `num_values` numbers. At most `most_at_once` choices are with the pools
+    at a time, 0: all of them.
     """
 
     id: str
@@ -62,6 +64,8 @@ class AnswerPlan:
     num_prompt_logprobs_held: int = 0
     num_logprobs: int = -1
     beams: BeamSettings | None = None
+    num_values: int = 0
+    most_at_once: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -130,11 +134,13 @@ def make_plan(
     grammar: str = "",
     bad_words: tuple[tuple[int, ...], ...] = (),
     marks: MarkTokens = NO_MARKS,
+    pooled: bool = False,
 ) -> AnswerPlan:
     """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest.
 
     `num_prompt_logprobs` is -1 for none. Every answer must match `grammar`, unless it is "", has none of the
-    `bad_words`, and its text has `marks`. The prefix caches share entries of the origin's key only with its own group.
+    `bad_words`, and its text has `marks`; `pooled`: it is the prompt's vector instead. The prefix caches share entries
+    of the origin's key only with its own group.
     """
     num_logprobs = _num_logprobs(service, fields, prompts)
     num_prompt_logprobs_held = _num_prompt_logprobs(fields, prompts, num_prompt_logprobs)
@@ -154,6 +160,7 @@ def make_plan(
             num_prompt_logprobs=num_prompt_logprobs,
             bad_words=bad_words,
             thinking=thinking_budget(service, fields, prompt.token_ids),
+            pooling=service.task.pooling if pooled else "",
         )
         for k in range(fields.num_sampled):
             index = len(choices)
@@ -207,6 +214,7 @@ def _request(
         request_class=request_class.name,
         key=origin.key.name,
         share=request_class.share,
+        pooled_width=service.task.width if params.pooling else 0,
     )
 
 
@@ -247,6 +255,7 @@ def sampling_params(
     num_prompt_logprobs: int = -1,
     bad_words: tuple[tuple[int, ...], ...] = (),
     thinking: ThinkingBudget | None = None,
+    pooling: Pooling = "",
 ) -> SamplingParams:
     """The sampling parameters for the workers. Raises InvalidRequest."""
     min_tokens = fields.min_tokens or 0
@@ -281,6 +290,7 @@ def sampling_params(
         bad_words=bad_words,
         logprob_token_ids=shown,
         thinking=thinking,
+        pooling=pooling,
     )
 
 

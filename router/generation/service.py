@@ -13,6 +13,7 @@ from starlette.requests import Request
 from common.config import RouterConfig
 from common.errors import InvalidRequest, ModelNotFound, RequestError, Unavailable
 from common.model_files.files import ModelFiles
+from common.model_files.task import ServedTask, Task, served_task
 from router.admission.load import DispatchLoad
 from router.auth.end_rate import Pace
 from router.auth.gate import Gate
@@ -40,6 +41,7 @@ MIN_TOKENIZE_BYTES = 1024 * 1024
 BYTES_PER_TOKEN = 16
 """Four times those of most texts, so that a text of four times the model's length can be counted."""
 BYTES_PER_ID = 4
+DOES: Mapping[Task, str] = {"generate": "generates text", "embed": "embeds texts", "score": "scores pairs of texts"}
 
 
 class ServingClient(GenerationClient, Protocol):
@@ -59,7 +61,8 @@ class Service:
     """One served model. `draining` refuses new work; `num_active` counts HTTP requests that are being answered.
 
     `failure` says why this process must be restarted; "" while it is sound. `outlook`: the planner's latest look.
-    `dialect` is how the model calls functions, and `marks` are the special tokens of its form.
+    `dialect` is how the model calls functions, and `marks` are the special tokens of its form. Its `task` is what it is
+    served for. Raises ModelError for a task that it cannot do.
     """
 
     client: ServingClient
@@ -81,8 +84,10 @@ class Service:
     unread: UnreadBudget = field(default_factory=UnreadBudget)
     dialect: Dialect = field(init=False)
     marks: MarkTokens = field(init=False)
+    task: ServedTask = field(init=False)
 
     def __post_init__(self) -> None:
+        self.task = served_task(self.files, self.config.task)
         self.bodies = BodyBudget(self.config.max_body_bytes)
         self.dialect = dialect_of(self.text.template, self.config.tool_parser)
         self.marks = self.text.mark_tokens(self.dialect.form)
@@ -145,6 +150,14 @@ class Service:
             return name
         shown = name if len(name) <= MAX_SHOWN_NAME else name[:MAX_SHOWN_NAME] + "…"
         raise ModelNotFound(f"there is no model {shown!r} here, only {self.model_name!r}", param="model")
+
+    def check_task(self, *tasks: Task) -> None:
+        """Raises InvalidRequest for an endpoint that serves `tasks`, where the model is served for another one."""
+        if self.task.name not in tasks:
+            wanted, does = " or ".join(f"--task {task}" for task in tasks), DOES[self.task.name]
+            raise InvalidRequest(
+                f"the model {self.model_name!r} {does}: this endpoint is for models served with {wanted}", param="model"
+            )
 
     async def read(self, request: Request, model: type[M], lease: BodyLease) -> M:
         """The body as a checked `model`. Raises RequestError, or ClientDisconnect when the client leaves meanwhile."""

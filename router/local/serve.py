@@ -15,42 +15,63 @@ import logging
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.config.sources import exit_refused
 from common.errors import ConfigError, ModelError
 from common.model_files.resolve import resolve_model
+from common.model_files.task import GENERATES, ServedTask, Task, served_task
 from common.observe.logging import setup_logging
 from router.local.probe import claim_port, reachable_host
 from router.local.processes import ServePlan, read_plan
 from router.local.supervisor import StartFailed, Supervisor
+from router.request.paths import CHAT_PATH, EMBEDDINGS_PATH, SCORE_PATH
 
 log = logging.getLogger(__name__)
+QUESTION = "What is a diptych?"
+EXAMPLES: Mapping[Task, tuple[str, dict[str, object]]] = {
+    "generate": (CHAT_PATH, {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64}),
+    "embed": (EMBEDDINGS_PATH, {"input": QUESTION}),
+    "score": (SCORE_PATH, {"text_1": QUESTION, "text_2": "A painting on two hinged panels."}),
+}
+"""What to try with a model, by its task."""
 
 
-def summary(plan: ServePlan, model_name: str, took_s: float) -> str:
+def pools_for(plan: ServePlan, task: ServedTask) -> ServePlan:
+    """The plan without decode workers for a model that generates no text. Raises ConfigError for what needs some."""
+    if task.generates:
+        return plan
+    if not plan.prefill:
+        raise ConfigError("prefill", 0, f"at least 1: prefill workers alone {task.name}")
+    if plan.autoscale:
+        raise ConfigError("autoscale", True, f"off: a model that is served to {task.name} has no pools to balance")
+    return dataclasses.replace(plan, decode=())
+
+
+def summary(plan: ServePlan, model_name: str, took_s: float, task: ServedTask = GENERATES) -> str:
     """What `diptych serve` prints once the service answers."""
     host = reachable_host(plan.router.host)
     scheme = "https" if plan.router.tls_cert else "http"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{plan.router.port}"
-    request = {"model": model_name, "messages": [{"role": "user", "content": "What is a diptych?"}], "max_tokens": 64}
+    path, fields = EXAMPLES[task.name]
+    request = {"model": model_name, **fields}
     wants_key = plan.router.api_key or plan.router.api_key_file
     key = '-H "Authorization: Bearer $DIPTYCH_API_KEY" ' if wants_key else ""
     pools = f"{len(plan.prefill)} prefill + {len(plan.decode)} decode"
+    chat = f"    chat in the browser   {url}/\n" if task.generates else ""
     return f"""
   Diptych serves {model_name}, ready after {took_s:.1f} s: {pools} + router
 
-    chat in the browser   {url}/
-    see it work           {url}/dashboard
+{chat}    see it work           {url}/dashboard
     OpenAI base URL       {url}/v1
-    try it                curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\
+    try it                curl {url}{path} {key}-H 'Content-Type: application/json' \\
                             -d '{json.dumps(request)}'
     stop                  Ctrl-C
 """
 
 
-async def supervise(plan: ServePlan, model_name: str, runtime: Path) -> int:
+async def supervise(plan: ServePlan, model_name: str, runtime: Path, task: ServedTask = GENERATES) -> int:
     """Run the service until a signal stops it. Returns the exit status."""
     supervisor = Supervisor(plan, runtime)
     loop = asyncio.get_running_loop()
@@ -59,7 +80,7 @@ async def supervise(plan: ServePlan, model_name: str, runtime: Path) -> int:
     try:
         took_s = await supervisor.start()
         if not supervisor.stopping.is_set():
-            print(summary(plan, model_name, took_s), flush=True)
+            print(summary(plan, model_name, took_s, task), flush=True)
             await supervisor.run()
     except StartFailed as error:
         log.error("the service did not start: %s; its own message is above", error)
@@ -78,13 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, port=port))
         setup_logging("serve", plan.router.log_level, plan.router.log_json)
         files = resolve_model(plan.router.model, progress=sys.stderr.isatty())
+        task = served_task(files, plan.router.task)
+        plan = pools_for(plan, task)
     except (ConfigError, ModelError) as error:
         exit_refused(error, "diptych serve")
     except KeyboardInterrupt:
         return 130
     log.info("starting", extra={"model": files.model_id, "prefill": len(plan.prefill), "decode": len(plan.decode)})
     with tempfile.TemporaryDirectory(prefix="diptych-") as runtime:
-        return asyncio.run(supervise(plan, plan.router.served_model_name or files.model_id, Path(runtime)))
+        return asyncio.run(supervise(plan, plan.router.served_model_name or files.model_id, Path(runtime), task))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class MeasuredClient:
         stream = self._client.generate(request)
         try:
             async for event in stream:
-                now, count = self._clock(), len(event.token_ids)
+                now, count = self._clock(), len(event.token_ids) or int(bool(event.pooled))
                 if not num_tokens and count:
                     first, num_cached = now, event.num_cached_tokens
                     window.first_token(now - began, now, name)

@@ -173,7 +173,7 @@ class RouterMetrics:
             self.count_error(record.error.status, record.error.type)
         elif record.client_left:
             self.count_error(record.status, "client_closed")
-        if record.num_output_tokens:
+        if record.is_answered:
             self._count_tokens(record)
         for choice in record.choices:
             reason = choice.finish_reason or ("abort" if record.client_left else "error")

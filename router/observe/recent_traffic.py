@@ -101,7 +101,7 @@ class RecentTraffic:
             second.num_failed += 1
         elif not record.client_left:
             second.num_requests += 1
-        if record.num_output_tokens:
+        if record.is_answered:
             second.num_prompt_tokens += record.num_prompt_tokens
             second.num_cached_tokens += record.num_cached_tokens
         for choice in record.choices:

@@ -51,6 +51,11 @@ class RequestRecord:
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
+    def is_answered(self) -> bool:
+        """Whether a prompt was computed: a token came, or a vector."""
+        return bool(self.num_output_tokens) or any(one.params.pooling and one.finish_reason for one in self.choices)
+
+    @property
     def ttft_s(self) -> float | None:
         """Seconds to the first token of any choice; None without one."""
         first_at = min((choice.first_at for choice in self.choices if choice.first_at), default=None)

@@ -24,7 +24,7 @@ class Candidates:
     def usable(self, role: Role, state: RequestState) -> list[Worker]:
         """Ready workers with room for the request so far, and with the weights that its answer began with.
 
-        A prefill worker needs room for two more tokens, if the answer may have them.
+        A prefill worker needs room for two more tokens, if the answer may have them; for none if the prompt is pooled.
         """
         accept = _accepting(role, state)
         return [worker for worker in self._registry.ready(role) if accept(worker)]
@@ -35,7 +35,7 @@ class Candidates:
         When no other worker is left, one that failed gets a second chance. A failed prefill worker gets none beside a
         decode worker, which can prefill itself.
         """
-        decode = self._weighed("decode", state, deaf, hits)
+        decode = [] if state.pools else self._weighed("decode", state, deaf, hits)
         prefill = self._weighed("prefill", state, deaf, hits)
         if not state.failed_lives:
             return prefill, decode
@@ -63,14 +63,15 @@ class Candidates:
 
     def hits(self, state: RequestState) -> Hits:
         """What workers hold of the prompt, by size of a block."""
-        if state.wants_prompt_logprobs or self._index.is_empty:  # cached tokens have no logits
+        if state.computes_all or self._index.is_empty:
             return {}
         return {size: self._index.hits(state.hashes(size)) for size in self._shortlist.block_sizes}
 
 
 def _accepting(role: Role, state: RequestState, deaf: Collection[str] = ()) -> Callable[[Worker], bool]:
     """Whether a worker has room for the request so far, and the weights that its answer began with."""
-    num_tokens = state.num_tokens + (1 if role == "decode" else min(2, state.num_remaining))
+    more = 0 if state.pools else 1 if role == "decode" else min(2, state.num_remaining)
+    num_tokens = state.num_tokens + more
     weights = state.weights
 
     def accept(worker: Worker) -> bool:

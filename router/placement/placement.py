@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from common.latency.step_model import StepShape
+from common.wire.message_fields import Role
 from common.wire.messages import HandOver, Message
 from router.fleet.booking import Booking
 from router.fleet.prefix_index import PrefixIndex
@@ -161,7 +162,8 @@ class Placement:
 
     def settle(self, state: RequestState) -> None:
         """The request ended well: release its bookings, and stop a hand-over."""
-        self.lengths.observe(state.request.request_class, len(state.stream.token_ids))
+        if not state.pools:
+            self.lengths.observe(state.request.request_class, len(state.stream.token_ids))
         for assignment in (state.prefill, state.decode):
             if assignment is not None:
                 self._registry.release(assignment.booking)
@@ -200,15 +202,17 @@ class Placement:
 
     def obstacle(self, state: RequestState, now: float) -> str:
         """Why the request has no place yet."""
-        ready = self._registry.ready("decode")
-        if not ready or self.candidates.usable("decode", state):
-            missing = self._registry.missing("decode", now)
+        role: Role = "prefill" if state.pools else "decode"
+        ready = self._registry.ready(role)
+        if not ready or self.candidates.usable(role, state):
+            missing = self._registry.missing(role, now)
             return state.last_failure or missing or "workers take no messages"
         same = [worker for worker in ready if state.weights in (None, worker.identity.weights)]
         if not same:
-            return "its answer began with weights that no ready decode worker has"
+            return f"its answer began with weights that no ready {role} worker has"
         most = max(worker.max_tokens for worker in same)
-        return f"it has {state.num_tokens} tokens, and ready decode workers take {most}, the next one included"
+        included = "" if state.pools else ", the next one included"
+        return f"it has {state.num_tokens} tokens, and ready {role} workers take {most}{included}"
 
     # ------------------------------------------------------------ inside
 

@@ -123,4 +123,7 @@ class Extensions(Fields):
         return self.service_tier if isinstance(self.service_tier, str) else None
 
 
-EXTENSIONS = (*Extensions.model_fields,)
+OLDER_ONLY = ("best_of", "use_beam_search", "length_penalty")
+"""Fields that OpenAI's two older APIs serve, and that here may only ask for the default, in any spelling of it."""
+EXTENSIONS = tuple(name for name in Extensions.model_fields if name not in OLDER_ONLY)
+"""Fields that a translated request hands on as they are."""

@@ -295,7 +295,7 @@ class ChatRequest(SamplingFields):
         return variables | (self.chat_template_kwargs or {})
 
 
-def _kind_of_prompt(prompt: object) -> str:
+def kind_of_prompt(prompt: object) -> str:
     """By the first element alone, so that one wrong id among a million is one problem and not three million."""
     if not isinstance(prompt, list):
         return "text"
@@ -309,7 +309,7 @@ PromptField = Annotated[
     | Annotated[Ids, Tag("ids")]
     | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
     | Annotated[list[Ids], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("lists of ids")],
-    Discriminator(_kind_of_prompt),
+    Discriminator(kind_of_prompt),
 ]
 
 

@@ -18,6 +18,8 @@ from common.errors import RequestError
 from common.model_files.files import ModelFiles
 from router.api.anthropic.answers import AnthropicErrorBody
 from router.api.anthropic.fields import CountTokensRequest, MessagesRequest
+from router.api.embedding_routes import embedding_routes
+from router.api.embeddings.fields import EmbeddingRequest, RerankRequest, ScoreRequest
 from router.api.generate import generate_routes
 from router.api.info import model_routes, probe_routes, token_routes
 from router.api.openai.answers import ErrorBody
@@ -38,7 +40,7 @@ from router.store.location import store_of
 from router.text.text_pipeline import TextPipeline
 
 MAX_SHOWN_PATH = 200
-ROUTERS = (generate_routes, response_routes, model_routes, token_routes, probe_routes)
+ROUTERS = (generate_routes, response_routes, embedding_routes, model_routes, token_routes, probe_routes)
 ROUTES = [route for router in ROUTERS for route in router.routes]
 """All applications of a process share them, because FastAPI takes long to make routes."""
 
@@ -72,7 +74,8 @@ def build_app(
     app.add_middleware(Front, service=service)
     app.short_cut = Front(_Generating(), service)
     generating = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
-    asked = (*generating, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
+    pooling = (EmbeddingRequest, ScoreRequest, RerankRequest)
+    asked = (*generating, *pooling, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
     install_openapi(app, (*asked, ErrorBody, AnthropicErrorBody))
     return app
 
@@ -96,7 +99,7 @@ class _Generating:
     def __init__(self) -> None:
         self._endpoints: dict[str, Callable[[Request], Awaitable[Response]]] = {
             route.path: route.endpoint
-            for route in (*generate_routes.routes, *response_routes.routes)
+            for route in (*generate_routes.routes, *response_routes.routes, *embedding_routes.routes)
             if isinstance(route, APIRoute) and route.path in GENERATING and "POST" in (route.methods or ())
         }
         assert self._endpoints.keys() == GENERATING

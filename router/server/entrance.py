@@ -16,8 +16,9 @@ from router.auth.class_choice import HEADER, caller_of
 from router.auth.visit import Visit
 from router.generation.service import Service
 from router.request.body import discard
-from router.request.paths import COMPLETION_PATH, GENERATING
+from router.request.paths import COMPLETION_PATH, GENERATING, POOLING
 
+MANY_PROMPTS = POOLING | {COMPLETION_PATH}
 MAX_OTHER_BYTES, MAX_TOKEN_BYTES = 64 * 1024, 128
 """The most bytes of a conversation's body beside its messages, and the most bytes of messages for each token."""
 
@@ -32,8 +33,8 @@ def check_entrance(service: Service, visit: Visit, headers: Headers) -> None:
     try:
         service.check_open()
         service.gate.check_tokens(visit)
-        # 0 for completions, whose body may hold many short prompts
-        num_bytes = declared_bytes(headers) if visit.path != COMPLETION_PATH else 0
+        # 0 for those whose body may hold many short prompts
+        num_bytes = 0 if visit.path in MANY_PROMPTS else declared_bytes(headers)
         caller = caller_of(service.config.classes, visit.key, headers.get(HEADER, ""))
         service.client.check_room(lambda num_tokens: num_bytes > MAX_OTHER_BYTES + MAX_TOKEN_BYTES * num_tokens, caller)
     except RequestError as error:

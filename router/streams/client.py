@@ -32,7 +32,8 @@ class GenerationRequest:
     of the class of requests that `request_class` names, as is the `share` of places among classes of this priority,
     0 for none of its own. Keys, by name, share places fairly. `params.seed` is always set.
     `cache_salt` keeps prefix cache entries of different tenants apart. `traceparent` is W3C's, or empty. Requests that
-    answer the same prompt share `prompt`, which has the same tokens and salt.
+    answer the same prompt share `prompt`, which has the same tokens and salt. With `params.pooling` the answer is one
+    vector of `pooled_width` numbers.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class GenerationRequest:
     request_class: str = DEFAULT
     key: str = ""
     share: float = 0.0
+    pooled_width: int = 0
 
     @property
     def lane(self) -> str:
@@ -107,7 +109,8 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     event, then "stop" or "length"; the last token of a "stop" event is the end token itself and is not text.
     `num_cached_tokens` counts prompt tokens that a prefix cache held. `timeline` grows: an early event has the workers
     and the prefill, the last one everything. `prompt_logprobs`, in the first event, are those of the prompt's tokens
-    but the first, if the request asks for them.
+    but the first, if the request asks for them. `pooled`, in the only event of a request with `params.pooling`, is the
+    prompt's vector, float32 in little-endian bytes.
     """
 
     token_ids: tuple[int, ...]
@@ -116,6 +119,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0
     timeline: RequestTimeline | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    pooled: bytes = b""
 
 
 class TokenSource(Protocol):

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from common.errors import RequestError
 from common.kv.block_hash import BlockHasher
 from common.wire.message_fields import Role, pack_tokens
-from common.wire.messages import PromptLogprobs, Timeline, TokenDelta
+from common.wire.messages import PooledOutput, PromptResult, Timeline, TokenDelta
 from router.fleet.booking import Booking
 from router.policy.forecast import Forecast
 from router.streams.client import GenerationRequest, RequestTimeline, TokenEvent
@@ -78,6 +78,7 @@ class RequestState:
             params.max_tokens,
             with_logprobs=params.logprobs >= 0,
             num_prompt_logprobs=len(request.prompt_token_ids) - 1 if params.prompt_logprobs >= 0 else 0,
+            pooled_width=request.pooled_width,
         )
         self._attempt = 0
         self.weights: str | None = None  # of the worker that began the answer; None before its first token
@@ -146,6 +147,16 @@ class RequestState:
     def wants_prompt_logprobs(self) -> bool:
         """Whether a worker must compute log-probabilities of the whole prompt."""
         return self.request.params.prompt_logprobs >= 0 and not self.num_base_tokens
+
+    @property
+    def pools(self) -> bool:
+        """Whether the answer is the prompt's vector, which a prefill worker makes alone."""
+        return bool(self.request.params.pooling)
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether a worker must compute the whole prompt: the cache has neither logits nor hidden states."""
+        return self.wants_prompt_logprobs or self.request.params.pooling == "mean"
 
     @property
     def got_further(self) -> bool:
@@ -314,9 +325,12 @@ class RequestState:
             self.num_cached_tokens = max(self.num_cached_tokens, cached)
         return grew
 
-    def receive_prompt_logprobs(self, prompt_logprobs: PromptLogprobs, now: float) -> None:
-        """Merge log-probabilities of the prompt that a worker sent. Raises StreamConflict."""
-        self.stream.add_prompt_logprobs(prompt_logprobs.start, prompt_logprobs.logprobs)
+    def receive_prompt_result(self, result: PromptResult, now: float) -> None:
+        """Take log-probabilities of the prompt, or its vector, that a worker sent. Raises StreamConflict."""
+        if isinstance(result, PooledOutput):
+            self.stream.add_pooled(result.values)
+        else:
+            self.stream.add_prompt_logprobs(result.start, result.logprobs)
         self.progress_at = now
 
     def fail(self, error: RequestError) -> None:
@@ -342,6 +356,7 @@ class RequestState:
             self.num_cached_tokens,
             self.timeline(),
             self.stream.take_prompt_logprobs(),
+            self.stream.pooled,
         )
 
     def timeline(self) -> RequestTimeline:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 from common.wire.messages import TokenDelta
 from common.wire.sampling_params import TokenLogprobs
 
@@ -21,8 +23,15 @@ class TokenStream:
     dropped. A delta that runs ahead waits. The stream never holds more than `max_tokens` tokens.
     """
 
-    def __init__(self, max_tokens: int, *, with_logprobs: bool, num_prompt_logprobs: int = 0) -> None:
-        """`num_prompt_logprobs`: log-probabilities of the prompt that must come before the first token, or 0."""
+    def __init__(
+        self, max_tokens: int, *, with_logprobs: bool, num_prompt_logprobs: int = 0, pooled_width: int = 0
+    ) -> None:
+        """`num_prompt_logprobs`: log-probabilities of the prompt that must come before the first token, or 0.
+
+        `pooled_width`: numbers of the prompt's vector, which comes in place of tokens; 0 for a stream of tokens.
+        """
+        self.pooled = b""
+        self._pooled_width = pooled_width
         self.token_ids: list[int] = []
         self.finish_reason = ""
         self._logprobs: list[TokenLogprobs] = []
@@ -32,7 +41,7 @@ class TokenStream:
         self._num_prompt_logprobs = num_prompt_logprobs
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs_taken = False
-        self._is_plain = not (with_logprobs or num_prompt_logprobs)
+        self._is_plain = not (with_logprobs or num_prompt_logprobs or pooled_width)
 
     @property
     def has_gap(self) -> bool:
@@ -69,6 +78,14 @@ class TokenStream:
             here = f"{known} of {self._num_prompt_logprobs} are here"
             raise StreamConflict(f"log-probabilities of the prompt's tokens {start} to {end}: {here}")
         self._prompt_logprobs.extend(logprobs[known - (start - 1) :])
+
+    def add_pooled(self, values: bytes) -> None:
+        """Take the prompt's vector. Raises StreamConflict for one of another size, or that is not of finite numbers."""
+        if len(values) != 4 * self._pooled_width:
+            raise StreamConflict(f"a vector of {len(values)} bytes, the request wants {self._pooled_width} numbers")
+        if not isfinite(sum(memoryview(values).cast("f"))):
+            raise StreamConflict("a vector that is not of finite numbers")
+        self.pooled = values
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the prompt in the first call, none later."""
@@ -118,6 +135,8 @@ class TokenStream:
         if len(self._prompt_logprobs) < self._num_prompt_logprobs:
             here = f"{len(self._prompt_logprobs)} of {self._num_prompt_logprobs}"
             raise StreamConflict(f"tokens, but only {here} log-probabilities of the prompt")
+        if self._pooled_width and (delta.token_ids or not self.pooled):
+            raise StreamConflict(f"{len(delta.token_ids)} tokens and {len(self.pooled)} bytes of a vector")
         if delta.token_ids and not 0 <= min(delta.token_ids) <= max(delta.token_ids) < 2**32:
             raise StreamConflict(f"no token ids: {delta.token_ids[:8]}")
         if self._with_logprobs and len(delta.logprobs) != len(delta.token_ids):

@@ -96,15 +96,22 @@ class TextPipeline:
         return self._pending
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool = True, limit: int = 0, max_bytes: int = 0
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        limit: int = 0,
+        max_bytes: int = 0,
+        second: str | None = None,
     ) -> list[int]:
-        """Token ids of a plain prompt.
+        """Token ids of a plain prompt, or of the pair that it makes with a `second` text.
 
         A text that surely has more than `limit` tokens (0: no limit), or has more than `max_bytes` of UTF-8 (0: no
         limit), is refused before it is tokenised; the number of tokens is not checked. Raises ContextLengthExceeded,
         InvalidRequest for too many bytes or text that is not Unicode, Unavailable.
         """
-        return await self._run(lambda: self._encode(text, add_special_tokens, limit, max_bytes, "prompt"), len(text))
+        size = len(text) + len(second or "")
+        return await self._run(lambda: self._encode(text, add_special_tokens, limit, max_bytes, "prompt", second), size)
 
     async def encode_chat(
         self,
@@ -226,14 +233,25 @@ class TextPipeline:
         if self.grammars is not None:
             self.grammars.close()
 
-    def _encode(self, text: str, add_special_tokens: bool, limit: int, max_bytes: int, param: str) -> list[int]:
-        if limit and (floor := self._floor.of(text)) > limit:
+    def _encode(
+        self,
+        text: str,
+        add_special_tokens: bool,
+        limit: int,
+        max_bytes: int,
+        param: str,
+        second: str | None = None,
+    ) -> list[int]:
+        if limit and (floor := self._floor.of(text) + self._floor.of(second or "")) > limit:
             raise ContextLengthExceeded(floor, limit, where=param, at_least=True)
-        if max_bytes and (num_bytes := len(text.encode(errors="surrogatepass"))) > max_bytes:
+        if max_bytes and (num_bytes := len((text + (second or "")).encode(errors="surrogatepass"))) > max_bytes:
             raise InvalidRequest(
                 f"{param}: a prompt of {num_bytes:,} bytes, at most {max_bytes:,} are tokenised here", param=param
             )
-        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if second is None:
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            ids = self.tokenizer.encode_pair(text, second)
         if ids and max(ids) >= self.vocab_size:
             self.check_ids(ids, param=param)
         return ids

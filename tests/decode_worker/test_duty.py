@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import zmq
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.errors import ModelError
 from common.grammar.grammars import Grammars
+from common.model.batch import SequenceChunk
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.runner.loaded import LoadedModel
@@ -97,3 +100,17 @@ def test_grammars_are_closed_by_their_last_user(model: Any, monkeypatch: pytest.
         assert not closed
     made.close()
     assert closed
+
+
+def test_a_model_that_embeds_has_nothing_to_decode() -> None:
+    config = DecodeWorkerConfig(model="tiny-random", kv_memory_gib=0.01, task="embed")
+    with pytest.raises(ModelError, match="tiny-random is served to embed, which prefill workers do alone"):
+        LoadedModel.load(resolve_model("tiny-random"), config)
+
+
+def test_a_model_that_embeds_is_loaded_without_its_head() -> None:
+    config = PrefillWorkerConfig(model="tiny-random", kv_memory_gib=0.01, threads=1, dtype="float32", task="embed")
+    loaded = LoadedModel.load(resolve_model("tiny-random"), config)
+    assert (loaded.task.pooling, loaded.task.width, loaded.score) == ("last", 64, None)
+    rows = loaded.runner.forward([SequenceChunk((1, 2, 3), 0, (0,), all_logits=True)])
+    assert rows.shape == (3, 64) and rows.dtype == torch.float32

@@ -64,6 +64,22 @@ def test_bit_for_bit_as_the_operations_one_by_one(folder: Path, dtype: str, quan
     assert torch.equal(steps(single, kv_dtype or dtype), replayed)
 
 
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_hidden_states_bit_for_bit_as_the_operations_one_by_one(folder: Path, dtype: str, quantization: str) -> None:
+    """The result has a buffer of its own, with room for the sampled rows alone."""
+    options = {"dtype": dtype, "quantization": quantization, "with_head": False}
+    model, single = (load_model(resolve_model(str(folder)), **options) for _ in range(2))  # type: ignore[arg-type]
+    single.run_by_operation()
+    replayed = steps(model, dtype)
+    assert replayed.dtype == torch.float32 and replayed.shape[1] == model.config.hidden_size
+    assert torch.equal(steps(single, dtype), replayed)
+    if dtype == "float32" and quantization == "none":
+        assert model.program is not None
+        whole = load_model(resolve_model(str(folder)), dtype=dtype)
+        head = whole.weights.lm_head
+        assert head is not None and torch.allclose(head(replayed), steps(whole, dtype), atol=1e-4)
+
+
 def test_a_program_serves_caches_of_all_types(folder: Path) -> None:
     model = load_model(resolve_model(str(folder)))
     first, again = ([steps(model, kv_dtype) for kv_dtype in ("float32", "fp8", "int8")] for _ in range(2))

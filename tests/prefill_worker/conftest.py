@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import zmq
+from torch import Tensor
 
 from common.grammar.grammars import Grammars
 from common.kv.block_pool import BlockPool
 from common.kv.cache import KVCache
 from common.kv.quantised_staging import quantised_outgoing
 from common.model.decoder import Decoder
+from common.model.load import load_model
 from common.model_files.resolve import resolve_model
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
@@ -32,10 +34,11 @@ from common.wire.messages import (
     Message,
     PrefillRequest,
 )
-from common.wire.sampling_params import SamplingParams
+from common.wire.sampling_params import Pooling, SamplingParams
 from common.worker.engine import EngineConfig
 from common.worker.metrics import WorkerMetrics
 from prefill_worker.engine import PrefillEngine
+from prefill_worker.pooling import Pooler
 from prefill_worker.scheduler import PrefillScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, wait
@@ -172,6 +175,7 @@ class EngineRig(DecodeSide, RouterSide):
         max_waiting: int = 64,
         quantise: bool = False,
         grammars: bool = False,
+        pooler: Pooler | None = None,
     ) -> None:
         super().__init__()
         self.model, self.eos = model, eos
@@ -192,6 +196,7 @@ class EngineRig(DecodeSide, RouterSide):
             sender,
             WorkerMetrics("m", "p", lambda: self.engine.status),
             grammars=self.grammars,
+            pooler=pooler,
         )
         sender.start()
 
@@ -230,3 +235,20 @@ def make_engine(tiny: tuple[Decoder, tuple[int, ...]]) -> Iterator[Callable[...,
 @pytest.fixture
 def engine(make_engine: Callable[..., EngineRig]) -> EngineRig:
     return make_engine()
+
+
+@pytest.fixture
+def make_pooling_engine() -> Iterator[Callable[..., EngineRig]]:
+    """Engines over the tiny model without its head, which pool by `pooling`; with `score` that head makes a score."""
+    for make in made(EngineRig, load_model(resolve_model("tiny-random"), with_head=False), ()):
+
+        def pooling_engine(
+            pooling: Pooling = "last",
+            score: Tensor | None = None,
+            *,
+            make: Callable[..., EngineRig] = make,
+            **options: object,
+        ) -> EngineRig:
+            return make(pooler=Pooler(pooling, score), **options)
+
+        yield pooling_engine

@@ -17,11 +17,12 @@ from benchmarks.stack import free_port
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig
 from common.config.field import fields_of, to_argv
 from common.errors import ConfigError
+from common.model_files.task import GENERATES, ServedTask, Task
 from router.local import supervisor as supervisor_module
 from router.local.child import Child, child_environment
 from router.local.probe import claim_port, ready_reason
 from router.local.processes import ROUTER_OWN, WORKER_OWN, ServePlan, build_parser, read_plan
-from router.local.serve import main, summary
+from router.local.serve import main, pools_for, summary
 from router.local.supervisor import StartFailed, Supervisor, describe_exit
 
 # ---------------------------------------------------------------- the plan
@@ -108,6 +109,21 @@ def test_the_summary_has_a_curl_that_parses() -> None:
     text = summary(plan_of("--host", "0.0.0.0", "--port", "8123"), "tiny", 3.21)
     assert "http://127.0.0.1:8123/v1/chat/completions" in text
     assert json.loads(text.split("-d '")[1].split("'\n")[0])["model"] == "tiny"
+
+
+@pytest.mark.parametrize(("name", "path"), [("embed", "/v1/embeddings"), ("score", "/v1/score")])
+def test_a_model_that_generates_no_text_has_no_decode_workers(name: Task, path: str) -> None:
+    task, plan = ServedTask(name, "last", 4), plan_of("--prefill", "2", "--decode", "2")
+    served = pools_for(plan, task)
+    assert (len(served.prefill), served.decode) == (2, ()) and pools_for(plan, GENERATES) is plan
+    text = summary(served, "tiny", 3.21, task)
+    assert (
+        f"http://127.0.0.1:8000{path}" in text and "2 prefill + 0 decode" in text and "chat in the browser" not in text
+    )
+    assert json.loads(text.split("-d '")[1].split("'\n")[0])["model"] == "tiny"
+    for flags, why in ((("--prefill", "0"), "prefill=0 is refused"), (("--autoscale",), "autoscale=True is refused")):
+        with pytest.raises(ConfigError, match=why):
+            pools_for(plan_of(*flags), task)
 
 
 # ---------------------------------------------------------------- ports

@@ -49,7 +49,7 @@ class AnswerChoice:
     `prompt` is the number of the prompt that it answers; `echo` is text that precedes the generated one. A stop string
     may not end inside the first `params.min_tokens` tokens, nor at `marks` or in what they hide. A `silent` choice
     shows no generated token: its client asked about the prompt alone. `prompt_logprobs`, there with the first piece,
-    begin at the prompt's second token.
+    begin at the prompt's second token. `pooled` is the vector of a prompt that is pooled.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class AnswerChoice:
         self._silent = silent
         self.num_pieces = 0
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self.pooled = b""
         self.finish_reason = ""
         self.timeline: RequestTimeline | None = None
         self.first_at = self.last_at = 0.0
@@ -106,6 +107,7 @@ class AnswerChoice:
             self.num_pieces += 1
             self.num_tokens += len(event.token_ids)
             return Piece(self._decode(event.token_ids), list(event.token_ids))
+        self.pooled = event.pooled
         piece = Piece(first=not self.num_pieces)
         self.num_pieces += 1
         if self._silent:

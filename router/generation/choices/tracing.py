@@ -37,6 +37,9 @@ OPERATIONS = {
     "/v1/responses": "chat",
     "/v1/messages": "chat",
     "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/v1/score": "score",
+    "/v1/rerank": "rerank",
 }
 Value = str | int | float | tuple[str, ...]
 

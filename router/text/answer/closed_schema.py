@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from router.text.schema.keywords import CLOSED, EXTRA
+
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SINGLE = ("items", "additionalItems", "contains", "additionalProperties", "then", "else")
@@ -22,7 +24,7 @@ Schema = Mapping[str, Any]
 
 
 def closed(schema: Schema) -> Schema:
-    """The schema with `additionalProperties: false` for objects that name members and say nothing about others.
+    """The schema with the mark `CLOSED` on objects that name members and say nothing about others.
 
     An object that several schemas describe together (an `allOf` of two, a `$ref` beside `properties`) stays open: each
     schema would forbid the members that the others name.
@@ -46,7 +48,7 @@ def _closed(schema: Any, shared: set[int]) -> Any:
         elif key in SINGLE:
             copy[key] = _closed(value, shared)
     if id(schema) not in shared and _names_all(schema):
-        copy["additionalProperties"] = False
+        copy[CLOSED] = True
     return copy
 
 
@@ -58,7 +60,13 @@ def _names_all(schema: Schema) -> bool:
     if any(key in schema for key in OF_OTHERS) or schema.get("unevaluatedProperties", False) is not False:
         return False
     known = named if isinstance(named, Mapping) else {}
-    return not isinstance(required, list) or all(name in known for name in required)
+    wanted = [required, *_needed(schema), *(names for extra in _list(schema, EXTRA) for names in _needed(extra))]
+    return all(name in known for names in wanted if isinstance(names, list) for name in names)
+
+
+def _needed(schema: Schema) -> list[Any]:
+    """The names of members that members need."""
+    return list(_dict(schema, "dependentRequired").values())
 
 
 def _shared(document: Schema) -> set[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import llguidance
@@ -15,9 +16,14 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
 from router.text.answer.closed_schema import closed
+from router.text.schema.canonical import canonical
+from router.text.schema.loops import without_loops
+from router.text.schema.rewrite import rewritten
 
 WHITESPACE = r"\n[ \t]{0,32}| "
 """White space allowed between the parts of a JSON text; with more, small models fill their answers with blanks."""
+ESCAPES = 'nrbtf\\"'
+"""Letters behind a backslash in JSON texts: no `u`, with which a model could spell the name of a member twice."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 MAX_PROBLEM_CHARS = 400
 """The most that a client sees of an error of the library's GBNF parser."""
@@ -35,11 +41,27 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
 def json_expression(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str:
     """The right side of a rule for JSON text that matches a schema, whose objects are `closed`.
 
-    `lenient` ignores keywords that the library does not support.
+    `lenient` leaves out what cannot be enforced. Raises Unenforceable, a ValueError, for it otherwise.
     """
-    options = {"whitespace_pattern": WHITESPACE, **({"lenient": True} if lenient else {})}
-    known = {**closed(schema), "x-guidance": options} if isinstance(schema, Mapping) else schema
-    return f"%json {json.dumps(known, ensure_ascii=False)}"
+    options = {
+        "whitespace_pattern": WHITESPACE,
+        "json_allowed_escapes": ESCAPES,
+        **({"lenient": True} if lenient else {}),
+    }
+    known = {**_enforceable(schema, lenient), "x-guidance": options} if isinstance(schema, Mapping) else schema
+    return f"%json {json.dumps(known, ensure_ascii=False, separators=(',', ':'))}"
+
+
+def _enforceable(schema: Mapping[str, Any], lenient: bool) -> Mapping[str, Any]:
+    """The schema in keywords that the library enforces.
+
+    Objects are closed before `oneOf` and `not` are resolved, by a mark that says nothing of what the schema rejects.
+    """
+    document = canonical(schema)
+    marked = dict(closed(document.whole()))
+    definitions = marked.pop("$defs", {})
+    document = rewritten(replace(document, root=marked, definitions=definitions), lenient=lenient)
+    return dict(without_loops(document).whole())
 
 
 def regex_grammar(pattern: str) -> str:

@@ -83,7 +83,14 @@ def test_a_port_that_cannot_be_is_refused() -> None:
 
 def test_a_router_needs_a_pool_to_decode(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="decode_services=.* is refused: at least one name with --discovery dns"):
-        read(RouterConfig, ["--discovery", "dns", "--prefill-services", "p:1"], environ={})
+        read(RouterConfig, ["--discovery", "dns", "--decode-services", ""], environ={})
+    prefill = ["--discovery", "dns", "--prefill-services", "p:1"]
+    with pytest.raises(ConfigError, match="decode_services=.* is refused: at least one name with --discovery dns"):
+        read(RouterConfig, [*prefill, "--task", "generate"], environ={})
+    config = read(RouterConfig, prefill, environ={})  # the model may be one that embeds: the router sees it later
+    config.check_workers("prefill")
+    with pytest.raises(ConfigError, match="decode_services=.* is refused: at least one name with --discovery dns"):
+        config.check_workers("decode")
 
 
 def test_a_worker_that_keeps_its_cost_must_know_its_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from common.errors import InvalidRequest, ModelError
 from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
 from common.model_files.tokenizer import LONG_CHARS, LONG_TOKENS, Tokenizer
 
 CORPUS = (
@@ -261,3 +262,18 @@ def test_a_text_is_tokenised_by_the_thread_that_asks(tiny: Tokenizer) -> None:
     before = len(list(Path("/proc/self/task").iterdir()))
     tiny.decode(tiny.encode("x" * 100_000))
     assert len(list(Path("/proc/self/task").iterdir())) == before
+
+
+@pytest.mark.parametrize("text", ["ab", "ab" * 3000], ids=["short", "long"])
+def test_a_pair_is_joined_as_the_models_template_has_it(text: str) -> None:
+    inner = tokenizers.Tokenizer.from_file(str(resolve_model("tiny-random").tokenizer))
+    assert Tokenizer(inner).encode_pair(text, "c") == [*text.encode(), *b"c"]
+    last = inner.id_to_token(258)
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"$A {last}", pair=f"$A {last} $B:1 {last}:1", special_tokens=[(last, 258)]
+    )
+    tokenizer = Tokenizer(inner)
+    assert tokenizer.encode_pair(text, "c") == [*text.encode(), 258, *b"c", 258]
+    for pair in ((text, "\ud800"), ("\ud800", text)):
+        with pytest.raises(InvalidRequest, match="a lone surrogate at character 0"):
+            tokenizer.encode_pair(*pair)

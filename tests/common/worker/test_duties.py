@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import zmq
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.kv.block_pool import BlockCounts
+from common.model_files.task import ServedTask
 from common.wire.messages import ChangeRole
 from common.worker import duties
 from common.worker.duties import Duties
@@ -275,3 +277,13 @@ async def test_a_port_that_is_released_late_is_bound_in_the_end(monkeypatch: pyt
     tries = iter((zmq.ZMQError(98),) * 9)
     with pytest.raises(zmq.ZMQError):
         await duties._bind_again(bind)
+
+
+async def test_a_worker_whose_model_generates_no_text_refuses(
+    make: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make()
+    assert rig.duties.may_change
+    rig.duties.loaded = SimpleNamespace(task=ServedTask("embed", "last", 4))  # type: ignore[assignment]
+    rig.order("prefill")
+    assert "its model generates no text" in caplog.text and not rig.duties.may_change and rig.control.draining == []

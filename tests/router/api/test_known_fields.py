@@ -203,3 +203,11 @@ def replaced(value: Any, name: str) -> Any:
     if isinstance(value, dict):
         return {key: WRONG if key == name else replaced(inner, name) for key, inner in value.items()}
     return value
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+@pytest.mark.parametrize("value", [[], {}, "", False, None], ids=repr)
+async def test_a_default_in_any_spelling_is_no_error_in_the_newer_apis(running: Any, api: str, value: Any) -> None:
+    """Fields that only the older APIs serve with types of their own."""
+    response = await running.http.post(APIS[api].path, json=APIS[api].base | {"use_beam_search": value})
+    assert response.status_code == 200, response.text

@@ -76,6 +76,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [  # fields, param, part of the
     ({"response_format": {"type": "json_schema"}}, "response_format", "is required"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format", "is required"),
     (
+        {"structured_outputs": {"json": {"properties": {"a": {"not": {"multipleOf": 3}}}}}},
+        "structured_outputs.json",
+        "#/properties/a/not: the opposite of `multipleOf` cannot be enforced",
+    ),
+    (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strng"}}}},
         "response_format.json_schema.schema",
         "strng",

@@ -11,12 +11,13 @@ from router.text.answer.grammar import json_grammar
 from router.text.calls.form import Wanted, spelled_as_text
 from router.text.calls.function import Function
 from router.text.calls.hermes import HermesForm
+from router.text.schema.keywords import CLOSED
 
 from ..answers import checked, is_answer
 
 TEXT = {"type": "string"}
 A, B = {"properties": {"a": TEXT}}, {"properties": {"b": TEXT}}
-SHUT = {"additionalProperties": False}
+SHUT = {CLOSED: True}
 BASE = {"$defs": {"base": A}}
 
 

@@ -96,7 +96,7 @@ def test_rules_of_lark_and_of_gbnf(grammar: str) -> None:
         (lambda: json_grammar({"type": "strng"}), "Invalid type: strng"),
         (lambda: json_grammar({"$ref": "#/$defs/none"}), "does not exist"),
         (lambda: json_grammar({"$ref": "http://127.0.0.1:1/schema"}), "does not fetch"),
-        (lambda: json_grammar({"not": {"type": "null"}}), "not"),
+        (lambda: json_grammar({"not": {"multipleOf": 3}}), "#/not: the opposite of `multipleOf`"),
         (lambda: json_grammar(False), "Unsatisfiable"),
         (lambda: regex_grammar("(a"), "unclosed group"),
         (lambda: free_grammar("start: nothing"), 'unknown name: "nothing"'),

@@ -1,0 +1,1 @@
+"""JSON schemas of a corpus: how many are served, whether answers match them, and what that costs."""

@@ -1,0 +1,162 @@
+"""What a model is served for: to generate text, to embed texts, or to score pairs of them. No torch.
+
+A folder says it by its files: sentence-transformers' `modules.json` names how hidden states become an embedding, an
+architecture such as `Qwen3ForSequenceClassification` has a head that scores. Anything else generates, unless --task
+says otherwise: an embedding is then the last token's hidden state, normalised, as Qwen3-Embedding has it, and a score
+is how much likelier "yes" comes next than "no", as Qwen3-Reranker has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from common.errors import ModelError
+from common.gguf_format.metadata import read_gguf_head
+from common.model_files import config as configuration
+from common.model_files.files import ModelFiles
+from common.model_files.json_file import read_json
+from common.wire.message_fields import Role
+from common.wire.sampling_params import Pooling
+
+Task = Literal["generate", "embed", "score"]
+CLASSIFIER = "ForSequenceClassification"
+MODES: Mapping[str, Pooling] = {"mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
+"""Of sentence-transformers, as its pooling modes are named in `pooling_mode` and behind `pooling_mode_`."""
+HEADLESS_MODULES = ("Transformer", "Normalize")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTask:
+    """A prompt becomes one vector of `width` numbers by `pooling` its hidden states; "" where text is generated.
+
+    An embedding is normalised if the model says so; a score is the sigmoid of the head's number if `sigmoid`. With
+    `answers` that number is by how much the first of these tokens is likelier to come next than the second.
+    """
+
+    name: Task = "generate"
+    pooling: Pooling = ""
+    width: int = 0
+    normalise: bool = False
+    sigmoid: bool = False
+    answers: tuple[int, int] | None = None
+
+    @property
+    def generates(self) -> bool:
+        return self.name == "generate"
+
+    @property
+    def needed(self) -> Role:
+        """The workers without which nothing is served: an answer of text needs decode workers, which can prefill."""
+        return "decode" if self.generates else "prefill"
+
+
+GENERATES = ServedTask()
+
+
+def served_task(files: ModelFiles, wanted: str = "auto") -> ServedTask:
+    """The task of a model: what --task says, or with `auto` what its files say.
+
+    Raises ModelError for a task that the model cannot do, or does in a way that is not supported.
+    """
+    if wanted == "generate":
+        return GENERATES
+    fields = read_json(files.config) if files.config is not None else {}
+    meant = _meant_for(fields, files.config)
+    task: Task = meant if wanted == "auto" else "score" if wanted == "score" else "embed"
+    if task == "generate":
+        return GENERATES
+    if fields.get("is_causal") is False:
+        raise ModelError(f"{files.config}: is_causal false is not supported: use a model with causal attention")
+    if task == "score":
+        by_answers = ServedTask("score", "last", 1, sigmoid=True)
+        return _score(fields, files) if meant == "score" else replace(by_answers, answers=_answers(files))
+    width = _hidden_size(files)
+    modules = files.config.with_name("modules.json") if files.config is not None else None
+    last = ServedTask("embed", "last", width, normalise=True)
+    return last if modules is None or not modules.exists() else _of_modules(modules, last)
+
+
+def _meant_for(fields: Mapping[str, Any], path: Path | None) -> Task:
+    """What a folder is meant for."""
+    if any(str(name).endswith(CLASSIFIER) for name in fields.get("architectures") or ()):
+        return "score"
+    return "embed" if path is not None and path.with_name("modules.json").exists() else "generate"
+
+
+def _answers(files: ModelFiles) -> tuple[int, int]:
+    """The tokens by which a model answers whether a document fits, as Qwen3-Reranker does."""
+    # Imported here: no other model's start waits for it.
+    from common.model_files.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_file(files.tokenizer)
+    yes, no = (tokenizer.token_to_id(word) for word in ("yes", "no"))
+    if yes is None or no is None:
+        raise ModelError(
+            f"{files.model_id} has neither a head that scores, as architectures that end with {CLASSIFIER} have, nor "
+            'the tokens "yes" and "no": it cannot be served with --task score'
+        )
+    return yes, no
+
+
+def _score(fields: Mapping[str, Any], files: ModelFiles) -> ServedTask:
+    labels = fields.get("num_labels") or len(fields.get("id2label") or {}) or 2  # 2: the default of transformers
+    if labels != 1:
+        raise ModelError(f"{files.config}: a head of {labels} labels is not supported: use a reranker, which has one")
+    said = fields.get("sentence_transformers") or {}
+    activation = str(said.get("activation_fn") or fields.get("sbert_ce_default_activation_function") or "Sigmoid")
+    kind = activation.rpartition(".")[2]
+    if kind not in ("Sigmoid", "Identity"):
+        raise ModelError(f"{files.config}: activation {activation!r} is not supported: Sigmoid or Identity are")
+    return ServedTask("score", "last", 1, sigmoid=kind == "Sigmoid")
+
+
+def _of_modules(path: Path, task: ServedTask) -> ServedTask:
+    """How the modules of sentence-transformers make an embedding."""
+    modules = _modules(path)
+    kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
+    for kind in kinds:
+        if kind not in (*HEADLESS_MODULES, "Pooling"):
+            raise ModelError(f"{path}: module {kind} is not supported: Transformer, Pooling and Normalize are")
+    if kinds.count("Pooling") != 1:
+        raise ModelError(f"{path} has {kinds.count('Pooling')} modules of pooling: an embedding needs one")
+    place = PurePosixPath(str(modules[kinds.index("Pooling")].get("path")))
+    if place.is_absolute() or ".." in place.parts:
+        raise ModelError(f"{path}: a module's path {str(place)!r} leaves the model's folder")
+    pooling = path.parent / place / "config.json"
+    return replace(task, pooling=_pooling(pooling), normalise="Normalize" in kinds)
+
+
+def _modules(path: Path) -> list[dict[str, Any]]:
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON ({error}): fetch it again") from error
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ModelError(f"{path} should hold a JSON list of objects: fetch it again")
+    return modules
+
+
+def _pooling(path: Path) -> Pooling:
+    fields = read_json(path, required=True)
+    named = fields.get("pooling_mode")
+    modes = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    prefix = "pooling_mode_"
+    modes += [name.removeprefix(prefix) for name, on in fields.items() if name.startswith(prefix) and on is True]
+    if len(modes) != 1 or modes[0] not in MODES:
+        shown = " and ".join(map(str, modes)) or "none"
+        raise ModelError(f"{path}: pooling by {shown} is not supported: a decoder's is by mean or by the last token")
+    return MODES[modes[0]]
+
+
+def _hidden_size(files: ModelFiles) -> int:
+    if files.config is not None:
+        return configuration.from_hf(files.config).hidden_size
+    head = read_gguf_head(files.weights[0])
+    size = head.metadata.get(f"{head.architecture}.embedding_length")
+    if not isinstance(size, int) or size < 1:
+        raise ModelError(f"{files.weights[0]} gives embedding_length={size!r}: fetch the model again")
+    return size

@@ -1,0 +1,43 @@
+"""From the hidden states of a prompt's tokens to one vector, over as many steps as the prompt takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from common.wire.sampling_params import Pooling
+from prefill_worker.scheduler import PrefillChunk
+
+
+class Pooler:
+    """Pools by `pooling`; with `score`, float32 [labels, hidden_size], the vector is what this head makes of it."""
+
+    def __init__(self, pooling: Pooling, score: Tensor | None = None) -> None:
+        self.pooling, self._score = pooling, score
+
+    @torch.inference_mode()
+    def pooled(
+        self, chunks: Sequence[PrefillChunk], last: Tensor, rows_of_chunks: Sequence[Tensor | None]
+    ) -> dict[str, bytes]:
+        """The vectors of prompts that end with these chunks, by request id, as float32 in little-endian bytes.
+
+        `last` are the hidden states [n, hidden_size] of the last tokens of these prompts, and `rows_of_chunks` those of
+        all tokens of each chunk, for the mean. A vector that is not of finite numbers is b"".
+        """
+        ended = [chunk.sequence for chunk in chunks if chunk.sample]
+        if self.pooling == "mean":
+            for chunk, rows in zip(chunks, rows_of_chunks, strict=True):
+                if rows is not None:
+                    before, here = chunk.sequence.hidden_sum, rows.sum(0, dtype=torch.float64)
+                    chunk.sequence.hidden_sum = here if before is None else before + here
+            means = [s.hidden_sum / s.num_tokens for s in ended if s.hidden_sum is not None]
+            last = torch.stack(means).float() if means else last
+        if not ended:
+            return {}
+        vectors = last if self._score is None else last @ self._score.T
+        vectors = vectors.cpu()
+        finite = torch.isfinite(vectors).all(1).tolist()
+        packed = (row.astype("<f4").tobytes() for row in vectors.numpy())
+        return {s.request_id: row if ok else b"" for s, row, ok in zip(ended, packed, finite, strict=True)}

@@ -1,0 +1,1 @@
+"""Answers of prompts alone: embeddings, and scores of pairs of texts."""

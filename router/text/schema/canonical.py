@@ -1,0 +1,160 @@
+"""Writes a schema of any draft in the words of draft 2020-12, with all referred schemas under `$defs`, unannotated.
+
+    {"definitions": {"a": ...}, "$ref": "#/definitions/a"}  ->  {"$ref": "#/$defs/0", "$defs": {"0": ...}}
+
+Descriptions, examples and unused definitions are left out: large schemas stay below the bound of grammars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.text.schema.keywords import (
+    EXTRA,
+    FORMATS,
+    LISTS,
+    MAPS,
+    PLAIN,
+    SINCE,
+    SINGLES,
+    Schema,
+    Unenforceable,
+    draft_of,
+    escaped,
+)
+from router.text.schema.resources import Place, Resources
+
+MAX_DEPTH = 64
+"""Of nested schemas. llguidance's own bound of recursion is 128 objects and lists, two of which make a member."""
+MAX_SCHEMAS = 50_000
+"""As in llguidance."""
+REFERENCE = "#/$defs/"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A canonical schema: its root, its definitions, and where each of them stood."""
+
+    root: Schema
+    definitions: dict[str, Schema] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+
+    def target(self, reference: str) -> Schema:
+        return self.definitions[reference.removeprefix(REFERENCE)]
+
+    def whole(self) -> Schema:
+        """The schema with its definitions."""
+        if not self.definitions or not isinstance(self.root, Mapping):
+            return self.root
+        return {**self.root, "$defs": self.definitions}
+
+
+def canonical(schema: Mapping[str, Any]) -> Document:
+    """The schema in canonical form. Raises Unenforceable for a reference that names nothing, and beyond the bounds."""
+    draft = draft_of(schema)
+    writer = _Writer(Resources(schema, draft), draft)
+    root = writer.written(writer.resources.root, 0)
+    definitions: dict[str, Schema] = {}
+    while writer.left:
+        name, place = writer.left.pop()
+        definitions[name] = writer.written(place, 0)
+    return Document(root, definitions, writer.places)
+
+
+class _Writer:
+    def __init__(self, resources: Resources, draft: int) -> None:
+        self.resources, self._draft = resources, draft
+        self.left: list[tuple[str, Place]] = []
+        self.places: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        self._num_schemas = 0
+
+    def written(self, place: Place, depth: int) -> Schema:
+        schema = place.schema
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            raise Unenforceable(place.pointer, "a schema must be an object, true or false")
+        self._num_schemas += 1
+        if depth > MAX_DEPTH:
+            raise Unenforceable(place.pointer, f"nested deeper than {MAX_DEPTH} levels, the bound of recursion")
+        if self._num_schemas > MAX_SCHEMAS:
+            raise Unenforceable(place.pointer, f"the schema is too large: more than {MAX_SCHEMAS:,} parts")
+        if self._draft <= 7 and "$ref" in schema:  # beside which older drafts ignore everything
+            return {"$ref": self._reference(self.resources.target(schema["$ref"], place))}
+        found: dict[str, Any] = {}
+        for key, value in schema.items():
+            if SINCE.get(key, 4) <= self._draft:
+                self._write(key, value, place, depth + 1, found)
+            elif key == "const":
+                found[EXTRA] = [*found.get(EXTRA, ()), {"const": value}]
+        return found
+
+    def _write(self, key: str, value: Any, place: Place, depth: int, found: dict[str, Any]) -> None:
+        """Adds a keyword to those that are `found`."""
+        schema: Mapping[str, Any] = place.schema
+        if key in ("$ref", "$dynamicRef", "$recursiveRef"):
+            self._write_reference(key, value, place, found)
+        elif key == "dependencies" and isinstance(value, Mapping):
+            wanted = self._dependencies(value, place, depth)
+            if self._draft <= 7:
+                found.update(wanted)
+            else:
+                found[EXTRA] = [*found.get(EXTRA, ()), wanted]
+        elif key in ("$defs", "definitions"):
+            pass  # what is referred to is written once, at the end
+        elif key in MAPS and isinstance(value, Mapping):
+            found[key] = {n: self._child(place, f"/{key}/{escaped(n)}", each, depth) for n, each in value.items()}
+        elif key == "items" and isinstance(value, list):
+            found["prefixItems"] = self._children(place, key, value, depth)
+        elif key in LISTS and isinstance(value, list):
+            found[key] = [*found.get(key, ()), *self._children(place, key, value, depth)]
+        elif key == "additionalItems":
+            if isinstance(schema.get("items"), list):
+                found["items"] = self._child(place, f"/{key}", value, depth)
+        elif key in SINGLES:
+            found[key] = self._child(place, f"/{key}", value, depth)
+        elif key in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
+            if value and (bound := key.replace("exclusiveM", "m")) in schema:
+                found[key] = schema[bound]
+        elif key in (*MAPS, *LISTS):
+            kind = "an array" if key in LISTS else "an object"
+            raise Unenforceable(f"{place.pointer}/{key}", f"must be {kind}")
+        elif key in PLAIN and not (key == "format" and isinstance(value, str) and value not in FORMATS):
+            found[key] = value
+
+    def _write_reference(self, key: str, value: Any, place: Place, found: dict[str, Any]) -> None:
+        if key == "$recursiveRef" and self.resources.is_recursive_anchored:
+            raise Unenforceable(place.pointer, "$recursiveRef with $recursiveAnchor cannot be followed")
+        find = self.resources.dynamic_target if key == "$dynamicRef" else self.resources.target
+        reference = self._reference(find(value, place))
+        if "$ref" in found:
+            found.setdefault("allOf", []).append({"$ref": reference})
+        else:
+            found["$ref"] = reference
+
+    def _dependencies(self, value: Mapping[str, Any], place: Place, depth: int) -> Schema:
+        """A keyword of drafts 4 to 7, as the two that newer drafts have for it."""
+        names, schemas = {}, {}
+        for name, needed in value.items():
+            if isinstance(needed, list | str):  # a single name, in draft 3
+                names[name] = [needed] if isinstance(needed, str) else needed
+            else:
+                schemas[name] = self._child(place, f"/dependencies/{escaped(name)}", needed, depth)
+        return {"dependentRequired": names, "dependentSchemas": schemas}
+
+    def _children(self, place: Place, key: str, values: list[Any], depth: int) -> list[Schema]:
+        return [self._child(place, f"/{key}/{i}", value, depth) for i, value in enumerate(values)]
+
+    def _child(self, place: Place, step: str, value: Any, depth: int) -> Schema:
+        return self.written(self.resources.entered(Place(value, place.base, place.pointer + step)), depth)
+
+    def _reference(self, target: Place) -> str:
+        name = self._names.get(target.pointer)
+        if name is None:
+            name = self._names[target.pointer] = str(len(self._names))
+            self.places[name] = target.pointer
+            self.left.append((name, target))
+        return REFERENCE + name
