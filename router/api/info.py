@@ -23,7 +23,7 @@ from router.api.merged_load import merged_load
 from router.api.openai import answers as openai_answers
 from router.api.openai.chat import conversation_tokens
 from router.api.openapi import documented
-from router.api.pages import CHAT, DASHBOARD, page
+from router.api.pages import CHAT, DASHBOARD, HEADERS, page
 from router.generation.models import ShownModel
 from router.generation.service import Service, key_of, service_of
 from router.generation.structure import functions_of
@@ -43,13 +43,13 @@ probe_routes = APIRouter(tags=["operate"])
 @probe_routes.get("/", response_class=HTMLResponse)
 async def index() -> Response:
     """A chat page."""
-    return HTMLResponse(page(CHAT))
+    return HTMLResponse(page(CHAT), headers=HEADERS)
 
 
 @probe_routes.get("/dashboard", response_class=HTMLResponse)
 async def dashboard() -> Response:
     """A page that shows what `/load` says, each second: traffic, times, workers, classes, plan."""
-    return HTMLResponse(page(DASHBOARD))
+    return HTMLResponse(page(DASHBOARD), headers=HEADERS)
 
 
 @probe_routes.get("/live", response_class=RedirectResponse, status_code=308)

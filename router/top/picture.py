@@ -96,7 +96,7 @@ def _pools(load: Mapping[str, Any]) -> list[Line]:
         all_of = [one for one in load["workers"] if one["role"] == role]
         ready = [one for one in all_of if one["state"] == "ready"]
         used = _used(ready)
-        blocks = f", KV blocks {_bar(used)} {percent(used)}" if used is not None else ""
+        blocks = f", KV blocks {percent(used):>5} {_bar(used)}" if used is not None else ""
         text = f"{role.capitalize():<11} {len(ready):,} of {len(all_of):,} ready{blocks}"
         lines.append(Line(text, WARM if len(ready) < len(all_of) else PLAIN))
     return lines

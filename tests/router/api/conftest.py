@@ -9,6 +9,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,6 +29,8 @@ from router.server.app import build_app
 from router.server.server import Server, listen, server_of
 from router.streams.client import ANYONE, Caller, GenerationRequest, RequestTimeline, TokenEvent
 from router.text.text_pipeline import TextPipeline
+
+from .chromium import Browser
 
 MODEL = "tiny-random"
 EOS = 259
@@ -230,6 +233,14 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.fixture
 async def running(start: Start) -> Running:
     return await start()
+
+
+@pytest.fixture
+async def browser(start: Start, tmp_path: Path) -> AsyncIterator[Browser]:
+    """A Chromium; it ends before the routers, which wait for the end of their connections."""
+    one = await Browser.start(tmp_path / "profile")
+    yield one
+    await one.close()
 
 
 class Tools:
