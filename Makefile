@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERM
 NEWER := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve fetch bench compare sla check test test-touched test-all chaos soak lint format docs clean
+.PHONY: help serve fetch bench compare sla check test test-touched test-all clients chaos soak lint format docs clean
 
 help:
 	@echo "make serve      a service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
@@ -34,6 +34,7 @@ help:
 	@echo "make test       lint and every quick test; says which 30 were slowest"
 	@echo "make test-touched    the slow tests of what differs from a commit (BASE=main)"
 	@echo "make test-all   lint and every test that this machine can run"
+	@echo "make clients    every client of docs/compatibility.md, in environments of their own (ARGS='-k aider')"
 	@echo "make chaos      kills, freezes and cuts off workers for minutes (SEED=1 DURATION=180)"
 	@echo "make soak       half an hour of load, to see what grows (DURATION=1800 PLOT=build/soak.png)"
 	@echo "make lint       ruff and mypy;  make format  rewrites as ruff wants it;  make docs  rewrites docs/configuration.md and helm/"
@@ -102,12 +103,15 @@ test: lint
 
 test-touched: $(VENV)/.dev
 	@paths="$$($(BIN)/python tests/touched.py $(BASE))"; test -z "$$paths" || \
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "slow and not gpu and not chaos" $$paths $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "slow and not gpu and not chaos and not clients" $$paths $(ARGS)
 
 # Storms and chips come last and alone: they are about what happens while nothing else takes the cores.
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 -m "not chaos and not gpu" $(ARGS)
 	$(BIN)/pytest -m "chaos or gpu" $(ARGS)
+
+clients: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -rs --durations=0 -m clients tests/clients $(ARGS)
 
 chaos: $(VENV)/.dev
 	CHAOS_SEED=$(or $(SEED),1) CHAOS_SECONDS=$(or $(DURATION),180) $(BIN)/pytest -s -m chaos tests/chaos $(ARGS)

@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,21 @@ def test_every_metric_is_documented(repository: Path) -> None:
 
 def test_every_command_is_in_the_readme(repository: Path) -> None:
     assert not missing(set(COMMANDS), repository / "README.md")
+
+
+def test_the_clients_that_were_tried_are_those_that_tests_pin(repository: Path) -> None:
+    """Each row of docs/compatibility.md has the versions that are installed, and names a test that exists."""
+    page = (repository / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]+ \| `(\w+\.py)::(\w+)` \|$", page, re.MULTILINE)
+    pinned = tomllib.loads((repository / "tests" / "clients" / "versions.toml").read_text(encoding="utf-8"))
+    wanted = [
+        ", ".join(re.sub(r"\[\w+\]", "", one).replace("==", " ") for one in row["requires"]) for row in pinned.values()
+    ]
+    versions = [version for version, _, _ in rows if not version.startswith("requests of ")]
+    assert sorted(versions) == sorted(wanted)
+    for _, file, name in rows:
+        tree = ast.parse((repository / "tests" / "clients" / file).read_text(encoding="utf-8"))
+        assert any(name in names_defined_by(node) for node in tree.body), f"{file} has no {name}"
 
 
 def test_the_map_names_what_exists(repository: Path) -> None:

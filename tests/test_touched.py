@@ -18,6 +18,7 @@ from .touched import IN_SYSTEMS, PACKAGES, touched
         (["tests/router/api/test_chat.py"], ["tests/router"]),
         (["benchmarks/stack.py", "tests/helm/conftest.py"], ["tests/benchmarks", "tests/helm"]),
         (["tests/forge.py"], ["tests"]),
+        (["tests/clients/conftest.py", "docs/compatibility.md"], []),
         (["kernels/sampling.py", "pyproject.toml"], ["tests"]),
     ],
 )

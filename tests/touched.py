@@ -1,6 +1,7 @@
 """Which folders of tests a change touches: `python tests/touched.py main` prints those of what differs from `main`.
 
 A package is tested by the folder of its name. What runs in more than one process is tested by whole systems as well.
+Programs of others in environments of their own (tests/clients) are for `make test-all` alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("benchmarks", "common", "decode_worker", "helm", "kernels", "prefill_worker", "router")
 IN_SYSTEMS = {"common", "decode_worker", "kernels", "prefill_worker", "router"}
 SYSTEMS = ("tests/chaos", "tests/e2e")
+BY_HAND = "tests/clients/"
 FOR_ALL = {"Makefile", "constraints.txt", "pyproject.toml"}
 
 
@@ -28,7 +30,7 @@ def touched(files: Iterable[str]) -> list[str]:
             paths.add(f"tests/{top}")
         if top in IN_SYSTEMS:
             paths.update(SYSTEMS)
-        if top == "tests":
+        if top == "tests" and not file.startswith(BY_HAND):
             paths.add("/".join(file.split("/")[:2]))
     return sorted(paths)
 

@@ -1,0 +1,79 @@
+"""Frameworks that build on the APIs: what they get through is what the scripted model says, thoughts, calls and all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .conftest import Client, Service
+from .scripted_model import ANSWER, GREETING, QUESTION, RESULT, THOUGHT, THOUGHT_AFTER
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.clients, pytest.mark.timeout(2400)]
+
+WEATHER = {"city": "Paris", "degrees": 18}
+CALL = ["get_weather", {"city": "Paris"}]
+GREETING_TOKENS = 6
+
+
+def test_langchain(scripted: Service, client_of: Callable[..., Client]) -> None:
+    found = client_of("langchain").ask("langchain_chat.py", scripted.url, scripted.model)
+    assert found["said"] == found["streamed"] == found["completed"] == GREETING
+    assert found["tokens"] == found["streamed_tokens"] == GREETING_TOKENS
+    assert found["batch"] == [GREETING] * 3
+    assert found["calls"] == found["forced"] == [CALL]
+    assert found["parsed"] == {"json_schema": WEATHER, "function_calling": WEATHER}
+    turns = [["human", QUESTION], ["ai", ""], ["tool", f"{RESULT} and sunny"], ["ai", ANSWER]]
+    assert found["agent"] == found["responses_agent"] == turns
+    assert found["asked"] == ["Paris"] * 2
+
+
+def test_llama_index(scripted: Service, client_of: Callable[..., Client]) -> None:
+    found = client_of("llama-index").ask("llama_index_chat.py", scripted.url, scripted.model)
+    assert found["said"] == found["streamed"] == found["completed"] == GREETING
+    assert found["parsed"] == WEATHER
+    assert (found["agent"], found["asked"]) == (ANSWER, ["Paris"])
+
+
+def test_litellm(scripted: Service, client_of: Callable[..., Client]) -> None:
+    client = client_of("litellm", LITELLM_LOCAL_MODEL_COST_MAP="True")
+    found = client.ask("litellm_chat.py", scripted.url, scripted.model)
+    call = ["get_weather", '{"city": "Paris"}']
+    for provider, thought, tokens in (
+        ("openai", "A greeting.", GREETING_TOKENS),
+        ("hosted_vllm", "A greeting.", GREETING_TOKENS),
+        ("anthropic", None, GREETING_TOKENS - 3),  # which does not think unless it is asked to
+    ):
+        told = found[provider]
+        assert told["said"] == told["streamed"] == GREETING, provider
+        assert (told["reasoning"], told["tokens"]) == (thought, tokens), provider
+        assert told["call"] == told["streamed_call"] == call, provider
+        assert told["answer"] == ANSWER, provider
+    assert found["text"] == GREETING and found["responses"] == [GREETING]
+    assert found["overflow"] == "ContextWindowExceededError"
+
+
+def test_the_openai_agents_sdk(scripted: Service, client_of: Callable[..., Client]) -> None:
+    """The items of a run are the thought, the call, the tool's output, the next thought and the answer."""
+    found = client_of("openai-agents").ask("openai_agents_tools.py", scripted.url, scripted.model)
+    items = ["reasoning_item", "tool_call_item", "tool_call_output_item", "reasoning_item", "message_output_item"]
+    assert found["asked"] == ["Paris"] * 4
+    for kind in ("chat", "responses"):
+        for way in ("whole", "streamed"):
+            run = found[f"{kind}, {way}"]
+            assert (run["answer"], run["asked"], run["items"]) == (ANSWER, ["Paris"], items), (kind, way)
+            assert (run["requests"], run["tokens"]) == (2, 19), (kind, way)
+        assert "raw_response_event" in found[f"{kind}, streamed"]["events"]
+
+
+def test_the_anthropic_sdk(scripted: Service, client_of: Callable[..., Client]) -> None:
+    found = client_of("anthropic").ask("anthropic_tools.py", scripted.url, scripted.model)
+    thinks: list[Any] = ["thinking", THOUGHT]
+    call: list[Any] = ["tool_use", {"city": "Paris"}]
+    assert found["whole"] == found["streamed"] == [thinks, call] and found["stop_reason"] == "tool_use"
+    assert {"thinking", "input_json", "message_stop"} <= set(found["events"])
+    assert found["plain"] == [call]
+    assert found["after"] == found["runner"] == [["thinking", THOUGHT_AFTER], ["text", ANSWER]]
+    assert found["asked"] == ["Paris"]
+    assert found["counted"] == found["input_tokens"] > len(QUESTION)
