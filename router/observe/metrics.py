@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from common.machine.process_metrics import register_process
 from common.worker.metrics import SECONDS, SHORT_SECONDS
 from router.admission.load import DispatchLoad
+from router.observe.batch_metrics import BatchMetrics
 from router.observe.load_metrics import LoadCollector
 from router.observe.loop_histogram import LoopHistogram
 from router.observe.recent_traffic import RecentTraffic
@@ -78,6 +79,7 @@ class RouterMetrics:
         self.connections = self._gauge("diptych_http_connections", "Open HTTP connections")
         self._add_access()
         self._add_store()
+        self.batches = BatchMetrics(self.registry, self._labels)
 
     def _add_access(self) -> None:
         """The counters of `router.auth`: keys and their limits, the audit log, files that are read again."""
