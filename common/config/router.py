@@ -11,7 +11,8 @@ from common.config.access import AccessSettings
 from common.config.cluster import DiscoverySettings
 from common.config.common import CommonConfig
 from common.config.field import DURATION, FILE, HOST, PORT, TIMEOUT, fields_of, setting
-from common.config.request_class import EXPECTS, RequestClass, request_classes
+from common.config.files import FileSettings
+from common.config.request_class import EXPECTS, RequestClass, request_classes, with_batch
 from common.config.roles import RoleSettings
 from common.config.scaling import PlannerSettings
 from common.config.stored import StoreSettings
@@ -19,7 +20,9 @@ from common.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSettings, AccessSettings, StoreSettings):
+class RouterConfig(
+    CommonConfig, DiscoverySettings, PlannerSettings, RoleSettings, AccessSettings, StoreSettings, FileSettings
+):
     """The router: HTTP in front, workers behind. It holds the tokeniser, never the weights."""
 
     section: ClassVar[str] = "router"
@@ -217,5 +220,5 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSetting
 
     @cached_property
     def classes(self) -> Mapping[str, RequestClass]:
-        """The classes of requests by name; `default` is always there."""
-        return request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms)
+        """The classes of requests by name; `default` is always there, and a class for lines of batches."""
+        return with_batch(request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms))

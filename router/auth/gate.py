@@ -88,6 +88,16 @@ class Gate:
             raise self._refusal(visit, denied)
         visit.admitted = True
 
+    def on_behalf(self, owner: str, request_id: str, *, method: str, path: str, client: str) -> Visit | None:
+        """The visit of a request that the router makes for the holder of the key of this name; None without the key.
+
+        It takes the key's tokens like any other. The limits of its requests are not touched: the router has its own.
+        """
+        if self.ring is None:
+            return None if owner else Visit(request_id, method, path, client, ANONYMOUS, self._anonymous)
+        key = self.ring.named(owner)
+        return None if key is None else Visit(request_id, method, path, client, key, self._quota(key))
+
     def check_tokens(self, visit: Visit) -> None:
         """Raises RateLimited when the key has no token left."""
         denied = visit.quota.check_tokens(self._clock())

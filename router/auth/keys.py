@@ -75,11 +75,16 @@ class KeyRing:
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self.keys = tuple(keys)
         self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._named = {key.name: key for key in self.keys}
         self._table = {self._blinded(digest): key for key in self.keys for digest in key.digests}
 
     def find(self, given: bytes) -> ApiKey | None:
         """The key with the secret `given`."""
         return self._table.get(self._blinded(digest_of(given)))
+
+    def named(self, name: str) -> ApiKey | None:
+        """The key of this name."""
+        return self._named.get(name)
 
     def _blinded(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._secret).digest()

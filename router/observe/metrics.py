@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from common.machine.process_metrics import register_process
 from common.worker.metrics import SECONDS, SHORT_SECONDS
 from router.admission.load import DispatchLoad
+from router.observe.batch_metrics import BatchMetrics
 from router.observe.load_metrics import LoadCollector
 from router.observe.loop_histogram import LoopHistogram
 from router.observe.merged_families import MergedFamilies
@@ -105,6 +106,7 @@ class RouterMetrics:
         self.connections = self._gauge("diptych_http_connections", "Open HTTP connections")
         self._add_access()
         self._add_store()
+        self.batches = BatchMetrics(self.registry, self._labels)
 
     def _add_access(self) -> None:
         """The counters of `router.auth`: keys and their limits, the audit log, files that are read again."""
